@@ -77,6 +77,7 @@ Attend = Callable[[AttentionCall], Tensor]
 class _Local(threading.local):
     updated: tuple[Attend, Tensor, Tensor] | None = None
     captured: list[Tensor] | None = None
+    passed_by: str | None = None
 
 
 _local = _Local()
@@ -90,7 +91,12 @@ def switch(model: PreTrainedModel) -> None:
 
 def hand_over(attend: Attend, key: Tensor, value: Tensor) -> None:
     """Says who attends in the next call of the attention function, if that is given these keys."""
-    _local.updated = attend, key, value
+    _local.updated, _local.passed_by = (attend, key, value), None
+
+
+def passed_by() -> str | None:
+    """Return which attention module was given other keys than those handed over last; None if there was no such."""
+    return _local.passed_by
 
 
 @contextmanager
@@ -124,6 +130,7 @@ def keepset_attention(
             raise UnsupportedModelError(f"keepset's attention does not support {name}, which this model uses.")
     updated, _local.updated = _local.updated, None
     if updated is None or updated[1] is not key:
+        _local.passed_by = None if updated is None else type(module).__name__
         mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     attend, _, cached = updated

@@ -9,8 +9,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.hf.attention import AttentionCall
-from keepset.hf.attention_hooks import LayerInput, Rotation
+from keepset.hf.attention_hooks import LayerInput
 from keepset.hf.mask import RealTokens
+from keepset.hf.rotation import Rotation
 from keepset.hf.store import EntryStore
 
 

@@ -60,9 +60,15 @@ def before_calls(module: nn.Module, method: Callable[..., Any]) -> RemovableHand
     return module.register_forward_pre_hook(_weakly(method, 3), with_kwargs=True)
 
 
-def after_calls(module: nn.Module, method: Callable[..., Any]) -> RemovableHandle:
-    """Have `method(module, args, kwargs, output)` called after every call of a module, without holding its object."""
-    return module.register_forward_hook(_weakly(method, 4), with_kwargs=True)
+def after_calls(module: nn.Module, method: Callable[..., Any], *, failed: bool = False) -> RemovableHandle:
+    """Have `method(module, args, kwargs, output)` called after every call of a module, without holding its object.
+
+    Args:
+        module: whose calls these are.
+        method: its answer takes the place of the output unless it is None.
+        failed: whether it is told of calls that failed, too.
+    """
+    return module.register_forward_hook(_weakly(method, 4), with_kwargs=True, always_call=failed)
 
 
 def _weakly(method: Callable[..., Any], count: int) -> Callable[..., Any]:

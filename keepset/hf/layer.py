@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepset.core.keep_set import LayerKeepSet
@@ -69,6 +69,11 @@ class KeepLayer(LogicalLayer):
         """Bytes allocated for this layer's entries, and for what the next event looks at beside them."""
         beside = 0 if self.decoding is None else self.decoding.passing.nbytes
         return beside + (0 if self.store is None else self.store.nbytes)
+
+    @property
+    def nbytes_states(self) -> int:
+        """Bytes of what the layer holds that is no entry and is never compressed."""
+        return 0
 
     @property
     def phase(self) -> PromptPhase | DecodingPhase | None:
@@ -183,3 +188,46 @@ class KeepLayer(LogicalLayer):
             forward.call.module, forward.query, forward.key, forward.value, matrix, 0.0, scaling
         )
         return output, forward
+
+
+class HybridKeepLayer(LinearAttentionLayer, KeepLayer):  # type: ignore[override]
+    """A layer whose attention is compressed, beside convolutional and recurrent states that stay as they are.
+
+    Args:
+        index: of the layer.
+        like: transformers' own layer, which is empty.
+    """
+
+    is_compileable = False
+
+    def __init__(self, index: int, like: LinearAttentionAndFullAttentionLayer) -> None:
+        vars(self).update(vars(like))
+        KeepLayer.__init__(self, index)
+
+    @property
+    def nbytes_states(self) -> int:
+        states = [*self.conv_states.values(), *self.recurrent_states.values()]
+        return sum(state.nbytes for state in states if state is not None)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        KeepLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        KeepLayer.reorder_cache(self, beam_idx)
+
+    def fork(self) -> KeepLayer:
+        twin = super().fork()
+        vars(twin).update(states_of(self))
+        return twin
+
+
+def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dict[str, Any]:
+    """Return a copy of the states of some requests, and of what is noted about them, as a layer's attributes."""
+
+    def copied(value: Any) -> Any:
+        return value[requests].clone() if isinstance(value, Tensor) else value
+
+    noted = {name: {key: copied(each) for key, each in x.items()} for name, x in vars(layer).items() if type(x) is dict}
+    return {**noted, "device": layer.device, "dtype": layer.dtype}

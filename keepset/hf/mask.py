@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Never
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -60,6 +60,13 @@ class MaskRule:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._arguments = arguments
+
+    @property
+    def dtype(self) -> Never:
+        """No layer may compute with a mask: raises UnsupportedModelError."""
+        raise UnsupportedModelError(
+            "This model changes its attention mask in every layer, by what it looks at, which keepset does not support."
+        )
 
     @cached_property
     def matrix(self) -> Bool[Tensor, "batch 1 q kv"] | None:

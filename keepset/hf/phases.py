@@ -84,7 +84,8 @@ class PromptPhase:
         self._accumulators.add(chunk)
         if forward.end < self._length:
             return None
-        features, observed = self._accumulators.values(forward.lengths), {**observed, **self._window.newest(size)}
+        features = self._accumulators.values(forward.lengths, observed["keys"].shape[2])
+        observed |= self._window.newest(size)
         held = _held(forward, store)
         return LayerEvent(self._length, observed, features, held, seconds=self._accumulators.seconds)
 
@@ -158,6 +159,9 @@ def _entries(forward: Forward, store: EntryStore | None) -> dict[str, Any]:
         return {**observed, "keys": forward.key, "values": forward.value}
     store = store or forward.pack()
     state, exists = store.padded()
+    if not exists.shape[-1]:  # of prompts without a token: no method meets a tensor of no entries
+        state = {name: column.new_zeros(*column.shape[:2], 1, *column.shape[3:]) for name, column in state.items()}
+        exists = exists.new_zeros(*exists.shape[:2], 1)
     columns = {name: state.pop(name) for name in ("keys", "values", "positions")}
     return {**observed, **columns, "state": state, "valid": exists, "count": store.entries}
 

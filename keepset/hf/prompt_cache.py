@@ -14,20 +14,25 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+)
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.given import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.observation import Observation
-from keepset.errors import KeepsetError
-from keepset.hf.attention import NAME, AttentionCall, hand_over, switch
+from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.attention import NAME, AttentionCall, hand_over, passed_by, switch
 from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.forward import Forward
 from keepset.hf.generation import KnowsText
 from keepset.hf.hooks import ModelHooks
 from keepset.hf.known_tokens import ToldTokens
-from keepset.hf.layer import KeepLayer
+from keepset.hf.layer import HybridKeepLayer, KeepLayer
 from keepset.hf.mask import OTHER_PROMPT, RealTokens
 from keepset.hf.measured import statistics_for, tables_for
 from keepset.hf.other_layers import cropped
@@ -74,10 +79,12 @@ class PromptCache(TransformersCache, KnowsText):
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = DynamicCache(config=config).layers
-        self.kept_layers = {i: KeepLayer(i) for i, layer in enumerate(layers) if type(layer) is DynamicLayer}
+        self.kept_layers = {i: kept for i, layer in enumerate(layers) if (kept := _kept(i, layer)) is not None}
         if not self.kept_layers:
-            every = f"Every layer of {type(model).__name__} has a window of its own"
-            warnings.warn(f"{every}: keepset compresses nothing.", stacklevel=3)
+            reason = _NOTHING_GROWS.format(model=type(model).__name__)
+            if not any(isinstance(layer, CacheLayerMixin) for layer in layers):
+                raise UnsupportedModelError(f"{reason}, so keepset has nothing to compress.")
+            warnings.warn(f"{reason}, so keepset compresses nothing.", stacklevel=3)
             needs = Needs()
         super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
@@ -102,7 +109,9 @@ class PromptCache(TransformersCache, KnowsText):
     @property
     def nbytes(self) -> int:
         """Bytes allocated, those of layers that keepset leaves alone included."""
-        return sum(layer.nbytes if isinstance(layer, KeepLayer) else _nbytes(layer) for layer in self.layers)
+        kept = self.kept_layers.values()
+        others = sum(_nbytes(layer) for layer in self.layers if not isinstance(layer, KeepLayer))
+        return others + sum(layer.nbytes + layer.nbytes_states for layer in kept)
 
     # --- transformers' side
 
@@ -121,6 +130,10 @@ class PromptCache(TransformersCache, KnowsText):
         if kept is None:
             return keys, values
         if self._attending:
+            if (attended := passed_by()) is not None:
+                raise UnsupportedModelError(
+                    f"{attended} attends over other keys than it caches, which keepset does not support."
+                )
             raise KeepsetError(
                 f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: do not change it "
                 f"after creating the cache, or call model.set_attn_implementation({NAME!r})."
@@ -156,6 +169,7 @@ class PromptCache(TransformersCache, KnowsText):
         self.progress.reorder(rows.to(self.progress.lengths.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+<<<<<<< HEAD
         if self.progress is None:
             super().batch_select_indices(indices)
         else:  # which all kinds of layers can
@@ -166,6 +180,14 @@ class PromptCache(TransformersCache, KnowsText):
             super().batch_repeat_interleave(repeats)
         else:
             self.reorder_cache(torch.arange(len(self.progress.tokens)).repeat_interleave(max(repeats, 0)))
+=======
+        # Not all of transformers' layers know this, but all can be reordered.
+        self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.progress is not None:
+            self.reorder_cache(torch.arange(len(self.progress.lengths)).repeat_interleave(repeats))
+>>>>>>> models
 
     def crop(self, tokens_to_remove: int) -> None:
         progress = self.progress
@@ -184,6 +206,11 @@ class PromptCache(TransformersCache, KnowsText):
             raise KeepsetError(
                 f"What the newest {removed} tokens look at is added up for the next compression already, which "
                 "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
+            )
+        if removed and any(isinstance(kept, HybridKeepLayer) for kept in self.kept_layers.values()):
+            raise KeepsetError(
+                "The recurrent states of this model cannot take tokens back: go on from a copy made before them "
+                "(cache.fork())."
             )
         length = progress.logical - removed
         others = [(each, cropped(each, removed, length)) for each in self.layers if not isinstance(each, KeepLayer)]
@@ -222,10 +249,8 @@ class PromptCache(TransformersCache, KnowsText):
         forward = Forward(call, call.query, call.key, call.value, positions, real, layer.logical, padded)
         phase = layer.phase
         if self._hooks is not None and phase is not None and phase.looks_at(forward):
-            layer_input = self._hooks.layer_input(call.module, call.rows)
+            layer_input = self._hooks.layer_input(call, positions, real)
             forward = replace(forward, layer_input=layer_input, rotation=layer_input.rotation)
-            if isinstance(phase, PromptPhase) or forward.end >= phase.next:
-                layer_input.check_rotation(call.query)
         # Drafts of assisted generation that follow the prompt see what its compression has left.
         parts = forward.split(self.progress.prompt) if isinstance(phase, PromptPhase) else (forward, None)
         outputs = []
@@ -363,7 +388,9 @@ class PromptCache(TransformersCache, KnowsText):
     def require_prompt(self) -> Progress:
         """How far the cache has come, between two forwards; raises KeepsetError where it holds no whole prompt."""
         if not self.kept_layers:
-            raise KeepsetError("Every layer of this model has a window of its own, so keepset has nothing to save.")
+            raise KeepsetError(
+                f"{_NOTHING_GROWS.format(model='This model')}, so keepset can neither save nor fork what it holds."
+            )
         progress = self.progress
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
         if progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
@@ -387,6 +414,16 @@ class PromptCache(TransformersCache, KnowsText):
                 f"0 to {requests - 1}, or a mask of {requests}."
             )
         return [row % requests for row in chosen]
+
+
+_NOTHING_GROWS = "{model} has no layer that caches the whole text, but only sliding windows or states of a fixed size"
+
+
+def _kept(index: int, layer: Any) -> KeepLayer | None:
+    """Return what stands for transformers' own layer; None for those that do not grow without end."""
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return HybridKeepLayer(index, layer)
+    return KeepLayer(index) if type(layer) is DynamicLayer else None
 
 
 def _nbytes(layer: Any) -> int:

@@ -357,7 +357,7 @@ class _SavedText(KnownTokens):
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:
     """All that a layer of a cache holds."""
-    if isinstance(layer, KeepLayer):
+    if type(layer) is KeepLayer:
         assert layer.store is not None
         tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
         if layer.decoding is not None:
@@ -370,7 +370,7 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
         return {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
     raise UnsupportedModelError(
         f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those with "
-        "keys and values: this context cannot be saved."
+        "nothing but keys and values: this context cannot be saved."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -15,14 +16,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionCall, hand_over
+from keepset.hf.attention_hooks import position_offset
 from keepset.hf.hooks import ModelHooks, before_calls
-from keepset.hf.layer import LogicalLayer
+from keepset.hf.layer import HybridKeepLayer, LogicalLayer, states_of
 from keepset.hf.progress import Progress
 from keepset.hf.repeat import Repeat
 from keepset.kernels.columns import ColumnStatistic
@@ -30,6 +33,12 @@ from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pas
 
 Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, "batch kv_heads entries value_dim"]]
 """Keys and values of one layer."""
+
+
+class _Rotated(threading.local):
+    """What one thread has given to a rotary embedding last."""
+
+    given: tuple[Any, ...] = ()
 
 
 class SecondPasses(ModelHooks):
@@ -53,6 +62,7 @@ class SecondPasses(ModelHooks):
 
     def forget(self) -> None:
         self._inputs: list[Tensor] = []
+        self._newest = _Rotated()
 
     def run(
         self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
@@ -92,19 +102,31 @@ class SecondPasses(ModelHooks):
                     f"task_tokens has {len(task)} rows and the prompt {batch}: give one row, or one for every request."
                 )
         received: dict[int, list[dict[ColumnStatistic, Tensor]]] = {index: [] for index in entries}
+        assert progress.positions is not None
+        newest = None if valid is None else valid[:, -progress.positions.shape[1] :]
+        next_positions = (progress.lengths + position_offset(self._newest.given, progress.positions, newest)).tolist()
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
         for request in range(batch):
             own = prompt[request] if valid is None else prompt[request][valid[request]]
+            if not len(own):
+                raise KeepsetError(
+                    f"Request {request} has nothing but padding within the prompt, and a second pass needs a token of "
+                    "every request: give a larger prompt_length."
+                )
             parts = self._passes(kind, own, [task[request // (batch // len(task))].to(own.device) for task in tasks])
-            caches = {i: _Entries(layer, request, len(own), names) for i, layer in entries.items()}
+            caches = {i: _entries(layers[i], layer, request, len(own), names) for i, layer in entries.items()}
             caches[max(caches)].last = True
             rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
+            states = any(isinstance(each, _HybridEntries) for each in caches.values())
             # Layers that are not keepset's would let one part see another.
-            for together in _calls(parts, 1 if rest else _TOGETHER):
-                for each in caches.values():
+            for together in _calls(parts, 1 if rest or states else _TOGETHER):
+                for i, each in caches.items():
                     each.pieces = [PackedSequence(len(part), among) for part, among in together]
+                    if isinstance(each, _HybridEntries):
+                        vars(each).update(states_of(layers[i], slice(request, request + 1)))
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
-                self._call([part for part, _ in together], len(own), [(caches | copies)[i] for i in range(len(layers))])
+                of_layers = [(caches | copies)[i] for i in range(len(layers))]
+                self._call([part for part, _ in together], next_positions[request], of_layers)
             tokens[request] = sum(len(part) for part, _ in parts)
             opening[request] = parts[0][1].start if parts[0][1] else 0
             for i, each in caches.items():
@@ -118,6 +140,8 @@ class SecondPasses(ModelHooks):
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         decoder: Any = model
         yield before_calls(decoder.get_decoder(), self._enter)
+        for module in _rotary(decoder.get_decoder()):
+            yield before_calls(module, self._rotate)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("past_key_values") is not self._past():
@@ -128,6 +152,9 @@ class SecondPasses(ModelHooks):
         if inputs is not None:
             self._inputs = [*self._inputs, inputs.detach()]
 
+    def _rotate(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._newest.given = *args, *kwargs.values()
+
     def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[Part]:
         """What runs after one request's prompt."""
         if self._repeat is None or not kind.repeat:
@@ -136,11 +163,11 @@ class SecondPasses(ModelHooks):
             raise KeepsetError("A prompt of embeddings cannot be asked for again in words: give token ids.")
         return list(self._repeat.passes(own, kind.chunk))
 
-    def _call(self, parts: list[Shaped[Tensor, " _ *hidden"]], length: int, layers: list[Any]) -> None:
-        """Runs parts, each of which follows a request of this length."""
+    def _call(self, parts: list[Shaped[Tensor, " _ *hidden"]], first: int, layers: list[Any]) -> None:
+        """Runs parts, each of which follows a request, so that its first token has this position."""
         model = self._model()
         assert model is not None
-        decoder, reached = model.get_decoder(), length + max(map(len, parts))
+        decoder, reached = model.get_decoder(), first + max(map(len, parts))
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is not None and reached > longest and not list(_rotary(model)):
             raise UnsupportedModelError(
@@ -148,7 +175,7 @@ class SecondPasses(ModelHooks):
                 f"learned only {longest} positions: give a shorter prompt."
             )
         tokens = torch.cat(parts)
-        positions = torch.cat([torch.arange(length, length + len(part), device=part.device) for part in parts])[None]
+        positions = torch.cat([torch.arange(first, first + len(part), device=part.device) for part in parts])[None]
         kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
         with _unchanged_rotations(decoder), suppress(_Done):
             inputs = {kind: tokens[None], "past_key_values": TransformersCache(layers=layers)}
@@ -212,6 +239,21 @@ class _Entries(LogicalLayer):
         if self.last:
             raise _Done
         return output.transpose(0, 1)[None].contiguous()
+
+
+class _HybridEntries(LinearAttentionLayer, _Entries):  # type: ignore[override]
+    """The same beside a copy of one request's recurrent states, which tokens change."""
+
+    def __init__(self, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
+        LinearAttentionLayer.__init__(self)
+        _Entries.__init__(self, entries, request, length, names)
+
+
+def _entries(
+    layer: Any, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]
+) -> _Entries | _HybridEntries:
+    kind = _HybridEntries if isinstance(layer, HybridKeepLayer) else _Entries
+    return kind(entries, request, length, names)
 
 
 def _check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"]:

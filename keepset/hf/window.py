@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.hf.attention_hooks import Rotation
+from keepset.hf.rotation import Rotation
 
 
 class QueryWindow:

@@ -26,10 +26,12 @@ def mean_square_attention(
     Returns:
         float32, whatever the inputs are; of no queries it is zero.
     """
+    if not keys.shape[1] or not queries.shape[1]:
+        return torch.zeros(len(queries), keys.shape[1], device=keys.device)
     if uses_triton(keys.device):
         asking, square = queries.to(keys.dtype), ColumnStatistic.SQUARE
         columns = attention_columns(asking, keys, scaling=scaling, names=[square], causal=False)
-        return columns[square] / max(queries.shape[1], 1)
+        return columns[square] / queries.shape[1]
     kv_heads, entries, _ = keys.shape
     grouped = queries.unflatten(0, (kv_heads, -1))
     group, n = grouped.shape[1:3]
@@ -41,4 +43,4 @@ def mean_square_attention(
             logits = (block.float() * scaling).flatten(0, 1) @ transposed_keys
             attention = torch.softmax(logits, -1, out=logits)
             squares[head] += attention.square_().unflatten(0, (group, -1)).sum(1)
-    return squares.flatten(0, 1) / max(n, 1)
+    return squares.flatten(0, 1) / n

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import shutil
 import tempfile
 from dataclasses import replace
@@ -39,6 +40,12 @@ _COMMON = dict(
 )
 _HYBRID = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=24)
 _YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=128, rope_theta=1e4)
+_SCALED = dict(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=8, rope_theta=1e4, llama_4_scaling_beta=0.3
+)
+_WIDE = dict(head_dim=16, global_head_dim=32, num_global_key_value_heads=2, hidden_size_per_layer_input=0)
+_MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=8)
+_ZAMBA = dict(n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=1, chunk_size=8, adapter_rank=8, num_key_value_heads=4)
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,11 +63,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", dict(sliding_window=None)),
     "mistral_window": ("mistral", dict(sliding_window=24)),
     "gemma3": ("gemma3_text", dict(head_dim=16, tie_word_embeddings=False, **_HYBRID)),
+    "gemma4": ("gemma4_text", dict(tie_word_embeddings=False, num_kv_shared_layers=0, **_WIDE, **_HYBRID)),
+    "ministral3": ("ministral3", dict(rope_parameters=_SCALED, sliding_window=None)),
+    "phi": ("phi", {}),
+    "cohere": ("cohere", {}),
     "gpt_neox": ("gpt_neox", dict(num_key_value_heads=None)),
     "olmo2": ("olmo2", {}),
     "gpt2": ("gpt2", dict(num_key_value_heads=None)),
     "smollm3": ("smollm3", dict(no_rope_layer_interval=2)),
     "lfm2": ("lfm2", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2)),
+    "falcon_h1": ("falcon_h1", dict(tie_word_embeddings=False, mamba_d_ssm=128, mamba_d_conv=4, **_MAMBA)),
+    "zamba2": (
+        "zamba2",
+        dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, use_mem_rope=True, **_ZAMBA),
+    ),
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),
 }
 
@@ -108,6 +124,25 @@ def prompt(batch: int, length: int, seed: int = 0) -> Tensor:
     """Random token ids without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 200, (batch, length), generator=generator)
+
+
+def rotated(module: Any, rotary: Any, queries: Tensor, position: int) -> Tensor:
+    """Queries `[..., n, head_dim]` of an attention module, all at one position, by the papers' formulas."""
+    config = module.config
+    if not getattr(module, "use_rope", True):
+        return queries
+    kind = {"layer_type": module.layer_type} if config.model_type == "gemma4_text" else {}
+    cos, sin = (part[0] for part in rotary(queries, torch.tensor([[position]]), **kind))
+    turned, rest = queries.split([cos.shape[-1], queries.shape[-1] - cos.shape[-1]], -1)
+    if config.model_type == "cohere":
+        other = torch.stack([-turned[..., 1::2], turned[..., ::2]], -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        other = torch.cat([-second, first], -1)
+    scale = 1.0
+    if beta := config.rope_parameters.get("llama_4_scaling_beta"):
+        scale += beta * math.log(1 + position // config.rope_parameters["original_max_position_embeddings"])
+    return scale * torch.cat([turned * cos + other * sin, rest], -1)
 
 
 def left_padded(ids: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -21,7 +20,7 @@ from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder
-from tests.hf.models import generate, left_padded, prompt, tiny
+from tests.hf.models import generate, left_padded, prompt, rotated, tiny
 from tests.methods.naive import MAX, SUM
 
 LENGTH, WINDOW, FUTURE = 36, 8, 5
@@ -54,6 +53,7 @@ def shown(architecture: str, padding: list[int], chunk: int | None = None) -> di
     model = tiny(architecture)
     ids, mask = left_padded(prompt(2, LENGTH), padding)
     past = keepset.Cache(model, keepset.Recipe.of(Looking(), keep=4), prompt_length=LENGTH if chunk else None)
+    Looking.shown.clear()
     generate(model, ids, past, mask, max_new_tokens=1, prefill_chunk_size=chunk)
     return dict(Looking.shown)
 
@@ -86,12 +86,8 @@ class Naive:
         return queries.transpose(0, 1)
 
     def rotated(self, queries: Tensor, position: int) -> Tensor:
-        """All queries at one position; layers that do not rotate leave them as they are."""
-        if not getattr(self.module, "use_rope", True):
-            return queries
-        cos, sin = self.rotary(queries, torch.tensor([[position]]))
-        rotate = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
-        return rotate(queries[None], queries[None], cos, sin)[0][0]
+        """All queries at one position."""
+        return rotated(self.module, self.rotary, queries, position)
 
     def ahead(self, queries: Tensor) -> Tensor:
         """Mean over the positions that follow the request."""
@@ -109,7 +105,10 @@ def _recording(
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     logits = query @ key.transpose(-1, -2) * scaling
-    weights = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), float("-inf")).softmax(-1)
+    at = torch.arange(logits.shape[-1])
+    distance = at[:, None] - at
+    seen = (distance >= 0) & (distance < (kwargs.get("sliding_window") or LENGTH))
+    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
     return (weights @ value).transpose(1, 2).contiguous(), None
 
 
@@ -143,7 +142,9 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
 
 
-by_architecture = pytest.mark.parametrize("architecture", ["llama", "llama_yarn", "qwen3", "smollm3"])
+by_architecture = pytest.mark.parametrize(
+    "architecture", ["llama", "llama_yarn", "qwen3", "smollm3", "gemma4", "ministral3", "phi", "cohere"]
+)
 by_padding = pytest.mark.parametrize("padding", PADDINGS, ids=str)
 by_chunk = pytest.mark.parametrize("chunk", [None, 7, 16, 35])
 
@@ -156,8 +157,9 @@ by_chunk = pytest.mark.parametrize("chunk", [None, 7, 16, 35])
 def test_what_is_shown(architecture: str, padding: list[int], chunk: int | None) -> None:
     observations = shown(architecture, padding, chunk)
     for row, pad in enumerate(padding):
-        for layer, expected in enumerate(naive(architecture, row, pad)):
-            seen = observations[layer]
+        of_layers = naive(architecture, row, pad)
+        for layer, seen in observations.items():
+            expected = of_layers[layer]
             assert seen.lengths[row] == LENGTH - pad
             check_entries(seen, expected, row)
             check_window(seen, expected, row)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -28,7 +27,7 @@ from keepset.core.features.window import WindowAttention, WindowSums
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
-from tests.hf.models import extended, full, generate, left_padded, prompt, same_keep_set, tiny
+from tests.hf.models import extended, full, generate, left_padded, prompt, rotated, same_keep_set, tiny
 from tests.hf.models import recipe as by_text
 from tests.hf.test_exactness import bytes_of_entries, reachable
 from tests.hf.test_refusals import refusal
@@ -226,16 +225,10 @@ class Naive:
         if hasattr(module, "q_norm"):
             queries = module.q_norm(queries)
         queries = queries.transpose(0, 1)
-        rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
 
         def ahead(rows: Tensor, future: int) -> Tensor:
-            if not getattr(module, "use_rope", True):
-                return rows
-            turned = []
-            for at in range(point, point + future):
-                cos, sin = self.model.model.rotary_emb(rows, torch.tensor([[at]]))
-                turned.append(rotate(rows, rows, cos, sin)[0])
-            return torch.stack(turned).mean(0)
+            rotary = self.model.model.rotary_emb
+            return torch.stack([rotated(module, rotary, rows, at) for at in range(point, point + future)]).mean(0)
 
         covariance = torch.stack([head.T.cov(correction=0) for head in queries])
         return QueryDistribution(queries.mean(1)[None], covariance[None], ahead)
@@ -412,6 +405,9 @@ def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, 
         ("llama_yarn", "expected_attention"),
         ("qwen3", "expected_attention"),
         ("smollm3", "expected_attention"),
+        ("ministral3", "expected_attention"),
+        ("phi", "expected_attention"),
+        ("cohere", "expected_attention"),
         ("gemma3", "snapkv"),
         ("gemma3", "pool"),
         ("phi3_partial", "pyramid"),

@@ -80,8 +80,10 @@ def encoder_decoder() -> Any:
         (encoder_decoder, "encoder-decoder"),
         (sharing_model, "shares keys and values between layers"),
         (lambda: random_model("bloom"), "attention interface"),
+        (lambda: random_model("bert"), "sees later tokens too"),
+        (lambda: random_model("minimax", num_local_experts=2), "takes only a cache of its own kind"),
     ],
-    ids=["soft-capping", "sinks", "latents", "encoder-decoder", "shared", "no interface"],
+    ids=["soft-capping", "sinks", "latents", "encoder-decoder", "shared", "no interface", "encoder", "own cache"],
 )
 def test_models_of_other_kinds(make: Callable[[], Any], words: str) -> None:
     model = make()
@@ -98,11 +100,17 @@ def test_a_model_that_attends_over_other_values_than_it_caches() -> None:
         generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
 
 
-@pytest.mark.parametrize("kind", ["phi", "stablelm"])
-def test_rotation_that_cannot_be_undone(kind: str) -> None:
-    model = random_model(kind)
-    past = keepset.Cache(model, "expected_attention(keep=12)")
-    with refusal("rotates queries in a way that keepset cannot undo"):
+def test_a_model_that_attends_over_other_keys_than_it_caches() -> None:
+    model = random_model("jetmoe", num_local_experts=4, kv_channels=16)
+    past = keepset.Cache(model, "tova(keep=12)")
+    with refusal("JetMoeAttention attends over other keys than it caches"):
+        generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
+
+
+def test_a_model_that_makes_its_own_mask_in_every_layer() -> None:
+    model = random_model("doge")
+    past = keepset.Cache(model, "tova(keep=12)")
+    with refusal("changes its attention mask in every layer"):
         generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
 
 

@@ -1,0 +1,74 @@
+"""`RotaryLayout`: how an attention module rotates its queries, found by asking the module itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.core.shapes import Queries
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines of every number of a query, `[batch, n, head_dim]`; see `RotaryLayout.rotation`."""
+
+Probe = Callable[[Tensor, Tensor], Queries]
+"""`(cosines, sines) [n, rotary_dim] -> [samples, query_heads, n, head_dim]`: queries of the same few hidden states,
+each once per row of cosines and sines."""
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryLayout:
+    """Which two numbers of a query rotate together, and by which of a model's cosines and sines.
+
+    Attributes:
+        cos, sin: of each number of a query the index of its cosine and of its sine.
+        partner: the number that each one rotates with.
+        sign: with which the partner's part counts; 0 for numbers that stay as they are.
+        scales: whether queries are multiplied by a number that depends on their position, too.
+        changes: whether a position changes a query at all.
+    """
+
+    cos: Int[Tensor, " head_dim"]
+    sin: Int[Tensor, " head_dim"]
+    partner: Int[Tensor, " head_dim"]
+    sign: Int[Tensor, " head_dim"]
+    scales: bool
+    changes: bool
+
+    @classmethod
+    def found(cls, probe: Probe, size: int, scales: bool) -> RotaryLayout:
+        """Return the layout of a module that takes `size` cosines and sines.
+
+        Rotation is linear in them, so cosines and sines of 0 and 1 tell where each of them goes. Bit by bit of their
+        indices they say which of them it is; zeros stay exact in every precision.
+        """
+        bits = torch.arange(size) >> torch.arange(size.bit_length())[:, None] & 1
+        none, one = torch.zeros(len(bits), size), torch.ones(1, size)
+        cos = torch.cat([one, 0 * one, 0 * one, bits, none])
+        queries = probe(cos, torch.cat([0 * one, 0 * one, one, none, bits])).float()
+        plain, turned = (queries[:, :, at].abs().flatten(0, 1).T for at in (0, 2))
+        there = (queries != 0).any(0).any(0)
+        still, (cos_bits, sin_bits) = there[1], there[3:].split(len(bits))
+        partner = torch.cdist(turned, plain, p=1).argmin(-1)
+        sign = (queries[:, :, 2] * queries[:, :, 0, partner]).sum((0, 1)).sign().int().masked_fill(still, 0)
+        worth = 2 ** torch.arange(len(bits), device=queries.device)[:, None]
+        cos, sin = ((each * worth).sum(0).clamp(max=size - 1).masked_fill(still, 0) for each in (cos_bits, sin_bits))
+        return cls(cos, sin, partner.masked_fill(still, 0), sign, scales, scales or bool(sign.any()))
+
+    def rotation(
+        self,
+        cos: Float[Tensor, "batch n rotary_dim"],
+        sin: Float[Tensor, "batch n rotary_dim"],
+        scale: Float[Tensor, "batch n"] | None,
+    ) -> Rotation:
+        """Return the rotation of a model's cosines and sines, times `scale` where queries have one."""
+        cos, sin = cos[..., self.cos].masked_fill(self.sign == 0, 1), sin[..., self.sin] * self.sign
+        return (cos, sin) if scale is None else (cos * scale[..., None], sin * scale[..., None])
+
+    def rotate(self, queries: Queries, rotation: Rotation) -> Queries:
+        """Return the queries under a rotation."""
+        cos, sin = rotation
+        return queries * cos[:, None] + queries[..., self.partner] * sin[:, None]
