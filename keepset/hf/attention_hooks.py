@@ -37,7 +37,11 @@ class _Call:
 
 
 class _Calls(threading.local):
-    attention: _Call | None = None
+    """The calls that are under way in one thread."""
+
+    def __init__(self) -> None:
+        self.attention: _Call | None = None
+        self.rotary: list[_Call] = []
 
 
 _ROTATES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
@@ -45,19 +49,25 @@ _ROTATES: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 class AttentionHooks(ModelHooks):
-    """Remember the newest call of an attention module and of rotary embeddings, for methods that look at such."""
+    """Remember the newest call of an attention module and of rotary embeddings, for methods that look at such.
+
+    They see the calls with other caches, too, and hold nothing of any call once it is over, also if it has failed.
+    """
 
     def forget(self) -> None:
-        self._rotary_calls: list[_Call] = []
         self._local = _Calls()
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        enter, rotated = weakly(self._enter), weakly(self._rotated)
+        enter, leave = weakly(self._enter), weakly(self._leave)
+        rotated, done = weakly(self._rotated), weakly(self._done)
         for module in model.modules():
             if hasattr(module, "layer_idx"):
                 yield module.register_forward_pre_hook(enter, with_kwargs=True)
-            elif "RotaryEmbedding" in type(module).__name__:
+                yield module.register_forward_hook(leave, always_call=True)
+            elif _is_rotary(module):
                 yield module.register_forward_hook(rotated, with_kwargs=True)
+            if any(map(_is_rotary, module.children())):
+                yield module.register_forward_hook(done, always_call=True)
 
     def layer_input(self, module: nn.Module, rows: slice = slice(None)) -> LayerInput:
         """The input of the call of `module` that is under way, of some of its requests."""
@@ -70,7 +80,7 @@ class AttentionHooks(ModelHooks):
         rotation = call.kwargs.get("position_embeddings")
         if rotation is None:
             return LayerInput(call, None, rows)
-        rotary = next((each for each in self._rotary_calls if each.output[0] is rotation[0]), None)
+        rotary = next((each for each in self._local.rotary if each.output[0] is rotation[0]), None)
         if rotary is None:
             raise UnsupportedModelError(
                 f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
@@ -83,7 +93,17 @@ class AttentionHooks(ModelHooks):
 
     def _rotated(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         # Two are enough: models with two kinds of layers make two rotations per forward.
-        self._rotary_calls = [*self._rotary_calls[-1:], _Call(module, args, kwargs, output)]
+        self._local.rotary = [*self._local.rotary[-1:], _Call(module, args, kwargs, output)]
+
+    def _leave(self, *_: Any) -> None:
+        self._local.attention = None
+
+    def _done(self, *_: Any) -> None:
+        self._local.rotary = []
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return "RotaryEmbedding" in type(module).__name__
 
 
 class LayerInput(QuerySource):

@@ -220,8 +220,6 @@ class PromptCache(TransformersCache, ABC):
                 self._reached(layer, part, event)
         if layer.index == self.compressed_layers[-1]:
             self.progress.positions = None  # of the prompt these are as many as it has tokens
-            if self._hooks is not None:
-                self._hooks.forget()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _advance(self, call: AttentionCall, real: RealTokens | None) -> None:

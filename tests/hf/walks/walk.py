@@ -537,7 +537,9 @@ class Walk:
                 columns = [c for c in range(first, last) if mask[r, c - start]]
                 if columns:
                     own = [int(ids[r, c - start]) for c in columns]
-                    branch.rows[r], made, rounded = feed(self.reference, row, own, columns, self._stored(branch, r))
+                    branch.rows[r], made, rounded = feed(
+                        self.reference, row, own, columns, self._stored(branch, r, points)
+                    )
                     expected[r][[c - start for c in columns]] = made
                     guessed |= rounded
             for point in points:
@@ -565,11 +567,13 @@ class Walk:
         if gap > bound:
             raise WalkError(f"logits of up to {size:.2f} differ by {gap:.6f}")
 
-    def _stored(self, branch: Branch, request: int) -> dict[int, Any]:
+    def _stored(self, branch: Branch, request: int, points: list[int]) -> dict[int, Any]:
         """Of recipes that round, what is stored of every position."""
         if not self.rounds:
             return {}
         found: dict[int, Any] = {}
+        if "match(" in self.plan.recipe and points:  # new values are fitted to what came in this very forward, too
+            return {index: [{}] * layer.store.kv_heads for index, layer in branch.cache.kept_layers.items()}
         for index, layer in branch.cache.kept_layers.items():
             columns, exists = layer.store.padded()
             heads = []
