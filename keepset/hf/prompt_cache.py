@@ -164,6 +164,11 @@ class PromptCache(TransformersCache, ABC):
                     "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
                     "the prompt."
                 )
+            if removed and any(kept.prompt is not None and kept.prompt.needs for kept in self.kept_layers.values()):
+                raise KeepsetError(
+                    "Tokens of a prompt that is not complete cannot be taken back, because the recipe looks at more "
+                    "than its entries, and has seen theirs: go on from a copy made before them (cache.fork())."
+                )
             if not all(kept.can_take_back(removed) for kept in self.kept_layers.values()):
                 raise KeepsetError(
                     f"What the newest {removed} tokens look at is added up for the next compression already, which "

@@ -15,7 +15,7 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import keepset
-from tests.hf.models import extended, full, generate, left_padded, prompt, tiny
+from tests.hf.models import extended, full, generate, left_padded, prompt, same_keep_set, tiny
 from tests.hf.test_exactness import GlobalPool
 from tests.tiers import TYPECHECK
 
@@ -223,6 +223,26 @@ def test_drafts_for_a_method_that_looks_across_layers() -> None:
     past = keepset.Cache(model, keepset.Recipe.of(GlobalPool(), keep=12), prompt_length=32)
     with refusal("across layers"):
         generate(model, prompt(1, 8).repeat(1, 4), past, max_new_tokens=8, prompt_lookup_num_tokens=4)
+
+
+@pytest.mark.parametrize(("recipe", "looks"), [("snapkv(window=5, keep=8)", True), ("knorm(keep=8)", False)])
+@torch.no_grad()
+def test_tokens_of_an_incomplete_prompt_stay_where_they_were_looked_at(recipe: str, looks: bool) -> None:
+    """Their queries would otherwise count at the prompt's end as if they were still there."""
+    model, ids = tiny("llama"), prompt(1, 20)
+    whole, chunked = keepset.Cache(model, recipe), keepset.Cache(model, recipe, prompt_length=20)
+    model(ids, past_key_values=whole)
+    model(ids[:, :17], past_key_values=chunked)
+    wrong = chunked.fork()
+    model(ids[:, :2], past_key_values=wrong)
+    if looks:
+        with refusal("that is not complete cannot be taken back"):
+            wrong.crop(-2)
+        wrong = chunked
+    else:
+        wrong.crop(-2)
+    model(ids[:, 17:], past_key_values=wrong)
+    assert same_keep_set(wrong.keep_set, whole.keep_set)
 
 
 def test_reordering_half_a_prompt() -> None:

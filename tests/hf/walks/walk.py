@@ -17,7 +17,7 @@ from torch import Tensor
 
 import keepset
 from keepset.core.method import Allocator
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.batch import can_go_together, go_together
 from keepset.hf.progress import Event
 from tests.hf.models import GREEDY
@@ -149,7 +149,13 @@ class Walk:
             "reset": (0.2, self.reset),
         }
         names, weights = list(operations), [weight for weight, _ in operations.values()]
-        self._do("feed", self.branches[0], self.feed)
+        try:
+            self._do("feed", self.branches[0], self.feed)
+        except UnsupportedModelError as error:
+            if not ("rotates queries" in str(error) and self.plan.architecture == "stablelm"):
+                raise
+            self._refused("feed", error)
+            return
         for _ in range(self.draw.randint(4, 16)):
             name = self.draw.choices(names, weights)[0]
             self._do(name, self.draw.choice(self.branches), operations[name][1])
@@ -268,7 +274,10 @@ class Walk:
         if removed <= 0:
             return None
         call = lambda: branch.cache.crop(-removed if self.draw.random() < 0.7 else length - removed)  # noqa: E731
-        if not self._attempt("crop", branch, call, "added up" if self.recipe.schedule.every else ""):
+        refused = "added up" if self.recipe.schedule.every else ""
+        if not branch.complete and self.recipe.schedule.prefill and self.recipe.method.needs:
+            return self._refusal("crop", branch, call, "not complete")
+        if not self._attempt("crop", branch, call, refused):
             return None
         length -= removed
         branch.rows = [row.without(length) for row in branch.rows]
