@@ -14,7 +14,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
-from keepset.errors import KeepsetError
 from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
@@ -150,8 +149,6 @@ class KeepLayer(LogicalLayer):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.store is None:
             return
-        if self.prompt is not None and self.prompt.needs:
-            raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
         rows = beam_idx.nonzero()[:, 0] if beam_idx.dtype == torch.bool else beam_idx
         self.store.reorder(rows.tolist())
         if self.decoding is not None:

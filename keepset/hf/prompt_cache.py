@@ -107,6 +107,12 @@ class PromptCache(TransformersCache, ABC):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Takes a layer's new keys and values; a kept layer stores them when its attention follows."""
+        requests, known = len(key_states), None if self.progress is None else len(self.progress.lengths)
+        if known not in (None, requests):
+            raise KeepsetError(
+                f"The cache holds {known} requests, and the input has {requests}: call "
+                "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
+            )
         kept = self.kept_layers.get(layer_idx)
         if kept is not None and kept.store is not None and not kept.store.takes(key_states, value_states):
             raise KeepsetError(
@@ -120,12 +126,6 @@ class PromptCache(TransformersCache, ABC):
             raise KeepsetError(
                 f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: do not change it "
                 f"after creating the cache, or call model.set_attn_implementation({NAME!r})."
-            )
-        requests, known = len(key_states), None if self.progress is None else len(self.progress.lengths)
-        if known not in (None, requests):
-            raise KeepsetError(
-                f"The cache holds {known} requests, and the input has {requests}: call "
-                "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
             )
         self._attending = True
         hand_over(partial(self.attend, layer_idx), keys, values)
@@ -141,14 +141,17 @@ class PromptCache(TransformersCache, ABC):
             hooks.open()
 
     def reorder_cache(self, beam_idx: Any) -> None:
+        self._check_reorder()
         super().reorder_cache(beam_idx)
         self._reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._check_reorder()
         super().batch_select_indices(indices)
         self._reorder(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._check_reorder()
         super().batch_repeat_interleave(repeats)
         if self.progress is not None:
             self._reorder(torch.arange(len(self.progress.lengths)).repeat_interleave(repeats))
@@ -164,7 +167,7 @@ class PromptCache(TransformersCache, ABC):
                     "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
                     "the prompt."
                 )
-            if removed and any(kept.prompt is not None and kept.prompt.needs for kept in self.kept_layers.values()):
+            if removed and self._looks_at_prompt:
                 raise KeepsetError(
                     "Tokens of a prompt that is not complete cannot be taken back, because the recipe looks at more "
                     "than its entries, and has seen theirs: go on from a copy made before them (cache.fork())."
@@ -317,6 +320,16 @@ class PromptCache(TransformersCache, ABC):
         if progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
             raise KeepsetError("This cache does not hold a whole prompt yet: run the model on all of it first.")
         return progress
+
+    @property
+    def _looks_at_prompt(self) -> bool:
+        """Whether a prompt is under way of which more is collected than its entries."""
+        return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.kept_layers.values())
+
+    def _check_reorder(self) -> None:
+        """Refuse to change the batch before any layer has."""
+        if self._looks_at_prompt:
+            raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
 
     def _all_hooks(self) -> list[ModelHooks]:
         return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]

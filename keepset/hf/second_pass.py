@@ -121,7 +121,7 @@ class SecondPasses(ModelHooks):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         past = self._past()
-        if past is None or kwargs.get("past_key_values") is not past:
+        if kwargs.get("past_key_values") is not past or past is None:
             return
         before = 0 if past.progress is None else past.progress.logical
         while sum(part.shape[1] for part in self._inputs) > before:  # of a call that was refused

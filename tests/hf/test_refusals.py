@@ -245,13 +245,32 @@ def test_tokens_of_an_incomplete_prompt_stay_where_they_were_looked_at(recipe: s
     assert same_keep_set(wrong.keep_set, whole.keep_set)
 
 
-def test_reordering_half_a_prompt() -> None:
-    model = tiny("llama")
+@pytest.mark.parametrize(
+    ("rows", "covered", "says"), [(2, LENGTH + 3, "and the input has 2"), (1, 3, "mask covers 3 tokens")]
+)
+@torch.no_grad()
+def test_what_is_refused_is_stored_in_no_layer(rows: int, covered: int, says: str) -> None:
+    """Nor in the sliding windows that lie before the first layer of keepset's."""
+    model, past = tiny("gemma3"), keepset.Cache(tiny("gemma3"), "snapkv(window=5, keep=8)")
+    model(prompt(1, LENGTH), past_key_values=past)
+    expected = model(prompt(1, 3), past_key_values=past.fork()).logits
+    with refusal(says):
+        model(prompt(rows, 3), attention_mask=torch.ones(rows, covered), past_key_values=past)
+    assert torch.equal(model(prompt(1, 3), past_key_values=past).logits, expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@torch.no_grad()
+def test_reordering_half_a_prompt(architecture: str) -> None:
+    model = tiny(architecture)
     past = keepset.Cache(model, "h2o(keep=12)", prompt_length=LENGTH)
-    with torch.no_grad():
-        model(prompt(2, 10), past_key_values=past)
+    model(prompt(2, 10), past_key_values=past)
+    whole = past.fork()
     with refusal("before its prompt is complete"):
         past.reorder_cache(torch.tensor([1, 0]))
+    ids = prompt(2, LENGTH - 10, 1)
+    expected = model(ids, past_key_values=whole).logits
+    assert torch.equal(model(ids, past_key_values=past).logits, expected)
 
 
 @pytest.mark.parametrize("implementation", ["static", "quantized", "dynamic", "offloaded"])

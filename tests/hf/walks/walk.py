@@ -352,7 +352,7 @@ class Walk:
         """Begins anew."""
         branch.cache.reset()
         fresh = self._empty(branch.cache)
-        for name in ("rows", "ids", "valid", "ends", "prompt", "events"):
+        for name in ("rows", "ids", "valid", "ends", "prompt", "told", "events"):
             setattr(branch, name, getattr(fresh, name))
         left = sum(layer.nbytes for layer in branch.cache.kept_layers.values())
         if left or branch.cache.events or branch.cache.get_seq_length():
@@ -394,8 +394,8 @@ class Walk:
         kinds = ["too many rows", "a short mask", "positions again"]
         kind = self.draw.choice(kinds)
         self._note(kind)
-        if self.windowed:
-            return
+        if self.windowed and kind == "positions again":
+            return self._note("is noticed by the first layer without a window, too late for those before it")
         n = 2
         if kind == "too many rows":
             ids, mask, words = self._ids(rows + 1, n, None), torch.ones(rows + 1, columns + n), "requests"
@@ -416,6 +416,7 @@ class Walk:
             ),
             words,
         )
+        return None
 
     # --- parts of operations
 
