@@ -22,12 +22,12 @@ def walk(seed: int, numbers: range) -> Counts:
 
 
 def test_a_few_walks() -> None:
-    counts = walk(1, range(5))
+    counts = walk(1, range(9, 13))
     assert counts.forwards > 20
 
 
 @pytest.mark.full
 def test_many_walks() -> None:
-    counts = walk(2, range(150))
+    counts = walk(2, range(180))
     assert len(counts.architectures) >= 20 and len(counts.operations) >= 11
     assert counts.events > 100 and counts.replays > 50 and counts.ties <= 3
