@@ -28,6 +28,6 @@ def test_a_few_walks() -> None:
 
 @pytest.mark.full
 def test_many_walks() -> None:
-    counts = walk(2, range(100))
+    counts = walk(2, range(150))
     assert len(counts.architectures) >= 20 and len(counts.operations) >= 11
     assert counts.events > 100 and counts.replays > 30 and counts.ties <= 3
