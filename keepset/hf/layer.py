@@ -151,13 +151,8 @@ class KeepLayer(LogicalLayer):
             if self.decoding is not None:
                 self.decoding.passing.crop(self.logical, lengths, self.store)
 
-    @property
-    def can_reorder(self) -> bool:
-        """Whether the batch may consist of other requests; not while something is collected of a prompt."""
-        return self.store is None or self.prompt is None or not self.prompt.needs
-
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
-        """Make the batch consist of these requests, of which `can_reorder` was asked."""
+        """Make the batch consist of these requests."""
         if self.store is not None:
             self.store.reorder(beam_idx.tolist())
             if self.decoding is not None:

@@ -85,12 +85,6 @@ class MaskRule:
             return None
         offset = int(self._arguments["q_offset"])
         end = offset + int(self._arguments["q_length"])
-        if padding.shape[-1] < end:
-            raise KeepsetError(
-                f"The attention mask covers {padding.shape[-1]} tokens but the cache and the input are {end}: "
-                f"give a mask for all tokens, cached ones included, and {OTHER_PROMPT}; chunked prefill onto a cache "
-                "that is not empty is not supported."
-            )
         # The host looks once. What came before a single token is asked by nobody, and would be long.
         first = offset if offset + 1 == end else 0
         here = padding[:, first:end].bool().cpu()
@@ -105,5 +99,12 @@ def mask_rule(**arguments: Any) -> MaskRule | Tensor | None:
         if not arguments["q_length"]:
             held = int(arguments["q_offset"])
             raise KeepsetError(f"The cache holds {held} tokens and the input goes no further: {OTHER_PROMPT}.")
+        padding, end = arguments.get("attention_mask"), int(arguments["q_offset"]) + int(arguments["q_length"])
+        if padding is not None and padding.shape[-1] < end:  # before any layer has stored a token
+            raise KeepsetError(
+                f"The attention mask covers {padding.shape[-1]} tokens but the cache and the input are {end}: "
+                f"give a mask for all tokens, cached ones included, and {OTHER_PROMPT}; chunked prefill onto a cache "
+                "that is not empty is not supported."
+            )
         return MaskRule(arguments)
     return sdpa_mask(**arguments)

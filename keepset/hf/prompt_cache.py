@@ -120,6 +120,12 @@ class PromptCache(TransformersCache, KnowsText):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Takes a layer's new keys and values; a kept layer stores them when its attention follows."""
+        requests, known = len(key_states), None if self.progress is None else len(self.progress.lengths)
+        if known not in (None, requests):
+            raise KeepsetError(
+                f"The cache holds {known} requests, and the input has {requests}: call "
+                "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
+            )
         kept = self.kept_layers.get(layer_idx)
         if kept is not None and kept.store is not None and not kept.store.takes(key_states, value_states):
             raise KeepsetError(
@@ -137,12 +143,6 @@ class PromptCache(TransformersCache, KnowsText):
             raise KeepsetError(
                 f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: do not change it "
                 f"after creating the cache, or call model.set_attn_implementation({NAME!r})."
-            )
-        requests, known = len(key_states), None if self.progress is None else len(self.progress.lengths)
-        if known not in (None, requests):
-            raise KeepsetError(
-                f"The cache holds {known} requests, and the input has {requests}: call "
-                "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
             )
         self._attending = True
         hand_over(partial(self.attend, layer_idx), keys, values)
@@ -163,13 +163,12 @@ class PromptCache(TransformersCache, KnowsText):
             return
         # On the host, where every layer needs them.
         rows: Any = torch.tensor(self._requests(beam_idx))
-        if not all(kept.can_reorder for kept in self.kept_layers.values()):
+        if self._looks_at_prompt:
             raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
         super().reorder_cache(rows)
         self.progress.reorder(rows.to(self.progress.lengths.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-<<<<<<< HEAD
         if self.progress is None:
             super().batch_select_indices(indices)
         else:  # which all kinds of layers can
@@ -180,14 +179,6 @@ class PromptCache(TransformersCache, KnowsText):
             super().batch_repeat_interleave(repeats)
         else:
             self.reorder_cache(torch.arange(len(self.progress.tokens)).repeat_interleave(max(repeats, 0)))
-=======
-        # Not all of transformers' layers know this, but all can be reordered.
-        self.reorder_cache(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.progress is not None:
-            self.reorder_cache(torch.arange(len(self.progress.lengths)).repeat_interleave(repeats))
->>>>>>> models
 
     def crop(self, tokens_to_remove: int) -> None:
         progress = self.progress
@@ -201,6 +192,11 @@ class PromptCache(TransformersCache, KnowsText):
                 f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
                 "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
                 "the prompt."
+            )
+        if removed and self._looks_at_prompt:
+            raise KeepsetError(
+                "Tokens of a prompt that is not complete cannot be taken back, because the recipe looks at more than its "
+                "entries, and has seen theirs: go on from a copy made before them (cache.fork())."
             )
         if not all(kept.can_take_back(removed) for kept in self.kept_layers.values()):
             raise KeepsetError(
@@ -261,8 +257,6 @@ class PromptCache(TransformersCache, KnowsText):
                 self._reached(layer, part, event)
         if layer.index == self.compressed_layers[-1]:
             self.progress.positions = None  # of the prompt these are as many as it has tokens
-            if self._hooks is not None:
-                self._hooks.forget()
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _advance(self, call: AttentionCall, real: RealTokens | None) -> None:
@@ -396,6 +390,11 @@ class PromptCache(TransformersCache, KnowsText):
         if progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
             raise KeepsetError("This cache does not hold a whole prompt yet: run the model on all of it first.")
         return progress
+
+    @property
+    def _looks_at_prompt(self) -> bool:
+        """Whether a prompt is under way of which more is collected than its entries."""
+        return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.kept_layers.values())
 
     def _all_hooks(self) -> list[ModelHooks]:
         return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]

@@ -144,8 +144,12 @@ class SecondPasses(ModelHooks):
             yield before_calls(module, self._rotate)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("past_key_values") is not self._past():
+        past = self._past()
+        if kwargs.get("past_key_values") is not past or past is None:
             return
+        before = 0 if past.progress is None else past.progress.logical
+        while sum(part.shape[1] for part in self._inputs) > before:  # of a call that was refused
+            self._inputs = self._inputs[:-1]
         inputs = kwargs.get("inputs_embeds")
         if inputs is None:
             inputs = kwargs.get("input_ids", args[0] if args else None)

@@ -46,6 +46,7 @@ _SCALED = dict(
 _WIDE = dict(head_dim=16, global_head_dim=32, num_global_key_value_heads=2, hidden_size_per_layer_input=0)
 _MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=8)
 _ZAMBA = dict(n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=1, chunk_size=8, adapter_rank=8, num_key_value_heads=4)
+_MAY_BE_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,12 +81,28 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),
 }
 
+MORE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama_groups_of_3": ("llama", dict(hidden_size=96, num_attention_heads=6)),
+    "llama_one_head": ("llama", dict(num_attention_heads=1, num_key_value_heads=1, head_dim=6)),
+    "gpt_neox_partial": ("gpt_neox", dict(num_key_value_heads=None, rotary_pct=0.25)),
+    "stablelm": ("stablelm", dict(partial_rotary_factor=0.25)),
+    "glm4": ("glm4", dict(head_dim=16)),
+    "granite": ("granite", dict(attention_multiplier=0.3, residual_multiplier=0.5)),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", _HYBRID),
+    "starcoder2": ("starcoder2", dict(sliding_window=None)),
+    "mixtral": ("mixtral", dict(num_local_experts=4, sliding_window=None, **_EXPERTS)),
+    "olmoe": ("olmoe", dict(num_experts=4, num_experts_per_tok=2)),
+    "gemma2": ("gemma2", dict(head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=None, **_HYBRID)),
+}
+"""Those that only random walks meet (`tests/hf/walks`)."""
+
 
 @cache
 def tiny(name: str) -> Any:
     """A tiny random model; weights large enough that attention is far from uniform, norms and biases that matter."""
-    kind, overrides = ARCHITECTURES[name]
-    options = {k: v for k, v in {**_COMMON, **overrides}.items() if v is not None or k == "sliding_window"}
+    kind, overrides = {**ARCHITECTURES, **MORE_ARCHITECTURES}[name]
+    options = {k: v for k, v in {**_COMMON, **overrides}.items() if v is not None or k in _MAY_BE_NONE}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
     for parameter in model.parameters():

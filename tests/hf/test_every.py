@@ -823,6 +823,19 @@ def test_hooks_stay_while_events_follow_and_go_with_the_cache() -> None:
         assert hooks() == before
 
 
+@torch.no_grad()
+def test_hooks_hold_nothing_of_calls_that_are_over() -> None:
+    """Neither of those with another cache, nor of those that fail."""
+    model, other = tiny("llama"), keepset.Cache(tiny("llama"), RECIPES["snapkv"](every=4))
+    past = keepset.Cache(model, RECIPES["expected_attention"](every=40))
+    for cache in (past, other):
+        model(prompt(1, LENGTH), past_key_values=cache)
+    assert past.nbytes == bytes_of_entries(past)
+    with refusal("The cache holds 1 requests, and the input has 2"):
+        model(prompt(2, 3), past_key_values=past)
+    assert past.nbytes == bytes_of_entries(past)
+
+
 # --- refusals
 
 

@@ -15,7 +15,7 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import keepset
-from tests.hf.models import extended, full, generate, left_padded, prompt, tiny
+from tests.hf.models import extended, full, generate, left_padded, prompt, same_keep_set, tiny
 from tests.hf.test_exactness import GlobalPool
 from tests.tiers import TYPECHECK
 
@@ -233,13 +233,52 @@ def test_drafts_for_a_method_that_looks_across_layers() -> None:
         generate(model, prompt(1, 8).repeat(1, 4), past, max_new_tokens=8, prompt_lookup_num_tokens=4)
 
 
-def test_reordering_half_a_prompt() -> None:
-    model = tiny("llama")
+@pytest.mark.parametrize(("recipe", "looks"), [("snapkv(window=5, keep=8)", True), ("knorm(keep=8)", False)])
+@torch.no_grad()
+def test_tokens_of_an_incomplete_prompt_stay_where_they_were_looked_at(recipe: str, looks: bool) -> None:
+    """Their queries would otherwise count at the prompt's end as if they were still there."""
+    model, ids = tiny("llama"), prompt(1, 20)
+    whole, chunked = keepset.Cache(model, recipe), keepset.Cache(model, recipe, prompt_length=20)
+    model(ids, past_key_values=whole)
+    model(ids[:, :17], past_key_values=chunked)
+    wrong = chunked.fork()
+    model(ids[:, :2], past_key_values=wrong)
+    if looks:
+        with refusal("that is not complete cannot be taken back"):
+            wrong.crop(-2)
+        wrong = chunked
+    else:
+        wrong.crop(-2)
+    model(ids[:, 17:], past_key_values=wrong)
+    assert same_keep_set(wrong.keep_set, whole.keep_set)
+
+
+@pytest.mark.parametrize(
+    ("rows", "covered", "says"), [(2, LENGTH + 3, "and the input has 2"), (1, 3, "mask covers 3 tokens")]
+)
+@torch.no_grad()
+def test_what_is_refused_is_stored_in_no_layer(rows: int, covered: int, says: str) -> None:
+    """Nor in the sliding windows that lie before the first layer of keepset's."""
+    model, past = tiny("gemma3"), keepset.Cache(tiny("gemma3"), "snapkv(window=5, keep=8)")
+    model(prompt(1, LENGTH), past_key_values=past)
+    expected = model(prompt(1, 3), past_key_values=past.fork()).logits
+    with refusal(says):
+        model(prompt(rows, 3), attention_mask=torch.ones(rows, covered), past_key_values=past)
+    assert torch.equal(model(prompt(1, 3), past_key_values=past).logits, expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@torch.no_grad()
+def test_reordering_half_a_prompt(architecture: str) -> None:
+    model = tiny(architecture)
     past = keepset.Cache(model, "h2o(keep=12)", prompt_length=LENGTH)
-    with torch.no_grad():
-        model(prompt(2, 10), past_key_values=past)
+    model(prompt(2, 10), past_key_values=past)
+    whole = past.fork()
     with refusal("before its prompt is complete"):
         past.reorder_cache(torch.tensor([1, 0]))
+    ids = prompt(2, LENGTH - 10, 1)
+    expected = model(ids, past_key_values=whole).logits
+    assert torch.equal(model(ids, past_key_values=past).logits, expected)
 
 
 @pytest.mark.parametrize("implementation", ["static", "quantized", "dynamic", "offloaded"])

@@ -21,7 +21,7 @@ from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
-from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, tiny
+from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, same_keep_set, tiny
 
 LENGTH, PADDING = 36, [0, 7]
 ALL = frozenset(ColumnStatistic)
@@ -309,3 +309,16 @@ def test_a_sliding_window_with_padding_at_the_right_is_refused() -> None:
     cache = keepset.Cache(tiny("gemma3"), again())
     with pytest.raises(keepset.KeepsetError, match="padding at the left"), torch.no_grad():
         tiny("gemma3")(prompt(2, LENGTH), attention_mask=mask, past_key_values=cache, use_cache=True)
+
+
+@torch.no_grad()
+def test_tokens_of_a_call_that_was_refused_run_in_no_pass() -> None:
+    model, ids = tiny("llama"), prompt(1, 20)
+    whole, chunked = (keepset.Cache(model, "second_pass(keep=8)", prompt_length=20) for _ in range(2))
+    model(ids, past_key_values=whole)
+    model(ids[:, :12], past_key_values=chunked)
+    for wrong in (prompt(1, 8, seed=1).repeat(2, 1), prompt(3, 2)):
+        with pytest.raises(keepset.KeepsetError, match="batch_repeat_interleave"):
+            model(wrong, past_key_values=chunked)
+    model(ids[:, 12:], past_key_values=chunked)
+    assert same_keep_set(chunked.keep_set, whole.keep_set)
