@@ -195,8 +195,8 @@ class PromptCache(TransformersCache, KnowsText):
             )
         if removed and self._looks_at_prompt:
             raise KeepsetError(
-                "Tokens of a prompt that is not complete cannot be taken back, because the recipe looks at more than its "
-                "entries, and has seen theirs: go on from a copy made before them (cache.fork())."
+                "Tokens of a prompt that is not complete cannot be taken back, because the recipe looks at more than "
+                "its entries, and has seen theirs: go on from a copy made before them (cache.fork())."
             )
         if not all(kept.can_take_back(removed) for kept in self.kept_layers.values()):
             raise KeepsetError(
