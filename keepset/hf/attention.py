@@ -134,6 +134,12 @@ def keepset_attention(
         mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     attend, _, cached = updated
+    # With a mask, its rule says so.
+    if attention_mask is None and getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} lets tokens see later ones, and keepset compresses causal attention alone: a model "
+            "that can be a decoder needs is_decoder=True in its config."
+        )
     if cached is not value:
         raise UnsupportedModelError(
             f"{type(module).__name__} attends over other values than it caches, which keepset does not support."

@@ -223,7 +223,12 @@ class LayerInput(QuerySource):
         batch, n, _ = hidden.shape
         at = torch.zeros(batch, n, dtype=torch.long, device=hidden.device) if positions is None else positions
 
+        own = self._call.kwargs.get("hidden_states")
+        own = self._call.args[0] if own is None else own
+
         def instead(name: str, value: Any) -> Any:
+            if value is own:  # which some modules take several times
+                return hidden.contiguous()
             if name == "position_embeddings" and value is not None:
                 size = value[0].shape[-1]
                 given = rotation or (torch.ones(n, size), torch.zeros(n, size))
@@ -235,10 +240,6 @@ class LayerInput(QuerySource):
         args = [instead("", value) for value in self._call.args]
         kwargs = {name: instead(name, value) for name, value in self._call.kwargs.items()}
         kwargs["attention_mask"] = None
-        if "hidden_states" in kwargs:
-            kwargs["hidden_states"] = hidden.contiguous()
-        else:
-            args[0] = hidden.contiguous()
         with capturing() as captured:
             self._call.module.forward(*args, **kwargs)
         return captured[0]

@@ -383,7 +383,7 @@ class PromptCache(TransformersCache, KnowsText):
         """How far the cache has come, between two forwards; raises KeepsetError where it holds no whole prompt."""
         if not self.kept_layers:
             raise KeepsetError(
-                f"{_NOTHING_GROWS.format(model='This model')}, so keepset can neither save nor fork what it holds."
+                f"{_NOTHING_GROWS.format(model='This model')}, so keepset has nothing to save or to ask."
             )
         progress = self.progress
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}

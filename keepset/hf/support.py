@@ -29,7 +29,6 @@ def check_model(model: nn.Module) -> None:
     sinks = any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters())
     wrapped = hasattr(model, "_orig_mod")
     own_cache = not getattr(model, "_supports_default_dynamic_cache", lambda: True)()
-    bidirectional = declared("is_decoder", True) is False
     reasons = {
         "is torch.compile's wrapper: give keepset the model itself, or compile it in place by model.compile()": wrapped,
         "is an encoder-decoder; keepset compresses decoder-only models": declared("is_encoder_decoder", False),
@@ -38,7 +37,6 @@ def check_model(model: nn.Module) -> None:
         "shares keys and values between layers; keepset does not support that": declared("num_kv_shared_layers", None),
         "has attention sinks in its softmax, which keepset's attention does not support": sinks,
         "takes only a cache of its own kind, in whose place keepset's cannot stand": own_cache and not foreign,
-        "sees later tokens too (is_decoder=False in its config); keepset needs causal attention": bidirectional,
         "does not use transformers' attention interface, which keepset needs; most decoder-only models do": foreign,
     }
     for reason, applies in reasons.items():

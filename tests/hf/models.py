@@ -73,13 +73,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", dict(num_key_value_heads=None)),
     "smollm3": ("smollm3", dict(no_rope_layer_interval=2)),
     "lfm2": ("lfm2", dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2)),
+    "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),
+}
+
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("falcon_h1", dict(tie_word_embeddings=False, mamba_d_ssm=128, mamba_d_conv=4, **_MAMBA)),
     "zamba2": (
         "zamba2",
         dict(num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, use_mem_rope=True, **_ZAMBA),
     ),
-    "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=4, **_EXPERTS)),
 }
+"""Models whose layers hold states beside attention."""
 
 MORE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_groups_of_3": ("llama", dict(hidden_size=96, num_attention_heads=6)),
@@ -101,7 +105,7 @@ MORE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 @cache
 def tiny(name: str) -> Any:
     """A tiny random model; weights large enough that attention is far from uniform, norms and biases that matter."""
-    kind, overrides = {**ARCHITECTURES, **MORE_ARCHITECTURES}[name]
+    kind, overrides = {**ARCHITECTURES, **HYBRIDS, **MORE_ARCHITECTURES}[name]
     options = {k: v for k, v in {**_COMMON, **overrides}.items() if v is not None or k in _MAY_BE_NONE}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()

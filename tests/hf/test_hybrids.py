@@ -10,12 +10,10 @@ import pytest
 import torch
 
 import keepset
-from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, tiny
+from tests.hf.models import HYBRIDS, full, generate, left_padded, oracle_gap, prompt, tiny
 from tests.hf.test_refusals import random_model, refusal
 
 LENGTH = 30
-HYBRIDS = ["falcon_h1", "zamba2"]
-"""States and attention in one layer."""
 by_model = pytest.mark.parametrize("architecture", [*HYBRIDS, "lfm2"])
 
 

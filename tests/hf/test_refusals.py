@@ -80,10 +80,9 @@ def encoder_decoder() -> Any:
         (encoder_decoder, "encoder-decoder"),
         (sharing_model, "shares keys and values between layers"),
         (lambda: random_model("bloom"), "attention interface"),
-        (lambda: random_model("bert"), "sees later tokens too"),
         (lambda: random_model("minimax", num_local_experts=2), "takes only a cache of its own kind"),
     ],
-    ids=["soft-capping", "sinks", "latents", "encoder-decoder", "shared", "no interface", "encoder", "own cache"],
+    ids=["soft-capping", "sinks", "latents", "encoder-decoder", "shared", "no interface", "own cache"],
 )
 def test_models_of_other_kinds(make: Callable[[], Any], words: str) -> None:
     model = make()
@@ -105,6 +104,13 @@ def test_a_model_that_attends_over_other_keys_than_it_caches() -> None:
     past = keepset.Cache(model, "tova(keep=12)")
     with refusal("JetMoeAttention attends over other keys than it caches"):
         generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
+
+
+def test_a_model_that_is_not_causal() -> None:
+    model = random_model("bert")
+    past = keepset.Cache(model, "tova(keep=12)")
+    with refusal("BertSelfAttention lets tokens see later ones"):
+        model(prompt(1, LENGTH), past_key_values=past, use_cache=True)
 
 
 def test_a_model_that_makes_its_own_mask_in_every_layer() -> None:
