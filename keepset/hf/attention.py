@@ -137,8 +137,8 @@ def keepset_attention(
     # With a mask, its rule says so.
     if attention_mask is None and getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(
-            f"{type(module).__name__} lets tokens see later ones, and keepset compresses causal attention alone: a model "
-            "that can be a decoder needs is_decoder=True in its config."
+            f"{type(module).__name__} lets tokens see later ones, and keepset compresses causal attention alone: a "
+            "model that can be a decoder needs is_decoder=True in its config."
         )
     if cached is not value:
         raise UnsupportedModelError(

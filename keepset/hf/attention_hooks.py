@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -137,15 +138,18 @@ class LayerInput(QuerySource):
         # Without the cache, whose observations may hold this.
         kwargs = {name: None if name in _CACHES else value for name, value in seen.kwargs.items()}
         self._call, self._rotary, self._rows = replace(seen, kwargs=kwargs), rotary, call.rows
-        given = (call.position_ids,) if rotary is None else rotary.given
-        self._tokens, valid = call.query.shape[2], None if real is None else real.mask
-        self._offset = position_offset(given, positions, valid, call.rows)
+        self._positions, self._valid = positions, None if real is None else real.mask
+        self._given, self._tokens = (call.position_ids,) if rotary is None else rotary.given, call.query.shape[2]
         known = _LAYOUTS.get(call.module)
         self._layout = known or self._found_layout()
-        self.rotation = self._own_rotation(positions)
+        self.rotation = self._own_rotation()
         if known is None:
             self._check(call.query)
             _LAYOUTS[call.module] = self._layout
+
+    @cached_property
+    def _offset(self) -> Int[Tensor, " batch"]:
+        return position_offset(self._given, self._positions, self._valid, self._rows)
 
     @property
     def hidden(self) -> HiddenStates:
@@ -174,13 +178,15 @@ class LayerInput(QuerySource):
         cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
         return self._layout.rotate(queries.float(), inverse(cos, sin))
 
-    def _own_rotation(self, positions: Int[Tensor, "batch n"]) -> Rotation | None:
+    def _own_rotation(self) -> Rotation | None:
         """Return the rotation of this forward's tokens."""
         if not self._layout.changes:
             return None
-        given = self._call.kwargs.get("position_embeddings") or _no_rotation(positions, self.hidden)
+        given = self._call.kwargs.get("position_embeddings") or _no_rotation(self._positions, self.hidden)
         cos, sin = (part if len(part) == 1 else part[self._rows] for part in given)
-        own = (positions + self._offset[:, None]).clamp(min=0)  # padding before the first token has none
+        if not self._layout.scales:
+            return self._layout.rotation(cos, sin, None)
+        own = (self._positions + self._offset[:, None]).clamp(min=0)  # padding before the first token has none
         return self._layout.rotation(cos, sin, self._scale(own))
 
     def _future_rotation(self, lengths: Int[Tensor, " batch"], future: int) -> Rotation | None:
@@ -231,7 +237,7 @@ class LayerInput(QuerySource):
                 return hidden.contiguous()
             if name == "position_embeddings" and value is not None:
                 size = value[0].shape[-1]
-                given = rotation or (torch.ones(n, size), torch.zeros(n, size))
+                given = rotation or (hidden.new_ones(n, size), hidden.new_zeros(n, size))
                 return tuple(part.to(hidden).expand(batch, -1, -1) for part in given)
             if isinstance(value, dict):  # which the module may write to
                 return dict(value)

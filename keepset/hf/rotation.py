@@ -29,6 +29,7 @@ class RotaryLayout:
         sign: with which the partner's part counts; 0 for numbers that stay as they are.
         scales: whether queries are multiplied by a number that depends on their position, too.
         changes: whether a position changes a query at all.
+        in_order: whether each number has the cosine and the sine of its own index, and all rotate.
     """
 
     cos: Int[Tensor, " head_dim"]
@@ -37,6 +38,7 @@ class RotaryLayout:
     sign: Int[Tensor, " head_dim"]
     scales: bool
     changes: bool
+    in_order: bool
 
     @classmethod
     def found(cls, probe: Probe, size: int, scales: bool) -> RotaryLayout:
@@ -56,7 +58,9 @@ class RotaryLayout:
         sign = (queries[:, :, 2] * queries[:, :, 0, partner]).sum((0, 1)).sign().int().masked_fill(still, 0)
         worth = 2 ** torch.arange(len(bits), device=queries.device)[:, None]
         cos, sin = ((each * worth).sum(0).clamp(max=size - 1).masked_fill(still, 0) for each in (cos_bits, sin_bits))
-        return cls(cos, sin, partner.masked_fill(still, 0), sign, scales, scales or bool(sign.any()))
+        index = torch.arange(len(cos), device=cos.device)
+        in_order = len(cos) == size and bool(((cos == index) & (sin == index) & ~still).all())
+        return cls(cos, sin, partner.masked_fill(still, 0), sign, scales, scales or bool(sign.any()), in_order)
 
     def rotation(
         self,
@@ -65,7 +69,9 @@ class RotaryLayout:
         scale: Float[Tensor, "batch n"] | None,
     ) -> Rotation:
         """Return the rotation of a model's cosines and sines, times `scale` where queries have one."""
-        cos, sin = cos[..., self.cos].masked_fill(self.sign == 0, 1), sin[..., self.sin] * self.sign
+        if not self.in_order:
+            cos, sin = cos[..., self.cos].masked_fill(self.sign == 0, 1), sin[..., self.sin]
+        sin = sin * self.sign
         return (cos, sin) if scale is None else (cos * scale[..., None], sin * scale[..., None])
 
     def rotate(self, queries: Queries, rotation: Rotation) -> Queries:

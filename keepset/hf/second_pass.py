@@ -69,11 +69,15 @@ class SecondPasses(ModelHooks):
     ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
         """What the entries of each observed layer receive in every pass; layers of another kind are never changed."""
         passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
+        assert progress.positions is not None
+        newest = None if progress.valid is None else progress.valid[:, -progress.positions.shape[1] :]
+        # Before a pass rotates tokens of its own.
+        next_positions = progress.lengths + position_offset(self._newest.given, progress.positions, newest)
         for kind in dict.fromkeys(needed.cost for needed in self._needs):
             together = [needed for needed in self._needs if needed.cost == kind]
             names = set[ColumnStatistic]().union(*(needed.statistics for needed in together))
             start = time.perf_counter()
-            per_layer = self._run(kind, names, entries, progress, layers)
+            per_layer = self._run(kind, names, entries, progress, layers, next_positions)
             self.seconds = {**self.seconds, kind: time.perf_counter() - start}
             for index, columns in per_layer.items():
                 for needed in together:
@@ -89,6 +93,7 @@ class SecondPasses(ModelHooks):
         entries: Mapping[int, Entries],
         progress: Progress,
         layers: Sequence[Any],
+        next_positions: Int[Tensor, " batch"],
     ) -> dict[int, SecondPassColumns]:
         if sum(part.shape[1] for part in self._inputs) < progress.logical:
             raise UnsupportedModelError(
@@ -102,9 +107,6 @@ class SecondPasses(ModelHooks):
                     f"task_tokens has {len(task)} rows and the prompt {batch}: give one row, or one for every request."
                 )
         received: dict[int, list[dict[ColumnStatistic, Tensor]]] = {index: [] for index in entries}
-        assert progress.positions is not None
-        newest = None if valid is None else valid[:, -progress.positions.shape[1] :]
-        next_positions = (progress.lengths + position_offset(self._newest.given, progress.positions, newest)).tolist()
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
         for request in range(batch):
             own = prompt[request] if valid is None else prompt[request][valid[request]]
@@ -126,7 +128,7 @@ class SecondPasses(ModelHooks):
                         vars(each).update(states_of(layers[i], slice(request, request + 1)))
                 copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
                 of_layers = [(caches | copies)[i] for i in range(len(layers))]
-                self._call([part for part, _ in together], next_positions[request], of_layers)
+                self._call([part for part, _ in together], len(own), next_positions[request], of_layers)
             tokens[request] = sum(len(part) for part, _ in parts)
             opening[request] = parts[0][1].start if parts[0][1] else 0
             for i, each in caches.items():
@@ -167,11 +169,13 @@ class SecondPasses(ModelHooks):
             raise KeepsetError("A prompt of embeddings cannot be asked for again in words: give token ids.")
         return list(self._repeat.passes(own, kind.chunk))
 
-    def _call(self, parts: list[Shaped[Tensor, " _ *hidden"]], first: int, layers: list[Any]) -> None:
-        """Runs parts, each of which follows a request, so that its first token has this position."""
+    def _call(
+        self, parts: list[Shaped[Tensor, " _ *hidden"]], length: int, first: Int[Tensor, ""], layers: list[Any]
+    ) -> None:
+        """Run parts, each of which follows a request of this length, so that its first token has this position."""
         model = self._model()
         assert model is not None
-        decoder, reached = model.get_decoder(), first + max(map(len, parts))
+        decoder, reached = model.get_decoder(), length + max(map(len, parts))
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is not None and reached > longest and not list(_rotary(model)):
             raise UnsupportedModelError(
@@ -179,7 +183,7 @@ class SecondPasses(ModelHooks):
                 f"learned only {longest} positions: give a shorter prompt."
             )
         tokens = torch.cat(parts)
-        positions = torch.cat([torch.arange(first, first + len(part), device=part.device) for part in parts])[None]
+        positions = first + torch.cat([torch.arange(len(part), device=part.device) for part in parts])[None]
         kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
         with _unchanged_rotations(decoder), suppress(_Done):
             inputs = {kind: tokens[None], "past_key_values": TransformersCache(layers=layers)}

@@ -31,10 +31,10 @@ def test_one_hot_values_give_the_projections_rows(architecture: str) -> None:
     model = tiny(architecture)
     config = model.config
     heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     found = attention_modules(model)
     assert len(found) == config.num_hidden_layers // (2 if architecture == "lfm2" else 1)
     for module, projection in found:
+        size = getattr(module, "head_dim", None) or config.hidden_size // heads
         weights = output_projection(module, heads, size)
         assert weights.untyped_storage().data_ptr() == projection.weight.untyped_storage().data_ptr()
         assert not weights.requires_grad

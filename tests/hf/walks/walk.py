@@ -242,7 +242,7 @@ class Walk:
         ids = self._ids(asked, n, mask)
         self._note(f"{asked} rows of {n} tokens")
         if not self.kept or not branch.complete:
-            return self._refusal("ask", branch, lambda: branch.cache.ask(ids), "window of its own|whole prompt")
+            return self._refusal("ask", branch, lambda: branch.cache.ask(ids), "keepset has nothing|whole prompt")
         given = branch.cache.ask(ids, mask.long())
         twin = replace(branch, cache=given["past_key_values"], rows=list(branch.rows), ends=list(branch.ends), idle={})
         if asked != rows:
@@ -258,8 +258,8 @@ class Walk:
 
     def crop(self, branch: Branch) -> None:
         """Takes tokens back, those that may be taken back or more."""
-        if self.windowed or not self.kept:
-            return self._note("not over sliding windows")
+        if not self.kept:
+            return self._note("nothing is compressed")
         length, at = branch.columns, branch.cache.progress.compressed_at if branch.cache.progress else None
         most = length - (at or 0)
         if self.draw.random() < 0.2 and at:
@@ -274,7 +274,7 @@ class Walk:
         if removed <= 0:
             return None
         call = lambda: branch.cache.crop(-removed if self.draw.random() < 0.7 else length - removed)  # noqa: E731
-        refused = "added up" if self.recipe.schedule.every else ""
+        refused = "|".join(["added up"] * bool(self.recipe.schedule.every) + ["cannot take back"] * self.windowed)
         if not branch.complete and self.recipe.schedule.prefill and self.recipe.method.needs:
             return self._refusal("crop", branch, call, "not complete")
         if not self._attempt("crop", branch, call, refused):
@@ -326,7 +326,7 @@ class Walk:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "context.safetensors"
             if not branch.complete or not self.kept:
-                self._refusal("save", branch, lambda: branch.cache.save(path), "whole prompt|window of its own")
+                self._refusal("save", branch, lambda: branch.cache.save(path), "whole prompt|keepset has nothing")
                 if path.exists():
                     raise WalkError("a save that was refused has left a file")
                 return
