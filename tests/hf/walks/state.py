@@ -27,9 +27,10 @@ def state(cache: keepset.Cache) -> dict[str, Any]:
 
 
 def saved_state(cache: keepset.Cache) -> dict[str, Any]:
-    """Of `state` what a saved context brings back."""
+    """Of `state` what a saved context brings back; of its tokens a file has no ids."""
     found = state(cache)
-    for name in [name for name in found if name.startswith((".events", ".history", ".prompt_length", "._is_user"))]:
+    gone = (".events", ".history", ".prompt_length", "._is_user", ".progress.known")
+    for name in [name for name in found if name.startswith(gone)]:
         del found[name]
     kept = tuple(f".layers[{index}]." for index in cache.kept_layers)
     for name in list(found):
