@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,3 +295,31 @@ def test_more_to_generate_than_the_model_holds(run: Run) -> None:
         "5000",
         because="100 tokens of prompt and 5012 after it do not fit the model's context of 2048",
     )
+
+
+@pytest.mark.usefixtures("unloaded", "text")
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*COMPARE, "--html"),
+        (*COMPARE, "--json"),
+        ("eval", "needle", "--out"),
+        ("eval", "gsm8k", "--data"),
+        ("calibrate", "--out"),
+        ("context", "build", "--text", "text", "--out"),
+        ("results",),
+        ("serve",),
+    ],
+    ids=lambda words: " ".join(words[:1] + words[-1:]),
+)
+def test_names_that_are_too_long(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words, "n" * 5000)
+    assert done.code == 2 and done.err.startswith("keepset: ") and done.err.count("\n") == 1 and not done.out
+
+
+@pytest.mark.usefixtures("unloaded", "text")
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_pipe_is_not_replaced(run: Run, option: str) -> None:
+    os.mkfifo("pipe")
+    check_refused(run, *COMPARE, option, "pipe", because="'pipe' cannot be written (it is no regular file)")
+    assert Path("pipe").is_fifo()
