@@ -18,10 +18,10 @@ from vllm.platforms import current_platform
 from keepset.allocators.rewriter import Rewriter
 from keepset.core.features.window import WindowAttention
 from keepset.paged.entry_columns import COLUMN_BYTES, columns_of
-from keepset.paged.grouping import table_per_head
 from keepset.paged.paged_observation import AT_ONCE
 from keepset.paged.step import OF_ALL
 from keepset.recipe import Recipe
+from keepset.vllm.settings import by_head
 
 _COPIES = 3
 """What an event makes at most of keys and values that are looked at or moved at a time: those of one head of the
@@ -52,14 +52,20 @@ def column_bytes(numbers: int, pool: int, entry_bytes: int) -> int:
     return pool * beside // (entry_bytes + beside)
 
 
-def event_bytes(recipe: Recipe, shape: Shape) -> int:
-    """What an event makes at most, of one prompt of the longest or of several others."""
+def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
+    """Return what an event makes at most, of one prompt of the longest or of several others.
+
+    Args:
+        recipe: that is served.
+        shape: of the caches.
+        heads_differ: whether heads have pages of their own (`by_head`).
+    """
     entries = shape.longest * shape.kv_heads
     looked_at = shape.longest * shape.entry_bytes
     moved, keep = 0, recipe.budget.keep
     if isinstance(recipe.method, Rewriter):
         looked_at = entries * shape.entry_bytes
-    elif table_per_head(recipe):  # all that stays is out of the pages at a time
+    elif heads_differ:  # all that stays is out of the pages at a time
         share = keep if isinstance(keep, float) else min(1.0, (keep or shape.longest) / shape.longest)
         moved = int((share if recipe.method.fixed_total else 1.0) * entries * shape.entry_bytes)
     return _COPIES * max(AT_ONCE, looked_at) + moved + _PER_ENTRY * max(OF_ALL, entries)
@@ -79,7 +85,7 @@ def reserve(config: VllmConfig, recipe: Recipe, group: int, saves: bool, shape: 
     free, total = torch.cuda.mem_get_info()
     pool = max(0, int(cache.gpu_memory_utilization * total) - (total - free))
     numbers = sum(map(math.prod, columns_of(recipe, group, saves).values()))
-    needed = column_bytes(numbers, pool, shape.entry_bytes) + event_bytes(recipe, shape)
+    needed = column_bytes(numbers, pool, shape.entry_bytes) + event_bytes(recipe, shape, by_head(config, recipe))
     if cache.enable_prefix_caching:
         needed += own_bytes(recipe, group, shape)
     return torch.empty(min(needed, free), dtype=torch.uint8, device=current_platform.device_type)

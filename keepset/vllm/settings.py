@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepset.errors import KeepsetError, RecipeError
+from keepset.paged.grouping import table_per_head
 from keepset.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def contexts_of(config: VllmConfig | None) -> Path | None:
     if not isinstance(folder, str) or not Path(folder).is_dir():
         raise KeepsetError(f'additional_config["{CONTEXTS}"] is {folder!r}: give the folder of the saved contexts.')
     return Path(folder).resolve()
+
+
+def by_head(config: VllmConfig, recipe: Recipe) -> bool:
+    """Return whether keepset itself finds each head's pages: a recipe's heads, or those of contexts, may differ."""
+    return table_per_head(recipe) or contexts_of(config) is not None
 
 
 def save_limit_of(config: VllmConfig) -> int | None:

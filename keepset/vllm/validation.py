@@ -16,11 +16,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuant
 from keepset.allocators.rewriter import Rewriter
 from keepset.core.features.given import ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
-from keepset.paged.grouping import one_table, table_per_head
+from keepset.paged.grouping import one_table
 from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.servable import objections
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, contexts_of
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, by_head, contexts_of
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 _EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_e5m2")
@@ -109,7 +109,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
     if recipe.method.needs.hidden_states and not config.model_config.enforce_eager:
         yield "compiled code does not show the hidden states that it looks at; give --enforce-eager."
-    yield from _of_cache_dtype(cache.cache_dtype, recipe)
+    yield from _of_cache_dtype(config, recipe)
     if config.attention_config.use_non_causal:
         yield "attention that is not causal is not supported; leave use_non_causal out."
     yield from _of_graphs(config, recipe)
@@ -119,15 +119,16 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
 
 
-def _of_cache_dtype(dtype: str, recipe: Recipe) -> Iterator[str]:
+def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    dtype = config.cache_config.cache_dtype
     if dtype in _WHOLE:
         return
     if dtype not in _EIGHT_BITS:
         yield f"a KV cache of kind {dtype} cannot be taken apart into entries; use kv_cache_dtype auto or fp8."
-    elif table_per_head(recipe):
+    elif by_head(config, recipe):
         yield (
             f"heads that keep different entries are attended by keepset's own kernels, which do not read {dtype}; use "
-            "kv_cache_dtype auto, or a recipe whose heads keep equally many."
+            "kv_cache_dtype auto, or a recipe whose heads keep equally many and no contexts."
         )
     elif isinstance(recipe.method, Rewriter):
         yield f"it rewrites values, which a KV cache of kind {dtype} would round again; use kv_cache_dtype auto."
@@ -140,10 +141,10 @@ def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         return
     if recipe.schedule.every is not None:
         yield "speculative decoding takes tokens back that every= has compressed; leave one of them out."
-    elif table_per_head(recipe):
+    elif by_head(config, recipe):
         yield (
             "speculative decoding takes tokens back, by which heads that keep different entries would lose their "
-            "pages; leave it out, or use a recipe whose heads keep equally many."
+            "pages; leave it out, or use a recipe whose heads keep equally many and no contexts."
         )
     elif drafts.method not in ("ngram", "suffix"):
         yield f"drafts by {drafts.method} come from layers of their own; use ngram or suffix."
@@ -169,8 +170,7 @@ def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     """CUDA graphs replay kernels, and nothing of what decides where heads that differ read and write."""
     compilation = config.compilation_config
-    per_head = table_per_head(recipe) or contexts_of(config) is not None
-    if not compilation.cudagraph_mode or not per_head:
+    if not compilation.cudagraph_mode or not by_head(config, recipe):
         return
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         yield "breakable graphs would write its heads' entries to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0."

@@ -19,7 +19,7 @@ from keepset.core.rope import RotaryTable
 from keepset.core.tables import save
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
-from keepset.vllm.settings import CONNECTOR, recipe_of
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, recipe_of
 from tests.core.test_tables import random_tables
 from tests.paged.methods import Mass
 from tests.vllm.late import Late
@@ -88,6 +88,13 @@ SERVED = {
     "kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"]),
 }
 """A configuration for counts that come from the data."""
+CONTEXTS: dict[str, Any] = {
+    "additional_config": {"keepset_contexts": str(Path(__file__).parent)},
+    "kv_transfer_config": SimpleNamespace(
+        kv_connector_module_path=CONTEXT_CONNECTOR["kv_connector_module_path"], kv_load_failure_policy="fail"
+    ),
+}
+"""A configuration with contexts, whose heads may differ under any recipe."""
 
 REFUSED = [
     ("snapkv(keep=256, every=64)", {"speculative_config": NGRAM}, "speculative decoding takes tokens back that every="),
@@ -102,6 +109,12 @@ REFUSED = [
     (UNIFORM, {"parallel_config__enable_dbo": True}, "micro-batch overlap runs two batches at once"),
     (UNIFORM, {"cache_config__cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 cannot be taken apart into entries"),
     (RAGGED, {"cache_config__cache_dtype": "fp8"}, "heads that keep different entries are attended by keepset's own"),
+    (
+        UNIFORM,
+        CONTEXTS | {"cache_config__cache_dtype": "fp8"},
+        "heads that keep different entries are attended by keepset's own kernels, which do not read fp8",
+    ),
+    (UNIFORM, CONTEXTS | {"speculative_config": NGRAM}, "speculative decoding takes tokens back, by which heads"),
     (
         "match(snapkv, biases=False, keep=0.25)",
         {"cache_config__cache_dtype": "fp8_e4m3"},
@@ -158,6 +171,7 @@ def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], s
     ("recipe", "changes"),
     [
         (UNIFORM, {}),
+        (UNIFORM, CONTEXTS),
         (UNIFORM, {"speculative_config": NGRAM}),
         ("adakv(snapkv, keep=256, every=64)", {}),
         ("expected_attention(keep=512)", {"cache_config__cache_dtype": "bfloat16"}),
