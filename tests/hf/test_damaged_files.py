@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import time
-import traceback
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +21,7 @@ from keepset import KeepsetError
 from keepset.hf import saved
 from tests.hf.damage import damaged
 from tests.hf.models import LAYOUTS, prompt, tiny
+from tests.proof import by_hand, take_steps
 
 CONTEXTS = {
     "dense": ("llama", LAYOUTS["dense"].format(keep=12)),
@@ -102,20 +101,9 @@ class Proof:
 
 
 def prove(folder: Path, seed: int, steps: range, minutes: float | None = None, show: bool = False) -> Counter[str]:
-    """Take steps, for some minutes at most; raises with a step's number what went wrong in it."""
-    proof, begun = Proof(folder), time.monotonic()
-    shown = begun
-    for step in steps:
-        try:
-            proof.step(f"{seed} {step}")
-        except Exception as error:
-            raise AssertionError(f"seed {seed}, step {step}: {type(error).__name__}: {error}") from error
-        now = time.monotonic()
-        if show and now - shown > 60:
-            print(f"{(now - begun) / 60:.0f} min:", dict(proof.counts), flush=True)
-            shown = now
-        if minutes is not None and now - begun > 60 * minutes:
-            break
+    """Take steps, as `take_steps` says, and return what was counted."""
+    proof = Proof(folder)
+    take_steps(proof.step, proof.counts, seed, steps, minutes, show)
     return proof.counts
 
 
@@ -128,14 +116,5 @@ def test_a_file_of_any_content_is_what_was_saved_or_refused(steps: range, tmp_pa
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0)
-    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        try:
-            print(dict(prove(Path(name), arguments.seed, range(arguments.first, 10**9), arguments.minutes, show=True)))
-        except AssertionError:
-            traceback.print_exc()
-            raise SystemExit(1) from None
+        by_hand(lambda seed, steps, minutes: prove(Path(name), seed, steps, minutes, show=True))

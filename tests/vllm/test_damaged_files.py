@@ -6,13 +6,10 @@ It answers as the whole file would, or with 400 and a sentence; and whoever asks
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import tempfile
-import time
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.server import Server, free_port
 from tests.hf.damage import damaged, flipped
+from tests.proof import by_hand, take_steps
 from tests.vllm.engine import SPARING
 from tests.vllm.serve import forked
 from tests.vllm.test_soak import OPTIONS
@@ -174,7 +172,7 @@ def instead_of(path: Path, what: str) -> None:
 
 
 def prove(seed: int, steps: range, minutes: float | None = None, show: bool = False) -> Counter[str]:
-    """Start a server and take steps, for some minutes at most; says of which seed and step what went wrong."""
+    """Start a server and take steps, as `take_steps` says; return what was counted."""
     with tempfile.TemporaryDirectory() as name:
         model, folder, port = Path(name) / "model", Path(name) / "contexts", free_port()
         make_model(model)
@@ -184,20 +182,11 @@ def prove(seed: int, steps: range, minutes: float | None = None, show: bool = Fa
         line = command(str(model), Recipe.parse(RECIPE), options, contexts=folder, save_bytes=10**6)
         with Server(forked(line), port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
             server.wait(300)
-            proof, begun = Proof(client, folder, whole), time.monotonic()
-            shown = begun
-            for step in steps:
-                try:
-                    proof.step(f"{seed} {step}")
-                except Exception as error:
-                    log = "\n".join(server.last_lines())
-                    raise AssertionError(f"seed {seed}, step {step}: {type(error).__name__}: {error}\n{log}") from error
-                now = time.monotonic()
-                if show and now - shown > 60:
-                    print(f"{(now - begun) / 60:.0f} min:", dict(proof.counts), flush=True)
-                    shown = now
-                if minutes is not None and now - begun > 60 * minutes:
-                    break
+            proof = Proof(client, folder, whole)
+            try:
+                take_steps(proof.step, proof.counts, seed, steps, minutes, show)
+            except AssertionError as error:
+                raise AssertionError("\n".join([str(error), *server.last_lines()])) from error
             return proof.counts
 
 
@@ -233,14 +222,5 @@ def test_damaged_files_are_refused_and_nobody_else_notices(monkeypatch: pytest.M
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0)
-    arguments = parser.parse_args()
     os.environ |= {**SPARING, "VLLM_SERVER_DEV_MODE": "1"}
-    try:
-        print(dict(prove(arguments.seed, range(arguments.first, 10**9), arguments.minutes, show=True)))
-    except AssertionError:
-        traceback.print_exc()
-        raise SystemExit(1) from None
+    by_hand(lambda seed, steps, minutes: prove(seed, steps, minutes, show=True))
