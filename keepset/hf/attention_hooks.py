@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,6 +63,11 @@ class AttentionHooks(ModelHooks):
 
     def forget(self) -> None:
         self._newest = _Calls()
+
+    def fork(self, past: Any) -> Self:
+        twin = super().fork(past)
+        twin._newest = _Calls()  # each sees every call of the model
+        return twin
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         for module in model.modules():

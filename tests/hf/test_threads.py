@@ -15,7 +15,7 @@ from torch import Tensor
 import keepset
 from keepset.core.tables import save
 from tests.core.test_tables import random_tables
-from tests.hf.models import generate, prompt, tiny
+from tests.hf.models import generate, prompt, same_keep_set, tiny
 from tests.hf.test_compilerkv import shape_of
 
 COMPILED = "compilerkv(tables={tables!r}, window=5, keep=12)"
@@ -109,3 +109,25 @@ def test_caches_are_made_one_after_another(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(model, "set_attn_implementation", switch)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: keepset.Cache(model, "knorm(keep=4)"), range(4)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["expected_attention(future=16, buffer=6, keep=12, every=4)", "reread(keep=12)"])
+@pytest.mark.parametrize("first", ["full_attention", "sliding_attention"])
+def test_a_fork_beside_its_original_sees_its_own_calls(
+    first: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with two rotations a forward, made in any order: hooks of both caches see every call of the model."""
+    kinds = sorted(["full_attention", "sliding_attention"], key=lambda kind: kind != first)
+    # transformers goes through a set, whose order differs from process to process.
+    monkeypatch.setattr("transformers.models.gemma3.modeling_gemma3.set", lambda _: kinds, raising=False)
+    model, ids, later = tiny("gemma3"), prompt(1, 30), prompt(1, 10, seed=1)
+    alone, original = keepset.Cache(model, recipe, prompt_length=40), keepset.Cache(model, recipe, prompt_length=40)
+    for cache in (alone, original):
+        model(ids, past_key_values=cache)
+    fork = original.fork()
+    for part in (slice(0, 5), slice(5, 10)):
+        for cache in (alone, fork, original):
+            model(later[:, part], past_key_values=cache)
+    assert alone.events and same_keep_set(alone.keep_set, fork.keep_set)
+    assert same_keep_set(alone.keep_set, original.keep_set)
