@@ -77,7 +77,7 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
         with no_progress_bars():
             return _read(folder, "delete that folder and it will be made again", placed)
     check_name(name)
-    if os.path.isdir(name):
+    if os.path.isdir(Path(name)):
         return _read(name, _EXPECTED, placed)
     from keepset.hub import not_waited_for
 
@@ -87,7 +87,7 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
 
 def check_name(name: str) -> None:
     """Refuses, with an UnsupportedModelError, what is neither a model's folder nor a name that a hub could have."""
-    is_folder = os.path.isdir(name)  # unlike Path.is_dir, it takes any name
+    is_folder = os.path.isdir(Path(name))  # unlike Path.is_dir, it takes any name
     if is_folder and not (Path(name) / "config.json").is_file():
         raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
     if os.path.isfile(name) or not (is_folder or _HUB_NAME.fullmatch(name)):

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,13 @@ time.sleep(600)
 
 
 @contextmanager
-def supervisor(*words: str, seconds: float = 60.0) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A supervised script, and the process that the script has started."""
+def supervisor(
+    *words: str, seconds: float = 60.0, ignored: Collection[signal.Signals] = ()
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A supervised script, and the process that the script has started; signals are ignored from the start."""
     command = [sys.executable, "-m", "keepset.serving.supervisor", str(seconds), sys.executable, "-c", SCRIPT, *words]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    begin = partial(_with_signals, ignored)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=begin)  # noqa: PLW1509 (no threads)
     assert process.stdout is not None
     try:
         yield process, int(process.stdout.readline())
@@ -41,6 +45,21 @@ def supervisor(*words: str, seconds: float = 60.0) -> Iterator[tuple[subprocess.
         process.kill()
         process.wait()
         process.stdout.close()
+
+
+def _with_signals(ignored: Collection[signal.Signals]) -> None:
+    """Whoever runs the tests may ignore some, as a shell does in the background."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+
+def test_under_nohup_it_outlives_its_terminal() -> None:
+    with supervisor(seconds=0.2, ignored=[signal.SIGHUP]) as (process, child):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.6)
+        assert process.poll() is None and lives(child)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM and gone(child)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

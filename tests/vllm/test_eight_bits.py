@@ -15,7 +15,13 @@ from tests.vllm.engine import Scenario, run
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_life import IDS
 
-pytestmark = pytest.mark.full
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+        reason="vLLM's kernels for CPUs read FP8 with AVX-512 or AMX alone",
+    ),
+]
 
 RECIPES = [
     "streaming_llm(keep=64, every=8)",
