@@ -548,7 +548,7 @@ class Walk:
                 if columns:
                     own = [int(ids[r, c - start]) for c in columns]
                     branch.rows[r], made, rounded = feed(
-                        self.reference, row, own, columns, self._stored(branch, r, points)
+                        self.reference, row, own, columns, self._stored(branch, r, start)
                     )
                     expected[r][[c - start for c in columns]] = made
                     guessed |= rounded
@@ -577,12 +577,13 @@ class Walk:
         if gap > bound:
             raise WalkError(f"logits of up to {size:.2f} differ by {gap:.6f}")
 
-    def _stored(self, branch: Branch, request: int, points: list[int]) -> dict[int, Any]:
+    def _stored(self, branch: Branch, request: int, start: int) -> dict[int, Any]:
         """Of recipes that round, what is stored of every position."""
         if not self.rounds:
             return {}
         found: dict[int, Any] = {}
-        if "match(" in self.plan.recipe and points:  # new values are fitted to what came in this very forward, too
+        # New values are fitted to what came in the forward of an event, too, and in those before it.
+        if "match(" in self.plan.recipe and (branch.cache.progress.compressed_at or 0) > start:
             return {index: [{}] * layer.store.kv_heads for index, layer in branch.cache.kept_layers.items()}
         for index, layer in branch.cache.kept_layers.items():
             columns, exists = layer.store.padded()
