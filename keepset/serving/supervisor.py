@@ -52,7 +52,7 @@ def supervise(command: Sequence[str], seconds: float) -> int:
         process.send_signal(number)
 
     for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, hand_on)
     signal.signal(signal.SIGALRM, lambda *_: _kill(process))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
