@@ -106,10 +106,7 @@ class ContextLoader:
             (layers[index], slice(start, start + size))
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
-        remembered = self._group.recipe.method.remembers
-        if any(layer[name].ndim != 1 for layer in layers.values() for name in remembered if name in layer):
-            raise KeepsetError(f"{str(job.context.path)!r} holds something else than its recipe says: build it again.")
-        names = ("keys", "values", "positions", *remembered)
+        names = ("keys", "values", "positions", *self._group.recipe.method.remembers)
         return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names if name in parts[0][0]}
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:
