@@ -18,7 +18,7 @@ from keepset import Recipe, models, texts
 from keepset.bench.analysis import intervals
 from keepset.core.tables import Tables, save
 from keepset.methods.compilerkv import THRESHOLD, CompilerKV
-from keepset.offline.compile.compiler import POOL, Settings, compile_tables
+from keepset.offline.compile.compiler import POOL, CompileSettings, compile_tables
 from keepset.offline.compile.contamination import is_contaminated
 from keepset.offline.compile.corpus import ContextPool
 from keepset.offline.compile.judge import Judge, Verdict
@@ -66,7 +66,7 @@ def main() -> int:
             assert isinstance(method, CompilerKV)
             start, tables = time.perf_counter(), {}
             for reward in REWARDS:
-                settings = Settings(method, keeps, args.sample, args.tokens, args.continuation, 0, reward)
+                settings = CompileSettings(method, keeps, args.sample, args.tokens, args.continuation, 0, reward)
                 tables[reward] = compile_tables(model, pool, settings, folder / f"{number}.sqlite", stage)
                 save(tables[reward], folder / f"{number}-{reward}.safetensors")
             seconds = time.perf_counter() - start

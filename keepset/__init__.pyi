@@ -6,12 +6,12 @@ from keepset.core.feature import Needs as Needs
 from keepset.core.features.attention import AttentionColumns as AttentionColumns
 from keepset.core.features.attention import PromptQueryAttention as PromptQueryAttention
 from keepset.core.features.attention import SecondPass as SecondPass
-from keepset.core.features.given import ModelStatistics as ModelStatistics
-from keepset.core.features.given import OutputProjection as OutputProjection
-from keepset.core.features.given import Perplexity as Perplexity
-from keepset.core.features.given import RecentQueries as RecentQueries
 from keepset.core.features.moments import HiddenMoments as HiddenMoments
 from keepset.core.features.moments import QueryMoments as QueryMoments
+from keepset.core.features.runtime_features import ModelStatistics as ModelStatistics
+from keepset.core.features.runtime_features import OutputProjection as OutputProjection
+from keepset.core.features.runtime_features import Perplexity as Perplexity
+from keepset.core.features.runtime_features import RecentQueries as RecentQueries
 from keepset.core.keep_set import KeepSet as KeepSet
 from keepset.core.keep_set import LayerKeepSet as LayerKeepSet
 from keepset.core.method import Allocator as Allocator

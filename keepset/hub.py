@@ -8,7 +8,7 @@ _SECONDS = 5
 
 
 @contextmanager
-def not_waited_for() -> Iterator[bool]:
+def offline_if_unreachable() -> Iterator[bool]:
     """While a hub does not answer, its libraries use what was downloaded before, and do not ask again and again.
 
     Gives whether they ask it.

@@ -79,9 +79,9 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
     check_name(name)
     if os.path.isdir(Path(name)):
         return _read(name, _EXPECTED, placed)
-    from keepset.hub import not_waited_for
+    from keepset.hub import offline_if_unreachable
 
-    with not_waited_for():
+    with offline_if_unreachable():
         return _read(name, _EXPECTED, placed)
 
 

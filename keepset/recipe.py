@@ -229,7 +229,7 @@ def check_schedule(recipe: Recipe) -> None:
     if recipe.schedule.every is None:
         return
     steps = [recipe.method, *(recipe.method.inner() if isinstance(recipe.method, Allocator) else ())]
-    if not recipe.schedule.prefill and (resting := [step.name for step in steps if step.rests]):
+    if not recipe.schedule.prefill and (resting := [step.name for step in steps if step.prefill_only]):
         raise RecipeError(
             f"{recipe} compresses nothing at the prompt's end, and {resting[0]} does nothing at any other: leave "
             f"{resting[0]} out, or prefill=False or protect_prompt=True."

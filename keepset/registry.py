@@ -18,7 +18,7 @@ from keepset.allocators.kvcompose import KVCompose
 from keepset.allocators.kvzip import KVZip
 from keepset.allocators.match import Match
 from keepset.allocators.pool import Pool
-from keepset.allocators.prompt_presets import Glance, Reread
+from keepset.allocators.presets import Glance, Reread
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset.kernels import dispatch
-from keepset.kernels.triton import attention, columns, compaction, page_entries, paged, paged_window, shift, window
+from keepset.kernels.triton import (
+    attention,
+    columns,
+    compact_block_table,
+    compaction,
+    page_entries,
+    paged,
+    paged_window,
+    window,
+)
 
 _DEVICE = torch.device("meta")
 """A name that PyTorch looks for no driver of."""
@@ -32,7 +41,7 @@ _KERNELS = {
     columns: ("_columns", "_log_sum_exp"),
     compaction: ("_pack", "_append"),
     window: ("_window_lse", "_add_received"),
-    shift: ("_shift",),
+    compact_block_table: ("_shift",),
     page_entries: ("_read_pages", "_move_entries"),
     paged_window: ("_paged_lse", "_add_in_pages"),
     paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),

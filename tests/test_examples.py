@@ -96,13 +96,13 @@ def test_a_server_is_asked_with_the_openai_client(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     from keepset.recipe import Recipe
     from keepset.serving.command import command
-    from keepset.serving.server import Server, free_port
+    from keepset.serving.server import ServerProcess, free_port
 
     port, example = free_port(), EXAMPLES / "serve_with_vllm.py"
     [recipe] = re.findall(r'keepset serve --recipe "(.+)"', example.read_text(encoding="utf-8"))
     sparing = ["--port", str(port), "--max-model-len", "512", "--block-size", "32", "--num-gpu-blocks-override", "256"]
     options = [*sparing, "--dtype", "float32", "--enforce-eager"]
-    with Server(command(None, Recipe.parse(recipe), options), port) as server:
+    with ServerProcess(command(None, Recipe.parse(recipe), options), port) as server:
         server.wait(300)
         done = subprocess.run(
             [sys.executable, str(example)],

@@ -13,11 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_columns, attention_with_lse
 from keepset.kernels.compaction import append_entries, pack_entries
-from keepset.kernels.packed import PackedHeads, Run, runs_of
+from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
+from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention
-from keepset.kernels.paged_arguments import EntriesInPages, PagedTokens, Received, RecordedQueries
+from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
-from keepset.kernels.subpages import Layout
 from keepset.kernels.window import add_received
 from on_gpu.measuring import Bench
 
@@ -115,11 +115,11 @@ def _paged(bench: Bench, entries: int, requests: int) -> None:
     )
     new = queries[:, : bench.kv_heads]
 
-    def layout(counts: Sequence[int]) -> Layout:
+    def layout(counts: Sequence[int]) -> PageLayout:
         """At an event one token ago."""
         number = torch.tensor(counts, device=bench.device, dtype=torch.int32).expand(requests, 1, -1)
         place = torch.ones(requests, 1, device=bench.device, dtype=torch.int32)
-        return Layout(number.contiguous(), (entries - 1) * place, (width - held) * place, 0 * place)
+        return PageLayout(number.contiguous(), (entries - 1) * place, (width - held) * place, 0 * place)
 
     def ours(counts: Sequence[int], bias: Tensor | None = None) -> Callable[[], Any]:
         there = layout(counts)
@@ -135,7 +135,7 @@ def _paged(bench: Bench, entries: int, requests: int) -> None:
     places = torch.arange(few, device=bench.device).expand(requests, few)
     recorded = RecordedQueries(rings, torch.arange(requests, device=bench.device), places)
     last = entries - few + places
-    sums = Received(bias, last, torch.zeros(requests, dtype=torch.int64, device=bench.device), bench.head_dim**-0.5)
+    sums = ColumnTarget(bias, last, torch.zeros(requests, dtype=torch.int64, device=bench.device), bench.head_dim**-0.5)
 
     def received() -> Callable[[], Any]:
         there = layout(ragged)
@@ -223,7 +223,7 @@ def _compaction(bench: Bench, entries: int) -> None:
             for _ in range(2)
         )
         positions = torch.empty(len(keys), device=bench.device, dtype=torch.int32)
-        store = PackedHeads(keys, values, positions, [Run(0, bench.kv_heads, 0, keep, keep + 1)])
+        store = PackedHeads(keys, values, positions, [HeadRun(0, bench.kv_heads, 0, keep, keep + 1)])
         new = [columns[name][:, :, :1] for name in ("keys", "values")]
         at = torch.full((1, 1), entries, device=bench.device)
         return lambda: append_entries([store], *new, at)

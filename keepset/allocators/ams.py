@@ -102,8 +102,8 @@ class AMS(Allocator):
         return self.scorer.needs | Needs(*([WindowAttention(self.window)] if self._uses_mass else []))
 
     @property
-    def remembers(self) -> tuple[str, ...]:
-        return (*super().remembers, "credit")
+    def state_names(self) -> tuple[str, ...]:
+        return (*super().state_names, "credit")
 
     @property
     def sinks(self) -> int:

@@ -41,10 +41,10 @@ class Composite(LayerAllocator):
         """By the best composite tokens of all layers; those that always stay are the first of each."""
         padded_scores = padded([ranking.scores for ranking in rankings])
         ranked = [(ranking.observation, scores) for ranking, scores in zip(rankings, padded_scores, strict=True)]
-        values = torch.cat([each.apart(self._composite(scores)) for each, scores in ranked], 1)
+        values = torch.cat([each.split_layers(self._composite(scores)) for each, scores in ranked], 1)
         # Heads that hold different numbers after an event have as many tokens as they hold on average.
         exists = [(each, scores.isneginf().logical_not()) for each, scores in ranked]
-        held = torch.cat([each.apart(-(-there.sum((1, 2)) // there.shape[1])) for each, there in exists], 1)
+        held = torch.cat([each.split_layers(-(-there.sum((1, 2)) // there.shape[1])) for each, there in exists], 1)
         rank = torch.arange(values.shape[-1], device=values.device) + (held - room)[..., None]
         values = values.gather(-1, rank.clamp(max=values.shape[-1] - 1))
         values = values.masked_fill(rank >= held[..., None], float("-inf"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from keepset.core.budget import share_of
 from keepset.core.feature import Needs
-from keepset.core.features.given import OutputProjection
+from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
 from keepset.core.select import LARGEST_SCORE, RECENT_RANK, Ranking, top_mask

@@ -38,7 +38,7 @@ class Dynamic(LayerAllocator):
         held = (mean[:, None] * self.r_max).ceil().long().minimum(room)
         # Of every head of every layer, without what always stays.
         divisible = padded([each.scores.masked_fill(each.scores >= RECENT_RANK, float("-inf")) for each in rankings])
-        apart = [each.observation.apart(scores) for each, scores in zip(rankings, divisible, strict=True)]
+        apart = [each.observation.split_layers(scores) for each, scores in zip(rankings, divisible, strict=True)]
         values = torch.cat(apart, 1).flatten(1, 2)
         shares = torch.zeros_like(mean)[:, None]
         for so_far in sorted({*range(self.interval, layers, self.interval), layers}):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from keepset.allocators.rewriter import Rewriter
+from keepset.allocators.post_processor import PostProcessor
 from keepset.core.feature import Needs
-from keepset.core.features.given import Int8Entries
+from keepset.core.features.runtime_features import Int8Entries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
 
 
 @dataclass(frozen=True)
-class Int8(Rewriter):
+class Int8(PostProcessor):
     """Stores what stays, and all tokens after it, as 8-bit integers: about half or a quarter of the bytes.
 
     The last step of a recipe, also around `match`: `int8(match(reread), keep=0.5)`. Every key and every value is

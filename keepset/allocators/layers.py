@@ -49,15 +49,17 @@ class LayerAllocator(Allocator):
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         scorer, heads = self.scorer, observations[0].valid.shape[1]
         rankings = [scorer.ranked(each, budget, scorer.quotas(each, budget)) for each in observations]
-        existing = torch.cat([each.apart(-(-each.valid.sum((1, 2)) // heads)) for each in observations], 1)
+        existing = torch.cat([each.split_layers(-(-each.valid.sum((1, 2)) // heads)) for each in observations], 1)
         layers = existing.shape[1]
         total = (total_entries(observations, budget) // heads).clamp(min=layers).minimum(existing.sum(-1))
-        always = torch.cat([each.apart(budget.always(each)) for each in observations], 1).clamp(min=1)
+        always = torch.cat([each.split_layers(budget.always(each)) for each in observations], 1).clamp(min=1)
         always = always.minimum(existing).minimum(total[:, None] // layers)
         counts = always + self.divided(rankings, total - always.sum(-1), existing - always)
         parts = []
-        for ranking, count in zip(rankings, counts.split([len(each.here) for each in observations], 1), strict=True):
-            quotas = ranking.observation.valid.sum(-1).minimum(ranking.observation.joined(count)[:, None])
+        for ranking, count in zip(
+            rankings, counts.split([len(each.layer_ids) for each in observations], 1), strict=True
+        ):
+            quotas = ranking.observation.valid.sum(-1).minimum(ranking.observation.merge_layers(count)[:, None])
             parts.append(scorer.choose(replace(ranking, quotas=quotas)))
         return KeepSet(parts)
 
@@ -89,14 +91,14 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
     A fraction is taken of all entries at once, and only then rounded down; it is never less than always stays. What
     some layers or heads are too short for, the others may keep.
     """
-    existing = torch.cat([each.apart(each.valid.sum((1, 2))) for each in observations], 1).sum(1)
+    existing = torch.cat([each.split_layers(each.valid.sum((1, 2))) for each in observations], 1).sum(1)
     if budget.keep is None:
         return existing
-    heads, first = sum(each.valid.shape[1] * len(each.here) for each in observations), observations[0]
+    heads, first = sum(each.valid.shape[1] * len(each.layer_ids) for each in observations), observations[0]
     if isinstance(budget.keep, float):
-        always = first.apart(budget.always(first))[:, 0] * heads
+        always = first.split_layers(budget.always(first))[:, 0] * heads
         return share_of(existing, budget.keep).maximum(always).clamp(min=1).minimum(existing)
-    return (first.apart(budget.aim(first))[:, 0] * heads).minimum(existing)
+    return (first.split_layers(budget.aim(first))[:, 0] * heads).minimum(existing)
 
 
 def padded(

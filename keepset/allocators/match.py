@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from keepset.allocators.rewriter import Rewriter
+from keepset.allocators.post_processor import PostProcessor
 from keepset.core.feature import Needs
-from keepset.core.features.given import EntryBiases, RecentQueries
-from keepset.core.features.queries import Asked, ReferenceQueries
+from keepset.core.features.queries import PaddedQueries, ReferenceQueries
+from keepset.core.features.runtime_features import EntryBiases, RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import parameter
 from keepset.core.observation import BIAS, Observation
 from keepset.kernels.dispatch import upload
-from keepset.kernels.matching import Heads, match_attention
+from keepset.kernels.matching import FitProblem, match_attention
 
 
 @dataclass(frozen=True)
-class Match(Rewriter):
+class Match(PostProcessor):
     """Fits what stays, so that attention over it is as it was over all (Zweiger et al. 2026, arXiv:2602.16284).
 
     A last step of a recipe, after any other method has chosen: `match(reread, keep=0.1)`. Entries that stay keep
@@ -59,11 +59,11 @@ class Match(Rewriter):
         return self.scorer.needs | Needs(ReferenceQueries(self.queries), *newest, *biases)
 
     @property
-    def remembers(self) -> tuple[str, ...]:
-        return (*super().remembers, BIAS) if self.biases else super().remembers
+    def state_names(self) -> tuple[str, ...]:
+        return (*super().state_names, BIAS) if self.biases else super().state_names
 
     @property
-    def rests(self) -> bool:
+    def prefill_only(self) -> bool:
         return not self.window
 
     def rewritten(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
@@ -75,8 +75,8 @@ class Match(Rewriter):
             bias += observation.bias
         by_head = bias.flatten(0, 1)
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
-        known = observation.stays if self.equal_heads else None
-        first, sizes = kept.cu_seqlens, kept.heads.here if known is None else known
+        known = observation.num_kept if self.equal_heads else None
+        first, sizes = kept.cu_seqlens, kept.heads.host_values if known is None else known
         for rows in _alike(sizes):
             together = upload(rows, device)
             place = torch.arange(sizes[rows[-1]], device=device)
@@ -93,20 +93,22 @@ class Match(Rewriter):
         state = {**kept.state, BIAS: bias} if self.biases else kept.state
         return replace(kept, state=state, values=values)
 
-    def _heads(self, observation: Observation) -> Heads:
+    def _heads(self, observation: Observation) -> FitProblem:
         """All heads of all requests, and what they are asked."""
         reference = ReferenceQueries(self.queries)
         if reference in observation.features:
             asked = observation[reference].at_most(self.queries)
         else:
             newest, at = observation.newest_queries(self.window)
-            asked = Asked(newest, at >= 0)
+            asked = PaddedQueries(newest, at >= 0)
         kv_heads = observation.valid.shape[1]
         queries = observation.by_query_group(asked.queries).flatten(2, 3).flatten(0, 1)
         exists = asked.exists.repeat(1, asked.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
         bias = torch.zeros((), device=queries.device) if observation.bias is None else observation.bias
         added = bias.to(queries.device).where(observation.valid, float("-inf"))
-        return Heads(queries, exists, *(part.flatten(0, 1) for part in (observation.keys, observation.values, added)))
+        return FitProblem(
+            queries, exists, *(part.flatten(0, 1) for part in (observation.keys, observation.values, added))
+        )
 
 
 def _alike(counts: Sequence[int]) -> Iterator[list[int]]:

@@ -48,7 +48,7 @@ class Pool(Allocator):
         rankings = [scorer.ranked(each, budget, scorer.quotas(each, budget)) for each in observations]
         # In double, which has room above what always stays.
         ranked = padded([ranking.scores for ranking in rankings])
-        apart = [each.apart(scores).flatten(1, 2) for each, scores in zip(observations, ranked, strict=True)]
+        apart = [each.split_layers(scores).flatten(1, 2) for each, scores in zip(observations, ranked, strict=True)]
         values = torch.cat(apart, 1).double()
         existing = values.isneginf().logical_not().sum(-1)
         parts = existing.shape[-1]
@@ -56,7 +56,7 @@ class Pool(Allocator):
         least = (self.floor * total.double() / parts).floor().long().clamp(min=1)[:, None].minimum(existing)
         counts = pooled_counts(values, total, least).split([each.shape[1] for each in apart], 1)
         chosen = [
-            (ranking, each.joined(of_heads.unflatten(1, (len(each.here), -1))))
+            (ranking, each.merge_layers(of_heads.unflatten(1, (len(each.layer_ids), -1))))
             for each, ranking, of_heads in zip(observations, rankings, counts, strict=True)
         ]
         return KeepSet([scorer.choose(replace(ranking, quotas=quotas)) for ranking, quotas in chosen])

@@ -46,13 +46,13 @@ class ZigZag(LayerAllocator):
 
     def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
         seen = [ranking.observation for ranking in rankings]
-        minima = torch.cat([each.apart(self._minimum(each)) for each in seen], 1)
+        minima = torch.cat([each.split_layers(self._minimum(each)) for each in seen], 1)
         uncertainty = minima / minima.sum(-1, keepdim=True)
         return divide(torch.lerp(uncertainty, torch.full_like(uncertainty, 1 / room.shape[1]), self.floor), rest, room)
 
     def _minimum(self, observation: Observation) -> Float[Tensor, " batch"]:
         """A layer's minimum budget to maintain attention."""
-        usage = observation[WindowAttention(self.window)].received.double().nan_to_num(0.0)
+        usage = observation[WindowAttention(self.window)].attention_sums.double().nan_to_num(0.0)
         reached = usage.sort(dim=-1, descending=True).values.cumsum(-1)
         # Sums of the same numbers in two orders differ by roundings.
         enough = self.mass * reached[..., -1:] * (1 - 1e-12)

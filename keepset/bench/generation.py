@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 from keepset.bench.tasks.task import Generation, Reply, Tokenizer
 from keepset.hf.batch import go_together
 from keepset.hf.cache import Cache
-from keepset.hf.support import check_logits
+from keepset.hf.model_support import check_logits
 
 Pick = Callable[[Float[Tensor, "1 vocabulary"]], Int[Tensor, "1 1"]]
 """From logits to a token."""
@@ -56,7 +56,7 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
-class Ending:
+class StopCriterion:
     """When an answer is over, and what of it is the answer.
 
     It ends at one of the model's or the tokenizer's own ends, at a text of `until`, or after so many tokens. Texts are
@@ -122,7 +122,7 @@ class Stream:
     cache: Cache
     logits: Float[Tensor, "1 vocabulary"]
     pick: Pick
-    ending: Ending
+    ending: StopCriterion
     on_token: Callable[[], None]
     answer: Answer = field(default_factory=Answer)
     over: bool = False

@@ -62,7 +62,7 @@ def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
     return min(max(kept, whole + recipe.budget.recent) + every + SLACK, total)
 
 
-class Room:
+class MemoryBudget:
     """Whether the memory at hand takes another cache, beside those that are still growing.
 
     What a token takes is that of the caches which it was shown; until there is one, there is room for one.

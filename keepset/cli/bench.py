@@ -79,8 +79,8 @@ def serve(
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
     from keepset.serving.command import block_size_hint, check_options, split
-    from keepset.serving.extras import import_http, import_parser
     from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
+    from keepset.serving.optional_imports import import_http, import_parser
     from keepset.serving.server import ServerError
     from keepset.serving.table import documents_rows, table_rows
 
@@ -139,7 +139,7 @@ def serve(
 
 def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load: Load) -> None:
     """Finds out beforehand what would keep servers from starting, and says what is about to happen."""
-    from keepset.serving.checks import be_sparing, check_model, check_recipe
+    from keepset.serving.checks import check_model, check_recipe, limit_cpu_pool
     from keepset.serving.command import check_installed, folder
     from keepset.serving.spelling import check_spelling
 
@@ -156,7 +156,7 @@ def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load:
         f"Two servers, one after the other, plain and with the recipe: each takes up to a minute to start and gets "
         f"{load.requests} requests of {tokens} + {load.output_tokens} tokens{rounds}."
     )
-    if (sparing := be_sparing(options)) is not None:
+    if (sparing := limit_cpu_pool(options)) is not None:
         note(sparing)
 
 
@@ -167,7 +167,7 @@ def _measure(
     from keepset.serving.command import command, folder, option
     from keepset.serving.documents import build, held
     from keepset.serving.measure import ServedModel, check_fits, measure, served_model, to_json
-    from keepset.serving.server import Server, free_port
+    from keepset.serving.server import ServerProcess, free_port
     from keepset.serving.summary import summary
     from keepset.serving.workload import prompts, token_source
 
@@ -215,7 +215,7 @@ def _measure(
                 words = command(model, None, options, forced, Path(place))
             else:
                 words = command(model, each, options, forced)
-            with Server(words, port) as server:
+            with ServerProcess(words, port) as server:
                 with status(f"starting the {name} server"):
                     server.wait(start_timeout)
                 figures = under_load(name, server.url, served_model(server.url), documents, saved)

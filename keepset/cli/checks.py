@@ -70,7 +70,7 @@ def check_tensor_file(out: Path, force: bool) -> None:
 
 def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
     """Refuses recipes whose statistics or tables cannot be read, or are another model's: every figure would fail."""
-    from keepset.core.features.given import ModelStatistics, ModelTables
+    from keepset.core.features.runtime_features import ModelStatistics, ModelTables
     from keepset.hf.cache import Cache
 
     for recipe in recipes:

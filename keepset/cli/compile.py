@@ -17,7 +17,7 @@ from keepset.models import Source, context_length
 
 if TYPE_CHECKING:
     from keepset.core.tables import Tables
-    from keepset.offline.compile.compiler import Settings
+    from keepset.offline.compile.compiler import CompileSettings
 
 
 @takes_model
@@ -103,9 +103,9 @@ def _weights(text: str) -> tuple[float, ...]:
 
 def _settings(
     keeps: str, recipe: str, contexts: int, tokens: int, continuation: int, seed: int, **learned: Any
-) -> Settings:
+) -> CompileSettings:
     from keepset.methods.compilerkv import CompilerKV
-    from keepset.offline.compile.compiler import Settings
+    from keepset.offline.compile.compiler import CompileSettings
     from keepset.recipe import Recipe
 
     parsed = Recipe.parse(recipe)
@@ -117,10 +117,10 @@ def _settings(
     budgets = parse_indices(keeps)
     if budgets is None:
         raise BudgetError(f"--keeps {keeps!r} is no list of budgets: write whole numbers such as 128,256,512.")
-    return Settings(parsed.method, tuple(budgets), contexts, tokens, continuation, seed, **learned)
+    return CompileSettings(parsed.method, tuple(budgets), contexts, tokens, continuation, seed, **learned)
 
 
-def _compiled(model: Source, files: list[Path], settings: Settings, log: Path | None) -> Tables:
+def _compiled(model: Source, files: list[Path], settings: CompileSettings, log: Path | None) -> Tables:
     from keepset.offline.compile.compiler import POOL, compile_tables
     from keepset.offline.compile.corpus import ContextPool, read_texts
     from keepset.offline.corpus import default_texts

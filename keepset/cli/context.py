@@ -53,7 +53,7 @@ def build(
     import torch
 
     from keepset.hf.cache import Cache
-    from keepset.hf.support import check_logits
+    from keepset.hf.model_support import check_logits
 
     loaded, tokenizer = load(model)
     prompt, _ = chat_parts(tokenizer, content, "")

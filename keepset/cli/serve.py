@@ -40,7 +40,7 @@ def serve(
     check_spelling(words or [])
 
     from keepset.recipe import Recipe
-    from keepset.serving.checks import be_sparing, check_model, check_port, check_recipe
+    from keepset.serving.checks import check_model, check_port, check_recipe, limit_cpu_pool
     from keepset.serving.command import (
         block_size_hint,
         check_installed,
@@ -59,7 +59,7 @@ def serve(
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
     check_model(folder(model))
     check_port(options)
-    for sentence in (shlex.join(without_secrets(line)), block_size_hint(parsed, options), be_sparing(options)):
+    for sentence in (shlex.join(without_secrets(line)), block_size_hint(parsed, options), limit_cpu_pool(options)):
         if sentence is not None:
             note(sentence)
     os.environ[SIGNING_KEY] = new_key()

@@ -64,7 +64,7 @@ def tune(
     sources = [read(path) for path in text]
     check_writable(json_file, html)
 
-    from keepset.bench.tune.pieces import cut
+    from keepset.bench.tune.excerpts import cut
     from keepset.bench.tune.tune import Tuner
 
     loaded, tokenizer = load(model)

@@ -31,7 +31,7 @@ def ui(
         raise KeepsetError(f"--port {port} is out of range: use a number from 0 to {2**16 - 1}.")
 
     from keepset.ui.playground import Playground
-    from keepset.ui.server import HOST, Server
+    from keepset.ui.server import HOST, PlaygroundServer
 
     playground = Playground(*load(model), model.name)
     try:
@@ -39,7 +39,7 @@ def ui(
     except KeepsetError:  # the essays are not installed: the page begins empty
         text = question = ""
     facts = {"model": model.called, "text": text, "question": question, "recipes": RECIPES}
-    with Server(port, playground, facts) as server:
+    with PlaygroundServer(port, playground, facts) as server:
         say(f"http://{HOST}:{server.port}")
         note("Ctrl-C ends it.")
         server.serve_forever()

@@ -18,7 +18,7 @@ from keepset.kernels.dispatch import upload
 Turn = Callable[[Tensor], Tensor]
 """From rows `[batch, query_heads, n, head_dim]` before rotation to the same at some rotation."""
 
-Entries = Sequence[tuple[Float[Tensor, "kv_heads _ head_dim"], Tensor | slice]]
+RequestKeys = Sequence[tuple[Float[Tensor, "kv_heads _ head_dim"], Tensor | slice]]
 """For every request the keys of its valid entries, and which of a chunk's queries are its own."""
 
 
@@ -42,7 +42,7 @@ class QuerySource(ABC):
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         """Queries that the layer makes of other hidden states, at that rotation."""
 
-    def joined(self, others: Sequence[Self]) -> QuerySource:
+    def merged_with(self, others: Sequence[Self]) -> QuerySource:
         """What knows it of this one's requests and of others' after them; of one layer any of them does."""
         return self
 
@@ -59,26 +59,26 @@ class Chunk:
         lse: log-sum-exp of every query's logits where attention computed it already.
         source: where somebody looks at queries before rotation or at hidden states.
         start: the first token's position, where it is every request's and the host knows it.
-        here: the tokens' positions on the host, negative for those that do not exist, where it knows them otherwise.
+        host_positions: the positions on the host where it knows them otherwise; negative for tokens that do not exist.
     """
 
     queries: Queries
-    entries: Callable[[], Entries]
+    entries: Callable[[], RequestKeys]
     positions: Int[Tensor, "batch n"]
     valid: Bool[Tensor, "batch n"] | None
     scaling: float
     lse: list[Tensor] | None = None
     source: QuerySource | None = None
     start: int | None = None
-    here: Int[Tensor, "batch n"] | None = None
+    host_positions: Int[Tensor, "batch n"] | None = None
 
     def every(self, stride: int, request: int) -> Tensor | slice:
         """Which of a request's tokens have positions that are multiples of this."""
         if self.start is not None:
             return slice(-self.start % stride, None, stride)
-        if self.here is None:
+        if self.host_positions is None:
             return self.counted(0)[request] & (self.positions[request] % stride == 0)
-        chosen = (self.here[request] >= 0) & (self.here[request] % stride == 0)
+        chosen = (self.host_positions[request] >= 0) & (self.host_positions[request] % stride == 0)
         return upload(chosen.nonzero()[:, 0], self.positions.device)
 
     def counted(self, skip: int) -> Bool[Tensor, "batch n"]:
@@ -98,7 +98,7 @@ class Accumulator(ABC):
         """Takes one chunk in."""
 
     @abstractmethod
-    def joined(self, others: Sequence[Self]) -> Self:
+    def merged_with(self, others: Sequence[Self]) -> Self:
         """One of this one's requests and those of others after them."""
 
     @abstractmethod

@@ -46,19 +46,19 @@ class Accumulators:
 
     def fork(self) -> Self:
         """An independent copy."""
-        twin = copy.copy(self)
-        twin.seconds = self.seconds.copy()
-        twin._parts = {cost: copy.copy(part) for cost, part in self._parts.items()}
-        return twin
+        copied = copy.copy(self)
+        copied.seconds = self.seconds.copy()
+        copied._parts = {cost: copy.copy(part) for cost, part in self._parts.items()}
+        return copied
 
-    def joined(self, others: Sequence[Accumulators]) -> Accumulators:
+    def merged_with(self, others: Sequence[Accumulators]) -> Accumulators:
         """Those of this one's requests and of others after them, each of which has come to its prompt's end."""
         if not others:
             return self
-        twin = self.fork()
+        copied = self.fork()
         for cost, part in self._parts.items():
-            twin._parts[cost] = part.joined([other._parts[cost] for other in others])
-        return twin
+            copied._parts[cost] = part.merged_with([other._parts[cost] for other in others])
+        return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int = 0) -> dict[Feature[Any], Any]:
         """What was collected of requests of these lengths, for at least `width` entries: an Observation's features."""

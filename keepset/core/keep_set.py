@@ -25,50 +25,53 @@ class Layout(StrEnum):
     HEAD_RAGGED = "head-ragged"
 
 
-class Numbers:
+class LazyHostInts:
     """Whole numbers of a device; the host asks for them when it wants to know, for those of many at once.
 
     Attributes:
-        there: they.
+        device_values: the integers, on the device.
     """
 
-    def __init__(self, there: Int[Tensor, "*shape"]) -> None:
-        self.there = there
+    def __init__(self, device_values: Int[Tensor, "*shape"]) -> None:
+        self.device_values = device_values
 
     @cached_property
-    def here(self) -> list[int]:
+    def host_values(self) -> list[int]:
         """One after another."""
-        return self.there.flatten().tolist()
+        return self.device_values.flatten().tolist()
 
     @staticmethod
-    def read(many: Iterable[Numbers]) -> None:
+    def read(many: Iterable[LazyHostInts]) -> None:
         """Asks for all that the host does not know yet, with one wait for each device."""
         by_device = defaultdict(list)
         for each in many:
-            if "here" not in vars(each):
-                by_device[each.there.device].append(each)
+            if "host_values" not in vars(each):
+                by_device[each.device_values.device].append(each)
         for unknown in by_device.values():
-            numbers = torch.cat([each.there.flatten() for each in unknown]).tolist()
+            numbers = torch.cat([each.device_values.flatten() for each in unknown]).tolist()
             for each in unknown:
-                vars(each)["here"], numbers = numbers[: each.there.numel()], numbers[each.there.numel() :]
+                vars(each)["host_values"], numbers = (
+                    numbers[: each.device_values.numel()],
+                    numbers[each.device_values.numel() :],
+                )
 
 
-class HeadCounts(Numbers):
+class HeadCounts(LazyHostInts):
     """How many entries each head keeps, head after head and request after request.
 
     Args:
-        there: the counts.
+        device_values: the counts, on the device.
         total: their sum, where the host knows it beforehand.
     """
 
-    def __init__(self, there: Quotas, total: int | None = None) -> None:
-        super().__init__(there)
+    def __init__(self, device_values: Quotas, total: int | None = None) -> None:
+        super().__init__(device_values)
         self._total = total
 
     @property
     def total(self) -> int:
         """Of all heads; the device is not asked where that is known."""
-        return sum(self.here) if self._total is None else self._total
+        return sum(self.host_values) if self._total is None else self._total
 
     @staticmethod
     def check(layers: Sequence[HeadCounts]) -> None:
@@ -77,15 +80,15 @@ class HeadCounts(Numbers):
         Raises:
             KeepsetError: a method has kept more or less than its quotas say.
         """
-        Numbers.read(layers)
-        if any(sum(counts.here) != counts.total for counts in layers):
+        LazyHostInts.read(layers)
+        if any(sum(counts.host_values) != counts.total for counts in layers):
             raise KeepsetError(
                 "A method kept another number of entries than its quotas say: its class must say that counts come from "
                 "the data (counts_from_data)."
             )
 
 
-class Places:
+class KeptIndices:
     """Index and position of every entry that stays, packed head after head; made when somebody looks.
 
     Args:
@@ -97,12 +100,12 @@ class Places:
         self.heads, self._make = heads, make
 
     @classmethod
-    def of(cls, indices: Tensor, positions: Tensor, heads: HeadCounts) -> Places:
+    def of(cls, indices: Tensor, positions: Tensor, heads: HeadCounts) -> KeptIndices:
         """Those that are known."""
         return cls(heads, lambda total: (indices, positions))
 
     @classmethod
-    def where(cls, mask: Mask, positions: Int[Tensor, "batch kv_heads entries"], total: int | None) -> Places:
+    def where(cls, mask: Mask, positions: Int[Tensor, "batch kv_heads entries"], total: int | None) -> KeptIndices:
         """Those of a mask."""
 
         def make(total: int) -> tuple[Tensor, Tensor]:
@@ -134,7 +137,7 @@ class LayerKeepSet:
     """
 
     layer: int
-    places: Places
+    places: KeptIndices
     entry_bytes: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
     values: Float[Tensor, "kept value_dim"] | None = None
@@ -160,7 +163,7 @@ class LayerKeepSet:
             state: the method's own numbers per entry, before anything is dropped.
             total: how many entries stay, where that is known: a device is not waited for then.
         """
-        return cls(layer, Places.where(mask, positions, total), entry_bytes, state or {})
+        return cls(layer, KeptIndices.where(mask, positions, total), entry_bytes, state or {})
 
     @property
     def heads(self) -> HeadCounts:
@@ -170,7 +173,7 @@ class LayerKeepSet:
     @property
     def counts(self) -> Quotas:
         """Kept entries of every request and KV head."""
-        return self.heads.there
+        return self.heads.device_values
 
     @property
     def indices(self) -> Int[Tensor, " kept"]:
@@ -182,10 +185,10 @@ class LayerKeepSet:
         """Original position of every kept entry, counted from its request's first token."""
         return self.places.packed[1]
 
-    def settled(self) -> LayerKeepSet:
+    def to_record(self) -> LayerKeepSet:
         """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
         positions = self.packed_positions
-        return replace(self, places=Places.of(positions, positions, self.heads), state={}, values=None)
+        return replace(self, places=KeptIndices.of(positions, positions, self.heads), state={}, values=None)
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:
@@ -396,7 +399,7 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
     keys, order = (rows * length + positions).sort(stable=True)
     first = order[F.pad(keys[1:] != keys[:-1], (1, 0), value=True)[: keys.numel()]]
     counts = rows[first].bincount(minlength=a.counts.numel()).view_as(a.counts)
-    return LayerKeepSet(a.layer, Places.of(indices[first], positions[first], HeadCounts(counts)), a.entry_bytes)
+    return LayerKeepSet(a.layer, KeptIndices.of(indices[first], positions[first], HeadCounts(counts)), a.entry_bytes)
 
 
 def _true_places(mask: Bool[Tensor, " places"], total: int) -> Int[Tensor, " total"]:

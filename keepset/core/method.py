@@ -14,7 +14,7 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.given import EntryBiases
+from keepset.core.features.runtime_features import EntryBiases
 from keepset.core.keep_set import KeepSet, LayerKeepSet, Layout
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, ranked_scores
@@ -113,7 +113,7 @@ class Method(ABC):
         return not self.counts_from_data
 
     @property
-    def foreseen(self) -> bool:
+    def count_known_on_host(self) -> bool:
         """Whether it looks at one layer, and lengths, budget and files say how many entries that keeps, by `quotas`.
 
         A runtime that has the files need not wait for a device to say so.
@@ -121,12 +121,12 @@ class Method(ABC):
         return self.fixed_total and not self.across_layers
 
     @property
-    def breadth(self) -> int:
+    def memory_factor(self) -> int:
         """How many numbers, about, it makes of each entry at a time: a paged runtime shows it so many fewer at once."""
         return 1
 
     @property
-    def rests(self) -> bool:
+    def prefill_only(self) -> bool:
         """Whether it does nothing at events after the prompt."""
         return False
 
@@ -136,7 +136,7 @@ class Method(ABC):
         return type(self).choose not in (Method.choose, Allocator.choose)
 
     @property
-    def remembers(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names of the numbers per entry that it answers with (`remember`): paged runtimes make room for no others."""
         return ()
 
@@ -234,13 +234,15 @@ class Method(ABC):
 
         Args:
             observations: in the model's order, with all that the method `needs`. One may be of several layers
-                (`Observation.here`), and so is its part of the answer, under the first one's index.
+                (`Observation.layer_ids`), and so is its part of the answer, under the first one's index.
             budget: the recipe's.
 
         Raises:
             KeepsetError: an observation lacks something that the method needs.
         """
-        return KeepSet([self.select(observation, budget).layer(observation.here[0]) for observation in observations])
+        return KeepSet(
+            [self.select(observation, budget).layer(observation.layer_ids[0]) for observation in observations]
+        )
 
     def _check(self, field: dataclasses.Field[Any], kind: Any) -> None:
         value, allowed = getattr(self, field.name), field.metadata
@@ -339,16 +341,16 @@ class Allocator(Method):
         return super().fixed_total and self.scorer.fixed_total
 
     @property
-    def foreseen(self) -> bool:
-        return super().foreseen and self.scorer.foreseen
+    def count_known_on_host(self) -> bool:
+        return super().count_known_on_host and self.scorer.count_known_on_host
 
     @property
-    def breadth(self) -> int:
-        return self.scorer.breadth
+    def memory_factor(self) -> int:
+        return self.scorer.memory_factor
 
     @property
-    def remembers(self) -> tuple[str, ...]:
-        return self.scorer.remembers
+    def state_names(self) -> tuple[str, ...]:
+        return self.scorer.state_names
 
     @property
     def sinks(self) -> int:

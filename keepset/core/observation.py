@@ -17,7 +17,7 @@ from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.shapes import Queries, QueryHeadScores, Scores
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
-from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
 
@@ -48,9 +48,9 @@ class Observation:
             before (`Method.remember`).
         count: entries of all requests and heads; a runtime that knows it need not ask the device.
         longest: likewise the tokens of the longest request, or any number above that.
-        here: indices of the layers whose requests are the batch's rows, neighbours among `layers`; `layer` alone,
+        layer_ids: indices of the layers whose requests are the batch's rows, neighbours among `layers`; `layer` alone,
             unless said otherwise.
-        stays: likewise how many entries of every head will stay, request after request and head after head, where
+        num_kept: likewise how many entries of every head will stay, request after request and head after head, where
             lengths alone say so; where heads differ, their average.
 
     Raises:
@@ -67,10 +67,10 @@ class Observation:
     query_positions: Int[Tensor, "batch window"] | None
     features: Mapping[Feature[Any], Any]
     scaling: float
-    here: tuple[int, ...]
+    layer_ids: tuple[int, ...]
     layers: tuple[int, ...]
     state: Mapping[str, Tensor]
-    stays: Sequence[int] | None
+    num_kept: Sequence[int] | None
 
     def __init__(
         self,
@@ -86,15 +86,15 @@ class Observation:
         features: Mapping[Feature[Any], Any] | None = None,
         scaling: float | None = None,
         layer: int = 0,
-        here: Sequence[int] | None = None,
+        layer_ids: Sequence[int] | None = None,
         layers: Sequence[int] | None = None,
         state: Mapping[str, Tensor] | None = None,
         count: int | None = None,
         longest: int | None = None,
-        stays: Sequence[int] | None = None,
+        num_kept: Sequence[int] | None = None,
     ) -> None:
         shape, device, whole = keys.shape[:3], keys.device, valid is None
-        here = (layer,) if here is None else tuple(here)
+        layer_ids = (layer,) if layer_ids is None else tuple(layer_ids)
         valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
         positions = torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
         lengths = positions.masked_fill(~valid, -1).amax((1, 2)) + 1 if lengths is None else lengths
@@ -112,19 +112,19 @@ class Observation:
             query_positions=query_positions,
             features=features or {},
             scaling=keys.shape[-1] ** -0.5 if scaling is None else scaling,
-            here=here,
-            layers=here if layers is None else tuple(layers),
+            layer_ids=layer_ids,
+            layers=layer_ids if layers is None else tuple(layers),
             state=state or {},
-            stays=stays,
+            num_kept=num_kept,
         )
         if count is not None or whole:
             vars(self)["count"] = keys.shape[:3].numel() if count is None else count
         if longest is not None:
             vars(self)["longest"] = longest
-        if here[0] not in self.layers:
-            raise KeepsetError(f"Layer {here[0]} is not among the observed layers {self.layers}.")
-        if self.layers[self.first :][: len(here)] != here:
-            raise KeepsetError(f"The layers {here} are no neighbours among the observed layers {self.layers}.")
+        if layer_ids[0] not in self.layers:
+            raise KeepsetError(f"Layer {layer_ids[0]} is not among the observed layers {self.layers}.")
+        if self.layers[self.first :][: len(layer_ids)] != layer_ids:
+            raise KeepsetError(f"The layers {layer_ids} are no neighbours among the observed layers {self.layers}.")
 
     @cached_property
     def count(self) -> int:
@@ -144,7 +144,7 @@ class Observation:
         """
         return self.features[feature] if feature in self.features else feature.of(self)
 
-    def having(self, features: Mapping[Feature[Any], Any]) -> Observation:
+    def with_features(self, features: Mapping[Feature[Any], Any]) -> Observation:
         """The same observation with more features."""
         more = copy.copy(self)
         vars(more)["features"] = {**self.features, **features}
@@ -191,44 +191,46 @@ class Observation:
         Raises:
             KeepsetError: several are here.
         """
-        if len(self.here) > 1:
+        if len(self.layer_ids) > 1:
             raise KeepsetError(
-                f"This observation shows the layers {self.here} as one batch: a method that depends on the layer asks "
-                "for that of each row, observation.indices or observation.depths."
+                f"This observation shows the layers {self.layer_ids} as one batch: a method that depends on the layer "
+                "asks for that of each row, observation.indices or observation.depths."
             )
-        return self.here[0]
+        return self.layer_ids[0]
 
     @property
     def first(self) -> int:
         """How many compressed layers come before those that are here."""
-        return self.layers.index(self.here[0])
+        return self.layers.index(self.layer_ids[0])
 
     @cached_property
     def indices(self) -> Int[Tensor, " batch"]:
         """The index in the model of each row's layer."""
-        return self.of_rows(upload(self.here, self.valid.device))
+        return self.repeat_per_request(upload(self.layer_ids, self.valid.device))
 
     @cached_property
     def depths(self) -> Int[Tensor, " batch"]:
         """How many compressed layers come before each row's."""
-        return self.of_rows(torch.arange(self.first, self.first + len(self.here), device=self.valid.device))
+        return self.repeat_per_request(
+            torch.arange(self.first, self.first + len(self.layer_ids), device=self.valid.device)
+        )
 
-    def apart(self, statistic: Shaped[Tensor, "layers_batch *rest"]) -> Shaped[Tensor, "batch layers *rest"]:
+    def split_layers(self, statistic: Shaped[Tensor, "layers_batch *rest"]) -> Shaped[Tensor, "batch layers *rest"]:
         """Something of every row, request by request: a view."""
-        return statistic.unflatten(0, (len(self.here), -1)).transpose(0, 1)
+        return statistic.unflatten(0, (len(self.layer_ids), -1)).transpose(0, 1)
 
-    def joined(self, statistic: Shaped[Tensor, "batch layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
-        """Something of every request and layer, row by row, which undoes `apart`."""
+    def merge_layers(self, statistic: Shaped[Tensor, "batch layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
+        """Something of every request and layer, row by row, which undoes `split_layers`."""
         return statistic.transpose(0, 1).flatten(0, 1)
 
-    def of_rows(self, statistic: Shaped[Tensor, "layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
-        """Something of every layer that is here, row by row: a view where one is here, or one request."""
-        requests = self.valid.shape[0] // len(self.here)
-        return self.joined(statistic.expand(requests, *statistic.shape))
+    def repeat_per_request(self, statistic: Shaped[Tensor, "layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
+        """Something of every observed layer, row by row: a view of one layer or of one request."""
+        requests = self.valid.shape[0] // len(self.layer_ids)
+        return self.merge_layers(statistic.expand(requests, *statistic.shape))
 
-    def of_requests(self, statistic: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
+    def repeat_per_layer(self, statistic: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
         """Something of every request, row by row: a view likewise."""
-        return self.joined(statistic[:, None].expand(-1, len(self.here), *statistic.shape[1:]))
+        return self.merge_layers(statistic[:, None].expand(-1, len(self.layer_ids), *statistic.shape[1:]))
 
     @property
     def entry_bytes(self) -> int:
@@ -293,10 +295,10 @@ class Observation:
             KeepsetError: no queries were collected.
         """
         newest, at = self.newest_queries(window)
-        return self.received(newest, at).flatten(1, 2)
+        return self.attention_sums(newest, at).flatten(1, 2)
 
-    def received(
-        self, queries: Queries, last_visible: Int[Tensor, "batch n"], sums_of: GroupSums = GroupSums.EACH
+    def attention_sums(
+        self, queries: Queries, last_visible: Int[Tensor, "batch n"], sums_of: GroupReduction = GroupReduction.EACH
     ) -> Float[Tensor, "batch kv_heads _ entries"]:
         """What every entry receives of some queries: their attention, summed over them, in float32.
 
@@ -365,9 +367,9 @@ class Observation:
             mask: true where an entry stays; holes are left out in any case.
             state: the method's own numbers per entry.
         """
-        total = None if self.stays is None else sum(self.stays)
+        total = None if self.num_kept is None else sum(self.num_kept)
         valid = mask & self.valid
-        return LayerKeepSet.from_mask(self.here[0], valid, self.positions, self.entry_bytes, state, total)
+        return LayerKeepSet.from_mask(self.layer_ids[0], valid, self.positions, self.entry_bytes, state, total)
 
 
 _AT_ONCE = 2**24

@@ -37,7 +37,7 @@ def mean_rotation(
     return cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
 
 
-def undone_right(queries: Tensor, unrotated: Tensor, dtype: torch.dtype) -> bool:
+def matches_unrotated(queries: Tensor, unrotated: Tensor, dtype: torch.dtype) -> bool:
     """Whether queries whose rotation was undone are those that the model makes without one.
 
     Args:

@@ -45,8 +45,8 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
         ):
             raise KeepsetError(NAN_MODEL)
         raise KeepsetError(
-            f"Scores of {_named(observation.here)} are NaN, so nothing says what to keep: the method's formula fails "
-            "on these numbers; try another recipe, or the model in float32 or bfloat16."
+            f"Scores of {_named(observation.layer_ids)} are NaN, so nothing says what to keep: the method's formula "
+            "fails on these numbers; try another recipe, or the model in float32 or bfloat16."
         )
     ranked.masked_fill_(recent, RECENT_RANK)
     lengths = observation.lengths.clamp(min=1)[:, None, None]

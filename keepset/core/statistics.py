@@ -149,13 +149,13 @@ class Statistics:
 
     def on(self, device: torch.device, name: str) -> Tensor:
         """One of all layers' `FIELDS`, layer by layer, which is on the device from then on."""
-        if (device, name) not in self._there:
+        if (device, name) not in self._on_device:
             together = torch.stack([getattr(layer, name) for layer in self.layers.values()])
-            self._there[device, name] = upload(together, device)
-        return self._there[device, name]
+            self._on_device[device, name] = upload(together, device)
+        return self._on_device[device, name]
 
     @cached_property
-    def _there(self) -> dict[tuple[torch.device, str], Tensor]:
+    def _on_device(self) -> dict[tuple[torch.device, str], Tensor]:
         return {}
 
     def gates(self) -> Float[Tensor, "layers kv_heads"]:

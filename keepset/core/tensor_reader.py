@@ -37,7 +37,7 @@ _MAX_DIMENSIONS = 8
 _METADATA = "__metadata__"
 
 
-class Layout(NamedTuple):
+class TensorLocation(NamedTuple):
     """Where a tensor lies: `start` and `end` are bytes of the file."""
 
     dtype: torch.dtype
@@ -139,7 +139,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return once
 
 
-def _layout(said: Any, first: int) -> Layout:
+def _layout(said: Any, first: int) -> TensorLocation:
     if not isinstance(said, dict) or said.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("a tensor is not described")
     shape, offsets = said["shape"], said["data_offsets"]
@@ -152,7 +152,7 @@ def _layout(said: Any, first: int) -> Layout:
     dtype, (start, end) = _DTYPES[said["dtype"]], offsets
     if end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError("a tensor's shape and bytes differ")
-    return Layout(dtype, tuple(shape), first + start, first + end)
+    return TensorLocation(dtype, tuple(shape), first + start, first + end)
 
 
 def is_count(said: Any) -> bool:

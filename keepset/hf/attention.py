@@ -16,8 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.dynamo import uncompiled
 from keepset.hf.mask import MaskRule, mask_rule
-from keepset.hf.uncompiled import uncompiled
 
 NAME = "keepset"
 """Name of the attention implementation."""
@@ -25,7 +25,7 @@ _SWITCHING = threading.Lock()
 """Held while a model gets it: transformers marks the model's configurations meanwhile."""
 
 
-class Joint(NamedTuple):
+class BatchedAttention(NamedTuple):
     """What was made of some requests' tokens in one go with those of others: they are stored and attended.
 
     Attributes:
@@ -38,9 +38,9 @@ class Joint(NamedTuple):
     positions: Tensor
     lengths: Tensor
 
-    def row(self, index: int) -> Joint:
+    def row(self, index: int) -> BatchedAttention:
         """One request's part."""
-        return Joint(*(part[index : index + 1] for part in self))
+        return BatchedAttention(*(part[index : index + 1] for part in self))
 
 
 class AttentionCall(NamedTuple):
@@ -59,7 +59,7 @@ class AttentionCall(NamedTuple):
     scaling: float
     position_ids: Tensor | None
     rows: slice = slice(None)
-    joint: Joint | None = None
+    joint: BatchedAttention | None = None
 
     def row(self, index: int) -> AttentionCall:
         """One request's part."""
@@ -89,7 +89,7 @@ def switch(model: PreTrainedModel) -> None:
         model.set_attn_implementation(NAME)
 
 
-def hand_over(attend: Attend, key: Tensor, value: Tensor) -> None:
+def set_pending_attention(attend: Attend, key: Tensor, value: Tensor) -> None:
     """Says who attends in the next call of the attention function, if that is given these keys."""
     _local.updated, _local.passed_by = (attend, key, value), None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from keepset.core.accumulator import QuerySource, Turn
-from keepset.core.rope import inverse, mean_rotation, positions_ahead, undone_right
+from keepset.core.rope import inverse, matches_unrotated, mean_rotation, positions_ahead
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import UnsupportedModelError
 from keepset.hf.attention import AttentionCall, capturing
@@ -65,9 +65,9 @@ class AttentionHooks(ModelHooks):
         self._newest = _Calls()
 
     def fork(self, past: Any) -> Self:
-        twin = super().fork(past)
-        twin._newest = _Calls()  # each sees every call of the model
-        return twin
+        copied = super().fork(past)
+        copied._newest = _Calls()  # each sees every call of the model
+        return copied
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         for module in model.modules():
@@ -278,14 +278,14 @@ class LayerInput(QuerySource):
 
         plain = self._replay(samples[:1]).float()
         there = self._replay(samples[:1].expand(-1, _FAR, -1), far[None])
-        scales = not undone_right(there, plain.expand_as(there), samples.dtype)
+        scales = not matches_unrotated(there, plain.expand_as(there), samples.dtype)
         return RotaryLayout.found(probe, 1 if embeddings is None else embeddings[0].shape[-1], scales)
 
     def _check(self, queries: Queries) -> None:
         """Compare the newest queries, once they are undone, with what the module itself makes without rotation."""
         first = max(self._tokens - 4, 0)
         undone = self._unrotate(queries[:, :, first:], first)
-        if not undone_right(undone, self._replay(self.hidden[:, first : self._tokens]).float(), queries.dtype):
+        if not matches_unrotated(undone, self._replay(self.hidden[:, first : self._tokens]).float(), queries.dtype):
             raise UnsupportedModelError(
                 f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
                 "that look at future queries do not support this model."

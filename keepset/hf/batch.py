@@ -16,11 +16,11 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicLayer
 
 from keepset.errors import KeepsetError
-from keepset.hf.attention import NAME, AttentionCall, Joint, hand_over
+from keepset.hf.attention import NAME, AttentionCall, BatchedAttention, set_pending_attention
 from keepset.hf.cache import Cache
+from keepset.hf.dynamo import uncompiled
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.store import EntryStore, append_together
-from keepset.hf.uncompiled import uncompiled
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.dispatch import upload
 
@@ -77,7 +77,7 @@ class _Batch(TransformersCache):
         if self._attending:
             raise KeepsetError(f"The model's attention implementation is not {NAME!r} any more: leave it as it was.")
         self._attending = True
-        hand_over(partial(self._attend, layer_idx), key_states, value_states)
+        set_pending_attention(partial(self._attend, layer_idx), key_states, value_states)
         return key_states, value_states
 
     def _attend(self, index: int, call: AttentionCall) -> Tensor:
@@ -89,7 +89,7 @@ class _Batch(TransformersCache):
                 with self._watching(row):
                     stores[row] = cache.kept_layers[index].make_room(n)
         positions, lengths = self._positions.to(device), self._lengths.to(device)
-        joint = Joint(_attend_together(stores, call, positions), positions, lengths)
+        joint = BatchedAttention(_attend_together(stores, call, positions), positions, lengths)
         for row in stores:
             with self._watching(row):
                 self._caches[row].attend(index, call._replace(joint=joint).row(row))

@@ -17,21 +17,21 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepset.core.ahead import quotas_ahead
 from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
+from keepset.core.quota_forecast import quotas_ahead
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.layer import KeepLayer
 from keepset.hf.phases import LayerEvent
 from keepset.hf.progress import Event
 from keepset.hf.prompt_cache import PromptCache
-from keepset.kernels.dispatch import waited_for
+from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
 
-Observer = Callable[[Observation, Budget, KeepSet], None]
+EventCallback = Callable[[Observation, Budget, KeepSet], None]
 """Is told of every layer at every event: the observation as the method found it, the budget, and what it kept."""
 
 
@@ -66,7 +66,7 @@ class Cache(PromptCache):
         task_tokens: Tensor | Sequence[Tensor] | None = None,
         prompt_length: int | None = None,
         history: bool = False,
-        observer: Observer | None = None,
+        observer: EventCallback | None = None,
     ) -> None:
         self.recipe = (recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)).require_budget()
         check_schedule(self.recipe)
@@ -185,15 +185,17 @@ class Cache(PromptCache):
 
     def fork(self) -> Cache:
         """An independent copy: what is appended to one is not seen by the other."""
-        twin = copy.copy(self)
-        twin.progress = copy.copy(self.progress)
-        twin.events, twin._unfinished, twin._waiting = list(self.events), {}, []
-        twin._hooks = None if self._hooks is None else self._hooks.fork(twin)
-        twin._second = None if self._second is None else self._second.fork(twin)
-        twin._perplexity = None if self._perplexity is None else self._perplexity.fork(twin)
-        twin.kept_layers = {index: layer.fork() for index, layer in self.kept_layers.items()}
-        twin.layers = [twin.kept_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)]
-        return twin
+        copied = copy.copy(self)
+        copied.progress = copy.copy(self.progress)
+        copied.events, copied._unfinished, copied._waiting = list(self.events), {}, []
+        copied._hooks = None if self._hooks is None else self._hooks.fork(copied)
+        copied._second = None if self._second is None else self._second.fork(copied)
+        copied._perplexity = None if self._perplexity is None else self._perplexity.fork(copied)
+        copied.kept_layers = {index: layer.fork() for index, layer in self.kept_layers.items()}
+        copied.layers = [
+            copied.kept_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)
+        ]
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         return self.fork()
@@ -259,15 +261,15 @@ class Cache(PromptCache):
                 f"The input has {rows} rows of {input_ids.shape[1]} tokens, and the cache {requests} requests: give at "
                 "least one token for each of them."
             )
-        twin = self.fork()
+        copied = self.fork()
         if rows != requests:
-            twin.batch_repeat_interleave(rows)
+            copied.batch_repeat_interleave(rows)
         new = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         before = new.new_ones(1, progress.logical) if progress.valid is None else progress.valid.to(new)
         return {
             "input_ids": input_ids,
             "attention_mask": torch.cat([before.expand(rows, -1), new], 1),
-            "past_key_values": twin,
+            "past_key_values": copied,
         }
 
     def reset(self) -> None:
@@ -278,7 +280,7 @@ class Cache(PromptCache):
     def _stays(self, layer: KeepLayer, event: LayerEvent) -> Sequence[int] | None:
         """Not where the host knows no better than the device, which is itself."""
         progress, method, keys = self.progress, self.recipe.method, event.keys
-        if not (waited_for(keys.device) and method.foreseen):
+        if not (is_async_device(keys.device) and method.count_known_on_host):
             return None
         assert progress is not None
         held = event.held
@@ -313,7 +315,7 @@ class Cache(PromptCache):
                 keep_set.count()
             for observation in group:
                 self.kept_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))
-            kept = [keep_set.layer(observation.layer).settled() for observation in group]
+            kept = [keep_set.layer(observation.layer).to_record() for observation in group]
             parts.append((kept, sum(counts), nbytes, time.perf_counter() - start))
             if self.observer is not None:
                 for observation in group:
@@ -324,7 +326,7 @@ class Cache(PromptCache):
         of_layers, entries, bytes_before, seconds = zip(*parts, strict=True)
         keep_set = KeepSet(list(chain.from_iterable(of_layers))).count()
         for layer in self.kept_layers.values():
-            layer.go_on()
+            layer.append_after_event()
         if self.events and not self.history:
             self.events[-1] = replace(self.events[-1], keep_set=None)
         event = Event(length, keep_set, sum(entries), keep_set.entries, sum(bytes_before), sum(seconds))

@@ -41,11 +41,11 @@ class ModelHooks(ABC):
 
     def fork(self, past: Any) -> Self:
         """The same for another cache."""
-        twin = copy.copy(self)
-        twin._past, twin._removal = weakref.ref(past), None
+        copied = copy.copy(self)
+        copied._past, copied._removal = weakref.ref(past), None
         if self._removal is not None:
-            twin.open()
-        return twin
+            copied.open()
+        return copied
 
     @abstractmethod
     def forget(self) -> None:

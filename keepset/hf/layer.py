@@ -14,12 +14,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
+from keepset.hf.dynamo import uncompiled
 from keepset.hf.forward import Forward
 from keepset.hf.mask import KeepsetLength
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
 from keepset.hf.store import EntryStore
 from keepset.hf.stored_observation import StoredObservation
-from keepset.hf.uncompiled import uncompiled
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_with_lse
 
@@ -116,7 +116,7 @@ class KeepLayer(LogicalLayer):
         return self.store
 
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
-        """Stores exactly these entries of the observed ones; once all layers have, `go_on` is to follow."""
+        """Store exactly these entries of the observed ones; `append_after_event` follows once all layers have."""
         others = {"positions": observation.positions.int(), **kept.state}
         if isinstance(observation, StoredObservation):
             self.store = observation.store.kept(others, kept.indices, kept.heads)
@@ -128,7 +128,7 @@ class KeepLayer(LogicalLayer):
         if kept.int8:
             self.store.quantize()
 
-    def go_on(self) -> None:
+    def append_after_event(self) -> None:
         """Stores the tokens after an event that nobody looked at."""
         if self._beyond is not None:
             assert self.store is not None
@@ -160,11 +160,11 @@ class KeepLayer(LogicalLayer):
 
     def fork(self) -> KeepLayer:
         """An independent copy."""
-        twin = copy.copy(self)
-        twin.store = None if self.store is None else self.store.fork()
-        twin.prompt = None if self.prompt is None else self.prompt.fork()
-        twin.decoding = None if self.decoding is None else self.decoding.fork()
-        return twin
+        copied = copy.copy(self)
+        copied.store = None if self.store is None else self.store.fork()
+        copied.prompt = None if self.prompt is None else self.prompt.fork()
+        copied.decoding = None if self.decoding is None else self.decoding.fork()
+        return copied
 
     def _room(self, start: int) -> int:
         """Tokens from `start` to the next event; 0 where there is none."""
@@ -213,9 +213,9 @@ class HybridKeepLayer(LinearAttentionLayer, KeepLayer):  # type: ignore[override
         KeepLayer.reorder_cache(self, beam_idx)
 
     def fork(self) -> KeepLayer:
-        twin = super().fork()
-        vars(twin).update(states_of(self))
-        return twin
+        copied = super().fork()
+        vars(copied).update(states_of(self))
+        return copied
 
 
 def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dict[str, Any]:

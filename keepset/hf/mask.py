@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.uncompiled import uncompiled
+from keepset.hf.dynamo import uncompiled
 from keepset.kernels.dispatch import upload
 
 OTHER_PROMPT = "for another prompt make a new cache, because one serves one conversation"
@@ -32,27 +32,27 @@ class RealTokens:
 
     Attributes:
         mask: where the tokens are.
-        here: the same on the host.
+        host_mask: the same on the host.
         positions: counted from each request's first token, on the host; negative of padding.
     """
 
     mask: Bool[Tensor, "batch n"]
-    here: Bool[Tensor, "batch n"]
+    host_mask: Bool[Tensor, "batch n"]
     positions: Int[Tensor, "batch n"]
 
     def part(self, tokens: slice) -> RealTokens:
         """Of some of the tokens."""
-        return RealTokens(self.mask[:, tokens], self.here[:, tokens], self.positions[:, tokens])
+        return RealTokens(self.mask[:, tokens], self.host_mask[:, tokens], self.positions[:, tokens])
 
     @cached_property
     def counts(self) -> list[int]:
         """How many each request has."""
-        return self.here.sum(-1).tolist()
+        return self.host_mask.sum(-1).tolist()
 
     @cached_property
     def indices(self) -> list[Int[Tensor, " _"]]:
         """Those of each request."""
-        return [upload(row.nonzero()[:, 0], self.mask.device) for row in self.here]
+        return [upload(row.nonzero()[:, 0], self.mask.device) for row in self.host_mask]
 
 
 class MaskRule:

@@ -21,18 +21,18 @@ def cropped(layer: Any, removed: int, length: int) -> dict[str, Any]:
     """
     if not removed and not getattr(layer, "record_past", False):
         return {}
-    twin = copy.copy(layer)
-    vars(twin).update({name: dict(part) for name, part in vars(layer).items() if isinstance(part, dict)})
+    copied = copy.copy(layer)
+    vars(copied).update({name: dict(part) for name, part in vars(layer).items() if isinstance(part, dict)})
     try:
         goes_back = not removed or getattr(layer, "is_croppable", True)
-        twin.crop(-removed)
+        copied.crop(-removed)
     except RuntimeError:
         goes_back = False
     if goes_back and getattr(layer, "is_sliding", False) and layer.is_initialized:
-        goes_back = twin.keys.shape[-2] >= min(layer.sliding_window - 1, length)
+        goes_back = copied.keys.shape[-2] >= min(layer.sliding_window - 1, length)
     if not goes_back:
         raise KeepsetError(
             f"A {type(layer).__name__} among the model's layers cannot take back {removed} tokens, so no layer has: go "
             "on from a copy made before them (cache.fork())."
         )
-    return vars(twin)
+    return vars(copied)

@@ -134,10 +134,10 @@ class PassingQueries:
 
     def fork(self) -> PassingQueries:
         """An independent copy."""
-        twin = copy.copy(self)
-        twin.window = self.window.fork()
-        twin.moments = {feature: copy.copy(moments) for feature, moments in self.moments.items()}
-        return twin
+        copied = copy.copy(self)
+        copied.window = self.window.fork()
+        copied.moments = {feature: copy.copy(moments) for feature, moments in self.moments.items()}
+        return copied
 
     # --- as tensors
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from keepset.core.features.given import Perplexity
+from keepset.core.features.runtime_features import Perplexity
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.hooks import ModelHooks, after_calls, before_calls
 

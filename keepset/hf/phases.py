@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from keepset.core.accumulator import Chunk, Entries
+from keepset.core.accumulator import Chunk, RequestKeys
 from keepset.core.accumulators import Accumulators
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.given import RecentQueries
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.hf.forward import Forward
 from keepset.hf.passing import PassingQueries
 from keepset.hf.store import EntryStore
@@ -91,9 +91,9 @@ class PromptPhase:
 
     def fork(self) -> PromptPhase:
         """An independent copy."""
-        twin = copy.copy(self)
-        twin._window, twin._accumulators = self._window.fork(), self._accumulators.fork()
-        return twin
+        copied = copy.copy(self)
+        copied._window, copied._accumulators = self._window.fork(), self._accumulators.fork()
+        return copied
 
 
 class DecodingPhase:
@@ -147,9 +147,9 @@ class DecodingPhase:
 
     def fork(self) -> DecodingPhase:
         """An independent copy."""
-        twin = copy.copy(self)
-        twin.passing = self.passing.fork()
-        return twin
+        copied = copy.copy(self)
+        copied.passing = self.passing.fork()
+        return copied
 
 
 def _entries(forward: Forward, store: EntryStore | None) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _held(forward: Forward, store: EntryStore | None) -> list[list[int]]:
     return [counts[first : first + heads] for first in range(0, len(counts), heads)]
 
 
-def _rows(keys: Tensor, forward: Forward, store: EntryStore | None) -> Entries:
+def _rows(keys: Tensor, forward: Forward, store: EntryStore | None) -> RequestKeys:
     """For every request its keys without holes, and which of the chunk's queries are real."""
     counts = forward.counts if store is None else store.counts[:: store.kv_heads]
     own = [slice(None)] * len(keys) if forward.real is None else forward.real.indices

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from keepset.core.keep_set import KeepSet
-from keepset.hf.attention import Joint
+from keepset.hf.attention import BatchedAttention
 from keepset.hf.known_tokens import KnownTokens
 from keepset.hf.mask import RealTokens
 
@@ -40,7 +40,7 @@ class Progress:
     positions: Int[Tensor, "batch n"] | None = None
     known: KnownTokens | None = None
 
-    def advance(self, n: int, real: RealTokens | None, joint: Joint | None = None) -> None:
+    def advance(self, n: int, real: RealTokens | None, joint: BatchedAttention | None = None) -> None:
         """Takes `n` more tokens, all of them real where nothing is said; `joint` may bring the lengths."""
         valid = None if real is None else real.mask
         if joint is None:

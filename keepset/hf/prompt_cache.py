@@ -23,18 +23,20 @@ from transformers.cache_utils import (
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
-from keepset.core.features.given import ModelStatistics, ModelTables, OutputProjection, Perplexity
+from keepset.core.features.runtime_features import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import NAME, AttentionCall, hand_over, passed_by, switch
+from keepset.hf.attention import NAME, AttentionCall, passed_by, set_pending_attention, switch
 from keepset.hf.attention_hooks import AttentionHooks
+from keepset.hf.dynamo import uncompiled
 from keepset.hf.forward import Forward
 from keepset.hf.generation import KnowsText
 from keepset.hf.hooks import ModelHooks
 from keepset.hf.known_tokens import ToldTokens
 from keepset.hf.layer import HybridKeepLayer, KeepLayer
 from keepset.hf.mask import OTHER_PROMPT, RealTokens
-from keepset.hf.measured import statistics_for, tables_for
+from keepset.hf.model_artifacts import statistics_for, tables_for
+from keepset.hf.model_support import check_model
 from keepset.hf.other_layers import cropped
 from keepset.hf.perplexity import PerplexityHooks
 from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
@@ -42,8 +44,6 @@ from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.stored_observation import StoredObservation
-from keepset.hf.support import check_model
-from keepset.hf.uncompiled import uncompiled
 from keepset.recipe import Schedule
 
 
@@ -145,7 +145,7 @@ class PromptCache(TransformersCache, KnowsText):
                 f"after creating the cache, or call model.set_attn_implementation({NAME!r})."
             )
         self._attending = True
-        hand_over(partial(self.attend, layer_idx), keys, values)
+        set_pending_attention(partial(self.attend, layer_idx), keys, values)
         return keys, values
 
     def reset(self) -> None:
@@ -310,7 +310,7 @@ class PromptCache(TransformersCache, KnowsText):
         observations = []
         for layer, event in waiting:
             features = {**self._from_files, **event.features}
-            own = {**common, **event.observed, "layer": layer.index, "stays": self._stays(layer, event)}
+            own = {**common, **event.observed, "layer": layer.index, "num_kept": self._stays(layer, event)}
             store = event.store
             look = Observation if store is None else partial(StoredObservation, store)
             observations.append(look(**own, features=features))

@@ -20,10 +20,10 @@ from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.forward import Forward
 from keepset.hf.layer import KeepLayer
+from keepset.hf.model_support import check_logits
 from keepset.hf.phases import LayerEvent
 from keepset.hf.progress import Event
 from keepset.hf.prompt_cache import PromptCache
-from keepset.hf.support import check_logits
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
 

@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import keepset
 from keepset.core.files import quoted
-from keepset.core.keep_set import HeadCounts, KeepSet, LayerKeepSet, Places
+from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
 from keepset.core.tensor_file import TensorFile
 from keepset.core.tensor_reader import TensorReader
 from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
@@ -397,7 +397,7 @@ def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
             columns = (tensors.get(f"columns.{name}") for name in ("keys", "values", "key_scale", "value_scale"))
             entry_bytes = sum(column[:1].nbytes for column in columns if column is not None)
             positions = tensors["kept.positions"]
-            places = Places.of(positions, positions, HeadCounts(tensors["kept.counts"]))
+            places = KeptIndices.of(positions, positions, HeadCounts(tensors["kept.counts"]))
             kept.append(LayerKeepSet(index, places, entry_bytes))
     return KeepSet(kept) if kept else None
 

@@ -16,9 +16,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.features.given import Int8Entries
+from keepset.core.features.runtime_features import Int8Entries
 from keepset.core.features.window import WindowAttention
-from keepset.core.tensor_reader import Layout, is_count
+from keepset.core.tensor_reader import TensorLocation, is_count
 from keepset.kernels.moments import NAMES as MOMENTS
 from keepset.recipe import Recipe
 
@@ -34,7 +34,7 @@ _MAX_LENGTH = 2**26
 _PASSING = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added")
 
 
-def check_header(metadata: Any, layout: Mapping[str, Layout]) -> None:
+def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
     """Check the metadata and the tensors' types and shapes, without reading a tensor.
 
     Args:
@@ -48,7 +48,7 @@ def check_header(metadata: Any, layout: Mapping[str, Layout]) -> None:
     _require(requests > 0 and _of(layout, "prompts", torch.int64) == (requests,))
     if "seen" in layout:
         _require(_of(layout, "seen", torch.bool) == (requests, metadata["progress"]["logical"]))
-    layers: dict[int, dict[str, Layout]] = defaultdict(dict)
+    layers: dict[int, dict[str, TensorLocation]] = defaultdict(dict)
     for name, each in layout.items():
         if match := re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", name):
             layers[int(match[1])][match[2]] = each
@@ -64,14 +64,14 @@ def check_header(metadata: Any, layout: Mapping[str, Layout]) -> None:
             _check_window(tensors, requests)
 
 
-def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, Layout], recipe: Recipe) -> None:
+def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocation], recipe: Recipe) -> None:
     """Check that the layers have what this recipe's entries have, once `check_header` has checked what is there."""
     method, goes_on = recipe.method, recipe.schedule.every is not None
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
     sums = {feature.column: feature for feature in method.needs.of(WindowAttention)} if goes_on else {}
-    allowed = {*_ENTRIES, *method.remembers, *sums} | (_SCALES if method.needs.of(Int8Entries) else set())
+    allowed = {*_ENTRIES, *method.state_names, *sums} | (_SCALES if method.needs.of(Int8Entries) else set())
     # Before the first event there is nothing that a method remembers.
-    required = {*_ENTRIES, *method.remembers} if goes_on and metadata["event"] is not None else _ENTRIES
+    required = {*_ENTRIES, *method.state_names} if goes_on and metadata["event"] is not None else _ENTRIES
     for name, each in layout.items():
         if match := re.fullmatch(rf"({LAYER}\d+\.)columns\.(.+)", name):
             column = match[2]
@@ -89,7 +89,9 @@ def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     _require(torch.equal(tokens, lengths))
 
 
-def check_counts(counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: Layout) -> None:
+def check_counts(
+    counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: TensorLocation
+) -> None:
     """Check how many entries each head of a layer has against the tokens that there were and the layer's columns."""
     _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
 
@@ -140,7 +142,7 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
             _require(isinstance(tokens, list) and all(is_count(token) and token < _MAX_TOKEN_ID for token in tokens))
 
 
-def _check_kept(tensors: Mapping[str, Layout], requests: int, event: bool) -> None:
+def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: bool) -> None:
     """Check a compressed layer's types and shapes."""
     rows, heads = _of(tensors, "counts", torch.int64)
     _require(rows == requests and heads > 0)
@@ -168,7 +170,7 @@ def _check_kept(tensors: Mapping[str, Layout], requests: int, event: bool) -> No
     )
 
 
-def _check_passing(tensors: Mapping[str, Layout], requests: int, kv_heads: int, head_dim: int) -> None:
+def _check_passing(tensors: Mapping[str, TensorLocation], requests: int, kv_heads: int, head_dim: int) -> None:
     """Check what queries have left for the next event."""
     if not tensors:
         return
@@ -195,7 +197,7 @@ def _check_passing(tensors: Mapping[str, Layout], requests: int, kv_heads: int, 
         _require(each.dtype.is_floating_point and len(each.shape) > 1 and each.shape[0] == requests)
 
 
-def _check_window(tensors: Mapping[str, Layout], requests: int) -> None:
+def _check_window(tensors: Mapping[str, TensorLocation], requests: int) -> None:
     """Check a sliding window's types and shapes."""
     _require(tensors.keys() == {"keys", "values"})
     keys, values = tensors["keys"], tensors["values"]
@@ -204,7 +206,7 @@ def _check_window(tensors: Mapping[str, Layout], requests: int) -> None:
     _require(keys.shape[0] == requests)
 
 
-def _of(layout: Mapping[str, Layout], name: str, dtype: torch.dtype) -> tuple[int, ...]:
+def _of(layout: Mapping[str, TensorLocation], name: str, dtype: torch.dtype) -> tuple[int, ...]:
     """Return the shape of a tensor that must be there, of this type."""
     _require(name in layout and layout[name].dtype == dtype)
     return layout[name].shape

@@ -22,7 +22,7 @@ from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import AttentionCall, hand_over
+from keepset.hf.attention import AttentionCall, set_pending_attention
 from keepset.hf.attention_hooks import position_offset
 from keepset.hf.hooks import ModelHooks, before_calls
 from keepset.hf.layer import HybridKeepLayer, LogicalLayer, states_of
@@ -31,7 +31,9 @@ from keepset.hf.repeat import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 
-Entries = tuple[Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, "batch kv_heads entries value_dim"]]
+KeysAndValues = tuple[
+    Float[Tensor, "batch kv_heads entries head_dim"], Float[Tensor, "batch kv_heads entries value_dim"]
+]
 """Keys and values of one layer."""
 
 
@@ -65,7 +67,7 @@ class SecondPasses(ModelHooks):
         self._newest = _Rotated()
 
     def run(
-        self, entries: Mapping[int, Entries], progress: Progress, layers: Sequence[Any]
+        self, entries: Mapping[int, KeysAndValues], progress: Progress, layers: Sequence[Any]
     ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
         """What the entries of each observed layer receive in every pass; layers of another kind are never changed."""
         passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
@@ -90,7 +92,7 @@ class SecondPasses(ModelHooks):
         self,
         kind: SecondPass,
         names: Collection[ColumnStatistic],
-        entries: Mapping[int, Entries],
+        entries: Mapping[int, KeysAndValues],
         progress: Progress,
         layers: Sequence[Any],
         next_positions: Int[Tensor, " batch"],
@@ -226,7 +228,7 @@ class _Entries(LogicalLayer):
         last: whether the pass is over with this layer.
     """
 
-    def __init__(self, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
+    def __init__(self, entries: KeysAndValues, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
         super().__init__()
         self._entries = entries[0][request, :, :length], entries[1][request, :, :length]
         self.logical, self._names = length, names
@@ -235,7 +237,7 @@ class _Entries(LogicalLayer):
         self.last = False
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        hand_over(self._attend, key_states, value_states)
+        set_pending_attention(self._attend, key_states, value_states)
         return key_states, value_states
 
     def _attend(self, call: AttentionCall) -> Tensor:
@@ -252,13 +254,13 @@ class _Entries(LogicalLayer):
 class _HybridEntries(LinearAttentionLayer, _Entries):  # type: ignore[override]
     """The same beside a copy of one request's recurrent states, which tokens change."""
 
-    def __init__(self, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
+    def __init__(self, entries: KeysAndValues, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
         LinearAttentionLayer.__init__(self)
         _Entries.__init__(self, entries, request, length, names)
 
 
 def _entries(
-    layer: Any, entries: Entries, request: int, length: int, names: Collection[ColumnStatistic]
+    layer: Any, entries: KeysAndValues, request: int, length: int, names: Collection[ColumnStatistic]
 ) -> _Entries | _HybridEntries:
     kind = _HybridEntries if isinstance(layer, HybridKeepLayer) else _Entries
     return kind(entries, request, length, names)
@@ -281,19 +283,19 @@ def _one_request(layer: Any, request: int, length: int, valid: Bool[Tensor, "bat
             return {name: alone(value) for name, value in part.items()}
         return part[request : request + 1].clone() if isinstance(part, Tensor) and part.ndim else part
 
-    twin = copy.copy(layer)
+    copied = copy.copy(layer)
     for name, part in vars(layer).items():
-        setattr(twin, name, alone(part))
+        setattr(copied, name, alone(part))
     if getattr(layer, "is_sliding", False) and layer.is_initialized:
         if valid is not None:
             own = valid[request, valid.shape[1] - layer.keys.shape[2] :]
-            twin.keys, twin.values = twin.keys[:, :, own], twin.values[:, :, own]
-        if twin.keys.shape[2] != min(length, layer.sliding_window - 1):
+            copied.keys, copied.values = copied.keys[:, :, own], copied.values[:, :, own]
+        if copied.keys.shape[2] != min(length, layer.sliding_window - 1):
             raise KeepsetError(
                 "A second pass of a model with sliding windows needs its padding at the left, and only there."
             )
-        twin.cumulative_length = length
-    return twin
+        copied.cumulative_length = length
+    return copied
 
 
 def _rotary(model: nn.Module) -> Iterator[nn.Module]:

@@ -19,7 +19,7 @@ from keepset.core.observation import BIAS
 from keepset.kernels.compaction import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
 from keepset.kernels.int8 import dequantize, quantize
-from keepset.kernels.packed import PackedHeads, Run, runs_of
+from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
 
 SLACK = 64
 """Free places per head that a growing store allocates at once, at least."""
@@ -55,8 +55,8 @@ class EntryStore:
         Columns are `[batch, kv_heads, entries, ...]`, indices packed head after head. How many each head has the store
         asks when it needs to know.
         """
-        batch, kv_heads = heads.there.shape
-        return cls(batch, kv_heads, pack_entries(columns, indices, heads.there), lambda: heads.here)
+        batch, kv_heads = heads.device_values.shape
+        return cls(batch, kv_heads, pack_entries(columns, indices, heads.device_values), lambda: heads.host_values)
 
     def kept(self, others: dict[str, Tensor], indices: Int[Tensor, " kept"], heads: HeadCounts) -> EntryStore:
         """Likewise of the entries here, as they are stored; `others` are all columns but keys and values."""
@@ -66,7 +66,7 @@ class EntryStore:
             return EntryStore.pack({**views, **others}, indices, heads)
         packed = EntryStore.pack(others, indices, heads)
         starts = upload(_starts(self._runs), indices.device)
-        places = torch.repeat_interleave(starts, heads.there.flatten(), output_size=len(indices)) + indices
+        places = torch.repeat_interleave(starts, heads.device_values.flatten(), output_size=len(indices)) + indices
         as_one_head = {name: flat[None, None] for name, flat in stored.items()}
         packed._columns |= pack_entries(as_one_head, places, upload([[len(indices)]], indices.device))
         return packed
@@ -86,7 +86,7 @@ class EntryStore:
         return cls(batch, kv_heads, columns, lambda: counts.flatten().tolist())
 
     @cached_property
-    def _runs(self) -> list[Run]:
+    def _runs(self) -> list[HeadRun]:
         return runs_of(self._sizes())
 
     @cached_property
@@ -303,7 +303,7 @@ class EntryStore:
         self._runs = runs_of([count for _, count in heads])
 
 
-def _starts(runs: Sequence[Run]) -> list[int]:
+def _starts(runs: Sequence[HeadRun]) -> list[int]:
     """The first place of every head."""
     return [run.start + i * run.capacity for run in runs for i in range(run.heads)]
 

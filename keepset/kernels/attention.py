@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.packed import PackedHeads, Run
+from keepset.kernels.packed import HeadRun, PackedHeads
 
 
 def ragged_attention(
@@ -81,7 +81,7 @@ def ragged_log_sum_exp(
     return torch.cat(rows).view(batch, query_heads, n).transpose(1, 2)
 
 
-def _runs(stores: Sequence[PackedHeads]) -> Iterator[tuple[PackedHeads, Run, slice]]:
+def _runs(stores: Sequence[PackedHeads]) -> Iterator[tuple[PackedHeads, HeadRun, slice]]:
     """Every run with its store, and which these heads are among all."""
     first = 0
     for store in stores:

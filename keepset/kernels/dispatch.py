@@ -21,7 +21,7 @@ def uses_triton(device: torch.device) -> bool:
     return _has_triton() if device.type == "cuda" else INTERPRETED
 
 
-def waited_for(device: torch.device) -> bool:
+def is_async_device(device: torch.device) -> bool:
     """Whether the host waits when it looks at a tensor there."""
     return device.type != "cpu"
 
@@ -37,20 +37,20 @@ def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
     return there.to(device, non_blocking=there.device.type == "cpu")  # what comes back must be there to be read
 
 
-class Sent:
+class AsyncHostCopy:
     """Numbers on their way from a device to the host, which waits for them, and for nothing that is launched later."""
 
     def __init__(self, there: Tensor) -> None:
         on_gpu = there.device.type == "cuda"
-        self._here = torch.empty(there.shape, dtype=there.dtype, pin_memory=on_gpu)
-        self._here.copy_(there, non_blocking=True)
+        self._on_host = torch.empty(there.shape, dtype=there.dtype, pin_memory=on_gpu)
+        self._on_host.copy_(there, non_blocking=True)
         self._arrived = torch.cuda.current_stream(there.device).record_event() if on_gpu else None
 
     def tolist(self) -> list[Any]:
         """They."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._here.tolist()
+        return self._on_host.tolist()
 
 
 @cache

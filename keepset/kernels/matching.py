@@ -19,7 +19,7 @@ _ROUNDING = 1e-9
 """Of an output's square: where all entries have lost as much, biases change what comes later alone."""
 
 
-class Heads(NamedTuple):
+class FitProblem(NamedTuple):
     """KV heads of as many entries and reference queries each: what attention over all of them gives.
 
     Attributes:
@@ -35,13 +35,13 @@ class Heads(NamedTuple):
     values: Float[Tensor, "heads entries value_dim"]
     added: Float[Tensor, "heads entries"]
 
-    def of(self, rows: Int[Tensor, " rows"]) -> Heads:
+    def of(self, rows: Int[Tensor, " rows"]) -> FitProblem:
         """Some of them."""
-        return Heads(*(part[rows] for part in self))
+        return FitProblem(*(part[rows] for part in self))
 
 
 def match_attention(
-    heads: Heads,
+    heads: FitProblem,
     kept: Int[Tensor, "heads k"],
     exists: Bool[Tensor, "heads k"],
     scaling: float,
@@ -84,7 +84,7 @@ def match_attention(
 
 
 def _reference(
-    heads: Heads, kept: Int[Tensor, "heads k"], exists: Bool[Tensor, "heads k"], scaling: float
+    heads: FitProblem, kept: Int[Tensor, "heads k"], exists: Bool[Tensor, "heads k"], scaling: float
 ) -> tuple[Float[Tensor, "heads m value_dim"], Float[Tensor, "heads m k"]]:
     """Attention's output over all entries, and the share of it that the kept ones have, in blocks of queries."""
     # Places that hold nothing may hold NaN.
@@ -101,7 +101,7 @@ def _reference(
     return torch.cat(outputs, 1), torch.cat(shares, 1)
 
 
-def _blocks(heads: Heads) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(heads: FitProblem) -> Iterator[tuple[Tensor, Tensor]]:
     rows = max(1, block_size(heads.keys.device, PRODUCT_BLOCK) // heads.keys[..., 0].numel())
     return zip(heads.queries.split(rows, 1), heads.asked.split(rows, 1), strict=True)
 

@@ -49,7 +49,7 @@ class Moments:
             count = total
         self._count, self.mean, self._scatter, self._full = count, mean, scatter, full
 
-    def joined(self, others: Sequence[Moments]) -> Moments:
+    def merged_with(self, others: Sequence[Moments]) -> Moments:
         """Those of this one's batch, and of others' after it."""
         every, joined = (self, *others), Moments()
         joined._full = self._full

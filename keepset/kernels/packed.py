@@ -15,7 +15,7 @@ from keepset.kernels.int8 import dequantize
 
 
 @dataclass
-class Run:
+class HeadRun:
     """Neighbouring heads with equally many entries: `heads * capacity` places from `start` on."""
 
     first: int
@@ -35,15 +35,15 @@ class Run:
         return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, self.count : self.count + n]
 
 
-def runs_of(counts: Sequence[int]) -> list[Run]:
+def runs_of(counts: Sequence[int]) -> list[HeadRun]:
     """Exactly the places that heads with these counts need; equal neighbours share a run."""
-    runs: list[Run] = []
+    runs: list[HeadRun] = []
     start = 0
     for head, count in enumerate(counts):
         if runs and runs[-1].count == count:
             runs[-1].heads += 1
         else:
-            runs.append(Run(head, 1, start, count, count))
+            runs.append(HeadRun(head, 1, start, count, count))
         start += count
     return runs
 
@@ -66,7 +66,7 @@ class PackedHeads:
     keys: Shaped[Tensor, "places head_dim"]
     values: Shaped[Tensor, "places value_dim"]
     positions: Int[Tensor, " places"]
-    runs: Sequence[Run]
+    runs: Sequence[HeadRun]
     bias: Float[Tensor, " places"] | None = None
     key_scale: Float[Tensor, " places"] | None = None
     value_scale: Float[Tensor, " places"] | None = None
@@ -78,7 +78,7 @@ class PackedHeads:
         return self.keys.dtype if self.key_scale is None else self.key_scale.dtype
 
     @property
-    def pieces(self) -> Iterator[Run]:
+    def pieces(self) -> Iterator[HeadRun]:
         """The runs; of 8-bit integers in pieces whose copies, `keys_of` and `values_of`, stay in a core's cache."""
         if self.key_scale is None:
             yield from self.runs
@@ -89,12 +89,12 @@ class PackedHeads:
                 heads = min(most, run.heads - i)
                 yield replace(run, first=run.first + i, heads=heads, start=run.start + i * run.capacity)
 
-    def keys_of(self, run: Run) -> Float[Tensor, "heads entries head_dim"]:
+    def keys_of(self, run: HeadRun) -> Float[Tensor, "heads entries head_dim"]:
         """A run's keys as attention takes them: a view, or a copy where they are 8-bit integers."""
         keys = run.view(self.keys)
         return keys if self.key_scale is None else dequantize(keys, run.view(self.key_scale))
 
-    def values_of(self, run: Run) -> Float[Tensor, "heads entries value_dim"]:
+    def values_of(self, run: HeadRun) -> Float[Tensor, "heads entries value_dim"]:
         """A run's values, as `keys_of`."""
         values = run.view(self.values)
         return values if self.value_scale is None else dequantize(values, run.view(self.value_scale))
@@ -125,7 +125,7 @@ class PackedHeads:
         return torch.stack([*addresses, counts])
 
     @cached_property
-    def _table_there(self) -> Int[Tensor, "7 heads"]:
+    def _device_table(self) -> Int[Tensor, "7 heads"]:
         return self._table.to(self.keys.device, non_blocking=True)
 
     @cached_property
@@ -140,7 +140,7 @@ class HeadTable:
     memory that is given back later is reused after the launch.
 
     Attributes:
-        there: on the device, of each head the addresses of its first key, value, position, bias and scales of key and
+        addresses: on the device, for each head, of its first key, value, position, bias and scales of key and
             value (zero: none), and its entries but for those that all heads have beyond.
         grown: these.
         aligned: whether keys and values of every head begin where a GPU loads 16 bytes at once.
@@ -156,8 +156,8 @@ class HeadTable:
         self.aligned = all(store._aligned for store in stores)
         self.grown = 0
         if len(stores) == 1:
-            self.there, self.grown = stores[0]._table_there, stores[0].grown
+            self.addresses, self.grown = stores[0]._device_table, stores[0].grown
             return
         joined = torch.cat([store._table for store in stores], 1)
         joined[-1] += torch.tensor([store.grown for store in stores for _ in range(store.heads)])
-        self.there = joined.to(stores[0].keys.device, non_blocking=True)
+        self.addresses = joined.to(stores[0].keys.device, non_blocking=True)

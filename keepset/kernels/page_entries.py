@@ -12,12 +12,12 @@ from torch import Tensor
 from keepset.kernels.dispatch import launched_on, upload, uses_triton
 from keepset.kernels.paged_arguments import Addresses
 
-Cache = Shaped[Tensor, "blocks kv_heads block_size width"]
+LayerPages = Shaped[Tensor, "blocks kv_heads block_size width"]
 """One layer's, with any strides but for an entry's own numbers; a sub-page is `block * kv_heads + head`."""
 
 
 def read_pages(
-    caches: Sequence[Cache], place: int, subpages: Int[Tensor, "*rows pages"]
+    caches: Sequence[LayerPages], place: int, subpages: Int[Tensor, "*rows pages"]
 ) -> Shaped[Tensor, "*rows entries width"]:
     """Whole sub-pages, each row's joined.
 
@@ -43,7 +43,7 @@ def read_pages(
     return _together(parts, len(subpages)).reshape(*rows, pages * size, width)
 
 
-def _pages(cache: Cache, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block_size width"]:
+def _pages(cache: LayerPages, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block_size width"]:
     """Whole sub-pages of a layer."""
     if cache.stride(0) == cache.shape[1] * cache.stride(1):
         return cache.flatten(0, 1).index_select(0, subpages)  # twice as fast as by two indices
@@ -51,7 +51,7 @@ def _pages(cache: Cache, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block
 
 
 def take_entries(
-    caches: Sequence[Cache], slots: Int[Tensor, " n"]
+    caches: Sequence[LayerPages], slots: Int[Tensor, " n"]
 ) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
     """Key and value of the entry at each of these slots.
 
@@ -74,7 +74,7 @@ def take_entries(
 
 
 def write_entries(
-    caches: Sequence[Cache],
+    caches: Sequence[LayerPages],
     keys: Shaped[Tensor, "n head_dim"],
     values: Shaped[Tensor, "n head_dim"],
     slots: Int[Tensor, " n"],
@@ -107,7 +107,7 @@ def _by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
 
 
 def _places(
-    cache: Cache, slots: Int[Tensor, " n"]
+    cache: LayerPages, slots: Int[Tensor, " n"]
 ) -> Iterator[tuple[int, Tensor | slice, tuple[Tensor, Tensor, Tensor]]]:
     """Each layer, of caches like this one, which of the entries are its own, and where they lie in it."""
     blocks, kv_heads, size = cache.shape[:3]
@@ -127,7 +127,7 @@ def _together(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Te
     return whole
 
 
-def addresses_of(caches: Sequence[Cache]) -> Addresses:
+def addresses_of(caches: Sequence[LayerPages]) -> Addresses:
     """Where they begin."""
     return _table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
 

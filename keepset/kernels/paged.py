@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels import subpages
+from keepset.kernels import page_layout
 from keepset.kernels.dispatch import launched_on, uses_triton
 from keepset.kernels.page_entries import addresses_of, read_pages
+from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
-from keepset.kernels.subpages import Group, Layout
 
 
 def follow_layouts(
@@ -29,7 +29,7 @@ def follow_layouts(
     required: Int[Tensor, " rows"],
     lost: Int[Tensor, " 1"],
     block_size: int,
-    layout: Layout,
+    layout: PageLayout,
 ) -> Int[Tensor, " rows"]:
     """Files what requests have under their newest pages, on a GPU in one launch.
 
@@ -67,7 +67,7 @@ def paged_attention(
     caches: Sequence[Float[Tensor, "blocks kv_heads block_size two_head_dim"]],
     place: int,
     tokens: PagedTokens,
-    layout: Layout,
+    layout: PageLayout,
     scaling: float,
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
@@ -94,7 +94,7 @@ def paged_attention(
         with launched_on(queries.device):
             paged.attend(queries, caches[place], addresses_of(caches), place, tokens, layout, scaling, output, bias)
         return
-    group = Group(range(place, place + 1), len(caches), len(caches[0]))
+    group = PageGroup(range(place, place + 1), len(caches), len(caches[0]))
 
     def read(table: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = read_pages(caches, place, table).chunk(2, -1)
@@ -108,8 +108,8 @@ def attend_pages(
     read: Callable[[Tensor], tuple[Tensor, Tensor]],
     block_size: int,
     tokens: PagedTokens,
-    layout: Layout,
-    group: Group,
+    layout: PageLayout,
+    group: PageGroup,
     scaling: float,
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
@@ -154,7 +154,7 @@ def append_to_pages(
     values: Float[Tensor, "tokens kv_heads head_dim"],
     cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
     tokens: PagedTokens,
-    layout: Layout,
+    layout: PageLayout,
 ) -> None:
     """Writes these tokens' entries behind those of their heads, on a GPU in one launch.
 
@@ -188,11 +188,11 @@ def _whose(tokens: PagedTokens, index: int) -> tuple[int, int]:
 
 
 def _pages(
-    tokens: PagedTokens, layout: Layout, row: int, length: int, block_size: int, group: Group | None = None
+    tokens: PagedTokens, layout: PageLayout, row: int, length: int, block_size: int, group: PageGroup | None = None
 ) -> tuple[Int[Tensor, "kv_heads pages"], Int[Tensor, " kv_heads"]]:
     """Sub-pages of a row's heads at so many tokens, and their entries."""
-    own = Layout(*(part[row : row + 1] for part in layout))
-    entries = subpages.entries(own, own.length.new_tensor([length]))
+    own = PageLayout(*(part[row : row + 1] for part in layout))
+    entries = page_layout.entries(own, own.length.new_tensor([length]))
     most = -(-int(entries.max()) // block_size)
-    table = subpages.tables(own, entries, tokens.block_table[row : row + 1], block_size, most, group)
+    table = page_layout.tables(own, entries, tokens.block_table[row : row + 1], block_size, most, group)
     return table[0, 0].long(), entries[0, 0]

@@ -9,19 +9,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels.group_sums import GroupSums
-from keepset.kernels.subpages import Layout
+from keepset.kernels.group_reduction import GroupReduction
+from keepset.kernels.page_layout import PageLayout
 
 
 class Addresses(NamedTuple):
     """Where the caches of some layers begin.
 
     Attributes:
-        there: on their device.
+        on_device: the addresses, on the device of the caches.
         aligned: whether each begins where a GPU loads 16 bytes at once.
     """
 
-    there: Int[Tensor, " layers"]
+    on_device: Int[Tensor, " layers"]
     aligned: bool
 
 
@@ -53,7 +53,7 @@ class FiledLayouts(NamedTuple):
         tokens: of the request, when it was filed.
     """
 
-    layout: Layout
+    layout: PageLayout
     tokens: Int[Tensor, " pages"]
 
     @classmethod
@@ -61,7 +61,7 @@ class FiledLayouts(NamedTuple):
         """Of no requests."""
         shapes = (pages, layers, kv_heads), *[(pages, layers)] * 3, (pages,)
         *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
-        return cls(Layout(*layout), tokens)
+        return cls(PageLayout(*layout), tokens)
 
 
 class EntriesInPages(NamedTuple):
@@ -77,7 +77,7 @@ class EntriesInPages(NamedTuple):
         longest: no head has more entries.
     """
 
-    layout: Layout
+    layout: PageLayout
     block_table: Int[Tensor, "rows width"]
     lengths: Int[Tensor, " rows"]
     packed: Int[Tensor, "rows layers kv_heads"]
@@ -86,7 +86,7 @@ class EntriesInPages(NamedTuple):
     def of_layers(self, places: range) -> EntriesInPages:
         """Those of some layers of the group."""
         some = slice(places.start, places.stop) if self.packed.shape[1] > 1 else slice(None)
-        return self._replace(layout=Layout(*(part[:, some] for part in self.layout)), packed=self.packed[:, some])
+        return self._replace(layout=PageLayout(*(part[:, some] for part in self.layout)), packed=self.packed[:, some])
 
 
 class RecordedQueries(NamedTuple):
@@ -108,7 +108,7 @@ class RecordedQueries(NamedTuple):
         return chosen.transpose(2, 3).flatten(0, 1)
 
 
-class Received(NamedTuple):
+class ColumnTarget(NamedTuple):
     """What is added up, and where; columns are contiguous.
 
     Attributes:
@@ -127,7 +127,7 @@ class Received(NamedTuple):
     last_visible: Int[Tensor, "rows n"]
     unwritten: Int[Tensor, " rows"]
     scaling: float
-    sums_of: GroupSums = GroupSums.MEAN
+    sums_of: GroupReduction = GroupReduction.MEAN
     bias: Float[Tensor, "layers slots"] | None = None
     positions: Float[Tensor, "layers slots"] | None = None
     own: Sequence[Float[Tensor, "layers kv_heads places *group"] | None] = ()

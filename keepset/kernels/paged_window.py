@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.kernels import subpages
+from keepset.kernels import page_layout
 from keepset.kernels.blocks import CACHE_BLOCK, PRODUCT_BLOCK, block_size
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.page_entries import Cache, addresses_of, read_pages
-from keepset.kernels.paged_arguments import EntriesInPages, Received, RecordedQueries
-from keepset.kernels.subpages import Group
+from keepset.kernels.page_entries import LayerPages, addresses_of, read_pages
+from keepset.kernels.page_layout import PageGroup
+from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.window import received_attention
 
 ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
@@ -22,7 +22,11 @@ ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads ent
 
 
 def add_received_in_pages(
-    caches: Sequence[Cache], places: range, queries: RecordedQueries, entries: EntriesInPages, received: Received
+    caches: Sequence[LayerPages],
+    places: range,
+    queries: RecordedQueries,
+    entries: EntriesInPages,
+    received: ColumnTarget,
 ) -> None:
     """Adds what every entry receives of some queries: their attention, summed over them.
 
@@ -46,17 +50,17 @@ def add_received_in_pages(
     def reader(place: int) -> ReadKeys:
         return lambda table: read_pages(keys, place, table)
 
-    group = Group(places, len(caches), len(caches[0]))
+    group = PageGroup(places, len(caches), len(caches[0]))
     add_received_by([reader(place) for place in places], caches[0].shape[2], group, queries, entries, received)
 
 
 def add_received_by(
     readers: Sequence[ReadKeys],
     size: int,
-    group: Group,
+    group: PageGroup,
     queries: RecordedQueries,
     entries: EntriesInPages,
-    received: Received,
+    received: ColumnTarget,
 ) -> None:
     """`add_received_in_pages` wherever the keys are, which are read layer by layer.
 
@@ -66,7 +70,7 @@ def add_received_by(
         group: these layers among those that share the block table.
         queries, entries, received: as there.
     """
-    most = _most_pages(subpages.entries(entries.layout, entries.lengths), size) * size
+    most = _most_pages(page_layout.entries(entries.layout, entries.lengths), size) * size
     of_layer = max(1, len(entries.lengths) * entries.packed.shape[2] * most)
     at_once = max(1, block_size(entries.lengths.device, CACHE_BLOCK) // of_layer)
     for first in range(0, len(readers), at_once):
@@ -99,11 +103,11 @@ class _Heads(NamedTuple):
     known: Bool[Tensor, " n"]
 
     @classmethod
-    def of(cls, entries: EntriesInPages, group: Group, size: int, received: Received) -> _Heads:
+    def of(cls, entries: EntriesInPages, group: PageGroup, size: int, received: ColumnTarget) -> _Heads:
         """Those of the group's layers in question, by their part of `entries`."""
-        counts = subpages.entries(entries.layout, entries.lengths)
+        counts = page_layout.entries(entries.layout, entries.lengths)
         most = _most_pages(counts, size)
-        tables = subpages.tables(entries.layout, counts, entries.block_table, size, most, group).long()
+        tables = page_layout.tables(entries.layout, counts, entries.block_table, size, most, group).long()
         counts, packed = (part.expand(tables.shape[:3]) for part in (counts, entries.packed))
         place = torch.arange(most * size, device=counts.device)
         slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
@@ -131,7 +135,7 @@ def _add_received_of_layers(
     readers: Sequence[ReadKeys],
     queries: Float[Tensor, "layers_rows query_heads n head_dim"],
     heads: _Heads,
-    received: Received,
+    received: ColumnTarget,
 ) -> None:
     layers, number = heads.slots.shape[:2]
     rows = len(queries) // layers

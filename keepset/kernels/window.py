@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keepset.kernels.blocks import CACHE_BLOCK, block_size
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
 
 
@@ -20,7 +20,7 @@ def received_attention(
     last_visible: Int[Tensor, "heads n"],
     scaling: float,
     valid: Bool[Tensor, "heads entries"] | None = None,
-    sums_of: GroupSums = GroupSums.EACH,
+    sums_of: GroupReduction = GroupReduction.EACH,
     bias: Float[Tensor, "heads entries"] | None = None,
 ) -> Float[Tensor, "heads _ entries"]:
     """Attention of some queries over their KV head's entries, summed over the queries, in float32.
@@ -43,7 +43,7 @@ def received_attention(
     heads, group, n, size = queries.shape
     entries = keys.shape[1]
     first = first_unseen(positions, last_visible, valid)
-    largest = sums_of is GroupSums.LARGEST
+    largest = sums_of is GroupReduction.LARGEST
     totals = torch.zeros(heads, 1 if largest else group, entries, device=keys.device)
     most = block_size(keys.device, CACHE_BLOCK)
     # A block is several heads or, of one head, several queries.
@@ -73,7 +73,7 @@ def add_received(
     kv_heads: int,
     last_visible: Int[Tensor, "batch n"],
     scaling: float,
-    sums_of: GroupSums = GroupSums.MEAN,
+    sums_of: GroupReduction = GroupReduction.MEAN,
 ) -> None:
     """Adds to a column of packed heads what every entry receives of these queries.
 

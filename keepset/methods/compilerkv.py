@@ -11,7 +11,7 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.given import ModelTables, Perplexity, RecentQueries
+from keepset.core.features.runtime_features import ModelTables, Perplexity, RecentQueries
 from keepset.core.features.window import WindowAttention
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
@@ -20,9 +20,9 @@ from keepset.core.select import ranked_scores, top_mask
 from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, load, neutral, say_neutral
 from keepset.kernels.dispatch import upload
-from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.group_reduction import GroupReduction
 
-Received = Float[Tensor, "requests positions"]
+PositionAttention = Float[Tensor, "requests positions"]
 """What every position receives of the window's attention, over all layers and heads (equation 6)."""
 
 THRESHOLD = 0.9
@@ -127,7 +127,7 @@ class CompilerKV(Method):
 
     @property
     def _attention(self) -> WindowAttention:
-        return WindowAttention(self.window, sums_of=GroupSums.MEAN if self.global_mean else GroupSums.EACH)
+        return WindowAttention(self.window, sums_of=GroupReduction.MEAN if self.global_mean else GroupReduction.EACH)
 
     @property
     def _reads(self) -> bool:
@@ -149,22 +149,24 @@ class CompilerKV(Method):
             say_neutral()
         return neutral(*shape, THRESHOLD)
 
-    def received_attention(self, observations: Sequence[Observation]) -> Received:
+    def received_attention(self, observations: Sequence[Observation]) -> PositionAttention:
         """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
         first, heads = observations[0], 0
         longest = max(1, first.longest)
-        total = first.valid.new_zeros(len(first.valid) // len(first.here), longest, dtype=torch.float32)
+        total = first.valid.new_zeros(len(first.valid) // len(first.layer_ids), longest, dtype=torch.float32)
         for observation in observations:
-            usage = observation[self._attention].received
+            usage = observation[self._attention].attention_sums
             if not self.global_mean:
                 usage = usage.mean(-1)
-            places, usage = (observation.apart(part).flatten(1) for part in (_places(observation, longest), usage))
+            places, usage = (
+                observation.split_layers(part).flatten(1) for part in (_places(observation, longest), usage)
+            )
             total.scatter_add_(1, places, usage.nan_to_num(0.0))
-            heads += observation.valid.shape[1] * len(observation.here)
+            heads += observation.valid.shape[1] * len(observation.layer_ids)
         return total / heads
 
     def _utility(
-        self, observation: Observation, received: Received, tables: Tables, row: Int[Tensor, " batch"]
+        self, observation: Observation, received: PositionAttention, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Scores:
         """Equations 9 and 10."""
         weights = upload(tables.weights, row.device)[row, observation.depths]
@@ -175,23 +177,27 @@ class CompilerKV(Method):
         best = utility.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(2)
         return best.amax(1, keepdim=True).where(observation.heads_alike[:, None, None], best)
 
-    def signal(self, observation: Observation, received: Received) -> Float[Tensor, "batch kv_heads _ entries"]:
+    def signal(
+        self, observation: Observation, received: PositionAttention
+    ) -> Float[Tensor, "batch kv_heads _ entries"]:
         """Equations 7 and 8, of every query head, or one for all that share a KV head."""
         if self.global_mean:
-            shared = observation.of_requests(received).gather(1, _places(observation, received.shape[1]).flatten(1))
+            shared = observation.repeat_per_layer(received).gather(
+                1, _places(observation, received.shape[1]).flatten(1)
+            )
             attention = shared.view(observation.valid.shape)[:, :, None]
         else:
-            attention = observation[self._attention].received.transpose(2, 3)
+            attention = observation[self._attention].attention_sums.transpose(2, 3)
         if self.relative_norm:
             attention = attention * _relative_norms(observation)[:, :, None]
         return attention
 
     def _threshold(
-        self, observation: Observation, received: Received, tables: Tables, row: Int[Tensor, " batch"]
+        self, observation: Observation, received: PositionAttention, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Float[Tensor, " batch"]:
         if not self.gated:
             return torch.full_like(row, THRESHOLD, dtype=torch.float32)
-        bins = tables.bins(*self.risk(observation, observation.of_requests(received)))
+        bins = tables.bins(*self.risk(observation, observation.repeat_per_layer(received)))
         return upload(tables.gate, row.device)[row, observation.depths, *bins]
 
     def _candidates(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from keepset.core.budget import Budget, share_of
 from keepset.core.feature import Needs
-from keepset.core.features.given import ModelStatistics
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.keep_set import Layout
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation

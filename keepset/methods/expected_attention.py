@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.core.feature import Needs
-from keepset.core.features.given import ModelStatistics
 from keepset.core.features.moments import QueryDistribution, QueryMoments
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.rope import positions_ahead
@@ -91,7 +91,7 @@ class ExpectedAttention(Method):
         return (attention + self.epsilon) * norms
 
     def _measured(self, observation: Observation) -> QueryDistribution:
-        measured, lengths = ModelStatistics(self.stats).of_rows(observation), observation.lengths
+        measured, lengths = ModelStatistics(self.stats).repeat_per_request(observation), observation.lengths
         return QueryDistribution(
             measured.mean,
             measured.covariance,

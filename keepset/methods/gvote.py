@@ -10,15 +10,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.keep_set import LayerKeepSet, Layout
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, top_mask
 from keepset.core.shapes import Scores
 from keepset.kernels.dispatch import upload
-from keepset.methods.noise import normal, stream
+from keepset.methods.hash_random import normal, stream
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class GVote(Method):
         return Needs(RecentQueries(1), HiddenMoments(self.skip))
 
     @property
-    def breadth(self) -> int:
+    def memory_factor(self) -> int:
         return self.samples
 
     def score(self, observation: Observation) -> Scores:
@@ -92,8 +92,8 @@ class GVote(Method):
         """Samples of what may enter the layer's attention."""
         moments = observation[HiddenMoments(self.skip)]
         samples = torch.arange(self.samples, device=moments.mean.device)
-        layers = upload(observation.here, samples.device)[:, None]
-        noise = observation.of_rows(normal(stream(self.seed, layers, samples), moments.mean.shape[-1]))
+        layers = upload(observation.layer_ids, samples.device)[:, None]
+        noise = observation.repeat_per_request(normal(stream(self.seed, layers, samples), moments.mean.shape[-1]))
         return moments.mean[:, None] + moments.variance.sqrt()[:, None] * noise
 
     def queries(self, observation: Observation) -> Float[Tensor, "batch query_heads samples head_dim"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepset.core.feature import Needs
-from keepset.core.features.given import ModelStatistics
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
@@ -35,7 +35,7 @@ class QFilter(Method):
         return Needs(ModelStatistics(self.stats))
 
     def score(self, observation: Observation) -> Scores:
-        direction = ModelStatistics(self.stats).of_rows(observation).direction
+        direction = ModelStatistics(self.stats).repeat_per_request(observation).direction
         return observation.over_heads(
             lambda heads: (observation.keys_of(heads).float() @ direction[:, heads, :, None])[..., 0]
         )

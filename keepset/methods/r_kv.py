@@ -14,7 +14,7 @@ from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Scores
-from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.group_reduction import GroupReduction
 
 _BLOCK = 2**20
 """Similarities at a time, of all heads together."""
@@ -64,7 +64,7 @@ class RKV(Method):
     @property
     def _attention(self) -> WindowAttention:
         return WindowAttention(
-            self.window, history=True, sums_of=GroupSums.LARGEST if self.group == "max" else GroupSums.MEAN
+            self.window, history=True, sums_of=GroupReduction.LARGEST if self.group == "max" else GroupReduction.MEAN
         )
 
     def score(self, observation: Observation) -> Scores:
@@ -75,7 +75,7 @@ class RKV(Method):
     def _importance(self, observation: Observation) -> Scores:
         sums = observation[self._attention]
         all_queries = sums.asked(observation, torch.zeros_like(observation.positions[:, :1, :1]))
-        received = sums.received / all_queries.clamp(min=1)
+        received = sums.attention_sums / all_queries.clamp(min=1)
         return F.max_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _redundancy(self, observation: Observation, history: Mask) -> Scores:

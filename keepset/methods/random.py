@@ -9,7 +9,7 @@ import torch
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
-from keepset.methods.noise import draw, stream
+from keepset.methods.hash_random import draw, stream
 
 
 @dataclass(frozen=True)

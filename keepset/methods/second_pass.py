@@ -8,7 +8,7 @@ import torch
 
 from keepset.core.feature import Needs
 from keepset.core.features.attention import AttentionColumns, SecondPass
-from keepset.core.features.given import OutputProjection
+from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import QueryHeadScores, Scores

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores

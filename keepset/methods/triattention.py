@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.core.feature import Needs
-from keepset.core.features.given import ModelStatistics
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
@@ -52,7 +52,7 @@ class TriAttention(Method):
         return Needs(ModelStatistics(self.stats))
 
     def score(self, observation: Observation) -> Scores:
-        measured = ModelStatistics(self.stats).of_rows(observation)
+        measured = ModelStatistics(self.stats).repeat_per_request(observation)
         offsets = 2 ** torch.arange(self.horizon.bit_length(), device=observation.valid.device)
         ahead = measured.rotate(measured.mean[:, :, None], observation.lengths[:, None] + offsets)[:, :, 0]
         series = observation.by_query_group(ahead).transpose(-1, -2)

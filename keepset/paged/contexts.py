@@ -10,8 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.errors import UnsupportedEngineError
-from keepset.kernels import subpages
-from keepset.kernels.subpages import Group, Layout
+from keepset.kernels import page_layout
+from keepset.kernels.page_layout import PageGroup, PageLayout
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class ContextPlacement:
         """
         parts = counts.unflatten(1, (ranks, -1))
         if shared:
-            own = subpages.own_block(counts, tokens, block_size)
-            pages = subpages.shareable_pages(parts, block_size).sum((0, 2)).max()  # of one rank
+            own = page_layout.own_block(counts, tokens, block_size)
+            pages = page_layout.shareable_pages(parts, block_size).sum((0, 2)).max()  # of one rank
             first = own - -(-int(pages) // parts[:, 0].numel())
         else:
             own = first = int(_first_block(parts, tokens, block_size).min())
@@ -60,23 +60,23 @@ class ContextPlacement:
             )
         return cls(tokens, first, own, shared)
 
-    def layout(self, counts: Int[Tensor, "layers kv_heads"], block_size: int) -> Layout:
+    def layout(self, counts: Int[Tensor, "layers kv_heads"], block_size: int) -> PageLayout:
         """What the pages of a request follow from, as the only row, on one rank with its part of the heads."""
         if not self.shared:
             first = _first_block(counts, self.tokens, block_size)
-            return Layout(
+            return PageLayout(
                 counts[None], torch.full_like(first, self.tokens)[None], first[None], torch.zeros_like(first)[None]
             )
-        pages = subpages.shareable_pages(counts, block_size).sum(-1)
+        pages = page_layout.shareable_pages(counts, block_size).sum(-1)
         before = self.first * counts.numel() + pages.cumsum(0) - pages
         length, own = (torch.full_like(pages, number)[None] for number in (self.tokens, self.own))
-        return Layout(counts[None], length, own, (before + 1)[None])
+        return PageLayout(counts[None], length, own, (before + 1)[None])
 
 
 def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size: int) -> Int[Tensor, "*rows"]:
     """The first of a request's last blocks that hold so many entries of heads of their own."""
     lengths = torch.full(counts.shape[:-1], tokens)
-    return -(-lengths // block_size) - subpages.blocks_needed(counts, lengths, block_size)
+    return -(-lengths // block_size) - page_layout.blocks_needed(counts, lengths, block_size)
 
 
 class EntryPlaces(NamedTuple):
@@ -93,7 +93,7 @@ class EntryPlaces(NamedTuple):
 
 
 def context_places(
-    layout: Layout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, own: bool = False
+    layout: PageLayout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, own: bool = False
 ) -> EntryPlaces:
     """Where the entries of a context go, packed layer after layer and head after head.
 
@@ -107,15 +107,15 @@ def context_places(
     counts = layout.counts[0]
     layers, kv_heads = counts.shape
     most = -(-int(counts.max()) // block_size)
-    tables = subpages.tables(
-        layout, layout.counts, block_table[None], block_size, most, Group(range(layers), layers, blocks)
+    tables = page_layout.tables(
+        layout, layout.counts, block_table[None], block_size, most, PageGroup(range(layers), layers, blocks)
     )
     sizes = counts.flatten()
     head = torch.arange(len(sizes)).repeat_interleave(sizes)
     entry = torch.arange(len(head)) - (sizes.cumsum(0) - sizes)[head]
     chosen = torch.arange(len(head))
     if own:
-        chosen = (entry >= (subpages.shareable_pages(sizes, block_size) * block_size)[head]).nonzero()[:, 0]
+        chosen = (entry >= (page_layout.shareable_pages(sizes, block_size) * block_size)[head]).nonzero()[:, 0]
         head, entry = head[chosen], entry[chosen]
     slots = tables.flatten(1, 2)[0].long()[head, entry // block_size] * block_size + entry % block_size
     return EntryPlaces(chosen, head // kv_heads, slots)

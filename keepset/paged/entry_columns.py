@@ -34,7 +34,7 @@ def columns_of(recipe: Recipe, group: int, saves: bool = False) -> dict[str, tup
     # Without a later event nobody asks where an entry came from: but attention does for its bias.
     biases = (BIAS,) if method.biased else ()
     single = (*biases, *([POSITION] if saves else []))
-    return dict.fromkeys(single if recipe.schedule.every is None else (POSITION, *method.remembers), ()) | sums
+    return dict.fromkeys(single if recipe.schedule.every is None else (POSITION, *method.state_names), ()) | sums
 
 
 class EntryColumns:

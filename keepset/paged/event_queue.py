@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from keepset.core.keep_set import Numbers
+from keepset.core.keep_set import LazyHostInts
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.step import EvictionEvent, StepBatch, StepPlan
@@ -76,11 +76,13 @@ def _compress_across(due: list[tuple[LayerGroup, EvictionEvent]]) -> None:
     if any(event.rows != first.rows for _, event in due):
         raise RuntimeError("keepset lost count of the requests of an event that looks across layers.")
     reached = [(group, event, entries) for group, event in due for entries in group.read(event)]
-    reached.sort(key=lambda one: one[2].observation.here)
+    reached.sort(key=lambda one: one[2].observation.layer_ids)
     chosen = recipe.method.select_all([entries.observation for _, _, entries in reached], recipe.budget)
-    kept = [chosen.layer(entries.observation.here[0]) for _, _, entries in reached]
+    kept = [chosen.layer(entries.observation.layer_ids[0]) for _, _, entries in reached]
     deals = [group.deal(event, entries, mine) for (group, event, entries), mine in zip(reached, kept, strict=True)]
-    Numbers.read([numbers for mine, deal in zip(kept, deals, strict=True) for numbers in (mine.heads, *deal.asked)])
+    LazyHostInts.read(
+        [numbers for mine, deal in zip(kept, deals, strict=True) for numbers in (mine.heads, *deal.asked)]
+    )
     for (group, event, entries), mine, deal in zip(reached, kept, deals, strict=True):
         if not event.is_counted(mine):
             raise RuntimeError(f"{recipe} kept another number of entries than its quotas say.")

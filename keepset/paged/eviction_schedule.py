@@ -7,7 +7,7 @@ rank know it alone, and nothing is sent between them.
 from __future__ import annotations
 
 from keepset.core.accumulators import Accumulators
-from keepset.core.ahead import quotas_ahead
+from keepset.core.quota_forecast import quotas_ahead
 from keepset.recipe import Recipe
 
 _CACHED = 1 << 18

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.core.features.given import ModelStatistics
 from keepset.core.features.moments import QueryMoments
-from keepset.core.keep_set import LayerKeepSet, Numbers
+from keepset.core.features.runtime_features import ModelStatistics
+from keepset.core.keep_set import LayerKeepSet, LazyHostInts
 from keepset.core.observation import Observation
 from keepset.core.rope import RotaryTable
 from keepset.errors import KeepsetError
@@ -23,12 +23,12 @@ from keepset.kernels.dispatch import upload
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
-from keepset.paged.own_sums import OwnSums
-from keepset.paged.page_tables import Deal
+from keepset.paged.page_tables import PageAssignment
 from keepset.paged.paged_observation import AT_ONCE, PagedEntries, PagedObservation
 from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
-from keepset.paged.step import EvictionEvent, QueryAddition, StepPlan, at_once
+from keepset.paged.private_window_sums import OwnSums
+from keepset.paged.step import EvictionEvent, QueryAddition, StepPlan, max_layers_per_event
 
 logger = logging.getLogger(__name__)
 
@@ -167,24 +167,24 @@ class LayerGroup:
         """Executes an event in all layers."""
         method, budget, start = event.recipe.method, event.recipe.budget, time.perf_counter()
         for entries in self.read(event):
-            kept = method.select(entries.observation, budget).layer(entries.observation.here[0])
+            kept = method.select(entries.observation, budget).layer(entries.observation.layer_ids[0])
             deal = self.deal(event, entries, kept)
-            Numbers.read([kept.heads, *deal.asked])
+            LazyHostInts.read([kept.heads, *deal.asked])
             if not event.is_counted(kept):
                 # A request that starts again after a preemption has more to choose from than one that was compressed
                 # all along, so a number that depends on it comes out differently. How many stay must not.
                 assert event.keep is not None
-                share = entries.observation.of_requests(upload(event.keep, kept.counts.device))[:, None]
+                share = entries.observation.repeat_per_layer(upload(event.keep, kept.counts.device))[:, None]
                 kept = method.choose(method.ranked(entries.observation, budget, share.expand_as(kept.counts)))
                 deal = self.deal(event, entries, kept)
             self.execute(event, entries, kept, deal, start)
             start = time.perf_counter()
 
-    def deal(self, event: EvictionEvent, entries: LayerEntries, kept: LayerKeepSet) -> Deal:
+    def deal(self, event: EvictionEvent, entries: LayerEntries, kept: LayerKeepSet) -> PageAssignment:
         """Pages for what is to stay of these entries."""
         return event.pages.deal(entries.places, kept.counts + event.newer)
 
-    def put(
+    def write_context(
         self,
         columns: Mapping[str, Tensor],
         layers: Int[Tensor, " n"],
@@ -201,11 +201,11 @@ class LayerGroup:
         slots = (layers * pages.slots + slots) % (len(self.layers) * pages.slots)
         pages.write(columns["keys"], columns["values"], slots)
         self.columns.write_positions(slots, columns["positions"])
-        for name in self.recipe.method.remembers:
+        for name in self.recipe.method.state_names:
             if name in self.columns and name in columns:
                 self.columns.write(name, slots, columns[name])
 
-    def left(self, blocks: Sequence[int], length: int) -> dict[int, dict[str, Tensor]]:
+    def export_request(self, blocks: Sequence[int], length: int) -> dict[int, dict[str, Tensor]]:
         """What a request of so many tokens has left in these blocks, once all events that are due are over.
 
         Args:
@@ -218,7 +218,7 @@ class LayerGroup:
         Raises:
             RuntimeError: where its entries lie is not known any more.
         """
-        layers, pages = {}, self.planner.left(blocks, length)
+        layers, pages = {}, self.planner.export_request(blocks, length)
         for place, layer in enumerate(self.layers):
             occupied = pages.occupied(range(place, place + 1))
             keys, values = self._pages[0]().read(occupied.subpages[0])
@@ -228,7 +228,7 @@ class LayerGroup:
             positions = self.columns.positions(occupied, lengths)[0].int()
             columns = {"keys": keys[exists], "values": values[exists], "positions": positions[exists]}
             slots, packed = self.columns.slots(occupied.subpages), index < occupied.packed[0, :, None]
-            for name in self.recipe.method.remembers:
+            for name in self.recipe.method.state_names:
                 if name in self.columns:
                     columns[name] = self.columns.read(name, slots)[0].where(packed, 0)[exists]
             layers[layer] = {name: column.cpu() for name, column in columns.items()}
@@ -242,7 +242,7 @@ class LayerGroup:
         """
         layers, entry_bytes, kv_heads = len(self.layers), self._pages[0]().entry_bytes, self.planner.schedule.kv_heads
         entries = event.pages.width * len(event.rows)
-        together = at_once(event.recipe, entries, kv_heads)
+        together = max_layers_per_event(event.recipe, entries, kv_heads)
         if self._has_covariances:
             together = min(together, self._passing.layers_at_once(len(event.rows)))
         if event.at.device.type == "cpu":
@@ -262,7 +262,7 @@ class LayerGroup:
         at, prompts, positions, state = event.at.repeat(layers), event.prompts.repeat(layers), None, {}
         if event.compressed:
             slots, moved = columns.slots(subpages)[..., :width], (index < packed[..., None])[..., :width]
-            state = {name: columns.read(name, slots).where(moved, 0) for name in self.recipe.method.remembers}
+            state = {name: columns.read(name, slots).where(moved, 0) for name in self.recipe.method.state_names}
             positions = columns.positions(occupied, at + event.newer)
         observation = PagedObservation(
             paged,
@@ -271,7 +271,7 @@ class LayerGroup:
             valid=None if event.equal_heads else (index < (entries - event.newer)[..., None])[..., :width],
             lengths=at,
             prompts=prompts,
-            here=self.layers[places.start : places.stop],
+            layer_ids=self.layers[places.start : places.stop],
             layers=self._all_layers,
             state=state,
             longest=event.latest,
@@ -280,7 +280,7 @@ class LayerGroup:
         return LayerEntries(places, entries, paged, positions, observation)
 
     def execute(
-        self, event: EvictionEvent, entries: LayerEntries, kept: LayerKeepSet, deal: Deal, start: float
+        self, event: EvictionEvent, entries: LayerEntries, kept: LayerKeepSet, deal: PageAssignment, start: float
     ) -> None:
         """Packs what stays, and what came after the event; `start` is when the compression began."""
         pages, paged, newer = self._pages[0](), entries.paged, event.newer
@@ -290,13 +290,18 @@ class LayerGroup:
         place = index - heads * width
         seen = place < entries.heads.flatten()[heads] - newer
         values = None if kept.values is None else seen.cumsum(0) - 1
-        sizes, held = [entries_of_head + newer for entries_of_head in kept.heads.here], event.pages.held(entries.places)
-        if deal.fits is not None and not all(deal.fits.here):
-            fits = deal.fits.there.bool().repeat_interleave(kv_heads)[heads]
+        sizes, held = (
+            [entries_of_head + newer for entries_of_head in kept.heads.host_values],
+            event.pages.held(entries.places),
+        )
+        if deal.fits is not None and not all(deal.fits.host_values):
+            fits = deal.fits.device_values.bool().repeat_interleave(kv_heads)[heads]
             index, rank, heads, place, seen = (part[fits] for part in (index, rank, heads, place, seen))
             values = None if values is None else values[fits]
-            sizes = [entries_of_head * deal.fits.here[head // kv_heads] for head, entries_of_head in enumerate(sizes)]
-            held = [entries_of_row * fit for entries_of_row, fit in zip(held, deal.fits.here, strict=True)]
+            sizes = [
+                entries_of_head * deal.fits.host_values[head // kv_heads] for head, entries_of_head in enumerate(sizes)
+            ]
+            held = [entries_of_row * fit for entries_of_row, fit in zip(held, deal.fits.host_values, strict=True)]
         subpages = deal.take(max(sizes))
         page = heads * subpages.shape[-1] + rank // size
         slots = subpages.flatten().index_select(0, page) * size + rank % size
@@ -331,9 +336,11 @@ class LayerGroup:
         for name, column in kept.state.items():
             if name not in self.columns:
                 method = self.recipe.method
-                if name in method.remembers:
+                if name in method.state_names:
                     continue
-                raise KeepsetError(f"{method.name} remembers {name!r} and does not say so: add it to its `remembers`.")
+                raise KeepsetError(
+                    f"{method.name} remembers {name!r} and does not say so: add it to its `state_names`."
+                )
             width = column.shape[-1]
             remembered = column.reshape(-1, width)[heads, within.clamp(max=width - 1)]
             self.columns.write(name, slots, remembered.where(seen, 0))

@@ -12,23 +12,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core import tables
-from keepset.core.accumulator import Chunk, Entries, QuerySource, Turn
+from keepset.core.accumulator import Chunk, QuerySource, RequestKeys, Turn
 from keepset.core.feature import Feature, Needs
-from keepset.core.features.given import ModelStatistics, ModelTables
 from keepset.core.features.moments import QueryMoments
+from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.core.features.window import WindowAttention, WindowSums
-from keepset.core.rope import RotaryTable, undone_right
+from keepset.core.rope import RotaryTable, matches_unrotated
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
 from keepset.errors import UnsupportedModelError
 from keepset.kernels.moments import Moments
-from keepset.kernels.paged_arguments import Received
+from keepset.kernels.paged_arguments import ColumnTarget
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
-from keepset.paged.own_sums import OwnSums
 from keepset.paged.page_tables import OccupiedPages
 from keepset.paged.pages import add_received
 from keepset.paged.passing import PassingQueries
+from keepset.paged.private_window_sums import OwnSums
 from keepset.paged.recording import Recording
 from keepset.paged.step import EvictionEvent, PromptChunk, QueryAddition
 
@@ -68,7 +68,7 @@ class Observer:
             few = slice(-4, None)
             self.check(place, source.undo(rows[:, :, few], positions[:, few]), source.hidden[:, few])
 
-        def entries() -> Entries:
+        def entries() -> RequestKeys:
             keys = pages.read_keys(chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
@@ -89,7 +89,7 @@ class Observer:
             last = feature.last_visible(addition.positions, addition.points)
             last = last.masked_fill(~self._counts(feature, addition), -1)
             own = [None if of is None else self._own_column(*of, feature, last.device) for of in addition.owners]
-            received = Received(
+            received = ColumnTarget(
                 columns[feature.column],
                 last,
                 addition.unwritten,
@@ -156,7 +156,7 @@ class Observer:
 
     def _of_prompts(self, event: EvictionEvent, places: range, width: int) -> dict[Feature[Any], Any]:
         prompts = [record.chunks[place] for place in places for record in event.records if record.chunks]
-        return prompts[0].joined(prompts[1:]).values(event.at.repeat(len(places)), width) if prompts else {}
+        return prompts[0].merged_with(prompts[1:]).values(event.at.repeat(len(places)), width) if prompts else {}
 
     def _of_newest(self, event: EvictionEvent, places: range) -> dict[Feature[Any], Any]:
         """What is made of the newest queries of an event while decoding."""
@@ -194,7 +194,7 @@ class Observer:
         """
         if place in self._checked:
             return
-        if not undone_right(queries, self._projections[place].queries(hidden).float(), hidden.dtype):
+        if not matches_unrotated(queries, self._projections[place].queries(hidden).float(), hidden.dtype):
             raise UnsupportedModelError(
                 "This model makes queries of hidden states in a way that keepset does not know under vLLM: choose "
                 "a method that does not look at hidden states, such as snapkv."
@@ -233,5 +233,5 @@ class _QuerySource(QuerySource):
             first += number
         return self.rotary.rotate_ahead(torch.cat(made).float(), lengths, future)
 
-    def joined(self, others: Sequence[_QuerySource]) -> _QuerySource:
+    def merged_with(self, others: Sequence[_QuerySource]) -> _QuerySource:
         return replace(self, projections=[each for part in (self, *others) for each in part.projections])

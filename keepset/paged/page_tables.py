@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.keep_set import Numbers
-from keepset.kernels import subpages
-from keepset.kernels.dispatch import Sent
+from keepset.core.keep_set import LazyHostInts
+from keepset.kernels import page_layout
+from keepset.kernels.dispatch import AsyncHostCopy
+from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged import follow_layouts
 from keepset.kernels.paged_arguments import EntriesInPages, FiledLayouts, PagedTokens
-from keepset.kernels.subpages import Group, Layout
 
 
 class OccupiedPages(NamedTuple):
@@ -35,7 +35,7 @@ class OccupiedPages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Deal:
+class PageAssignment:
     """Pages for what stays of an event's requests in some layers.
 
     Attributes:
@@ -44,11 +44,11 @@ class Deal:
         take: gives the heads that fit their sub-pages, as many to each as the largest of so many entries needs.
     """
 
-    fits: Numbers | None
+    fits: LazyHostInts | None
     take: Callable[[int], Int[Tensor, "layers_rows kv_heads pages"]]
 
     @property
-    def asked(self) -> list[Numbers]:
+    def asked(self) -> list[LazyHostInts]:
         """What the host has to know before it takes them."""
         return [] if self.fits is None else [self.fits]
 
@@ -70,7 +70,7 @@ class EventPages(ABC):
         """Where they lie."""
 
     @abstractmethod
-    def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> Deal:
+    def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
         """Pages for so many entries of each head of these layers."""
 
 
@@ -83,10 +83,10 @@ class PagesOfLayers:
         block_size: of the cache.
     """
 
-    def __init__(self, entries: EntriesInPages, group: Group, block_size: int) -> None:
+    def __init__(self, entries: EntriesInPages, group: PageGroup, block_size: int) -> None:
         self._entries, self._group, self._block_size = entries, group, block_size
-        entries_of_heads = subpages.entries(entries.layout, entries.lengths).transpose(0, 1)
-        self._sent = Sent(torch.stack((entries_of_heads.amax(-1), entries_of_heads.sum(-1))))
+        entries_of_heads = page_layout.entries(entries.layout, entries.lengths).transpose(0, 1)
+        self._sent = AsyncHostCopy(torch.stack((entries_of_heads.amax(-1), entries_of_heads.sum(-1))))
 
     @cached_property
     def _sizes(self) -> tuple[list[list[int]], list[list[int]]]:
@@ -109,11 +109,11 @@ class PagesOfLayers:
     def occupied(self, places: range) -> OccupiedPages:
         """Where the entries lie in these layers."""
         some = self._entries.of_layers(places)
-        entries = subpages.entries(some.layout, some.lengths)
+        entries = page_layout.entries(some.layout, some.lengths)
         pages = -(-self._most(places) // self._block_size)
         group = self._group._replace(places=places)
-        tables = subpages.tables(some.layout, entries, some.block_table, self._block_size, pages, group)
-        tables = subpages.through(tables.transpose(0, 1), group, entries.shape[-1])
+        tables = page_layout.tables(some.layout, entries, some.block_table, self._block_size, pages, group)
+        tables = page_layout.to_group_pages(tables.transpose(0, 1), group, entries.shape[-1])
         parts = tables, some.packed.transpose(0, 1), entries.transpose(0, 1)
         return OccupiedPages(*(part.flatten(0, 1) for part in parts))
 
@@ -131,34 +131,36 @@ class RaggedPages(PagesOfLayers, EventPages):
     def __init__(
         self,
         entries: EntriesInPages,
-        group: Group,
+        group: PageGroup,
         block_size: int,
-        filed: Layout,
+        filed: PageLayout,
         pages: Int[Tensor, " rows"],
         first: Int[Tensor, " rows"] | None,
     ) -> None:
         super().__init__(entries, group, block_size)
         self._filed, self._pages, self._first = filed, pages, first
 
-    def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> Deal:
+    def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
         size, table, layers = self._block_size, self._entries.block_table, slice(places.start, places.stop)
         counts = counts.unflatten(0, (len(places), -1)).transpose(0, 1)
         lengths = self._entries.lengths[:, None].expand(counts.shape[:2])
-        last = -(-lengths // size) - subpages.blocks_needed(counts, lengths, size)
+        last = -(-lengths // size) - page_layout.blocks_needed(counts, lengths, size)
         first = last if self._first is None else self._first[:, None].expand_as(last)
         fits = (first <= last) & (first >= self._entries.layout.first[:, layers])
         counts = counts.where(fits[..., None], 0)
 
         def take(most: int) -> Tensor:
-            layout = Layout(counts, lengths, first, torch.zeros_like(first))
+            layout = PageLayout(counts, lengths, first, torch.zeros_like(first))
             for part, now in zip(self._filed, layout, strict=True):
                 of_layers = part[:, layers]
                 fit = fits.view(*fits.shape, *[1] * (now.ndim - 2))
                 of_layers[self._pages] = now.to(part.dtype).where(fit, of_layers[self._pages])
-            tables = subpages.tables(layout, counts, table, size, -(-most // size)).transpose(0, 1)
-            return subpages.through(tables, self._group._replace(places=places), counts.shape[-1]).flatten(0, 1)
+            tables = page_layout.tables(layout, counts, table, size, -(-most // size)).transpose(0, 1)
+            return page_layout.to_group_pages(tables, self._group._replace(places=places), counts.shape[-1]).flatten(
+                0, 1
+            )
 
-        return Deal(Numbers(fits.t().long()), take)
+        return PageAssignment(LazyHostInts(fits.t().long()), take)
 
 
 @dataclass
@@ -179,16 +181,16 @@ class RaggedStep:
 
     pages: Int[Tensor, " rows"]
     lengths: Int[Tensor, " rows"]
-    layout: Layout
+    layout: PageLayout
     block_size: int
-    group: Group
+    group: PageGroup
     tokens: PagedTokens | None
     others: bool
     tables: Int[Tensor, "n layers kv_heads pages"] | None = None
 
-    def of_layer(self, place: int) -> Layout:
+    def of_layer(self, place: int) -> PageLayout:
         """What the pages of one layer's heads follow from."""
-        return Layout(*(part[:, place : place + 1] for part in self.layout))
+        return PageLayout(*(part[:, place : place + 1] for part in self.layout))
 
 
 class PerHeadTables:
@@ -200,15 +202,15 @@ class PerHeadTables:
 
     def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int, max_requests: int) -> None:
         self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
-        self.group = Group(range(layers), layers, blocks)
+        self.group = PageGroup(range(layers), layers, blocks)
         self._max_requests = max_requests
-        self._rows: Layout | None = None
+        self._rows: PageLayout | None = None
         self._filed: FiledLayouts | None = None
         self._lost = _Lost()
         self._steady = False
         self.step: RaggedStep
 
-    def file(self, page: int, layout: Layout) -> None:
+    def file(self, page: int, layout: PageLayout) -> None:
         """Files a request's state, the only row, under the page that holds its newest token; after the last event."""
         filed = self._file(layout.counts.device)
         for part, now in zip(filed.layout, layout, strict=True):
@@ -254,7 +256,7 @@ class PerHeadTables:
         self._steady = False
         if tokens is None and not (eventful or read):
             return None
-        layout = Layout(*(part[: len(before)] for part in room))
+        layout = PageLayout(*(part[: len(before)] for part in room))
         self.step = RaggedStep(pages, after, layout, self._block_size, self.group, tokens, others)
         self._steady = alike and not eventful
         return self.step
@@ -262,11 +264,11 @@ class PerHeadTables:
     def captured(self, tokens: PagedTokens) -> RaggedStep:
         """What a graph notes of nobody's step: it finds the layouts of those that replay it at the same addresses."""
         rows = len(tokens.lengths)
-        layout = Layout(*(part[:rows] for part in self._room(rows, tokens.lengths.device)))
+        layout = PageLayout(*(part[:rows] for part in self._room(rows, tokens.lengths.device)))
         nobody = torch.zeros_like(tokens.lengths)
         return RaggedStep(nobody, tokens.lengths, layout, self._block_size, self.group, tokens, others=False)
 
-    def _room(self, rows: int, device: torch.device) -> Layout:
+    def _room(self, rows: int, device: torch.device) -> PageLayout:
         """For the layouts of a step's requests, in every step the same."""
         if self._rows is None or len(self._rows.length) < rows:
             most = max(rows, self._max_requests)
@@ -287,10 +289,10 @@ class PerHeadTables:
         self, rows: Int[Tensor, " rows"], block_table: Int[Tensor, "rows width"], longest: int
     ) -> EntriesInPages:
         """Where the entries of these requests lie; `block_table` has their blocks, and none has more tokens."""
-        layout = Layout(*(part[rows] for part in self.step.layout))
+        layout = PageLayout(*(part[rows] for part in self.step.layout))
         return EntriesInPages(layout, block_table, self.step.lengths[rows], layout.counts, longest)
 
-    def left(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
+    def export_request(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
         """Where the entries of a request of so many tokens lie, after its last step and event.
 
         Raises:
@@ -299,7 +301,7 @@ class PerHeadTables:
         page, filed = blocks[(length - 1) // self._block_size], self._filed
         if filed is None or filed.tokens[page] != length:
             raise RuntimeError("keepset lost the page tables of a request that has ended.")
-        layout = Layout(*(part[page][None].long() for part in filed.layout))
+        layout = PageLayout(*(part[page][None].long() for part in filed.layout))
         table, lengths = (torch.tensor(numbers, device=filed.tokens.device) for numbers in ([blocks], [length]))
         entries = EntriesInPages(layout, table, lengths, layout.counts, length)
         return PagesOfLayers(entries, self.group, self._block_size)
@@ -340,24 +342,24 @@ class _Lost:
     """Whether a request's state was not where it must be, as a device finds out and the host learns without waiting."""
 
     def __init__(self) -> None:
-        self._there: Int[Tensor, " 1"] | None = None
-        self._here: Int[Tensor, " 1"]
+        self._device_flag: Int[Tensor, " 1"] | None = None
+        self._host_flag: Int[Tensor, " 1"]
 
     def on(self, device: torch.device) -> Int[Tensor, " 1"]:
         """The device's word, 1 once one was lost."""
-        if self._there is None:
-            self._there = torch.zeros(1, dtype=torch.int32, device=device)
-            self._here = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return self._there
+        if self._device_flag is None:
+            self._device_flag = torch.zeros(1, dtype=torch.int32, device=device)
+            self._host_flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return self._device_flag
 
     def check(self) -> None:
         """Raises what is known of the steps so far: of a GPU, what it had told when this was called before."""
-        assert self._there is not None
-        if self._there.device.type == "cpu":
-            self._here = self._there
-        if self._here[0]:
+        assert self._device_flag is not None
+        if self._device_flag.device.type == "cpu":
+            self._host_flag = self._device_flag
+        if self._host_flag[0]:
             raise RuntimeError("keepset lost the page tables of a request that was compressed.")
-        self._here.copy_(self._there, non_blocking=True)
+        self._host_flag.copy_(self._device_flag, non_blocking=True)
 
 
 RequestKey = tuple[str, int, int]
@@ -368,13 +370,13 @@ class FreedBlocks:
     """What compressions emptied, on its way from the layers to the scheduler, in a process that computes."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[PerHeadTables, Int[Tensor, " rows"], Sent]] = []
+        self._events: list[tuple[PerHeadTables, Int[Tensor, " rows"], AsyncHostCopy]] = []
         self._keys: dict[int, RequestKey] = {}
-        self._emptied: list[tuple[list[RequestKey | None], Sent]] = []
+        self._emptied: list[tuple[list[RequestKey | None], AsyncHostCopy]] = []
 
     def add(self, tables: PerHeadTables, pages: Int[Tensor, " rows"]) -> None:
         """Requests whose newest tokens are in these pages are to be compressed after this step."""
-        self._events.append((tables, pages, Sent(pages)))
+        self._events.append((tables, pages, AsyncHostCopy(pages)))
 
     def expect(self, keys: dict[int, RequestKey]) -> None:
         """Says whose pages those are; after the step is planned, and before the next."""
@@ -384,7 +386,7 @@ class FreedBlocks:
         """All of these events are over."""
         for tables, pages, sent in self._events:
             whose = [self._keys.get(page) for page in sent.tolist()]
-            self._emptied.append((whose, Sent(tables.unused_blocks(pages))))
+            self._emptied.append((whose, AsyncHostCopy(tables.unused_blocks(pages))))
         self._events, self._keys = [], {}
 
     def drain(self) -> dict[RequestKey, int]:

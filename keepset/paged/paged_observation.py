@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.observation import Observation
-from keepset.paged.eight_bits import EightBits
 from keepset.paged.engine import Pages
+from keepset.paged.fp8 import EightBits
 from keepset.paged.pages import StridedPages
 
 AT_ONCE = 1 << 26

@@ -9,13 +9,13 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
-from keepset.kernels.paged_arguments import EntriesInPages, Received, RecordedQueries
+from keepset.kernels.page_layout import PageGroup
+from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_by, add_received_in_pages
-from keepset.kernels.subpages import Group
 
 if TYPE_CHECKING:
-    from keepset.paged.eight_bits import EightBits
     from keepset.paged.engine import Pages
+    from keepset.paged.fp8 import EightBits
 
 
 class StridedPages:
@@ -70,7 +70,7 @@ class StridedPages:
 
 
 def add_received(
-    pages: Sequence[Pages], places: range, queries: RecordedQueries, entries: EntriesInPages, received: Received
+    pages: Sequence[Pages], places: range, queries: RecordedQueries, entries: EntriesInPages, received: ColumnTarget
 ) -> None:
     """Adds what entries receive of queries in some neighbouring layers, at these places of their group."""
     first = pages[0]
@@ -78,5 +78,5 @@ def add_received(
         add_received_in_pages(first.caches, places, queries, entries, received)
         return
     kv_heads = entries.packed.shape[2]
-    group = Group(places, len(received.column), first.slots // (kv_heads * first.block_size))
+    group = PageGroup(places, len(received.column), first.slots // (kv_heads * first.block_size))
     add_received_by([layer.read_keys for layer in pages], first.block_size, group, queries, entries, received)

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels import subpages
-from keepset.kernels.subpages import Layout
+from keepset.kernels import page_layout
+from keepset.kernels.page_layout import PageLayout
 from keepset.paged.page_tables import RaggedStep
 
 
@@ -37,17 +37,17 @@ class PerHeadSequences:
         assert tokens is not None
         self._places = tokens.places
         rows, lengths = tokens.rows, tokens.lengths.long()
-        layout = step.layout if rows is None else Layout(*(part[rows] for part in step.layout))
-        entries, size = subpages.entries(layout, lengths), step.block_size
+        layout = step.layout if rows is None else PageLayout(*(part[rows] for part in step.layout))
+        entries, size = page_layout.entries(layout, lengths), step.block_size
         if step.tables is None:
             # As far as until a request's newest block is full: before that there is no other block to look up.
             coming = entries + (-lengths % size)[:, None, None]
             blocks = tokens.block_table[: len(lengths)] if rows is None else tokens.block_table[rows]
-            step.tables = subpages.tables(layout, coming, blocks, size, -(-int(coming.max()) // size), step.group)
+            step.tables = page_layout.tables(layout, coming, blocks, size, -(-int(coming.max()) // size), step.group)
         n, layers, heads, pages = step.tables.shape
         before = torch.arange(layers, device=lengths.device)[:, None] * (step.group.blocks * heads)
         every = torch.arange(n, device=lengths.device)
-        slots = subpages.slots(layout, step.tables, lengths - 1, every, size)
+        slots = page_layout.slots(layout, step.tables, lengths - 1, every, size)
         starts = torch.arange(n * heads + 1, device=lengths.device, dtype=torch.int32)
         # Contiguous, because kernels walk them by address; of a single head the transposed ones would not be.
         slots = (slots + before * size).contiguous()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from keepset.kernels.subpages import Group, Layout
-from keepset.paged.capture import CapturePlanner
+from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks, PagesOfLayers, PerHeadTables
 from keepset.paged.ragged_plan import RaggedPlanner
 from keepset.paged.recording import Recording
+from keepset.paged.recording_plan import CapturePlanner
 from keepset.paged.request_notes import RequestNote, RequestNotes
 from keepset.paged.step import StepBatch, StepPlan
 from keepset.paged.uniform_plan import UniformPlanner
@@ -52,10 +52,10 @@ class Planner:
             tables = PerHeadTables(len(layers), schedule.kv_heads, schedule.block_size, blocks, max_requests)
             self._tables = RaggedPlanner(schedule, tables, freed_blocks, self._capture, replays)
         else:
-            group = Group(range(len(layers)), len(layers), blocks)
+            group = PageGroup(range(len(layers)), len(layers), blocks)
             self._tables = UniformPlanner(schedule, self._capture, group, max_requests)
 
-    def begin(self, name: str, page: int, layout: Layout, recipe: Recipe | None, prompt: int) -> None:
+    def begin(self, name: str, page: int, layout: PageLayout, recipe: Recipe | None, prompt: int) -> None:
         """A request goes on after a context.
 
         Args:
@@ -70,10 +70,10 @@ class Planner:
         own = self.schedule.under(recipe, counted=False)
         self.notes.file(page, RequestNote(name, int(layout.length[0, 0]), after_context=True, own=own, prompt=prompt))
 
-    def left(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
+    def export_request(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
         """Where the entries of a request of so many tokens lie, once it has ended; or a RuntimeError."""
         assert isinstance(self._tables, RaggedPlanner)
-        return self._tables.left(blocks, length)
+        return self._tables.export_request(blocks, length)
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """What the group's layers do in this step.
@@ -89,7 +89,7 @@ class Planner:
         """
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
-            batch = replace(batch, requests=self.notes.marked(batch))
+            batch = replace(batch, requests=self.notes.with_overrides(batch))
             self._capture.plan(batch, plan, self._tables.entries)
         self._tables.plan(batch, plan)
         return plan

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 
+from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import EntriesInPages, PagedTokens
-from keepset.kernels.subpages import Layout
-from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.page_tables import FreedBlocks, PagesOfLayers, PerHeadTables
+from keepset.paged.recording_plan import CapturePlanner
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan, in_blocks
 
 _NOWHERE = -1
@@ -31,13 +31,13 @@ class RaggedPlanner:
         self._schedule, self._tables, self._freed_blocks, self._capture = schedule, tables, freed_blocks, capture
         self._replays = replays
 
-    def begin(self, page: int, layout: Layout) -> None:
+    def begin(self, page: int, layout: PageLayout) -> None:
         """A request has this layout, and its newest token in this page."""
         self._tables.file(page, layout)
 
-    def left(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
+    def export_request(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
         """Where the entries of a request lie that has ended, and whose blocks these still are."""
-        return self._tables.left(blocks, length)
+        return self._tables.export_request(blocks, length)
 
     def plan(self, batch: StepBatch, plan: StepPlan) -> None:
         """Adds to the step's plan the heads' tables and what is compressed."""

@@ -47,7 +47,7 @@ class RequestNotes:
         if self._notes and names:
             self._notes = {page: note for page, note in self._notes.items() if note.name not in names}
 
-    def marked(self, batch: StepBatch) -> Sequence[ScheduledRequest]:
+    def with_overrides(self, batch: StepBatch) -> Sequence[ScheduledRequest]:
         """The step's requests, with what is noted of them; and where they will be after it."""
         if not self._notes:
             return batch.requests

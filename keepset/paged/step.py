@@ -168,7 +168,7 @@ class EvictionEvent:
         """Whether a layer keeps as many entries as the scheduler counts with."""
         if self.keep is None:
             return True
-        sizes, heads = kept.heads.here, kept.counts.shape[1]
+        sizes, heads = kept.heads.host_values, kept.counts.shape[1]
         of_rows = [sizes[first : first + heads] for first in range(0, len(sizes), heads)]
         rows = zip(of_rows, cycle(self.keep), strict=False)  # layer after layer
         if self.equal_heads:
@@ -176,9 +176,9 @@ class EvictionEvent:
         return all(sum(own) <= keep * heads for own, keep in rows)
 
 
-def at_once(recipe: Recipe, entries: int, kv_heads: int) -> int:
+def max_layers_per_event(recipe: Recipe, entries: int, kv_heads: int) -> int:
     """How many layers of a request, or requests, with so many entries in each head an event looks at together."""
-    numbers = entries * recipe.method.breadth
+    numbers = entries * recipe.method.memory_factor
     return max(1, min(_OF_A_HEAD // numbers, OF_ALL // (numbers * kv_heads)))
 
 
@@ -192,7 +192,7 @@ def in_blocks(
     waiting = sorted(zip(entries, requests, strict=True), key=lambda one: -one[0])
     while waiting:
         longest = waiting[0][0]
-        some = [one for held, one in waiting[: at_once(recipe, longest, kv_heads)] if 2 * held >= longest]
+        some = [one for held, one in waiting[: max_layers_per_event(recipe, longest, kv_heads)] if 2 * held >= longest]
         yield some
         del waiting[: len(some)]
 

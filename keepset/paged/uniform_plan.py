@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.kernels import subpages
+from keepset.kernels import page_layout
+from keepset.kernels.compact_block_table import shift_step
+from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import EntriesInPages
-from keepset.kernels.shift import shift_step
-from keepset.kernels.subpages import Group, Layout
-from keepset.paged.capture import CapturePlanner
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import Deal, EventPages, OccupiedPages
+from keepset.paged.page_tables import EventPages, OccupiedPages, PageAssignment
+from keepset.paged.recording_plan import CapturePlanner
 from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan, in_blocks
 from keepset.recipe import Recipe
 
@@ -33,7 +33,9 @@ class UniformPages(EventPages):
         group: the layers.
     """
 
-    def __init__(self, one: OccupiedPages, now: Int[Tensor, "rows kv_heads pages"], width: int, group: Group) -> None:
+    def __init__(
+        self, one: OccupiedPages, now: Int[Tensor, "rows kv_heads pages"], width: int, group: PageGroup
+    ) -> None:
         self._one, self._now, self._width, self._group = one, now, width, group
 
     @property
@@ -49,14 +51,14 @@ class UniformPages(EventPages):
         there = (part.repeat(len(places), 1) for part in (packed, entries))
         return OccupiedPages(self._through(self._one.subpages, places), *there)
 
-    def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> Deal:
-        return Deal(None, lambda most: self._through(self._now, places))
+    def deal(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
+        return PageAssignment(None, lambda most: self._through(self._now, places))
 
     def _through(
         self, one: Int[Tensor, "rows kv_heads pages"], places: range
     ) -> Int[Tensor, "layers_rows kv_heads pages"]:
         layers = one.expand(len(places), -1, -1, -1)
-        return subpages.through(layers, self._group._replace(places=places), one.shape[1]).flatten(0, 1)
+        return page_layout.to_group_pages(layers, self._group._replace(places=places), one.shape[1]).flatten(0, 1)
 
 
 class UniformPlanner:
@@ -65,7 +67,9 @@ class UniformPlanner:
     Attention gets the same two tensors in every step, so that a graph may have noted where they are.
     """
 
-    def __init__(self, schedule: EvictionSchedule, capture: CapturePlanner, group: Group, max_requests: int) -> None:
+    def __init__(
+        self, schedule: EvictionSchedule, capture: CapturePlanner, group: PageGroup, max_requests: int
+    ) -> None:
         self._schedule, self._capture, self._group, self._max_requests = schedule, capture, group, max_requests
         self._left: tuple[Tensor, Tensor] | None = None
 
@@ -99,7 +103,7 @@ class UniformPlanner:
         rows, lengths, gone, kept = batch.tensor(known).t().contiguous().unbind()
         packed = kept[:, None, None].expand(-1, 1, self._schedule.kv_heads).contiguous()
         gone, none = gone[:, None], torch.zeros_like(packed)
-        layout = Layout(none, gone, gone // self._schedule.block_size, none[..., 0].contiguous())
+        layout = PageLayout(none, gone, gone // self._schedule.block_size, none[..., 0].contiguous())
         longest = max(width for width, _ in numbers)
         held = EntriesInPages(layout, batch.block_table[rows], lengths, packed, longest)
         return lambda: held

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from keepset.core import statistics, tables
-from keepset.core.features.given import ModelStatistics, ModelTables
+from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.hf.fingerprint import sample_of, stores_other_weights
 from keepset.models import check_name
 from keepset.recipe import Recipe
 from keepset.serving.command import option
-from keepset.vllm.servable import objections
+from keepset.vllm.recipe_support import objections
 
 _POOL = "VLLM_CPU_KVCACHE_SPACE"
 _GIB = 2**30
@@ -69,7 +69,7 @@ def check_port(options: Sequence[str]) -> None:
             raise KeepsetError(f"--port {port} of {host} cannot be had ({error.strerror}): give another.") from None
 
 
-def be_sparing(options: Sequence[str]) -> str | None:
+def limit_cpu_pool(options: Sequence[str]) -> str | None:
     """On a CPU asks, in the environment, for a small KV cache where nobody asked for one; says so in a sentence."""
     asked = [option(options, name) for name in ("--gpu-memory-utilization", "--kv-cache-memory-bytes")]
     if any(asked) or _POOL in os.environ or torch.accelerator.is_available():

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from keepset.serving.extras import AsyncClient, Response, import_http
+from keepset.serving.optional_imports import AsyncClient, Response, import_http
 
 _MOST_CHARACTERS = 300
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from keepset.errors import KeepsetError
 from keepset.serving.client import Reply, complete, connect
-from keepset.serving.extras import AsyncClient, import_http
 from keepset.serving.load import Load
 from keepset.serving.metrics import Sample, take_sample
+from keepset.serving.optional_imports import AsyncClient, import_http
 
 SAMPLE_SECONDS = 0.5
 """Seconds between two looks at the metrics."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from keepset.serving.extras import AsyncClient, import_http, import_parser
+from keepset.serving.optional_imports import AsyncClient, import_http, import_parser
 
 _KEEPSET, _USAGE, _POOL = "keepset:", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"
 _SUMMED = {
@@ -57,21 +57,21 @@ def parse_sample(text: str, time: float) -> Sample:
 
 
 @dataclass(frozen=True)
-class Pool:
+class BlockPool:
     """A server's pool: so many blocks, of so many tokens each."""
 
     blocks: int
     block_size: int
 
 
-def pool(url: str) -> Pool | None:
+def pool(url: str) -> BlockPool | None:
     """The pool of the server there; None if it does not say."""
     library, families = import_http(), import_parser()
     try:
         text = library.get(f"{url}/metrics", timeout=10.0, trust_env=False).text
         lines = [line for line in text.splitlines() if line.startswith(_POOL)]
         (sample,) = [sample for family in families("\n".join(lines) + "\n") for sample in family.samples]
-        return Pool(int(sample.labels["num_gpu_blocks"]), int(sample.labels["block_size"]))
+        return BlockPool(int(sample.labels["num_gpu_blocks"]), int(sample.labels["block_size"]))
     except (library.HTTPError, ValueError, KeyError):
         return None
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import IO, Self
 
-from keepset.serving.extras import import_http
+from keepset.serving.optional_imports import import_http
 from keepset.serving.supervisor import end, start
 from keepset.vllm.signing import SIGNING_KEY, new_key
 
@@ -36,7 +36,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Server:
+class ServerProcess:
     """A server process between `with` and the block's end; the command lets it listen on this port."""
 
     _process: subprocess.Popen[bytes]

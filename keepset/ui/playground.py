@@ -19,12 +19,12 @@ from keepset.core.keep_set import KeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
-from keepset.hf.support import check_logits
+from keepset.hf.model_support import check_logits
 from keepset.models import context_length
 from keepset.recipe import Recipe
 from keepset.texts import chat_parts, token_texts
 
-Send = Callable[[dict[str, Any]], None]
+SendUpdate = Callable[[dict[str, Any]], None]
 """Takes what the page is told next; what it raises ends the run."""
 
 ANSWER = 48
@@ -90,7 +90,7 @@ class Playground:
         self.limit = _MOST if longest is None else min(_MOST, longest - ANSWER)
 
     @torch.no_grad()
-    def run(self, wish: Wish, send: Send) -> None:
+    def run(self, wish: Wish, send: SendUpdate) -> None:
         """Sends what comes of it, step by step: the text's tokens, each layer's choice, two answers, figures.
 
         Raises:
@@ -127,7 +127,7 @@ class Playground:
         check_logits(self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
         return time.perf_counter() - start
 
-    def _ask(self, question: Tensor, caches: dict[str, Any], send: Send) -> None:
+    def _ask(self, question: Tensor, caches: dict[str, Any], send: SendUpdate) -> None:
         """Both answers, token about token, so that they are seen to come side by side."""
         answers = {side: self._answer(question, cache) for side, cache in caches.items()}
         while answers:
@@ -183,7 +183,7 @@ class Playground:
 class _Shading:
     """Which share of the heads so far keeps each token, told after every layer."""
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe, length: int, send: Send) -> None:
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, length: int, send: SendUpdate) -> None:
         self.cache = Cache(model, recipe, observer=self._observe)
         self._send, self._kept, self._heads, self._layers = send, torch.zeros(length), 0, 0
 

@@ -30,7 +30,7 @@ _SECONDS = 30.0
 """That a request may take to arrive, and a part of an answer to be taken."""
 
 
-class Server(ThreadingHTTPServer):
+class PlaygroundServer(ThreadingHTTPServer):
     """Serves one playground.
 
     Raises:
@@ -75,7 +75,7 @@ def _page(facts: dict[str, Any]) -> tuple[str, str]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: PlaygroundServer
     timeout = _SECONDS
 
     def log_message(self, *_: object) -> None:

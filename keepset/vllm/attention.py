@@ -12,8 +12,8 @@ from vllm.platforms import current_platform
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.paged import append_to_pages, paged_attention
-from keepset.paged.eight_bits import EightBits
 from keepset.paged.engine import LayerAdapter, Pages
+from keepset.paged.fp8 import EightBits
 from keepset.paged.pages import StridedPages
 from keepset.vllm.engine_context import PlannedStep, active
 
@@ -27,7 +27,7 @@ def eight_bits(layer: Any, kv_cache: Tensor) -> EightBits | None:
     return EightBits(kind, layer._k_scale, layer._v_scale, cast(torch.dtype, config.model_config.dtype))
 
 
-class KeepImpl:
+class CompressedAttentionImpl:
     """Attends to what is kept, and compresses right after.
 
     What is not overridden suits backends that keep an entry's numbers in order: those for GPUs.
@@ -138,4 +138,4 @@ class KeepImpl:
 
 
 # Not a base class: a protocol's `__init__` would not go on to the backend's.
-_adapter: type[LayerAdapter] = KeepImpl
+_adapter: type[LayerAdapter] = CompressedAttentionImpl

@@ -15,16 +15,16 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
-from keepset.vllm.attention import KeepImpl
+from keepset.vllm.attention import CompressedAttentionImpl
 from keepset.vllm.cpu import CPUMixin
 from keepset.vllm.engine_context import activate, active
 from keepset.vllm.metadata import KeepBuilder
 from keepset.vllm.settings import recipe_of
 
-_LAYERS: dict[str, type[KeepImpl]] = {
-    "FLASH_ATTN": KeepImpl,
-    "FLASHINFER": KeepImpl,
-    "TRITON_ATTN": KeepImpl,
+_LAYERS: dict[str, type[CompressedAttentionImpl]] = {
+    "FLASH_ATTN": CompressedAttentionImpl,
+    "FLASHINFER": CompressedAttentionImpl,
+    "TRITON_ATTN": CompressedAttentionImpl,
     "CPU_ATTN": CPUMixin,
 }
 """What is added to the layers of the backends that keepset knows."""

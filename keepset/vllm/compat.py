@@ -138,10 +138,10 @@ def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
             yield name, layer, extract_layer_index(name)
 
 
-def all_layers(config: VllmConfig, here: tuple[int, ...]) -> tuple[int, ...]:
+def all_layers(config: VllmConfig, layer_ids: tuple[int, ...]) -> tuple[int, ...]:
     """Indices of the model's attention layers, of which this process may have a pipeline's stage."""
     if config.parallel_config.pipeline_parallel_size == 1:
-        return here
+        return layer_ids
     return tuple(range(config.model_config.get_total_num_hidden_layers()))
 
 

@@ -35,9 +35,9 @@ from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
+from keepset.vllm.request_options import Wishes, unsealed, wishes_of
 from keepset.vllm.settings import KEY, is_compressed, is_signed, recipe_of
 from keepset.vllm.signing import SIGNING_KEY, has_key
-from keepset.vllm.wishes import Wishes, unsealed, wishes_of
 
 logger = init_logger(__name__)
 

@@ -27,12 +27,12 @@ from keepset.vllm import stats
 from keepset.vllm.connector import BlockCountConnector, ExpectedEvents
 from keepset.vllm.context_loader import ContextLoader, LoadJob
 from keepset.vllm.context_saver import ContextSaver, SaveJob, at_rest
-from keepset.vllm.contexts import Context, ContextLibrary
+from keepset.vllm.contexts import ContextLibrary, SavedContext
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.owned_contexts import OwnedContexts, check_save
+from keepset.vllm.request_options import Wishes
 from keepset.vllm.settings import contexts_of, save_limit_of
-from keepset.vllm.wishes import Wishes
 
 logger = init_logger(__name__)
 
@@ -52,7 +52,7 @@ class ContextLoads(ExpectedEvents):
 class _Asked(NamedTuple):
     """A request's context, and where it lies."""
 
-    context: Context
+    context: SavedContext
     placement: ContextPlacement
 
 
@@ -149,7 +149,7 @@ class ContextConnector(BlockCountConnector):
             request.num_prompt_tokens = len(request.prompt_token_ids)
         self._begin(request, context)
 
-    def _begin(self, request: Request, context: Context) -> None:
+    def _begin(self, request: Request, context: SavedContext) -> None:
         """Has the context's blocks found by its digest, which takes the place of its tokens in their hashes."""
         if len(self._placements) > _PLACEMENTS:
             self._placements.clear()
@@ -169,7 +169,7 @@ class ContextConnector(BlockCountConnector):
         if context.owner:
             OwnedContexts(self._library.folder, context.owner).touch(context.path)
 
-    def _placed(self, context: Context, block_size: int, kv_heads: int) -> ContextPlacement:
+    def _placed(self, context: SavedContext, block_size: int, kv_heads: int) -> ContextPlacement:
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         if context.counts.shape[1] != ranks * kv_heads:
             raise KeepsetError(

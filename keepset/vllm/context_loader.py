@@ -14,9 +14,9 @@ from vllm.distributed import get_tensor_model_parallel_rank
 
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.kernels.subpages import Layout
+from keepset.kernels.page_layout import PageLayout
 from keepset.paged.contexts import ContextPlacement, EntryPlaces, context_places
-from keepset.vllm.contexts import Context
+from keepset.vllm.contexts import SavedContext
 from keepset.vllm.engine_context import EngineContext
 
 _TAILS = 256
@@ -25,7 +25,7 @@ _TAILS = 256
 _PATIENCE = 0.01
 """Seconds that a step without tokens waits for files, lest the engine's loop take the time that reading needs."""
 
-Entries = dict[str, Tensor]
+ContextColumns = dict[str, Tensor]
 """Columns of a context's entries, layer after layer and head after head."""
 
 
@@ -42,7 +42,7 @@ class LoadJob:
     """
 
     request: str
-    context: Context
+    context: SavedContext
     placement: ContextPlacement
     blocks: list[int]
     whole: bool
@@ -57,10 +57,10 @@ class ContextLoader:
         self._block_size, self._kv_heads = schedule.block_size, schedule.kv_heads
         self._rank = get_tensor_model_parallel_rank()
         self._reader = ThreadPoolExecutor(1, "keepset-contexts")
-        self._reading: list[tuple[LoadJob, Future[Entries]]] = []
+        self._reading: list[tuple[LoadJob, Future[ContextColumns]]] = []
         self._done: set[str] = set()
         self._gone: set[str] = set()
-        self._tails: OrderedDict[str, Entries] = OrderedDict()
+        self._tails: OrderedDict[str, ContextColumns] = OrderedDict()
 
     def start(self, jobs: Sequence[LoadJob], idle: bool, ended: Collection[str]) -> None:
         """Fills the blocks of requests, at once where nothing has to be read.
@@ -95,7 +95,7 @@ class ContextLoader:
         done, self._done = self._done, set()
         return done, failed
 
-    def _read(self, job: LoadJob) -> Entries:
+    def _read(self, job: LoadJob) -> ContextColumns:
         layers = saved.entries(job.context.path, job.context.digest)
         before = job.context.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
         own = self._counts(job).sum(1).tolist()
@@ -106,14 +106,14 @@ class ContextLoader:
             (layers[index], slice(start, start + size))
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
-        names = ("keys", "values", "positions", *self._group.recipe.method.remembers)
+        names = ("keys", "values", "positions", *self._group.recipe.method.state_names)
         return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names if name in parts[0][0]}
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:
         """Of this process's heads."""
         return job.context.counts[:, self._rank * self._kv_heads :][:, : self._kv_heads]
 
-    def _arrived(self, job: LoadJob, entries: Entries) -> None:
+    def _arrived(self, job: LoadJob, entries: ContextColumns) -> None:
         if not job.placement.shared:
             self._put(job, entries)
             return
@@ -127,16 +127,16 @@ class ContextLoader:
         layout = job.placement.layout(self._counts(job), self._block_size)
         return context_places(layout, torch.tensor(job.blocks), self._block_size, len(self._cache), own=not whole)
 
-    def _put(self, job: LoadJob, entries: Entries) -> None:
+    def _put(self, job: LoadJob, entries: ContextColumns) -> None:
         """Writes entries to the request's blocks; they are all of its context's, or those of its own blocks."""
         self._events.run()  # those that are due may still read pages that were freed and are this request's now
         device, to = self._cache.device, self._cache
         _, layers, slots = self._places(job, job.whole)
         columns = {name: column.to(to if name in ("keys", "values") else device) for name, column in entries.items()}
-        self._group.put(columns, layers.to(device), slots.to(device))
+        self._group.write_context(columns, layers.to(device), slots.to(device))
         layout = job.placement.layout(self._counts(job), self._block_size)
         newest = job.blocks[(job.placement.tokens - 1) // self._block_size]
         if job.request not in self._gone:
-            layout = Layout(*(part.to(device) for part in layout))
+            layout = PageLayout(*(part.to(device) for part in layout))
             self._group.planner.begin(job.request, newest, layout, job.context.recipe, job.context.contents.prompt)
         self._done.add(job.request)

@@ -76,7 +76,7 @@ class ContextSaver:
     def _left(self, job: SaveJob) -> list[dict[int, saved.Columns] | str]:
         """What every rank has of a request, or why it has lost it; nothing where another rank writes."""
         try:
-            own: dict[int, saved.Columns] | str = self._group.left(job.blocks, len(job.tokens))
+            own: dict[int, saved.Columns] | str = self._group.export_request(job.blocks, len(job.tokens))
         except RuntimeError as error:
             own = str(error)
         ranks = get_tp_group()

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Context:
+class SavedContext:
     """A file that requests to this model can begin with.
 
     Attributes:
@@ -83,11 +83,11 @@ class ContextLibrary:
         self.folder = folder
         self._model = config.model_config
         self._recipe = recipe_of(config) if is_compressed(config) else None
-        self._known: dict[Path, tuple[tuple[int, ...], Context | KeepsetError]] = {}
+        self._known: dict[Path, tuple[tuple[int, ...], SavedContext | KeepsetError]] = {}
         self._whole: set[str] = set()
-        self._listed: dict[Path, tuple[int, list[Context]]] = {}
+        self._listed: dict[Path, tuple[int, list[SavedContext]]] = {}
 
-    def named(self, name: str, owner: str) -> Context:
+    def named(self, name: str, owner: str) -> SavedContext:
         """The context of this name.
 
         Raises:
@@ -102,7 +102,7 @@ class ContextLibrary:
             raise KeepsetError(f"There is no context {name!r} on this server; {self._others(owner)}.")
         return context
 
-    def checked(self, name: str, owner: str) -> Context:
+    def checked(self, name: str, owner: str) -> SavedContext:
         """The same, once it was read as a whole: a damaged one is found out here, too. Takes as long as reading it."""
         context = self.named(name, owner)
         if context.digest not in self._whole:
@@ -114,7 +114,7 @@ class ContextLibrary:
             self._whole.add(context.digest)
         return context
 
-    def question(self, context: Context, prompt: Sequence[int]) -> tuple[list[int], bool]:
+    def question(self, context: SavedContext, prompt: Sequence[int]) -> tuple[list[int], bool]:
         """What of a prompt that names a context comes after it; and whether the prompt begins with its tokens.
 
         That is what follows the context's own tokens, where it begins with them; else all of it, but for what every
@@ -143,7 +143,7 @@ class ContextLibrary:
             )
         return question, begins
 
-    def beginning(self, tokens: Sequence[int], owner: str) -> Context | None:
+    def beginning(self, tokens: Sequence[int], owner: str) -> SavedContext | None:
         """The longest context that is this prompt's beginning; there must be a token left to compute."""
         fitting = [each for each in self.all(owner) if each.contents.text and each.tokens < len(tokens)]
         longest, text, done = None, hashlib.sha256(), 0
@@ -154,7 +154,7 @@ class ContextLibrary:
                 longest = context
         return longest
 
-    def all(self, owner: str) -> list[Context]:
+    def all(self, owner: str) -> list[SavedContext]:
         """All that can be served, by name; the owner's own first. A folder is looked through once it has changed."""
         own = OwnedContexts(self.folder, owner)
         contexts = self._in(own.folder, own.newest, owner)
@@ -165,7 +165,7 @@ class ContextLibrary:
         files = (path for path in sorted(self.folder.glob(f"*{SUFFIX}")) if path.is_file())
         return {path.name.removesuffix(SUFFIX): path for path in files}
 
-    def _in(self, folder: Path, files: Callable[[], Mapping[str, Path]], owner: str) -> list[Context]:
+    def _in(self, folder: Path, files: Callable[[], Mapping[str, Path]], owner: str) -> list[SavedContext]:
         try:
             version = folder.stat().st_mtime_ns
         except OSError:
@@ -182,7 +182,7 @@ class ContextLibrary:
             self._listed[folder] = version, contexts
         return self._listed[folder][1]
 
-    def _at(self, path: Path, name: str, owner: str) -> Context | None:
+    def _at(self, path: Path, name: str, owner: str) -> SavedContext | None:
         """The context in a file, if there is one; raises KeepsetError where it cannot be served."""
         try:
             stat = path.stat()
@@ -225,7 +225,7 @@ class ContextLibrary:
         names = sorted({*OwnedContexts(self.folder, owner).newest(), *self._shared()})
         return f"it has {', '.join(names[:10])}{' and others' if len(names) > 10 else ''}" if names else "it has none"
 
-    def _opened(self, name: str, path: Path, nbytes: int, owner: str) -> Context:
+    def _opened(self, name: str, path: Path, nbytes: int, owner: str) -> SavedContext:
         contents, longest = saved.contents(path), self._model.max_model_len
         own, layers = Recipe.parse(contents.header.recipe).method, self._model.hf_text_config.num_hidden_layers
         if differs := difference(contents.fingerprint, self.fingerprint):
@@ -246,7 +246,7 @@ class ContextLibrary:
             "it has tokens that the model does not have": any(
                 token >= self._model.get_vocab_size() for token in (*contents.opening, *contents.joint)
             ),
-            "it lacks what its recipe looks at": contents.goes_on and not {*own.remembers} <= contents.columns,
+            "it lacks what its recipe looks at": contents.goes_on and not {*own.state_names} <= contents.columns,
             "its layers differ in their heads": len({counts.shape for counts in contents.counts.values()}) != 1,
             f"it has {contents.header.tokens} tokens, and this server takes {longest} with question and answer": (
                 contents.header.tokens + 2 > longest
@@ -255,7 +255,7 @@ class ContextLibrary:
         for reason, applies in reasons.items():
             if applies:
                 raise KeepsetError(f"Context {name!r} cannot be served: {reason}.")
-        return Context(name, path, nbytes, contents, torch.cat(list(contents.counts.values())), owner)
+        return SavedContext(name, path, nbytes, contents, torch.cat(list(contents.counts.values())), owner)
 
 
 def _is_name(name: str) -> bool:

@@ -9,12 +9,12 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 
 from keepset.kernels.paged import attend_pages
-from keepset.vllm.attention import KeepImpl, eight_bits
+from keepset.vllm.attention import CompressedAttentionImpl, eight_bits
 from keepset.vllm.cpu_pages import CPUPages
 from keepset.vllm.engine_context import PlannedStep
 
 
-class CPUMixin(KeepImpl):
+class CPUMixin(CompressedAttentionImpl):
     """Its cache is packed, and its kernel is called without what vLLM's class does around it.
 
     That would take as long as all that is done here.

@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 
 from keepset.errors import KeepsetError, UnsupportedEngineError
-from keepset.paged.eight_bits import EightBits
+from keepset.paged.fp8 import EightBits
 
 
 class CPUPages:

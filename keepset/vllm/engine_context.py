@@ -1,7 +1,8 @@
 """`EngineContext`: all that keepset's classes in one process must know of one another under vLLM.
 
 vLLM asks an attention backend for classes and for each layer's kind of cache without saying for which model or
-layer, and makes the objects itself. So what they share is here, and only which context is the current one is global.
+layer, and makes the objects itself. They share what this module holds; the only global is which context is
+current.
 """
 
 from __future__ import annotations
@@ -113,18 +114,18 @@ class EngineContext:
         """The kind of cache of the layer that is asked for now."""
         if self._watch is not None:  # the model is built
             self._watch.remove()
-        here = tuple(self.layers.values())
-        index = here[self._specs_made % len(here)]
+        layer_ids = tuple(self.layers.values())
+        index = layer_ids[self._specs_made % len(layer_ids)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
         if self._passing is None:  # and vLLM has not measured yet what there is room for
-            self._passing = self._room(len(here))
+            self._passing = self._room(len(layer_ids))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
-            shape = Shape(len(here), spec.num_kv_heads, entry_bytes, longest)
+            shape = Shape(len(layer_ids), spec.num_kv_heads, entry_bytes, longest)
             saves = save_limit_of(self.config) is not None
             self._reserve = reserve(self.config, self.recipe, self.recording.group, saves, shape)
-            self._tape = self._make_tape(len(here))
-        scheduler, layers = self.config.scheduler_config, all_layers(self.config, here)
+            self._tape = self._make_tape(len(layer_ids))
+        scheduler, layers = self.config.scheduler_config, all_layers(self.config, layer_ids)
         return KeepSpec.wrap(
             check_spec(spec),
             recipe=str(self.recipe),

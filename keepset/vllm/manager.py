@@ -20,7 +20,7 @@ from keepset.vllm import stats
 
 
 @dataclass
-class Footprint:
+class RunningRequest:
     """A request that runs.
 
     Attributes:
@@ -56,10 +56,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             if every is None
             else Admission(self.schedule, kv_cache_spec.tokens_per_step, kv_cache_spec.steps_ahead)
         )
-        self._requests: dict[str, Footprint] = {}
+        self._requests: dict[str, RunningRequest] = {}
         self._prefixes: dict[Any, ContextPlacement] = kv_cache_spec.contexts
         self._contexts: dict[str, tuple[ContextPlacement, Any]] = {}
-        self._coming: tuple[str, Footprint] | None = None
+        self._coming: tuple[str, RunningRequest] | None = None
         self._own: dict[str, EvictionSchedule] = {}
         self._from: dict[str, int] = {}  # tokens that count as the prompts of requests that go on compressing
         self._reserved: dict[str, KVCacheBlock] = {}
@@ -99,7 +99,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             return
         known = self._requests.get(request_id)
         if known is None:
-            known = Footprint(num_prompt_tokens, processed_computed_tokens, self.schedule_of(request_id))
+            known = RunningRequest(num_prompt_tokens, processed_computed_tokens, self.schedule_of(request_id))
             if request_id not in self.req_to_blocks:  # unless it gets blocks, it does not run
                 self._coming = request_id, known
                 return

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from keepset.allocators.rewriter import Rewriter
+from keepset.allocators.post_processor import PostProcessor
 from keepset.core.features.window import WindowAttention
 from keepset.paged.entry_columns import COLUMN_BYTES, columns_of
 from keepset.paged.paged_observation import AT_ONCE
@@ -63,7 +63,7 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
     entries = shape.longest * shape.kv_heads
     looked_at = shape.longest * shape.entry_bytes
     moved, keep = 0, recipe.budget.keep
-    if isinstance(recipe.method, Rewriter):
+    if isinstance(recipe.method, PostProcessor):
         looked_at = entries * shape.entry_bytes
     elif heads_differ:  # all that stays is out of the pages at a time
         share = keep if isinstance(keep, float) else min(1.0, (keep or shape.longest) / shape.longest)

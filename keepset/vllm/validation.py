@@ -13,13 +13,13 @@ from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuantMode
 
-from keepset.allocators.rewriter import Rewriter
-from keepset.core.features.given import ModelStatistics
+from keepset.allocators.post_processor import PostProcessor
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.grouping import one_table
 from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
-from keepset.vllm.servable import objections
+from keepset.vllm.recipe_support import objections
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, by_head, contexts_of
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
@@ -130,7 +130,7 @@ def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
             f"heads that keep different entries are attended by keepset's own kernels, which do not read {dtype}; use "
             "kv_cache_dtype auto, or a recipe whose heads keep equally many and no contexts."
         )
-    elif isinstance(recipe.method, Rewriter):
+    elif isinstance(recipe.method, PostProcessor):
         yield f"it rewrites values, which a KV cache of kind {dtype} would round again; use kv_cache_dtype auto."
 
 

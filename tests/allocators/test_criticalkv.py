@@ -13,7 +13,7 @@ from keepset.allocators.adakv import AdaKV
 from keepset.allocators.ams import AMS
 from keepset.allocators.chunkkv import ChunkKV
 from keepset.allocators.criticalkv import CriticalKV
-from keepset.core.features.given import OutputProjection
+from keepset.core.features.runtime_features import OutputProjection
 from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
 from tests.methods.naive import DTYPES, EXACT, SHAPES, Given, Shape, kept, length_of, observe
@@ -36,7 +36,7 @@ def projected_norm(observation: Observation, request: int, query_head: int, entr
 def test_projected_norms_match_the_naive_formula(
     shape: Shape, dtype: torch.dtype, order: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepset.core.features.given.CACHE_BLOCK", block)
+    monkeypatch.setattr("keepset.core.features.runtime_features.CACHE_BLOCK", block)
     observation = observe(shape, dtype=dtype)
     norms = OutputProjection().norms(observation, order)
     assert norms.dtype == torch.float32

@@ -13,7 +13,7 @@ import keepset
 from keepset import texts
 from keepset.allocators.match import Match
 from keepset.bench.compare.fidelity import kl, mean
-from keepset.core.features.queries import Asked, ReferenceQueries
+from keepset.core.features.queries import PaddedQueries, ReferenceQueries
 from keepset.core.observation import BIAS
 from keepset.errors import RecipeError
 from keepset.hf.prompt_session import PromptSession
@@ -59,7 +59,7 @@ def test_reference_queries_of_the_prompt_come_first() -> None:
     observation = observe(Shape((24,), 2, 2, 6, 6))
     other = observe(Shape((24,), 2, 2, 6, 6), window=20, seed=5)
     assert other.queries is not None
-    reference = {ReferenceQueries(1): Asked(other.queries, torch.ones(1, 20, dtype=torch.bool))}
+    reference = {ReferenceQueries(1): PaddedQueries(other.queries, torch.ones(1, 20, dtype=torch.bool))}
     both = observe(Shape((24,), 2, 2, 6, 6), features=reference)
     method = Match(keepset.METHODS["knorm"](), window=8)
     budget = keepset.Budget(0.3)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Method, Recipe, Schedule
-from keepset.core.ahead import quotas_ahead
-from keepset.core.features.given import ModelStatistics
+from keepset.core.features.runtime_features import ModelStatistics
+from keepset.core.quota_forecast import quotas_ahead
 from keepset.errors import RecipeError
 from keepset.paged.eviction_schedule import EvictionSchedule
 from tests.allocators.nestings import AROUND, CAPS, HEADS, LAYERS, Held, Nesting, allowed, made, refusals
@@ -99,7 +99,7 @@ def check_counts(method: Method, kept: Held, total: int, each: int, exact: bool)
 
 def check_forecast(method: Method, budget: Budget, held: Held, length: int, prompt: int, kept: Held) -> None:
     """What is said ahead of looking at an event is what it keeps."""
-    if not method.foreseen:
+    if not method.count_known_on_host:
         return
     for layer, before, after in zip(LAYERS, held.counts, kept.counts, strict=True):
         average = [sum(before) // HEADS] * HEADS if method.fixed_total else before

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from keepset import Budget, Recipe
 from keepset.allocators.preset import Preset
-from keepset.allocators.prompt_presets import Glance, Reread
+from keepset.allocators.presets import Glance, Reread
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.methods.prompt_queries import PromptQueries
 from tests.allocators.test_kvcompose import budgets, pooled, sets_of

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import keepset
 from keepset.bench.analysis.diagnostics import repetition_rate
-from keepset.bench.generation import Answer, Ending, Stream, picker, step
+from keepset.bench.generation import Answer, StopCriterion, Stream, picker, step
 from keepset.bench.tasks.task import Generation
 from keepset.hf.cache import Cache
 from tests.bench.sweep.asked import scripted, watched
@@ -43,7 +43,7 @@ def say(text: str, generation: Generation) -> tuple[str, bool, int, int]:
     with scripted(model, tokens, ids.shape[1]) as calls, torch.no_grad():
         cache = keepset.Cache(model, "streaming_llm(keep=1.0)")
         first = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-        ending = Ending(model, TOKENIZER, generation)
+        ending = StopCriterion(model, TOKENIZER, generation)
         [answer] = decoded(model, [Stream(cache, first, picker(0.0, torch.device("cpu")), ending, lambda: None)])
     assert answer.ids == tokens[: len(answer.ids)] and isinstance(answer.reply, str)
     return answer.reply, answer.finished, len(answer.ids), len(calls) - 1
@@ -86,7 +86,7 @@ def test_no_token_more_than_an_end_needs(text: str, spans: list[tuple[int, int]]
 def test_answers_of_a_batch_are_those_of_each_alone() -> None:
     model, device = tiny("llama"), torch.device("cpu")
     recipes = ["streaming_llm(keep=1.0)", "snapkv(window=4, keep=12, every=5)", "adakv(snapkv(window=4), keep=0.3)"] * 3
-    ending = Ending(model, TOKENIZER, Generation(30, ("th", *"abcdefghij")))
+    ending = StopCriterion(model, TOKENIZER, Generation(30, ("th", *"abcdefghij")))
 
     def streams(grown: list[int]) -> list[Stream]:
         made = []
@@ -126,7 +126,7 @@ def test_answers_of_a_batch_are_those_of_each_alone() -> None:
 
 def test_what_an_event_takes_is_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    ending = Ending(model, TOKENIZER, Generation(5))
+    ending = StopCriterion(model, TOKENIZER, Generation(5))
     ending._ends = set()
     streams = []
     for recipe in ("knorm(keep=4, every=3)", "knorm(keep=4)"):
@@ -150,13 +150,13 @@ def test_what_an_event_takes_is_its_own_answers(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_tokenizers_own_end_counts_beside_the_models() -> None:
     model: Any = tiny("llama")
-    ending = Ending(model, TOKENIZER, Generation(9))
+    ending = StopCriterion(model, TOKENIZER, Generation(9))
     assert ending.reached([5, 2]) and not ending.reached([5, 4])
     config = model.generation_config
     before = config.eos_token_id
     try:
         config.eos_token_id = [4, 7]
-        ending = Ending(model, TOKENIZER, Generation(9))
+        ending = StopCriterion(model, TOKENIZER, Generation(9))
     finally:
         config.eos_token_id = before
     assert all(ending.reached([5, end]) for end in (2, 4, 7))
@@ -201,7 +201,7 @@ def test_it_is_told_after_every_token_that_the_cache_takes() -> None:
     lengths: list[int] = []
     with torch.no_grad():
         first = model(ids, past_key_values=cache).logits[:, -1]
-    ending = Ending(model, TOKENIZER, Generation(5))
+    ending = StopCriterion(model, TOKENIZER, Generation(5))
     ending._ends = set()
     pick = picker(0.0, torch.device("cpu"))
     decoded(model, [Stream(cache, first, pick, ending, lambda: lengths.append(cache.get_seq_length()))])

@@ -10,7 +10,7 @@ import torch
 
 import keepset
 from keepset import models
-from keepset.bench.tune import pieces, space
+from keepset.bench.tune import space
 from tests.cli.conftest import Run, tiny_model
 
 pytest.importorskip("triton")

@@ -61,7 +61,7 @@ class Stub:
                 raise MemoryError
             yield cell(task, example, candidate, seed)
 
-    def decode(self, asked: Iterable[runner.Asked]) -> Iterator[tuple[runner.Asked, Cell | None]]:
+    def decode(self, asked: Iterable[runner.EvalRequest]) -> Iterator[tuple[runner.EvalRequest, Cell | None]]:
         for each in asked:
             try:
                 yield each, next(self.run(each.task, each.example, [each.candidate], each.seed))

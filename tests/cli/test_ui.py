@@ -19,7 +19,7 @@ from keepset.cli.ui import RECIPES
 from keepset.recipe import Recipe
 from keepset.texts import chat_parts, essay
 from keepset.ui.playground import ANSWER, Playground
-from keepset.ui.server import HOST, Server
+from keepset.ui.server import HOST, PlaygroundServer
 from tests.bench.report.conftest import CHROMIUM
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
@@ -29,9 +29,9 @@ WISH = {"text": f"{essay()[:600]} 日本語 {EVIL}", "question": "Who?", "recipe
 
 
 @pytest.fixture
-def server(tiny_pair: tuple[Any, Any]) -> Iterator[Server]:
+def server(tiny_pair: tuple[Any, Any]) -> Iterator[PlaygroundServer]:
     facts = {"model": EVIL, "text": WISH["text"], "question": WISH["question"], "recipes": [WISH["recipe"]]}
-    with Server(0, Playground(*tiny_pair, None), facts) as made:
+    with PlaygroundServer(0, Playground(*tiny_pair, None), facts) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield made
@@ -39,7 +39,7 @@ def server(tiny_pair: tuple[Any, Any]) -> Iterator[Server]:
         thread.join()
 
 
-def post(server: Server, body: Any, path: str = "/run", **headers: str) -> tuple[int, str]:
+def post(server: PlaygroundServer, body: Any, path: str = "/run", **headers: str) -> tuple[int, str]:
     connection = http.client.HTTPConnection(HOST, server.port, timeout=60)
     text = body if isinstance(body, str) else json.dumps(body)
     connection.request("POST", path, text, {"Content-Type": "application/json", **headers})
@@ -47,7 +47,7 @@ def post(server: Server, body: Any, path: str = "/run", **headers: str) -> tuple
     return answer.status, answer.read().decode()
 
 
-def events(server: Server, **other: str) -> list[dict[str, Any]]:
+def events(server: PlaygroundServer, **other: str) -> list[dict[str, Any]]:
     status, text = post(server, {**WISH, **other})
     assert status == 200 and text.endswith("\n\n")
     return [json.loads(block.removeprefix("data: ")) for block in text.split("\n\n")[:-1]]
@@ -57,7 +57,7 @@ def answer(sent: list[dict[str, Any]], side: str) -> str:
     return "".join(event[side].get("text", "") for event in sent if side in event)
 
 
-def test_both_answers_are_those_that_generate_gives(server: Server, tiny_pair: tuple[Any, Any]) -> None:
+def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, tiny_pair: tuple[Any, Any]) -> None:
     model, tokenizer = tiny_pair
     sent = events(server)
     assert sent[-1] == {"done": True}
@@ -99,12 +99,12 @@ def test_both_answers_are_those_that_generate_gives(server: Server, tiny_pair: t
         ({"keep": "0"}, "keep=0 is out of range"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(server: Server, other: dict[str, str], because: str) -> None:
+def test_what_cannot_be_is_one_sentence(server: PlaygroundServer, other: dict[str, str], because: str) -> None:
     *before, last = events(server, **other)
     assert not before and because in last["error"] and "\n" not in last["error"]
 
 
-def test_only_its_own_page_is_served(server: Server) -> None:
+def test_only_its_own_page_is_served(server: PlaygroundServer) -> None:
     here = f"{HOST}:{server.port}"
     for headers in ({"Host": "evil.example"}, {"Host": here, "Origin": "http://evil.example"}, {"Origin": "null"}):
         assert post(server, WISH, **headers)[0] == 403
@@ -118,7 +118,7 @@ def test_only_its_own_page_is_served(server: Server) -> None:
     assert post(server, {**WISH, "text": ""}, Host=f"localhost:{server.port}", Origin=f"http://{here}")[0] == 200
 
 
-def test_one_run_at_a_time(server: Server) -> None:
+def test_one_run_at_a_time(server: PlaygroundServer) -> None:
     with server.busy:
         status, text = post(server, WISH)
     assert status == 409 and "Another run is under way" in text
@@ -142,7 +142,7 @@ def test_a_run_ends_before_its_server_has_closed() -> None:
                 ended.set()
 
     facts = {"model": "m", "text": "", "question": "", "recipes": []}
-    server = Server(0, cast(Playground, Endless()), facts)
+    server = PlaygroundServer(0, cast(Playground, Endless()), facts)
     threads = [
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}),
         threading.Thread(target=post, args=(server, WISH)),
@@ -157,7 +157,7 @@ def test_a_run_ends_before_its_server_has_closed() -> None:
         thread.join()
 
 
-def test_the_page_holds_text_only_in_its_data_block(server: Server) -> None:
+def test_the_page_holds_text_only_in_its_data_block(server: PlaygroundServer) -> None:
     connection = http.client.HTTPConnection(HOST, server.port, timeout=60)
     connection.request("GET", "/")
     answer = connection.getresponse()
@@ -182,7 +182,7 @@ def test_recipes_to_choose_from_are_recipes() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, {"width": 390, "height": 844}])
-def test_in_chromium(server: Server, viewport: dict[str, int]) -> None:
+def test_in_chromium(server: PlaygroundServer, viewport: dict[str, int]) -> None:
     if CHROMIUM is None or importlib.util.find_spec("playwright") is None:
         pytest.skip("needs the playwright package and an installed Chromium")
     from playwright.sync_api import sync_playwright

@@ -6,8 +6,8 @@ import torch
 from keepset import KeepsetError, Observation
 from keepset.core.feature import Needs
 from keepset.core.features.attention import PromptQueryAttention
-from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.runtime_features import RecentQueries
 from tests.methods.naive import (
     DTYPES,
     EXACT,
@@ -156,22 +156,22 @@ def test_depths_count_the_compressed_layers_before() -> None:
 def test_of_several_layers_each_row_has_its_own() -> None:
     """Two requests in three layers, layer after layer."""
     several = bare(
-        keys=torch.zeros(6, 2, 5, 4), values=torch.zeros(6, 2, 5, 4), here=(9, 11, 12), layers=[2, 9, 11, 12]
+        keys=torch.zeros(6, 2, 5, 4), values=torch.zeros(6, 2, 5, 4), layer_ids=(9, 11, 12), layers=[2, 9, 11, 12]
     )
     assert several.indices.tolist() == [9, 9, 11, 11, 12, 12]
     assert several.depths.tolist() == [1, 1, 2, 2, 3, 3]
-    assert several.of_rows(torch.tensor([[5, 0], [6, 0], [7, 0]]))[:, 0].tolist() == [5, 5, 6, 6, 7, 7]
-    assert several.of_requests(torch.tensor([[3, 0], [4, 0]]))[:, 0].tolist() == [3, 4, 3, 4, 3, 4]
+    assert several.repeat_per_request(torch.tensor([[5, 0], [6, 0], [7, 0]]))[:, 0].tolist() == [5, 5, 6, 6, 7, 7]
+    assert several.repeat_per_layer(torch.tensor([[3, 0], [4, 0]]))[:, 0].tolist() == [3, 4, 3, 4, 3, 4]
     rows = torch.arange(6)
-    assert several.apart(rows).tolist() == [[0, 2, 4], [1, 3, 5]]
-    assert torch.equal(several.joined(several.apart(rows)), rows)
+    assert several.split_layers(rows).tolist() == [[0, 2, 4], [1, 3, 5]]
+    assert torch.equal(several.merge_layers(several.split_layers(rows)), rows)
     with pytest.raises(KeepsetError, match=r"shows the layers \(9, 11, 12\) as one batch"):
         _ = several.layer
 
 
 def test_layers_that_are_no_neighbours_are_refused() -> None:
     with pytest.raises(KeepsetError, match="no neighbours among the observed layers"):
-        bare(here=(2, 11), layers=[2, 9, 11])
+        bare(layer_ids=(2, 11), layers=[2, 9, 11])
 
 
 def test_bytes_of_an_entry_are_its_keys_and_its_values() -> None:

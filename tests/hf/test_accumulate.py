@@ -15,8 +15,8 @@ from transformers import AttentionInterface
 import keepset
 from keepset.core.feature import Needs
 from keepset.core.features.attention import PromptQueryAttention
-from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments, QueryMoments
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder

@@ -21,8 +21,8 @@ from transformers import AttentionInterface
 import keepset
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.features.window import WindowAttention, WindowSums
 from keepset.core.method import Method
 from keepset.core.observation import Observation
@@ -368,7 +368,7 @@ with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill",
 )
 def test_how_much_stays_follows_from_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, which is not asked before it is stored: an event that keeps more or less is an error."""
-    monkeypatch.setattr("keepset.hf.cache.waited_for", lambda device: True)
+    monkeypatch.setattr("keepset.hf.cache.is_async_device", lambda device: True)
     text = f"{by_text(name, 12)[:-1]}, every=5)" if name not in RECIPES else RECIPES[name](every=5)
     (ids, mask), cache, start = left_padded(prompt(2, LENGTH + 17), [0, 6]), keepset.Cache(tiny("llama"), text), 0
     for tokens in (LENGTH, 3, 8, 1, 5):  # after prompts of two lengths several at once, also beyond an event

@@ -32,7 +32,7 @@ def check(nesting: Nesting) -> None:
     heads = model.config.num_key_value_heads * model.config.num_hidden_layers
     # Key, value, position, and what the method remembers; while tokens come also what it is shown of each entry.
     sizes = (1, 2) if "int8" in nesting else (4, 0)
-    entry = 2 * sizes[0] * model.config.head_dim + 4 * (sizes[1] + 1 + len(method.remembers))
+    entry = 2 * sizes[0] * model.config.head_dim + 4 * (sizes[1] + 1 + len(method.state_names))
     shown = 4 * len(method.needs.of(WindowAttention))
     once = keepset.Cache(model, Recipe(method, Budget(SHARE, 2, 3)))
     with torch.no_grad():

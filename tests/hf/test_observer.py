@@ -52,7 +52,7 @@ def test_observer_sees_what_the_method_saw(method: TOVA) -> None:
         part = told[number * len(layers) : (number + 1) * len(layers)]
         for layer, (observation, keep_set) in zip(layers, part, strict=True):
             assert observation.lengths.tolist() == [event.length] * 2
-            kept = keep_set.layer(layer).settled()
+            kept = keep_set.layer(layer).to_record()
             assert event.keep_set is not None
             assert same_keep_set(KeepSet([kept]), KeepSet([event.keep_set.layer(layer)]))
             # As it was before the event: what is new has no number yet.

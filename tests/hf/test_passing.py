@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import keepset
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.group_reduction import GroupReduction
 from tests.hf.models import extended, left_padded, prompt, tiny
 from tests.hf.test_refusals import refusal
 
@@ -32,7 +32,7 @@ class Both(Method):
 
     @property
     def sums(self) -> list[WindowAttention]:
-        rules = [WindowAttention(self.window, sums_of=each) for each in GroupSums]
+        rules = [WindowAttention(self.window, sums_of=each) for each in GroupReduction]
         return [*rules, WindowAttention(self.window, history=True), WindowAttention(3)]
 
     @property
@@ -71,11 +71,13 @@ def test_sums_are_those_that_the_windows_queries_give(
             assert ours.window == theirs.window == window
             exact = dtype == torch.float32
             close = dict(rtol=1e-5, atol=1e-6) if exact else dict(rtol=1e-2, atol=1e-3)
-            torch.testing.assert_close(ours.received[observation.valid], theirs.received[observation.valid], **close)
+            torch.testing.assert_close(
+                ours.attention_sums[observation.valid], theirs.attention_sums[observation.valid], **close
+            )
             compared += 1
         usage = observation.by_query_group(observation.window_usage(min(6, every)))
         for feature, right in zip(method.sums[:2], (usage.mean(2), usage.transpose(2, 3)), strict=True):
-            received, valid = observation[feature].received, observation.valid
+            received, valid = observation[feature].attention_sums, observation.valid
             torch.testing.assert_close(received[valid], right[valid], rtol=1e-2, atol=1e-3)
 
     method, model = Both(), tiny(architecture)

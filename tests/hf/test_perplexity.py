@@ -18,7 +18,7 @@ import keepset
 from keepset import KeepsetError
 from keepset.core.feature import Needs
 from keepset.core.features.attention import SecondPass
-from keepset.core.features.given import Perplexity
+from keepset.core.features.runtime_features import Perplexity
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder

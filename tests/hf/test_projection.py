@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import keepset
-from keepset.core.features.given import OutputProjection
+from keepset.core.features.runtime_features import OutputProjection
 from keepset.hf.projection import output_projection
 from tests.hf.models import ARCHITECTURES, generate, prompt, tiny
 

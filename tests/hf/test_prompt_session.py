@@ -11,8 +11,8 @@ from torch import Tensor
 import keepset
 from keepset.core.feature import Needs
 from keepset.core.features.attention import AttentionColumns
-from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import QueryMoments
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.features.window import WindowAttention
 from keepset.hf.prompt_session import PromptSession, needs_of
 from keepset.kernels.columns import ColumnStatistic

@@ -193,7 +193,7 @@ def check(pair: Pair, expected: dict[str, Tensor]) -> None:
             assert torch.equal(run.view(packed.values)[i], expected["values"][batch, head, held])
             assert torch.equal(run.view(packed.positions)[i], expected["positions"][batch, head, held])
             # What kernels are told is the same; there are neither biases nor scales.
-            *addresses, count = table.there[:, run.first + i].tolist()
+            *addresses, count = table.addresses[:, run.first + i].tolist()
             assert count + table.grown == run.count
             columns_of = (packed.keys, packed.values, packed.positions)
             if count + table.grown:

@@ -20,20 +20,38 @@ from triton.compiler import ASTSource
 from keepset.kernels import dispatch
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_columns
+from keepset.kernels.compact_block_table import shift_step
 from keepset.kernels.compaction import append_entries, pack_entries
-from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.int8 import quantize
 from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention
-from keepset.kernels.paged_arguments import EntriesInPages, FiledLayouts, PagedTokens, Received, RecordedQueries
+from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
-from keepset.kernels.shift import shift_step
-from keepset.kernels.triton import attention, columns, compaction, page_entries, paged, paged_window, shift, window
+from keepset.kernels.triton import (
+    attention,
+    columns,
+    compact_block_table,
+    compaction,
+    page_entries,
+    paged,
+    paged_window,
+    window,
+)
 from keepset.kernels.window import add_received
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
-_MODULES: tuple[ModuleType, ...] = attention, columns, compaction, page_entries, paged, paged_window, shift, window
+_MODULES: tuple[ModuleType, ...] = (
+    attention,
+    columns,
+    compaction,
+    page_entries,
+    paged,
+    paged_window,
+    compact_block_table,
+    window,
+)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -85,7 +103,7 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
         ragged_attention(queries[:, :, :1], [store], 1.5)
         ragged_attention(queries, [store], 1.5, last)
         append_entries([store], keys, keys, positions)
-        for sums_of in GroupSums if store is not eight_bits else [GroupSums.MEAN]:
+        for sums_of in GroupReduction if store is not eight_bits else [GroupReduction.MEAN]:
             column = torch.zeros(*bias.shape, *sums_of.shape(group))
             add_received(column, queries[:, :, :8], store, kv_heads, last[:, :8], 1.5, sums_of)
     attention_columns(queries[0], keys[0], names=("sum", "max", "square"), group="mean")
@@ -107,10 +125,10 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     entries = EntriesInPages(layout, table, lengths, layout.counts, long)
     rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
     recorded = RecordedQueries(rings, lengths, lengths[:, None].expand(-1, 4))
-    for sums_of in GroupSums:
+    for sums_of in GroupReduction:
         sums = torch.zeros(*columns.shape, *sums_of.shape(group))
         own = [torch.zeros(LAYERS, kv_heads, long, *sums_of.shape(group)), None]
-        received = Received(sums, lengths[:, None].expand(-1, 4), lengths, 1.5, sums_of, columns, columns, own)
+        received = ColumnTarget(sums, lengths[:, None].expand(-1, 4), lengths, 1.5, sums_of, columns, columns, own)
         add_received_in_pages(caches, range(LAYERS), recorded, entries, received)
     shift_step(table, lengths.int(), torch.arange(3).int(), lengths, lengths, SIZE, table, lengths.int())
     read_pages(caches, 0, torch.zeros(kv_heads, 3, dtype=torch.int64))

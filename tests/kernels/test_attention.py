@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from keepset.kernels.attention import ragged_attention, ragged_log_sum_exp
-from keepset.kernels.packed import PackedHeads, Run
+from keepset.kernels.packed import HeadRun, PackedHeads
 
 # Entries of every head of every request, [batch][kv_heads].
 COUNTS = [
@@ -35,7 +35,7 @@ def packed_heads(counts: list[list[int]], sizes: tuple[int, int], dtype: torch.d
         if runs and runs[-1].count == count:
             runs[-1].heads += 1
         else:
-            runs.append(Run(head, 1, start, count, count + spare))
+            runs.append(HeadRun(head, 1, start, count, count + spare))
         start += count + spare
     keys, values = (torch.randn(start, size, generator=draw).to(dtype) for size in sizes)
     positions = torch.zeros(start, dtype=torch.int32)

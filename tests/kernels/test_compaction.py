@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepset.kernels.compaction import append_entries, pack_entries
-from keepset.kernels.packed import PackedHeads, Run
+from keepset.kernels.packed import HeadRun, PackedHeads
 
 KEYS = {"by head": (2, 3, 20, 5), "by token": (2, 20, 3, 5)}
 
@@ -33,7 +33,7 @@ def test_every_head_keeps_its_own(implementation: str, order: str, counts: list[
 @pytest.mark.parametrize("n", [1, 40])
 def test_new_entries_follow_those_of_their_head(implementation: str, n: int) -> None:
     draw = torch.Generator().manual_seed(2)
-    runs = [[Run(0, 2, 0, 3, 50)], [Run(0, 1, 0, 0, 41), Run(1, 1, 41, 9, 50)]]
+    runs = [[HeadRun(0, 2, 0, 3, 50)], [HeadRun(0, 1, 0, 0, 41), HeadRun(1, 1, 41, 9, 50)]]
     stores = []
     for of_store, places in zip(runs, (100, 91), strict=True):
         keys, values = torch.randn(places, 8, generator=draw), torch.randn(places, 5, generator=draw).bfloat16()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keepset.kernels import attention, columns, compaction, dispatch
-from keepset.kernels.packed import PackedHeads, Run
+from keepset.kernels.packed import HeadRun, PackedHeads
 
 KERNELS = ("_append", "_attend_part", "_columns", "_log_sum_exp", "_pack")
 
@@ -36,7 +36,7 @@ def test_each_kernel_is_launched_on_the_gpu_of_its_tensors(
         monkeypatch.setattr(module, "launched_on", launched_on)
     with Gpu(monkeypatch) as gpu:
         keys, new = Posing(torch.randn(6, 8)), Posing(torch.randn(1, 2, 1, 8))
-        store = PackedHeads(keys, keys, Posing(torch.arange(6, dtype=torch.int32)), [Run(0, 2, 0, 2, 3)])
+        store = PackedHeads(keys, keys, Posing(torch.arange(6, dtype=torch.int32)), [HeadRun(0, 2, 0, 2, 3)])
         compaction.append_entries([store], new, new, Posing(torch.tensor([[7]])))
         attention.ragged_attention(new, [store], 0.3)
         columns.attention_columns(new[0], new[0])

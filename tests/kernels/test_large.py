@@ -15,10 +15,10 @@ from keepset.kernels import dispatch
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.compaction import append_entries
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
+from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention
-from keepset.kernels.paged_arguments import EntriesInPages, PagedTokens, Received, RecordedQueries
+from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
-from keepset.kernels.subpages import Layout
 from keepset.kernels.window import add_received
 from tests.kernels.test_attention import packed_heads
 
@@ -58,7 +58,7 @@ def test_pages_of_a_large_pool(triton_interpreted: None, monkeypatch: pytest.Mon
     far[-4:] = near
     before, lengths = BLOCKS - 4, torch.tensor([40], dtype=torch.int32)
     counts, none = torch.tensor([[[9, 20]]], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-    layout = Layout(counts, torch.full_like(none, 24), none, none)
+    layout = PageLayout(counts, torch.full_like(none, 24), none, none)
     queries, new = torch.randn(1, 4, DIM).to(HALF), torch.randn(1, 2, DIM).to(HALF)
     slots = torch.randperm(4 * HEADS * SIZE)[:9]
     entries, last = torch.randn(2, 9, DIM).to(HALF), torch.tensor([[39]])
@@ -73,7 +73,7 @@ def test_pages_of_a_large_pool(triton_interpreted: None, monkeypatch: pytest.Mon
         paged_attention(queries, [pool], 0, tokens, layout, 0.3, output, torch.zeros_like(column))
         held = EntriesInPages(layout, table, lengths, counts, 40)
         recorded = RecordedQueries(queries[None, None], torch.tensor([0]), torch.tensor([[0]]))
-        add_received_in_pages([pool], range(1), recorded, held, Received(column, last, lengths, 0.3))
+        add_received_in_pages([pool], range(1), recorded, held, ColumnTarget(column, last, lengths, 0.3))
         pages = read_pages([pool], 0, torch.arange(2, 4)[None] + first * HEADS)
         return [output.float(), column[:, beyond:], pages, *take_entries([pool], slots + beyond), pool[-4:]]
 
@@ -116,7 +116,7 @@ def test_parts_of_many_tokens_take_a_quarter_of_a_gigabyte_at_most(
     monkeypatch.setattr(paged, "_merge_parts", Noted())
     for n in 64, 2048, 16_384:
         queries, counts = torch.empty(n, 64, 128, dtype=HALF), torch.zeros(n, 1, 8)
-        layout, table = Layout(counts, *[counts[..., 0]] * 3), torch.zeros(n, 1, dtype=torch.int32)
+        layout, table = PageLayout(counts, *[counts[..., 0]] * 3), torch.zeros(n, 1, dtype=torch.int32)
         pool, tokens = torch.zeros(1, 8, SIZE, 256, dtype=HALF), PagedTokens(table, counts[:, 0, 0], 131_072)
         paged_attention(queries, [pool], 0, tokens, layout, 0.3, queries)
     # Of float32 numbers; where there is one part it is the output itself.

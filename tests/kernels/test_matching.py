@@ -10,17 +10,17 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
-from keepset.kernels.matching import Heads, match_attention
+from keepset.kernels.matching import FitProblem, match_attention
 
 
-def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 0) -> Heads:
+def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 0) -> FitProblem:
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw)
 
     asked = torch.ones(heads, queries, dtype=torch.bool)
-    return Heads(
+    return FitProblem(
         2 * normal(heads, queries, size),
         asked,
         normal(heads, entries, size),
@@ -29,38 +29,38 @@ def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 
     )
 
 
-def fit(heads: Heads, kept: Tensor, ridge: float = 0.03, biases: bool = True) -> tuple[Tensor, Tensor]:
+def fit(heads: FitProblem, kept: Tensor, ridge: float = 0.03, biases: bool = True) -> tuple[Tensor, Tensor]:
     return match_attention(heads, kept, torch.ones_like(kept, dtype=torch.bool), 0.4, ridge, biases)
 
 
-def attention(heads: Heads, head: int) -> np.ndarray:
+def attention(heads: FitProblem, head: int) -> np.ndarray:
     """Of every query over all entries."""
     logits = (heads.queries[head].double() @ heads.keys[head].double().T * 0.4 + heads.added[head].double()).numpy()
     powers = np.exp(logits - logits.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
 
-def output(heads: Heads, head: int, kept: Tensor, biases: Tensor, values: Tensor) -> np.ndarray:
+def output(heads: FitProblem, head: int, kept: Tensor, biases: Tensor, values: Tensor) -> np.ndarray:
     """Attention's over the kept entries alone, from their own logits."""
     keys, added = heads.keys[head][kept].double(), heads.added[head][kept].double() + biases.double()
     weights = (heads.queries[head].double() @ keys.T * 0.4 + added).softmax(-1)
     return (weights @ values.double()).numpy()
 
 
-def error(heads: Heads, head: int, kept: Tensor, biases: Tensor, values: Tensor) -> float:
+def error(heads: FitProblem, head: int, kept: Tensor, biases: Tensor, values: Tensor) -> float:
     wanted = attention(heads, head) @ heads.values[head].double().numpy()
     return float(np.square(output(heads, head, kept, biases, values) - wanted).sum())
 
 
 def test_a_dropped_twin_is_stood_for_by_log_two() -> None:
     heads = random_heads(1, 40, 6, 8)
-    twins = Heads(heads.queries, heads.asked, *(torch.cat([part, part], 1) for part in heads[2:]))
+    twins = FitProblem(heads.queries, heads.asked, *(torch.cat([part, part], 1) for part in heads[2:]))
     kept = torch.arange(6)[None]
     biases, values = fit(twins, kept)
     torch.testing.assert_close(biases, torch.full_like(biases, math.log(2)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(values, heads.values, rtol=1e-4, atol=1e-4)
     # One twin of one entry alone: that one stands for two, the others for themselves.
-    one = Heads(heads.queries, heads.asked, *(torch.cat([part, part[:, :1]], 1) for part in heads[2:]))
+    one = FitProblem(heads.queries, heads.asked, *(torch.cat([part, part[:, :1]], 1) for part in heads[2:]))
     gap = error(one, 0, kept[0], *(part[0] for part in fit(one, kept, ridge=1e-6)))
     assert gap < 1e-2 * error(one, 0, kept[0], torch.zeros(6), heads.values[0])
 
@@ -135,7 +135,7 @@ def test_heads_of_other_lengths_do_not_change_one_another() -> None:
     queries, keys, values = (torch.full_like(part, math.nan) for part in (one.queries, one.keys, one.values))
     queries[0, :14], keys[0, :11], values[0, :11] = other.queries[0], other.keys[0], other.values[0]
     added = torch.where(torch.arange(15) < 11, 0.0, -math.inf)[None]
-    both = Heads(
+    both = FitProblem(
         torch.cat([one.queries, queries]),
         torch.cat([one.asked, torch.arange(20)[None] < 14]),
         torch.cat([one.keys, keys]),
@@ -172,7 +172,7 @@ def test_what_cannot_be_fitted_stays(broken: str) -> None:
         assert not biases[0].any() and torch.equal(values[0], heads.values[0, places[0]])
     if broken == "equal keys":  # a rank of one: all entries are one, of the mean value
         assert error(heads, 0, places[0], biases[0], values[0]) < 1e-2
-    alone = fit(Heads(*(part[1:] for part in heads)), places[1:])
+    alone = fit(FitProblem(*(part[1:] for part in heads)), places[1:])
     torch.testing.assert_close((biases[1], values[1]), (alone[0][0], alone[1][0]), rtol=1e-4, atol=1e-5)
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.paged_arguments import PagedTokens
-from keepset.kernels.subpages import Layout
 from tests.paged.allocator import Row
 
 TOLERANCE = {
@@ -36,7 +36,7 @@ class Case:
     rows: list[Row]
     new: list[int]
     caches: list[Tensor]
-    layout: Layout
+    layout: PageLayout
     bias: Tensor
 
     @classmethod
@@ -75,7 +75,7 @@ class Case:
         held = [slot for row in rows[1:2] for head in range(kv_heads) for slot, _ in _slots(row, head, size)]
         assert len(rows) == 1 or {slot // bias.shape[1] for slot in held} == {0, 1}
         state = [torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(4)]
-        return cls(rows, new, caches, Layout(*(part[:, 1:] for part in state)), bias)
+        return cls(rows, new, caches, PageLayout(*(part[:, 1:] for part in state)), bias)
 
     def tokens(self, listed: bool) -> PagedTokens:
         """The new ones: of requests with one each, or as a list, in which what comes first comes last."""

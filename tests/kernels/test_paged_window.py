@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.group_sums import GroupSums
-from keepset.kernels.paged_arguments import EntriesInPages, Received, RecordedQueries
+from keepset.kernels.group_reduction import GroupReduction
+from keepset.kernels.page_layout import PageLayout
+from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
-from keepset.kernels.subpages import Layout
 from tests.kernels.test_paged import Case, _slots, at
 from tests.kernels.test_window import TOLERANCE
 
@@ -23,7 +23,7 @@ BEFORE = 7.0
 
 def in_pages(case: Case, layers: int) -> EntriesInPages:
     """The same layout in all of so many layers."""
-    layout = Layout(*(torch.cat([part] * layers, 1).contiguous() for part in case.layout))
+    layout = PageLayout(*(torch.cat([part] * layers, 1).contiguous() for part in case.layout))
     table = torch.tensor([row.block_table() for row in case.rows], dtype=torch.int32)
     lengths = torch.tensor([row.length for row in case.rows])
     return EntriesInPages(layout, table, lengths, layout.counts, max(row.length for row in case.rows))
@@ -46,7 +46,7 @@ def place(case: Case, slot: int) -> tuple[int, int]:
 
 
 def expected(
-    case: Case, queries: Tensor, received: Received, unwritten: list[int]
+    case: Case, queries: Tensor, received: ColumnTarget, unwritten: list[int]
 ) -> dict[tuple[int, int, int, int], list[float]]:
     """By request, head, entry and slot the numbers of the second layer."""
     blocks, kv_heads, size, width = case.caches[0].shape
@@ -89,11 +89,11 @@ def expected(
 @pytest.mark.cross
 @pytest.mark.parametrize("positioned", [False, True])
 @pytest.mark.parametrize("group", [1, 3, 8])
-@pytest.mark.parametrize("sums_of", GroupSums)
+@pytest.mark.parametrize("sums_of", GroupReduction)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sums(
-    implementation: str, dtype: torch.dtype, n: int, sums_of: GroupSums, group: int, positioned: bool
+    implementation: str, dtype: torch.dtype, n: int, sums_of: GroupReduction, group: int, positioned: bool
 ) -> None:
     """Some of the queries see nothing, or do not exist. With positions, two requests' numbers are their own."""
     kv_heads, size, dim = 2, 4, 10
@@ -108,7 +108,7 @@ def test_sums(
     room = 2, kv_heads, 24, *sums_of.shape(group)
     own = [torch.full(room, BEFORE) if row in (1, 2) else None for row in range(rows)] if positioned else []
     bias, positions = case.bias if group == 3 else None, positions_of(case, size) if positioned else None
-    received = Received(columns, last, torch.tensor(unwritten), 0.3, sums_of, bias, positions, own)
+    received = ColumnTarget(columns, last, torch.tensor(unwritten), 0.3, sums_of, bias, positions, own)
     held, queries = in_pages(case, 2), RecordedQueries(rings, slots, at_places)
     add_received_in_pages(case.caches, range(1, 2), queries, held, received)
     few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
@@ -133,11 +133,11 @@ def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None) -> No
     caches = [torch.randn(90, 2, size, 16, generator=draw) for _ in range(2)]
     gone, none = torch.tensor([[40], [0]]), torch.zeros(2, 1, 2, dtype=torch.int64)
     table = torch.stack([torch.randperm(45, generator=draw) + 45 * row for row in range(2)])
-    held = EntriesInPages(Layout(none, gone, gone // size, none[..., 0]), table, lengths, none, 700)
+    held = EntriesInPages(PageLayout(none, gone, gone // size, none[..., 0]), table, lengths, none, 700)
     rings = torch.randn(2, 2, 5, 2, 8, generator=draw)
     columns, last = torch.zeros(2, 90 * 2 * size), torch.tensor([[690, 699], [1, 2]])
     queries = RecordedQueries(rings, torch.tensor([1, 0]), torch.tensor([[3, 4], [0, 1]]))
-    add_received_in_pages(caches, range(2), queries, held, Received(columns, last, lengths, 0.5))
+    add_received_in_pages(caches, range(2), queries, held, ColumnTarget(columns, last, lengths, 0.5))
     for layer in range(2):
         for row, (first, count) in enumerate(((40 // size, 660), (0, 3))):
             for head in range(2):
@@ -153,16 +153,18 @@ def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None) -> No
                 torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("sums_of", GroupSums)
+@pytest.mark.parametrize("sums_of", GroupReduction)
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
-def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float, sums_of: GroupSums) -> None:
+def test_what_is_no_number_spoils_its_own_head_only(
+    implementation: str, strange: float, sums_of: GroupReduction
+) -> None:
     case = Case.draw([9], [9], 2, 4, 8, torch.float32)
     spoilt = _slots(case.rows[0], 1, 4)
     slot = spoilt[2][0]
     layer, *there = at(slot, 4, 2, len(case.caches[0]))
     case.caches[layer][tuple(there)][0] = strange
     column = torch.zeros(*case.bias.shape, *sums_of.shape(2))
-    received = Received(column, torch.tensor([[8, 8]]), torch.tensor([9]), 0.3, sums_of)
+    received = ColumnTarget(column, torch.tensor([[8, 8]]), torch.tensor([9]), 0.3, sums_of)
     queries = RecordedQueries(torch.ones(1, 1, 2, 4, 8), torch.tensor([0]), torch.arange(2)[None])
     add_received_in_pages(case.caches, range(1, 2), queries, in_pages(case, 2), received)
     whole = [slot for slot, _ in _slots(case.rows[0], 0, 4)]

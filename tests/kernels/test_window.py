@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
 from keepset.kernels.window import add_received
 from tests.kernels.test_attention import COUNTS, packed_heads
@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-6), torch.bfloat16: dict(rto
 
 
 def expected(
-    queries: Tensor, packed: PackedHeads, kv_heads: int, last: Tensor, scaling: float, sums_of: GroupSums
+    queries: Tensor, packed: PackedHeads, kv_heads: int, last: Tensor, scaling: float, sums_of: GroupReduction
 ) -> Tensor:
     """The column; places that hold no entry stay as they are."""
     group = queries.shape[1] // kv_heads
@@ -44,13 +44,13 @@ def expected(
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("sums_of", GroupSums)
+@pytest.mark.parametrize("sums_of", GroupReduction)
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("n", [1, 3, 9])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_sums(
-    implementation: str, counts: list[list[int]], dtype: torch.dtype, n: int, group: int, sums_of: GroupSums
+    implementation: str, counts: list[list[int]], dtype: torch.dtype, n: int, group: int, sums_of: GroupReduction
 ) -> None:
     """Some of the queries see nothing, or do not exist."""
     packed, batch, kv_heads = packed_heads(counts, (10, 6), dtype, spare=2), len(counts), len(counts[0])
@@ -72,13 +72,15 @@ def test_a_long_head_beside_none_and_many_queries(triton_interpreted: None, long
     last = torch.arange(longest - 70, longest)[None]
     column = torch.ones(len(packed.keys))
     add_received(column, queries, packed, 3, last, 0.3)
-    right = expected(queries, packed, 3, last, 0.3, GroupSums.MEAN)
+    right = expected(queries, packed, 3, last, 0.3, GroupReduction.MEAN)
     torch.testing.assert_close(column.double(), right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sums_of", GroupSums)
+@pytest.mark.parametrize("sums_of", GroupReduction)
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
-def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float, sums_of: GroupSums) -> None:
+def test_what_is_no_number_spoils_its_own_head_only(
+    implementation: str, strange: float, sums_of: GroupReduction
+) -> None:
     packed = packed_heads([[4, 5]], (8, 8), torch.float32, spare=3)
     packed.runs[1].view(packed.keys)[0, 2] = strange
     column = torch.zeros(len(packed.keys), *sums_of.shape(2))

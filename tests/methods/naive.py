@@ -15,8 +15,8 @@ from torch import Tensor
 from keepset import METHODS, Method, Observation
 from keepset.core.feature import Feature
 from keepset.core.features.attention import AttentionColumns, PromptQueryAttention, SecondPass, SecondPassColumns
-from keepset.core.features.given import ModelStatistics, OutputProjection
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.runtime_features import ModelStatistics, OutputProjection
 from keepset.core.method import Allocator
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.kernels.columns import ColumnStatistic
@@ -288,7 +288,7 @@ def several(observations: Sequence[Observation]) -> Observation:
     return Observation(
         **{name: torch.cat([getattr(each, name) for each in observations]) for name in names},
         features={of: joined([each.features[of] for each in observations]) for of in first.features},
-        here=[each.layer for each in observations],
+        layer_ids=[each.layer for each in observations],
         layers=first.layers,
     )
 

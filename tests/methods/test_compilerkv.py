@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation
 from keepset.allocators.pool import Pool
-from keepset.core.features.given import ModelTables, Perplexity
+from keepset.core.features.runtime_features import ModelTables, Perplexity
 from keepset.core.tables import Tables, load, save
 from keepset.methods.compilerkv import CompilerKV
 from tests.core.test_tables import random_tables

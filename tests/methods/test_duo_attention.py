@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keepset import Budget, KeepSet, KeepsetError, Observation, Recipe
 from keepset.allocators.adakv import AdaKV
 from keepset.allocators.pyramid import Pyramid
-from keepset.core.features.given import ModelStatistics
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.statistics import Statistics
 from keepset.methods.duo_attention import DuoAttention
 from tests.methods.naive import Shape, kept, observe, random_statistics

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset import Budget, KeepsetError, Observation
 from keepset.core.feature import Needs
-from keepset.core.features.given import ModelStatistics
 from keepset.core.features.moments import QueryDistribution, QueryMoments
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.methods import expected_attention
 from keepset.methods.expected_attention import ExpectedAttention
 from tests.methods.naive import (

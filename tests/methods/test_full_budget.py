@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from keepset import METHODS, Budget, Recipe
-from keepset.core.features.queries import Asked, ReferenceQueries
+from keepset.core.features.queries import PaddedQueries, ReferenceQueries
 from keepset.core.method import Allocator
 from tests.methods.naive import Shape, observe
 
@@ -22,8 +22,8 @@ def is_the_full_cache(text: str, keep: int | float) -> bool:
     method, shape = Recipe.parse(text).method, Shape((LENGTH,), HEADS, 2, 8, 8)
     # Attention that is sharp, or all entries are wanted by some query.
     sharp = [observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, scaling=2.0) for layer in LAYERS]
-    asked = Asked(sharp[0].newest_queries(64)[0], torch.ones(1, 64, dtype=torch.bool))
-    observations = [each.having({ReferenceQueries(128): asked}) for each in sharp]
+    asked = PaddedQueries(sharp[0].newest_queries(64)[0], torch.ones(1, 64, dtype=torch.bool))
+    observations = [each.with_features({ReferenceQueries(128): asked}) for each in sharp]
     answer = method.select_all(observations, Budget(keep, method.sinks, method.recent))
     for each in observations:
         kept = answer.layer(each.layer)

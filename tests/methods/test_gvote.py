@@ -13,7 +13,7 @@ from torch import Tensor
 from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments
 from keepset.methods.gvote import GVote, nucleus
-from keepset.methods.noise import normal, stream
+from keepset.methods.hash_random import normal, stream
 from tests.methods.naive import (
     HIDDEN,
     SHAPES,

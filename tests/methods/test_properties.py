@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation
 from keepset.core.features.attention import PromptQueryAttention, SecondPassColumns
-from keepset.core.features.given import OutputProjection
+from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.method import Allocator
 from tests.methods.naive import (
     DTYPES,
@@ -301,8 +301,8 @@ def test_layers_that_are_shown_as_one_batch_keep_what_they_keep_one_by_one(
     shown = [several(some) for some in (apart[:first], apart[first:]) if some]
     expected, answer = method.select_all(apart, case.budget), method.select_all(shown, case.budget)
     for observation in shown:
-        mine = answer.layer(observation.here[0])
-        for place, layer in enumerate(observation.here):
+        mine = answer.layer(observation.layer_ids[0])
+        for place, layer in enumerate(observation.layer_ids):
             own, rows = expected.layer(layer), slice(place * batch, (place + 1) * batch)
             assert torch.equal(mine.counts[rows], own.counts)
             starts = mine.cu_seqlens[:: own.counts.shape[1] * batch]

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from keepset import Budget, KeepsetError, Observation
-from keepset.core.features.given import ModelStatistics
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.methods.qfilter import QFilter
 from tests.methods.naive import DTYPES, EXACT, SHAPES, Shape, check_scores, dot, kept, length_of, observe
 

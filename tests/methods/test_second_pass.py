@@ -13,7 +13,7 @@ from torch import Tensor
 from keepset import KeepsetError, Observation
 from keepset.core.feature import Needs
 from keepset.core.features.attention import AttentionColumns, SecondPass
-from keepset.core.features.given import OutputProjection
+from keepset.core.features.runtime_features import OutputProjection
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.second_pass import SecondPassAttention
 from tests.methods.naive import EXACT, MAX, SHAPES, SUM, Shape, check_scores, dot, length_of, observe, of_a_second_pass

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keepset import Budget, Observation
-from keepset.core.features.given import ModelStatistics
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.methods.triattention import TriAttention
 from tests.methods.naive import DTYPES, EXACT, SHAPES, Shape, check_scores, kept, length_of, observe

@@ -321,6 +321,6 @@ def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observatio
     )
     if at == request.prompt:
         return seen
-    return seen.having(
+    return seen.with_features(
         {of: of.made(seen, min(of.window, recipe.schedule.every)) for of in recipe.method.needs.of(WindowAttention)}
     )

@@ -11,9 +11,9 @@ from torch import Tensor
 from keepset import Recipe
 from keepset.core.rope import RotaryTable
 from keepset.kernels import page_entries
-from keepset.paged.eight_bits import EightBits
 from keepset.paged.engine import QueryProjection
 from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.fp8 import EightBits
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages

@@ -14,7 +14,7 @@ from torch import Tensor
 from keepset import registry
 from keepset.core.budget import Budget
 from keepset.core.feature import Needs
-from keepset.core.features.given import EntryBiases, RecentQueries
+from keepset.core.features.runtime_features import EntryBiases, RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import BIAS, Observation
@@ -71,7 +71,7 @@ class Loud(Method):
         return self.window
 
     @property
-    def remembers(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         return ("stayed",)
 
     def score(self, observation: Observation) -> Tensor:
@@ -96,7 +96,7 @@ class Leaning(SnapKV):
         return super().needs | Needs(EntryBiases())
 
     @property
-    def remembers(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         return (BIAS,)
 
     def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.paged.eight_bits import EightBits
 from keepset.paged.event_queue import EventQueue
+from keepset.paged.fp8 import EightBits
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.page_tables import FreedBlocks
 from tests.paged.layers import batch_of, layer_group

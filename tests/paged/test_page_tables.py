@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset.kernels import subpages
+from keepset.kernels import page_layout
+from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
-from keepset.kernels.subpages import Layout
 from keepset.paged.page_tables import PerHeadTables, RaggedStep
 from keepset.paged.per_head import PerHeadSequences
 from tests.paged.allocator import POISON, Row
@@ -104,12 +104,12 @@ class Batch:
                 shares = [int(keep * len(head.held) / (h + 1)) for h, head in enumerate(allocator.heads)]
                 kept = [head.held[-max(1, n) :] for head, n in zip(allocator.heads, shares, strict=True)]
                 counts = torch.tensor([len(entries) for entries in kept])
-                needed = int(subpages.blocks_needed(counts, torch.tensor(allocator.length), self.size))
+                needed = int(page_layout.blocks_needed(counts, torch.tensor(allocator.length), self.size))
                 allocator.event(kept, allocator.blocks - needed)
                 left.append(counts)
             pages = self.tables.of_event(torch.arange(len(order)), table, WIDTH * self.size, None)
             deal = pages.deal(range(index, index + 1), torch.stack(left))
-            assert deal.fits is not None and all(deal.fits.here)
+            assert deal.fits is not None and all(deal.fits.host_values)
             deal.take(max(int(counts.max()) for counts in left))
         for r in order:
             self.compressed[r] = True
@@ -147,9 +147,9 @@ def test_every_step_has_the_pages_of_an_allocator(
 
 def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    original = subpages.tables
+    original = page_layout.tables
 
-    def tables(layout: Layout, *args: Any) -> torch.Tensor:
+    def tables(layout: PageLayout, *args: Any) -> torch.Tensor:
         if layout.counts.shape[1] > 1:  # of all layers, and not of one's event
             made.append(batch.rows[0].length)
         return original(layout, *args)

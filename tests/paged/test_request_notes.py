@@ -19,7 +19,7 @@ def marked(notes: RequestNotes, *requests: tuple[list[int], int, int]) -> list[b
     nobody = torch.zeros(len(requests), dtype=torch.int64)
     some = [ScheduledRequest(row, 0, 1, 9, before, after) for row, (_, before, after) in enumerate(requests)]
     batch = StepBatch(some, table, nobody, nobody, nobody, nobody, 1)
-    return [request.after_context for request in notes.marked(batch)]
+    return [request.after_context for request in notes.with_overrides(batch)]
 
 
 def test_it_follows_its_request() -> None:

@@ -104,7 +104,7 @@ def planned(steps: list[list[tuple[int, int, int]]], put: Any, gpu: Gpu | None =
             assert sum(gpu.launches.values()) <= (3 if plans[-1].shifted is None else 9), gpu.launches
         for event in plans[-1].events:
             deal = event.pages.deal(range(2), put(torch.tensor([[6, 14]] * len(event.rows) * 2)))
-            assert all(deal.fits.here)
+            assert all(deal.fits.host_values)
             deal.take(14)
     return plans
 
@@ -166,7 +166,7 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
 
     for event in planner.plan(layers.batch_of([(500, 0, 500)] * 63, prompt // size, size)).events:
         deal = event.pages.deal(places, torch.full((len(event.rows) * 32, 8), 256))
-        assert deal.fits is not None and all(deal.fits.here)
+        assert deal.fits is not None and all(deal.fits.host_values)
         deal.take(256)
     mixed = layers.batch_of([(500, 500, 501)] * 63 + [(prompt, prompt - 8192, prompt)], prompt // size, size)
     with Allocated() as allocated:

@@ -10,14 +10,14 @@ import httpx2
 import pytest
 
 from keepset.serving import server as module
-from keepset.serving.server import Server, ServerError, free_port
+from keepset.serving.server import ServerError, ServerProcess, free_port
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py"))]
 
 
-def start(*words: str) -> Server:
+def start(*words: str) -> ServerProcess:
     port = free_port()
-    return Server([*FAKE, "--port", str(port), *words], port)
+    return ServerProcess([*FAKE, "--port", str(port), *words], port)
 
 
 def lives(pid: int) -> bool:
@@ -35,7 +35,7 @@ def gone(pid: int) -> bool:
     return not lives(pid)
 
 
-def pid_of(server: Server) -> int:
+def pid_of(server: ServerProcess) -> int:
     assert server._process is not None
     return server._process.pid
 
@@ -98,7 +98,10 @@ def test_of_many_errors_the_first_is_why(tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     script.write_text(f"print({chr(10).join(words)!r}); raise SystemExit(1)")
     expected = r"exit code 1: ValueError: no memory, says \[red\]vLLM\[/red\]\.$"
-    with pytest.raises(ServerError, match=expected), Server([sys.executable, str(script)], free_port()) as server:
+    with (
+        pytest.raises(ServerError, match=expected),
+        ServerProcess([sys.executable, str(script)], free_port()) as server,
+    ):
         server.wait(30)
 
 

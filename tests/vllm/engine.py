@@ -36,7 +36,7 @@ SIGNING = {"KEEPSET_SIGNING_KEY": "5" * 64}
 
 def sealed(**wishes: Any) -> dict[str, Any]:
     """Extra arguments of a request, as a server's front end signs them for an engine with that key."""
-    from keepset.vllm.wishes import Wishes
+    from keepset.vllm.request_options import Wishes
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SIGNING.items():

@@ -30,10 +30,10 @@ import keepset
 from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.context_api import HONOURED
-from keepset.serving.server import Server, free_port
+from keepset.serving.server import ServerProcess, free_port
 from keepset.vllm.owned_contexts import EVERYBODY, owner_of
+from keepset.vllm.request_options import MAX_RANGES
 from keepset.vllm.signing import SIGNING_KEY, signed
-from keepset.vllm.wishes import MAX_RANGES
 from tests.vllm.engine import SPARING
 from tests.vllm.serve import forked
 from tests.vllm.test_soak import OPTIONS, save_tiny
@@ -287,7 +287,7 @@ class Proof:
         counts: how often each route, and each kind of request, was answered with each status.
     """
 
-    def __init__(self, client: httpx.Client, server: Server, folder: Path, keys: bool) -> None:
+    def __init__(self, client: httpx.Client, server: ServerProcess, folder: Path, keys: bool) -> None:
         self._client, self._server, self._folder, self._keys = client, server, folder, keys
         self.counts: Counter[tuple[str, str]] = Counter()
         listed = client.get("/openapi.json").json()["paths"]
@@ -366,7 +366,7 @@ class Proof:
         return "\n".join(f"  {what:42}{', '.join(cells)}" for what, cells in rows.items())
 
 
-def secret_of(server: Server) -> str:
+def secret_of(server: ServerProcess) -> str:
     """Return the key with which the server's front end signs."""
     environment = Path(f"/proc/{server._process.pid}/environ").read_bytes().split(b"\0")
     (found,) = [each for each in environment if each.startswith(SIGNING_KEY.encode())]
@@ -409,7 +409,7 @@ def prove(model: Path, folder: Path, keys: bool, minutes: float, seed: int) -> N
     options = [*OPTIONS, *(["--api-key", "one", "two"] if keys else []), "--enable-log-requests"]
     words = command(str(model), Recipe.parse(RECIPE), options, ["--port", str(port)], contexts=folder, save_bytes=10**6)
     draw = random.Random(seed)
-    with Server(forked(words), port) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with ServerProcess(forked(words), port) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         server.wait(600)
         proof, start, minute = Proof(client, server, folder, keys), time.monotonic(), 0
         # Requests are drawn with signatures of this server's, too.

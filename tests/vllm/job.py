@@ -92,7 +92,7 @@ class Watch:
                 for index, place in enumerate(entries.places):
                     own, heads = index * len(requests) + row, range(kept.counts.shape[1])
                     mine[-1]["layers"][group.layers[place]] = [kept.positions(own, head).tolist() for head in heads]
-                    if deal.fits is not None and not deal.fits.here[own]:
+                    if deal.fits is not None and not deal.fits.host_values[own]:
                         mine[-1]["left"].append(group.layers[place])
             execute(group, event, entries, kept, deal, start)
 

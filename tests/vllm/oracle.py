@@ -258,7 +258,7 @@ class Oracle:
         )
         if at == prompt:
             return seen
-        return seen.having(
+        return seen.with_features(
             {of: of.made(seen, min(of.window, recipe.schedule.every)) for of in needs.of(WindowAttention)}
         )
 

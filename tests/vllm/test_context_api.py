@@ -21,7 +21,7 @@ from keepset.hf import saved
 from keepset.serving.context_api import HONOURED, ContextMiddleware
 from keepset.vllm import owned_contexts as owned
 from keepset.vllm import signing, stats
-from keepset.vllm.wishes import MAX_BYTES, MAX_RANGES, Wishes, unsealed, wishes_of
+from keepset.vllm.request_options import MAX_BYTES, MAX_RANGES, Wishes, unsealed, wishes_of
 from tests.hf.damage import flipped
 
 

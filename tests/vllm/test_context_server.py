@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import keepset
 from keepset.recipe import Recipe
 from keepset.serving.command import command
-from keepset.serving.server import Server, free_port
+from keepset.serving.server import ServerProcess, free_port
 from tests.vllm.engine import SPARING
 from tests.vllm.serve import forked
 from tests.vllm.test_soak import OPTIONS, tiny_and_tokenizer
@@ -48,7 +48,7 @@ def ask(tiny_and_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def serve(words: list[str], port: int) -> Iterator[Ask]:
     """A way to ask a server."""
-    with Server(words, port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with ServerProcess(words, port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         server.wait(600)
 
         def asked(path: str, key: str = "one", **body: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keepset import KeepsetError
-from keepset.kernels.subpages import Layout, blocks_needed, entries, slots, tables
+from keepset.kernels.page_layout import PageLayout, blocks_needed, entries, slots, tables
 from tests.paged.pages import (
     DTYPES,
     check_entries_may_be_views_of_larger_tensors,
@@ -358,7 +358,7 @@ def test_ragged_compaction_is_attention_over_what_was_kept(arguments: CaseArgume
     lengths = torch.tensor([150, 97, 300])
     case = Case(*arguments, lengths.tolist())
     size, kv_heads, rows = case.block_size, case.kv_heads, len(lengths)
-    layout = Layout(torch.zeros(rows, 1, kv_heads, dtype=torch.long), *torch.zeros(3, rows, 1, dtype=torch.long))
+    layout = PageLayout(torch.zeros(rows, 1, kv_heads, dtype=torch.long), *torch.zeros(3, rows, 1, dtype=torch.long))
     for event in range(3):
         queries = case.queries(rows * tokens)
         batch = torch.arange(rows).repeat_interleave(tokens)
@@ -390,12 +390,12 @@ def test_ragged_compaction_is_attention_over_what_was_kept(arguments: CaseArgume
         layout = compact(case, layout, lengths, chosen)
 
 
-def compact(case: Case, layout: Layout, lengths: Tensor, chosen: list[int]) -> Layout:
+def compact(case: Case, layout: PageLayout, lengths: Tensor, chosen: list[int]) -> PageLayout:
     """An event for some requests: random counts, entries moved from where they are to where the new layout has them."""
     size = case.block_size
     counts, length, first, _ = (part.clone() for part in layout)
     for row in chosen:
-        now = Layout(*(part[row : row + 1] for part in layout))
+        now = PageLayout(*(part[row : row + 1] for part in layout))
         held = entries(now, lengths[row : row + 1])
         table = tables(now, held, case.block_table[row : row + 1], size, -(-int(held.max()) // size))[0, 0]
         keys, values = case.pages.read(table)
@@ -409,7 +409,7 @@ def compact(case: Case, layout: Layout, lengths: Tensor, chosen: list[int]) -> L
         need = int(blocks_needed(counts[row, 0], length[row, 0], size))
         first[row] = -(-int(lengths[row]) // size) - need
         assert first[row] >= now.first[0, 0]
-        new = Layout(*(part[row : row + 1] for part in (counts, length, first, torch.zeros_like(first))))
+        new = PageLayout(*(part[row : row + 1] for part in (counts, length, first, torch.zeros_like(first))))
         most = -(-int(new.counts.max()) // size)
         places = tables(new, new.counts, case.block_table[row : row + 1], size, most)[0, 0].long()
         at = torch.cat(
@@ -423,4 +423,4 @@ def compact(case: Case, layout: Layout, lengths: Tensor, chosen: list[int]) -> L
             torch.cat([values[head, own] for head, own in enumerate(kept)]),
             at,
         )
-    return Layout(counts, length, first, torch.zeros_like(first))
+    return PageLayout(counts, length, first, torch.zeros_like(first))

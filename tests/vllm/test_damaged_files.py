@@ -23,7 +23,7 @@ import keepset
 from keepset.models import embedded_folder
 from keepset.recipe import Recipe
 from keepset.serving.command import command
-from keepset.serving.server import Server, free_port
+from keepset.serving.server import ServerProcess, free_port
 from tests.hf.damage import damaged, flipped
 from tests.proof import by_hand, take_steps
 from tests.vllm.engine import SPARING
@@ -180,7 +180,7 @@ def prove(seed: int, steps: range, minutes: float | None = None, show: bool = Fa
         whole = written(model, folder)
         options = [*OPTIONS, "--host", "127.0.0.1", "--port", str(port)]
         line = command(str(model), Recipe.parse(RECIPE), options, contexts=folder, save_bytes=10**6)
-        with Server(forked(line), port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        with ServerProcess(forked(line), port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
             server.wait(300)
             proof = Proof(client, folder, whole)
             try:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from keepset import KeepsetError, Recipe
 from keepset.core.feature import Needs
 from keepset.paged.observer import Observer
-from keepset.paged.own_sums import OwnSums
 from keepset.paged.passing import PassingQueries
+from keepset.paged.private_window_sums import OwnSums
 from keepset.paged.recording import Recording
 from tests.vllm.late import Late
 

@@ -19,7 +19,7 @@ from tests.vllm.oracle import Oracle
 from tests.vllm.test_tiny import ENGINE, EQUAL, FROM_DATA, IDS
 
 settings = Late("keepset.vllm.settings")
-wishes = Late("keepset.vllm.wishes")
+wishes = Late("keepset.vllm.request_options")
 
 OWN: list[dict[str, Any] | None] = [
     None,

@@ -14,7 +14,7 @@ from keepset import KeepsetError, Recipe
 from keepset.allocators.pool import Pool
 from keepset.core.feature import Needs
 from keepset.core.features.attention import SecondPass
-from keepset.core.features.given import OutputProjection, Perplexity
+from keepset.core.features.runtime_features import OutputProjection, Perplexity
 from keepset.core.rope import RotaryTable
 from keepset.core.tables import save
 from keepset.kernels.columns import ColumnStatistic

@@ -22,7 +22,7 @@ from keepset.models import embedded_folder
 from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.metrics import parse_sample
-from keepset.serving.server import Server, free_port
+from keepset.serving.server import ServerProcess, free_port
 from tests.vllm.compared import result
 from tests.vllm.engine import SPARING, Ask, Scenario, raw
 from tests.vllm.serve import forked
@@ -139,7 +139,7 @@ def test_a_server_loses_no_page_and_no_answer(tiny_and_tokenizer: Path, monkeypa
         monkeypatch.setenv(name, value)
     port = free_port()
     words = command(str(tiny_and_tokenizer), Recipe.parse(RECIPES[1]), OPTIONS, ["--port", str(port)])
-    with Server(forked(words), port) as server:
+    with ServerProcess(forked(words), port) as server:
         server.wait(600)
         answered = asyncio.run(soak(server.url, seed=1))
         assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some hung up"

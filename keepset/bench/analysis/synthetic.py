@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.select import top_mask
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_session import Recorder

@@ -19,9 +19,9 @@ from keepset.bench.generation import greedy
 from keepset.bench.memory import dynamic_nbytes
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
+from keepset.hf.model_support import check_logits
 from keepset.hf.prompt_session import warm_up
 from keepset.hf.store import SLACK
-from keepset.hf.support import check_logits
 from keepset.recipe import Recipe
 
 DRIFT_TOKENS = 256

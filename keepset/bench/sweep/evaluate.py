@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.analysis.event_figures import EventFigures
 from keepset.bench.cell import Outcome
-from keepset.bench.generation import Answer, Ending, Stream, likelihoods, picker
+from keepset.bench.generation import Answer, StopCriterion, Stream, likelihoods, picker
 from keepset.bench.memory import CacheMemory
 from keepset.bench.sweep.prompts import Prompt
 from keepset.bench.sweep.scheduler import Streams
@@ -47,7 +47,7 @@ class Evaluator:
         """
         begun = CacheMemory(cached.cache, cached.is_full)
         decodes = task.decodes or cached.cache.schedule.every is not None
-        ending = Ending(self._model, self._tokenizer, task.generation)
+        ending = StopCriterion(self._model, self._tokenizer, task.generation)
         try:
             for number, question in enumerate(prompt.questions, first):
                 used = cached.cache if question is prompt.questions[-1] else cached.cache.fork()

@@ -67,13 +67,13 @@ class Prompts:
         self._special = not chat
         self._before, self._after = chat_frame(tokenizer) if chat else ("", "")
 
-    def of(self, example: Example, answer: int, *, told: bool = False) -> list[Prompt]:
+    def of(self, example: Example, answer: int, *, task_aware: bool = False) -> list[Prompt]:
         """The example's prompts: one for all questions that follow a context, else one for each.
 
         Args:
             example: what is asked.
             answer: its longest, in tokens.
-            told: where the mode is `task`: for recipes that can be told a question.
+            task_aware: where the mode is `task`: for recipes that can be told a question.
         """
         if self._mode == "prompt":
             return [self._joint(example, question, answer) for question in example.questions]
@@ -90,7 +90,7 @@ class Prompts:
         ends = [self._tokenized(question, self._after + question.prefix) for question in example.questions]
         if not all(asked):
             raise KeepsetError(f"Example {example.id} has no question that could be told: use the mode 'agnostic'.")
-        if told:
+        if task_aware:
             both = [replace(end, ids=ids + end.ids) for ids, end in zip(asked, ends, strict=True)]
             prompt = Prompt(context, tuple(both), tasks=tuple(asked))
             return [self._fitted(prompt, example, (), answer)]

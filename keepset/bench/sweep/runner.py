@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell, Outcome, means
-from keepset.bench.memory import Room, most_tokens
+from keepset.bench.memory import MemoryBudget, most_tokens
 from keepset.bench.sweep.evaluate import Evaluator
 from keepset.bench.sweep.prompts import Mode, Prompt, Prompts
 from keepset.bench.sweep.scheduler import MOST, Scheduler, Streams
@@ -28,7 +28,7 @@ from keepset.recipe import Recipe
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class EvalRequest:
     """A candidate on one example of a task, under a seed."""
 
     task: Task
@@ -67,21 +67,21 @@ class Runner:
         self._mode, self._verbatim = mode, prompts(chat=False)
         self._chat = prompts(chat=True) if chat else self._verbatim
         self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
-        self._room, self._most = Room(model.device), 1 if alone else MOST
+        self._room, self._most = MemoryBudget(model.device), 1 if alone else MOST
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
         """A cell for every candidate, in their order; what cannot be had is a cell with an error.
 
         Raises an error that says that memory was not enough for the next of them.
         """
-        runs = [_Run(Asked(task, seed, example, candidate)) for candidate in candidates]
-        for told, together in groupby(runs, self._is_told):
-            yield from self._share(list(together), told)
+        runs = [_Run(EvalRequest(task, seed, example, candidate)) for candidate in candidates]
+        for task_aware, together in groupby(runs, self._is_told):
+            yield from self._share(list(together), task_aware)
 
-    def decode(self, asked: Iterable[Asked]) -> Iterator[tuple[Asked, Cell | None]]:
+    def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Cell | None]]:
         """A cell for each, as they are done, side by side, each on a prefill of its own; None without the memory."""
 
-        def job(each: Asked) -> _Job:
+        def job(each: EvalRequest) -> _Job:
             run = _Run(each)
             prompts = self._begin([run], self._is_told(run))
             recipes = [] if run.recipe is None else [run.recipe]
@@ -90,9 +90,9 @@ class Runner:
         for done, error in Scheduler(self._model, self._room, map(job, asked), self._most).run():
             yield done.run.asked, None if error is not None else done.run.cell()
 
-    def _share(self, runs: Sequence[_Run], told: bool) -> Iterator[Cell]:
+    def _share(self, runs: Sequence[_Run], task_aware: bool) -> Iterator[Cell]:
         """The cells of candidates that share their prefills."""
-        prompts, questions, left = self._begin(runs, told), 0, list(runs)
+        prompts, questions, left = self._begin(runs, task_aware), 0, list(runs)
         for prompt in prompts:
             recipes = [run.recipe for run in runs if run.error is None and run.recipe is not None]
             session = self._session(prompt, [recipe for recipe in recipes if recipe.schedule.every is None])
@@ -112,14 +112,16 @@ class Runner:
         """Whether it looks at tokens of a task and is given some."""
         return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.needs)
 
-    def _begin(self, runs: Sequence[_Run], told: bool) -> list[Prompt]:
+    def _begin(self, runs: Sequence[_Run], task_aware: bool) -> list[Prompt]:
         """The prompts of an example; whoever cannot be asked has its error."""
         task, example = runs[0].asked.task, runs[0].asked.example
         text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
             run.check(lambda recipe: refuse_contaminated(recipe, text))
         try:
-            prompts = (self._chat if task.chat else self._verbatim).of(example, task.generation.tokens, told=told)
+            prompts = (self._chat if task.chat else self._verbatim).of(
+                example, task.generation.tokens, task_aware=task_aware
+            )
         except KeepsetError as error:
             for run in runs:
                 run.error = run.error or str(error)
@@ -148,7 +150,7 @@ class Runner:
 class _Run:
     """What has become so far of what is asked."""
 
-    asked: Asked
+    asked: EvalRequest
     error: str | None = None
     outcomes: list[Outcome] = field(default_factory=list)
     cut: int = 0

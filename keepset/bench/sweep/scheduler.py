@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from transformers import PreTrainedModel
 
 from keepset.bench.generation import Stream, step
-from keepset.bench.memory import Room, is_out_of_memory, watch_peak
+from keepset.bench.memory import MemoryBudget, is_out_of_memory, watch_peak
 from keepset.errors import KeepsetError
 from keepset.hf.batch import can_go_together
 
@@ -55,7 +55,7 @@ class Scheduler(Generic[SomeJob]):
     after all, those that it failed begin anew later, and from then on half as many go side by side; `most` at first.
     """
 
-    def __init__(self, model: PreTrainedModel, room: Room, jobs: Iterator[SomeJob], most: int = MOST) -> None:
+    def __init__(self, model: PreTrainedModel, room: MemoryBudget, jobs: Iterator[SomeJob], most: int = MOST) -> None:
         self._model, self._room, self._jobs = model, room, jobs
         self._most = most if can_go_together(model) else 1
         self._waiting: deque[SomeJob] = deque()

@@ -14,7 +14,7 @@ from typing import cast
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell
 from keepset.bench.memory import is_out_of_memory
-from keepset.bench.sweep.runner import Asked, Runner
+from keepset.bench.sweep.runner import EvalRequest, Runner
 from keepset.bench.sweep.store import Key, Store
 from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
@@ -189,7 +189,9 @@ def work(runner: Runner, claims: Iterator[Claim]) -> Iterator[tuple[Key, Cell | 
         if not group.task.decodes:
             yield from ((group.key, result) for result in _on_one_prefill(runner, group, recipes))
             continue
-        asked = (Asked(group.task, group.seed, group.example, *group.candidates) for group, _ in chain([claim], claims))
+        asked = (
+            EvalRequest(group.task, group.seed, group.example, *group.candidates) for group, _ in chain([claim], claims)
+        )
         for each, cell in runner.decode(asked):
             skipped = Skipped(each.task.name, each.candidate.text, _NO_MEMORY)
             yield (each.task.name, each.seed, each.example.id), cell or skipped

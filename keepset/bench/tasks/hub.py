@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from keepset.bench.tasks.data import DataRecord, extra
 from keepset.errors import KeepsetError
-from keepset.hub import not_waited_for
+from keepset.hub import offline_if_unreachable
 
 
 def download(name: str, path: str, subset: str | None, split: str) -> list[DataRecord]:
@@ -25,7 +25,7 @@ def loading(name: str) -> Iterator[None]:
     datasets = extra("datasets")
     before = datasets.config.HF_HUB_OFFLINE
     try:
-        with not_waited_for() as asked:
+        with offline_if_unreachable() as asked:
             datasets.config.HF_HUB_OFFLINE = before or not asked
             yield
     except KeepsetError:

@@ -24,7 +24,7 @@ PREFILL = 10
 
 
 @dataclass(eq=False)
-class Contender:
+class TunedRecipe:
     """A recipe in the race: what was measured so far, piece by piece, or why it is out of it."""
 
     recipe: Recipe
@@ -51,9 +51,9 @@ class Contender:
         values = [fmean(figures.facts_found) for figures in self.figures if figures.facts_found]
         return (fmean(values), of_score(values)) if values else None
 
-    def first(self, pieces: int) -> Contender:
+    def first(self, pieces: int) -> TunedRecipe:
         """The same as if it had been measured on so many pieces."""
-        return Contender(self.recipe, self.figures[:pieces], self.error)
+        return TunedRecipe(self.recipe, self.figures[:pieces], self.error)
 
 
 Measure = Callable[[int, Sequence[Recipe]], Iterator[Measurement]]
@@ -84,7 +84,7 @@ class Halving:
     ) -> None:
         self._measure, self._grow, self._by_found, self._on_step = measure, grow, by_found, on_step
         self._rounds = [count for count in ROUNDS if count < pieces] + [pieces]
-        self.entries = [Contender(recipe) for recipe in recipes]
+        self.entries = [TunedRecipe(recipe) for recipe in recipes]
         self.alive = list(self.entries)
         self.round, self.rounds, self.done = 1, len(self._rounds), 0
         first, entries = self._rounds[0], len(self.alive)
@@ -100,7 +100,7 @@ class Halving:
         first = self._rounds[0]
         self._run(self.alive, 0, first)
         known = {entry.recipe for entry in self.entries}
-        more = [Contender(recipe) for recipe in self._grow([e.recipe for e in self.ranked()]) if recipe not in known]
+        more = [TunedRecipe(recipe) for recipe in self._grow([e.recipe for e in self.ranked()]) if recipe not in known]
         self.planned = self.done + _cost(first, len(more)) + self._later(1, len(self.alive) + len(more))
         self.entries += more
         self.alive += more
@@ -111,11 +111,11 @@ class Halving:
             self.alive = self.ranked()[: _half(len(self.alive))]
             self._run(self.alive, before, after)
 
-    def ranked(self) -> list[Contender]:
+    def ranked(self) -> list[TunedRecipe]:
         """Those in the race that have figures, the best first."""
         return ranked([e for e in self.alive if e.figures and e.error is None], by_found=self._by_found())
 
-    def standing(self) -> list[tuple[Contender, bool]]:
+    def standing(self) -> list[tuple[TunedRecipe, bool]]:
         """All that have figures, the best first, and whether they are in the race; who left it last leads the others.
 
         Those in the race have the figures that their order is by: of the pieces that all of them were measured on.
@@ -127,11 +127,11 @@ class Halving:
         groups = (ranked([e for e in out if len(e.figures) == n], by_found=self._by_found()) for n in rounds)
         return [(e.first(pieces), True) for e in running] + [(e, False) for group in groups for e in group]
 
-    def tied(self) -> list[Contender]:
+    def tied(self) -> list[TunedRecipe]:
         """The best and those that cannot be told from it, the best first."""
         return tied(self.ranked(), by_found=self._by_found())
 
-    def _run(self, entries: list[Contender], before: int, after: int) -> None:
+    def _run(self, entries: list[TunedRecipe], before: int, after: int) -> None:
         for piece in range(before, after):
             running = [entry for entry in entries if entry.error is None]
             if not running:
@@ -155,7 +155,7 @@ class Halving:
         return cost
 
 
-def ranked(entries: Sequence[Contender], *, by_found: bool) -> list[Contender]:
+def ranked(entries: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecipe]:
     """The best first, on the pieces that all of them have been measured on.
 
     By KL; where facts count, first come all that cannot be told from the one that finds most, by KL, then the others,
@@ -174,7 +174,7 @@ def ranked(entries: Sequence[Contender], *, by_found: bool) -> list[Contender]:
     return near + sorted(rest, key=lambda entry: -_found(alike[entry]))
 
 
-def tied(order: Sequence[Contender], *, by_found: bool) -> list[Contender]:
+def tied(order: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecipe]:
     """The first of these, and the others that neither facts nor KL tell from it."""
     if not order:
         return []
@@ -188,7 +188,7 @@ def tied(order: Sequence[Contender], *, by_found: bool) -> list[Contender]:
     ]
 
 
-def _is_nearer(best: Contender, other: Contender) -> bool:
+def _is_nearer(best: TunedRecipe, other: TunedRecipe) -> bool:
     """Whether the difference in KL on the same pieces is above zero with its whole interval."""
     if len(best.figures) < LEAST:
         return False
@@ -199,7 +199,7 @@ def _is_nearer(best: Contender, other: Contender) -> bool:
     return interval is not None and interval.low > 0
 
 
-def _finds_more(best: Contender, other: Contender) -> bool:
+def _finds_more(best: TunedRecipe, other: TunedRecipe) -> bool:
     """The same of the facts that are found; of few pieces, whether it finds more than one fact more."""
     pairs = list(zip(best.values("facts_found"), other.values("facts_found"), strict=True))
     if len(pairs) < LEAST:
@@ -209,7 +209,7 @@ def _finds_more(best: Contender, other: Contender) -> bool:
     return interval is not None and interval.low > 0
 
 
-def _found(entry: Contender) -> float:
+def _found(entry: TunedRecipe) -> float:
     return entry.found[0] if entry.found is not None else 0.0
 
 

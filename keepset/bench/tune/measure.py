@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from keepset.bench.compare.comparison import Measurement, measure
 from keepset.bench.generation import end_tokens
 from keepset.bench.tasks.task import Tokenizer
-from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
+from keepset.bench.tune.excerpts import ANSWER_TOKENS, TextPiece
 from keepset.errors import BudgetError, KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import PromptSession, warm_up

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from keepset.bench.analysis.intervals import Interval, of_score
 from keepset.bench.tasks.task import Tokenizer
 from keepset.bench.tune import space
-from keepset.bench.tune.halving import LEAST, Contender, Halving
+from keepset.bench.tune.excerpts import TextPiece
+from keepset.bench.tune.halving import LEAST, Halving, TunedRecipe
 from keepset.bench.tune.measure import Measurer
-from keepset.bench.tune.pieces import TextPiece
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
-from keepset.hf.measured import head_dim_of
+from keepset.hf.model_artifacts import head_dim_of
 from keepset.recipe import Recipe, in_full
 
 
@@ -122,7 +122,7 @@ class Tuner:
             "dropped": [{"recipe": recipe, "reason": reason} for recipe, reason in self.dropped.items()],
         }
 
-    def _verdict(self, tied: Sequence[Contender], chosen: Contender | None) -> list[str]:
+    def _verdict(self, tied: Sequence[TunedRecipe], chosen: TunedRecipe | None) -> list[str]:
         sentences, pieces = [], self.race.pieces
         if chosen is None:
             count = "1 piece" if pieces == 1 else f"{pieces} pieces"
@@ -152,7 +152,7 @@ def _in_8_bits(model: PreTrainedModel) -> float:
     return head_dim * itemsize / (head_dim + itemsize)
 
 
-def _row(entry: Contender, *, alive: bool) -> dict[str, Any]:
+def _row(entry: TunedRecipe, *, alive: bool) -> dict[str, Any]:
     share, names = entry.found, ("keep", "kv_bytes", "kv_bytes_full", "prefill_seconds", "prefill_seconds_full")
     return {
         "recipe": str(entry.recipe),

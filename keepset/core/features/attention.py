@@ -35,10 +35,10 @@ class _Columns(Accumulator):
             columns.add(chunk.queries[request][:, own], keys, chunk.scaling, lse)
         self._requests = requests
 
-    def joined(self, others: Sequence[_Columns]) -> _Columns:
-        twin = copy.copy(self)
-        twin._requests = [columns for part in (self, *others) for columns in part._requests]
-        return twin
+    def merged_with(self, others: Sequence[_Columns]) -> _Columns:
+        copied = copy.copy(self)
+        copied._requests = [columns for part in (self, *others) for columns in part._requests]
+        return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         return {
@@ -84,10 +84,10 @@ class _PromptQueries(Accumulator):
             queries[feature] = [*parts, asked]
         self._queries = queries
 
-    def joined(self, others: Sequence[_PromptQueries]) -> _PromptQueries:
-        twin = copy.copy(self)
-        twin._others = others
-        return twin
+    def merged_with(self, others: Sequence[_PromptQueries]) -> _PromptQueries:
+        copied = copy.copy(self)
+        copied._others = others
+        return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         parts = zip((self, *self._others), lengths.tensor_split(1 + len(self._others)), strict=True)

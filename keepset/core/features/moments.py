@@ -68,14 +68,14 @@ class _Moments(Accumulator):
         for feature, moments in self._moments.items():
             moments.add(rows, chunk.counted(feature.skip), kind.full)
 
-    def joined(self, others: Sequence[_Moments]) -> _Moments:
-        twin = copy.copy(self)
-        twin._source = self._source.joined([other._source for other in others])
-        twin._moments = {
-            feature: moments.joined([other._moments[feature] for other in others])
+    def merged_with(self, others: Sequence[_Moments]) -> _Moments:
+        copied = copy.copy(self)
+        copied._source = self._source.merged_with([other._source for other in others])
+        copied._moments = {
+            feature: moments.merged_with([other._moments[feature] for other in others])
             for feature, moments in self._moments.items()
         }
-        return twin
+        return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         source = self._source

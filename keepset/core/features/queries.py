@@ -17,25 +17,25 @@ from keepset.core.feature import Feature
 from keepset.kernels.dispatch import upload
 
 
-class Asked(NamedTuple):
+class PaddedQueries(NamedTuple):
     """Queries of each request, after rotation, and which of them exist."""
 
     queries: Float[Tensor, "batch query_heads n head_dim"]
     exists: Bool[Tensor, "batch n"]
 
     @classmethod
-    def padded(cls, rows: Sequence[Float[Tensor, "query_heads _ head_dim"]]) -> Asked:
+    def padded(cls, rows: Sequence[Float[Tensor, "query_heads _ head_dim"]]) -> PaddedQueries:
         """Of requests with different numbers of them."""
         lengths = upload([row.shape[1] for row in rows], rows[0].device)
         queries = pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True).transpose(1, 2)
         return cls(queries, torch.arange(queries.shape[2], device=lengths.device) < lengths[:, None])
 
-    def at_most(self, number: int) -> Asked:
+    def at_most(self, number: int) -> PaddedQueries:
         """Those that there would be if so many of each request had been asked for; there may be more for others."""
         if self.queries.shape[2] <= number:
             return self
         rows = [row[:, own] for row, own in zip(self.queries, self.exists, strict=True)]
-        return Asked.padded([row[:, :: _stride(row.shape[1], number)] for row in rows])
+        return PaddedQueries.padded([row[:, :: _stride(row.shape[1], number)] for row in rows])
 
 
 def _stride(rows: int, most: int) -> int:
@@ -75,20 +75,20 @@ class _Reference(Accumulator):
         for i, row in enumerate(before):
             self._rows.append(row.extended(queries[i][:, chunk.every(row.stride, i)], self._most))
 
-    def joined(self, others: Sequence[_Reference]) -> _Reference:
-        twin = copy.copy(self)
-        twin._rows = [row for part in (self, *others) for row in part._rows]
-        return twin
+    def merged_with(self, others: Sequence[_Reference]) -> _Reference:
+        copied = copy.copy(self)
+        copied._rows = [row for part in (self, *others) for row in part._rows]
+        return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         assert self._newest.source is not None
-        asked = Asked.padded([row.queries for row in self._rows])
+        asked = PaddedQueries.padded([row.queries for row in self._rows])
         turned = self._newest.source.ahead(lengths, 1)(asked.queries)
         return {ReferenceQueries(self._most): asked._replace(queries=turned)}
 
 
 @dataclass(frozen=True)
-class ReferenceQueries(Feature[Asked]):
+class ReferenceQueries(Feature[PaddedQueries]):
     """The prompt's own queries, or some of them at equal distances, as if they came once more right after it.
 
     At later events they do not exist.

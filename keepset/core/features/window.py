@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keepset.core.feature import Feature
 from keepset.core.observation import Observation
-from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.group_reduction import GroupReduction
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,18 +17,18 @@ class WindowSums:
     """What entries received of a window of queries.
 
     Attributes:
-        received: attention summed over the window's queries, in float32; of each query head of a group, where the
+        attention_sums: attention summed over the window's queries, in float32; of each query head of a group, where the
             feature says so.
         window: of how many queries; of fewer where a request is shorter.
     """
 
-    received: Float[Tensor, "batch kv_heads entries *group"]
+    attention_sums: Float[Tensor, "batch kv_heads entries *group"]
     window: int
 
     @property
     def mean(self) -> Float[Tensor, "batch kv_heads entries *group"]:
         """Received of a query on average; those that a short request does not have give nothing."""
-        return self.received / self.window
+        return self.attention_sums / self.window
 
     def asked(
         self, observation: Observation, positions: Int[Tensor, "batch #kv_heads #entries"]
@@ -57,7 +57,7 @@ class WindowAttention(Feature[WindowSums]):
 
     window: int = field()
     history: bool = False
-    sums_of: GroupSums = GroupSums.MEAN
+    sums_of: GroupReduction = GroupReduction.MEAN
 
     @property
     def name(self) -> str:
@@ -66,7 +66,11 @@ class WindowAttention(Feature[WindowSums]):
     @property
     def column(self) -> str:
         """What the numbers of entries are stored under; no name of a method's own."""
-        rule = {GroupSums.MEAN: "", GroupSums.EACH: ", by each head", GroupSums.LARGEST: ", by the largest"}
+        rule = {
+            GroupReduction.MEAN: "",
+            GroupReduction.EACH: ", by each head",
+            GroupReduction.LARGEST: ", by the largest",
+        }
         return f"received of {self.window}{', before it' * self.history}{rule[self.sums_of]}"
 
     def of(self, observation: Observation) -> WindowSums:
@@ -76,7 +80,7 @@ class WindowAttention(Feature[WindowSums]):
         """Of the newest `window` of the observation's queries."""
         queries, at = observation.newest_queries(window)
         last_visible = self.last_visible(at, observation.lengths)
-        return WindowSums(self.sums_of.of(observation.received(queries, last_visible, self.sums_of)), window)
+        return WindowSums(self.sums_of.of(observation.attention_sums(queries, last_visible, self.sums_of)), window)
 
     def last_visible(self, at: Int[Tensor, "batch n"], lengths: Int[Tensor, " batch"]) -> Int[Tensor, "batch n"]:
         """The last position that queries at these are asked about, for an event at these lengths."""

@@ -38,7 +38,7 @@ def ragged_attention(
     """
     table, kind = HeadTable(stores), stores[0]
     batch, query_heads, n, head_dim = queries.shape
-    heads, value_dim = table.there.shape[1], kind.values.shape[1]
+    heads, value_dim = table.addresses.shape[1], kind.values.shape[1]
     kv_heads = heads // batch
     group = query_heads // kv_heads
     rows = group * n
@@ -57,7 +57,7 @@ def ragged_attention(
     last_visible = None if query_positions is None else query_positions.contiguous()
     # Of a grid's axes the first alone has more than 65,535 places.
     _attend_part[(heads * row_blocks, parts)](
-        queries, kind.keys, kind.values, kind.positions, biased, kind.key_scale, table.there, last_visible,
+        queries, kind.keys, kind.values, kind.positions, biased, kind.key_scale, table.addresses, last_visible,
         partial, partial_lse, *queries.stride(), scaling, part, table.grown, n, kv_heads, heads,
         batch * n * query_heads,
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,

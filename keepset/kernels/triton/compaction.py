@@ -42,7 +42,8 @@ def append(
     batch, kv_heads, n, width = keys.shape
     value_width, table, kind = values.shape[3], HeadTable(stores), stores[0]
     _append[(batch * kv_heads, triton.cdiv(n, _BLOCK))](
-        keys, values, positions, kind.keys, kind.values, kind.positions, kind.key_scale, table.there, table.grown, n,
+        keys, values, positions, kind.keys, kind.values, kind.positions, kind.key_scale, table.addresses,
+        table.grown, n,
         kv_heads, batch * kv_heads, *keys.stride(), *values.stride(), *positions.stride(),
         WIDTH=width, WIDE=triton.next_power_of_2(width), VALUE_WIDTH=value_width,
         VALUE_WIDE=triton.next_power_of_2(value_width), BLOCK=_BLOCK, INT8=kind.key_scale is not None,

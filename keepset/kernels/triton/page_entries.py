@@ -22,9 +22,9 @@ def read(
     """Copies sub-pages to `entries`, one program each; `kind` is one of the layers' caches."""
     blocks, kv_heads, size, width = kind.shape
     _read_pages[(subpages.numel(),)](
-        kind, addresses.there, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place, len(addresses.there),
-        SIZE=size, ROWS=triton.next_power_of_2(size), WIDTH=width, WIDE=triton.next_power_of_2(width),
-        ALIGNED=addresses.aligned,
+        kind, addresses.on_device, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place,
+        len(addresses.on_device), SIZE=size, ROWS=triton.next_power_of_2(size),
+        WIDTH=width, WIDE=triton.next_power_of_2(width), ALIGNED=addresses.aligned,
     )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def write(
 def _move(kind, addresses, keys, values, slots, into_pages: bool) -> None:  # type: ignore[no-untyped-def]
     blocks, kv_heads, size, width = kind.shape
     _move_entries[(triton.cdiv(len(slots), _BLOCK),)](
-        kind, addresses.there, keys, values, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
+        kind, addresses.on_device, keys, values, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
         len(slots), kv_heads, size, blocks,
         HALF=width // 2, WIDE=triton.next_power_of_2(width // 2), BLOCK=_BLOCK, INTO_PAGES=into_pages,
         ALIGNED=addresses.aligned,

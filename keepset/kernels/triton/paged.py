@@ -10,8 +10,8 @@ from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.blocks import DEVICE_BLOCK
+from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import Addresses, FiledLayouts, PagedTokens
-from keepset.kernels.subpages import Layout
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
 from keepset.kernels.triton.softmax import streamed
 from keepset.kernels.triton.tiles import rows_of
@@ -29,7 +29,7 @@ def attend(
     addresses: Addresses,
     place: int,
     tokens: PagedTokens,
-    layout: Layout,
+    layout: PageLayout,
     scaling: float,
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None,
@@ -51,8 +51,8 @@ def attend(
         lse = torch.empty(splits, n, query_heads, device=queries.device)
     head_block = max(16, triton.next_power_of_2(head_dim))
     _attend_pages[(n, heads, splits)](
-        queries, cache, addresses.there, bias, *_places(tokens, layout), partial, lse,
-        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(addresses.there),
+        queries, cache, addresses.on_device, bias, *_places(tokens, layout), partial, lse,
+        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(addresses.on_device),
         0 if bias is None else bias.stride(0), scaling, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block, SIZE=size, ROWS=max(16, triton.next_power_of_2(group)),
@@ -73,7 +73,7 @@ def append(
     values: Float[Tensor, "tokens kv_heads head_dim"],
     cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
     tokens: PagedTokens,
-    layout: Layout,
+    layout: PageLayout,
 ) -> None:
     """The same as `keepset.kernels.paged.append_to_pages`."""
     n, (_, heads, head_dim), size = len(tokens.lengths), keys.shape, cache.shape[2]
@@ -96,7 +96,7 @@ def follow(
     required: Int[Tensor, " rows"],
     lost: Int[Tensor, " 1"],
     block_size: int,
-    layout: Layout,
+    layout: PageLayout,
 ) -> Int[Tensor, " rows"]:
     """The same as `keepset.kernels.paged.follow_layouts`."""
     rows, (_, layers, heads) = len(before), filed.layout.counts.shape
@@ -120,11 +120,11 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
     return max(1, min(worth, DEVICE_BLOCK // numbers))
 
 
-def _places(tokens: PagedTokens, layout: Layout) -> tuple[Tensor | None, ...]:
+def _places(tokens: PagedTokens, layout: PageLayout) -> tuple[Tensor | None, ...]:
     return tokens.block_table, *layout, tokens.places, tokens.rows, tokens.lengths
 
 
-def _rows(tokens: PagedTokens, layout: Layout) -> tuple[int, ...]:
+def _rows(tokens: PagedTokens, layout: PageLayout) -> tuple[int, ...]:
     return tokens.block_table.stride(0), *(part.stride(0) for part in layout)
 
 

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.group_sums import GroupSums
-from keepset.kernels.paged_arguments import Addresses, EntriesInPages, Received, RecordedQueries
+from keepset.kernels.group_reduction import GroupReduction
+from keepset.kernels.paged_arguments import Addresses, ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.triton.paged import _dealt, _number
 from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
 from keepset.kernels.triton.tiles import rows_of
@@ -28,7 +28,7 @@ def add_received(
     places: range,
     queries: RecordedQueries,
     entries: EntriesInPages,
-    target: Received,
+    target: ColumnTarget,
 ) -> None:
     """The same as `keepset.kernels.paged_window.add_received_in_pages`; `kind` is one of the caches.
 
@@ -38,7 +38,7 @@ def add_received(
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
     (_, kv_heads, size, _), of_group = kind.shape, entries.packed.shape[1]
     group, heads = query_heads // kv_heads, layers * rows * kv_heads
-    largest = target.sums_of is GroupSums.LARGEST
+    largest = target.sums_of is GroupReduction.LARGEST
     wide = triton.next_power_of_2(group)
     head_block = max(16, triton.next_power_of_2(head_dim))
     block = rows_of(head_block, kind.dtype)
@@ -52,11 +52,11 @@ def add_received(
     partial = torch.empty(heads, blocks * summed, most, device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     shared = (
-        kind, addresses.there, queries.rings, slots, at, last, target.bias,
+        kind, addresses.on_device, queries.rings, slots, at, last, target.bias,
         target.positions, entries.block_table, *entries.layout, entries.packed, entries.lengths,
         *kind.stride()[:3], *queries.rings.stride()[:4], entries.block_table.stride(0),
         kind.shape[0] * kv_heads * size, target.scaling, n, rows, places.start, of_group,
-        len(addresses.there), parts,
+        len(addresses.on_device), parts,
     )  # fmt: skip
     sizes = dict(
         GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
@@ -68,12 +68,12 @@ def add_received(
     _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
     _add_in_pages[(heads, parts)](
         *shared, partial, target.column, target.unwritten.contiguous(), blocks, _own(target), **sizes,
-        OWN=len(target.own) > 0, MEAN=target.sums_of is GroupSums.MEAN,
-        NUMBERS=wide if target.sums_of is GroupSums.EACH else 1,
+        OWN=len(target.own) > 0, MEAN=target.sums_of is GroupReduction.MEAN,
+        NUMBERS=wide if target.sums_of is GroupReduction.EACH else 1,
     )  # fmt: skip
 
 
-def _own(target: Received) -> Int[Tensor, "rows 2"] | None:
+def _own(target: ColumnTarget) -> Int[Tensor, "rows 2"] | None:
     """Where the numbers of requests' own lie, or zero, and for how many entries of each head."""
     if not target.own:
         return None

@@ -8,7 +8,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels.group_sums import GroupSums
+from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import HeadTable, PackedHeads
 from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
 from keepset.kernels.triton.tiles import rows_of
@@ -26,13 +26,13 @@ def add_received(
     kv_heads: int,
     last_visible: Int[Tensor, "batch n"],
     scaling: float,
-    sums_of: GroupSums,
+    sums_of: GroupReduction,
 ) -> None:
     """The same as `keepset.kernels.window.add_received`, in two launches; nothing waits for the device.
 
     A program owns a block of entries and adds to their places alone, so every sum has one order.
     """
-    table, largest = HeadTable([packed]), sums_of is GroupSums.LARGEST
+    table, largest = HeadTable([packed]), sums_of is GroupReduction.LARGEST
     batch, query_heads, n, head_dim = queries.shape
     group, heads = query_heads // kv_heads, batch * kv_heads
     wide = triton.next_power_of_2(group)
@@ -47,7 +47,7 @@ def add_received(
     rows = tokens * (1 if largest else wide)
     partial = torch.empty(heads, blocks * rows, _PARTS, device=queries.device)
     shared = (
-        queries, packed.keys, packed.positions, packed.bias, packed.key_scale, table.there, last_visible,
+        queries, packed.keys, packed.positions, packed.bias, packed.key_scale, table.addresses, last_visible,
         *queries.stride(), *last_visible.stride(), scaling, table.grown, n, kv_heads, heads,
     )  # fmt: skip
     sizes = dict(
@@ -58,7 +58,7 @@ def add_received(
     _window_lse[(heads, parts, blocks)](*shared, partial, part, blocks * rows, **sizes)
     _add_received[(heads, triton.cdiv(max(packed.longest, 1), block))](
         *shared, partial, parts, blocks, column, packed.positions.data_ptr(), **sizes,
-        MEAN=sums_of is GroupSums.MEAN, NUMBERS=wide if sums_of is GroupSums.EACH else 1,
+        MEAN=sums_of is GroupReduction.MEAN, NUMBERS=wide if sums_of is GroupReduction.EACH else 1,
     )  # fmt: skip
 
 

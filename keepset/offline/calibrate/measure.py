@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import keepset
 from keepset.core.feature import Needs
-from keepset.core.features.given import RecentQueries
 from keepset.core.features.moments import QueryMoments
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import UnsupportedModelError

@@ -21,7 +21,7 @@ from keepset.hf.fingerprint import fingerprint, sample
 from keepset.hf.prompt_session import PromptSession
 from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
-from keepset.offline.compile.corpus import Context, ContextPool
+from keepset.offline.compile.corpus import ContextPool, Passage
 from keepset.offline.compile.cql import Logged, best, learn
 from keepset.offline.compile.judge import Judge
 from keepset.offline.compile.log import Log, Trial
@@ -44,7 +44,7 @@ Gate = Literal["table", "sum"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class CompileSettings:
     """What decides the tables, beside model and texts.
 
     Attributes:
@@ -94,7 +94,7 @@ class Settings:
 def compile_tables(
     model: PreTrainedModel,
     pool: ContextPool,
-    settings: Settings,
+    settings: CompileSettings,
     log: Path | None = None,
     stage: Stage = lambda what, count: lambda: None,
 ) -> Tables:
@@ -116,7 +116,7 @@ def compile_tables(
       pays. It is a joint action's mean over layers, beta / T an entry.
     - States share what they have in common: Q of a head is one part for all budgets and one for its own; Q of a gate
       is one for the layer, one for layer and budget, and one for the state. Bins without a context thus have the
-      layer's threshold, and no other. With `Settings.gate="sum"` the last part is one for each of both bins instead, so
+      layer's threshold, and no other. With `CompileSettings.gate="sum"` the last part is one for each of both bins, so
       that a risk means the same in all layers.
     """
     described = {**settings.to_json(), "corpus": pool.sha256, "pool": len(pool.contexts)}
@@ -160,7 +160,7 @@ def compile_tables(
     )
 
 
-def _shape(model: PreTrainedModel, pool: ContextPool, settings: Settings) -> tuple[int, int, int]:
+def _shape(model: PreTrainedModel, pool: ContextPool, settings: CompileSettings) -> tuple[int, int, int]:
     """Compressed layers, query heads, and how many heads of a layer get a weight of their own.
 
     Under the global mean the utility of an entry is the same for all query heads that share its KV head, so these share
@@ -179,7 +179,7 @@ def _shape(model: PreTrainedModel, pool: ContextPool, settings: Settings) -> tup
 
 
 def _measure_risks(
-    model: PreTrainedModel, pool: ContextPool, settings: Settings, log: Log, stage: Stage
+    model: PreTrainedModel, pool: ContextPool, settings: CompileSettings, log: Log, stage: Stage
 ) -> Float[Tensor, "contexts 2"]:
     done = stage("looking at contexts", len(pool.contexts))
     for context in _shuffled(pool.contexts):
@@ -192,8 +192,8 @@ def _measure_risks(
 
 def _try_actions(
     model: PreTrainedModel,
-    contexts: Sequence[Context],
-    settings: Settings,
+    contexts: Sequence[Passage],
+    settings: CompileSettings,
     log: Log,
     tables: Tables,
     deciding: int,
@@ -233,7 +233,7 @@ def _shuffled(work: Sequence[Work]) -> list[Work]:
 
 
 def _head_table(
-    rows: Sequence[Trial], settings: Settings, layers: int, deciding: int
+    rows: Sequence[Trial], settings: CompileSettings, layers: int, deciding: int
 ) -> tuple[Float[Tensor, "budgets layers deciding"], list[dict[str, float]]]:
     """Equation 9. A state is (l, h, B)."""
     actions, rewards, budgets = _arrays(rows, "head", settings)
@@ -252,7 +252,7 @@ def _head_table(
 
 
 def _gate_table(
-    rows: Sequence[Trial], settings: Settings, layers: int, where: dict[str, int]
+    rows: Sequence[Trial], settings: CompileSettings, layers: int, where: dict[str, int]
 ) -> tuple[Float[Tensor, "budgets layers 20 4"], list[dict[str, float]]]:
     """The threshold of highest value. A state is (l, b_ent, b_ppl, B)."""
     actions, rewards, budgets = _arrays(rows, "gate", settings)
@@ -272,7 +272,7 @@ def _gate_table(
 
 
 def _arrays(
-    rows: Sequence[Trial], kind: str, settings: Settings
+    rows: Sequence[Trial], kind: str, settings: CompileSettings
 ) -> tuple[Int[Tensor, "rows decisions"], Float[Tensor, " rows"], Int[Tensor, " rows"]]:
     """Actions, rewards (equation 2), and which budget each row has.
 

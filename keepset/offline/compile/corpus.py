@@ -1,4 +1,4 @@
-"""`Context`: a piece of a text that tables are compiled from, and the files that such texts come from."""
+"""`Passage`: a piece of a text that tables are compiled from, and the files that such texts come from."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from keepset.texts import adds_bos, json_lines, read
 
 
 @dataclass(frozen=True, eq=False)
-class Context:
+class Passage:
     """A prompt and what follows it in its text.
 
     Attributes:
@@ -38,7 +38,7 @@ class Context:
 class ContextPool:
     """Contexts that may be looked at, in an order that a seed decides, and the hash of all texts."""
 
-    contexts: list[Context]
+    contexts: list[Passage]
     sha256: str
 
     @classmethod
@@ -60,7 +60,7 @@ class ContextPool:
                 f"No text has {length} tokens, a context of {tokens} and the {continuation} that follow "
                 "it: give longer ones, or fewer --prompt-tokens."
             )
-        contexts: dict[str, Context] = {}
+        contexts: dict[str, Passage] = {}
         for passage in passages:
             if len(contexts) == count:
                 break
@@ -68,7 +68,7 @@ class ContextPool:
             name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
             text = str(tokenizer.decode(passage[1:] if adds_bos(tokenizer) else passage))
             # The same text twice is one context.
-            contexts[name] = Context(ids, tokens, name, passage_hashes(text))
+            contexts[name] = Passage(ids, tokens, name, passage_hashes(text))
         return cls(list(contexts.values()), digest(texts))
 
 

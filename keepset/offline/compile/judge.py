@@ -17,7 +17,7 @@ from keepset.core.tables import Tables
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_session import CachedPrompt, PromptSession
 from keepset.methods.compilerkv import CompilerKV
-from keepset.offline.compile.corpus import Context
+from keepset.offline.compile.corpus import Passage
 from keepset.recipe import Recipe
 
 
@@ -43,7 +43,7 @@ class Verdict:
 class Judge:
     """One context, and its risk: entropy and perplexity of the prompt (equations 12 and 13)."""
 
-    def __init__(self, model: PreTrainedModel, method: CompilerKV, context: Context) -> None:
+    def __init__(self, model: PreTrainedModel, method: CompilerKV, context: Passage) -> None:
         self._method = _Gated(**{**dataclasses.asdict(method), "elastic": True, "gate": True})
         ids = context.ids.to(model.device)[None]
         self._session = PromptSession(model, ids[:, : context.tokens], [Recipe.of(self._method)])

@@ -27,7 +27,7 @@ class Event:
         size = max(self.lengths)
         mask = torch.tensor([[[[t in s for t in range(size)] for s in heads] for heads in b] for b in self.sets])
         positions = torch.arange(size).expand(mask.shape[1:])
-        parts = [LayerKeepSet.from_mask(5 * i, part, positions, 8).settled() for i, part in enumerate(mask)]
+        parts = [LayerKeepSet.from_mask(5 * i, part, positions, 8).to_record() for i, part in enumerate(mask)]
         return Snapshot(KeepSet(parts), torch.tensor(self.lengths))
 
     def each(self, measure: object) -> torch.Tensor:

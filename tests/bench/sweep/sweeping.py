@@ -12,7 +12,7 @@ from typing import Any
 
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import Cell, Outcome
-from keepset.bench.sweep.runner import Asked
+from keepset.bench.sweep.runner import EvalRequest
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, run
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
@@ -69,7 +69,7 @@ class Scripted:
                 notes.write(f"{os.getpid()} {task.name} {seed} {example.id} {candidate.text}\n")
             yield cell(task, example, candidate, seed)
 
-    def decode(self, asked: Iterable[Asked]) -> Iterator[tuple[Asked, Cell | None]]:
+    def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Cell | None]]:
         """Two side by side, of which the second is done first."""
         beginning = iter(asked)
         while several := list(islice(beginning, 2)):

@@ -28,7 +28,7 @@ def text(ids: Any) -> str:
 
 def prompts(of: Example, tokenizer: Any = PLAIN, answer: int = 5, told: bool = False, **options: Any) -> list[Prompt]:
     options = {"mode": "prompt", "chat": False, "longest": None, **options}
-    return Prompts(tokenizer, **options).of(of, answer, told=told)
+    return Prompts(tokenizer, **options).of(of, answer, task_aware=told)
 
 
 WHAT = Question(" What?", "x", prefix=" It ")
@@ -67,7 +67,7 @@ def test_a_chat_has_the_answers_beginning_after_its_template() -> None:
 
 def test_a_question_is_told_or_is_the_prompts_end_and_what_comes_after_it_is_not_compressed() -> None:
     of = example("Long text.", WHAT, WHERE)
-    [told] = prompts(of, TALKS, chat=True, mode="task", told=True)
+    [told] = prompts(of, TALKS, chat=True, mode="task", task_aware=True)
     assert text(told.ids) == "^U:Long text." and list(map(text, told.tasks)) == [" What?", "\nWhere? "]
     assert [text(asked.ids) for asked in told.questions] == [" What?.\nA: It ", "\nWhere? .\nA:"]
     one, other = prompts(of, TALKS, chat=True, mode="task")
@@ -81,7 +81,7 @@ def test_a_question_is_told_or_is_the_prompts_end_and_what_comes_after_it_is_not
 def test_told_or_not_the_same_is_cut_from_a_context() -> None:
     of = example("abcdefghijklmnopqrst", Question("????", "x", prefix="!!"))
     options = dict(answer=3, longest=20, mode="task")
-    [told], [other] = prompts(of, told=True, **options), prompts(of, **options)
+    [told], [other] = prompts(of, task_aware=True, **options), prompts(of, **options)
     assert text(told.ids) == "abcdef" + "pqrst" and told.cut == other.cut == 9
     assert text(other.ids) == "abcdef" + "pqrst" + "????" and text(other.questions[0].ids) == "!!"
 

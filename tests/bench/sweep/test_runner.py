@@ -18,7 +18,7 @@ from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import FULL, Cell
-from keepset.bench.sweep.runner import Asked, Runner
+from keepset.bench.sweep.runner import EvalRequest, Runner
 from keepset.bench.tasks.task import Example, Question
 from keepset.hf.prompt_session import Recorder
 from tests.bench.sweep.asked import Exact, hooks, scripted, timeless, watched
@@ -338,24 +338,25 @@ DECODING = [
 ]
 
 
-def asked(candidate: Candidate, task: Exact) -> list[Asked]:
+def asked(candidate: Candidate, task: Exact) -> list[EvalRequest]:
     """The words, of which every second is asked two questions."""
     questions = [
         (Question(text, "x"), Question(f"{text} And then?", "y"))[: 1 + at % 2] for at, text in enumerate(WORDS)
     ]
     return [
-        Asked(task, 3, Example(str(at), "", each, {"at": float(at)}), candidate) for at, each in enumerate(questions)
+        EvalRequest(task, 3, Example(str(at), "", each, {"at": float(at)}), candidate)
+        for at, each in enumerate(questions)
     ]
 
 
-def decoded(each: Sequence[Asked], model: Any = None, **options: Any) -> dict[str, Cell]:
+def decoded(each: Sequence[EvalRequest], model: Any = None, **options: Any) -> dict[str, Cell]:
     runner = Runner(model or tiny("llama"), TOKENIZER, mode="prompt", chat=False, **options)
     cells = {done.example.id: cell for done, cell in runner.decode(each)}
     assert list(sorted(cells)) == [one.example.id for one in each]
     return {name: cell for name, cell in cells.items() if cell is not None}
 
 
-def one_by_one(each: Sequence[Asked], model: Any = None, **options: Any) -> dict[str, Cell]:
+def one_by_one(each: Sequence[EvalRequest], model: Any = None, **options: Any) -> dict[str, Cell]:
     options = {"model": model, "mode": "prompt", **options}
     alone = (run([one.candidate], task=one.task, example=one.example, seed=one.seed, **options) for one in each)
     return {cell.example: cell for [cell] in alone}

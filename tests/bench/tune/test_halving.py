@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.bench.compare.comparison import Measurement
-from keepset.bench.tune.halving import FINALISTS, PREFILL, ROUNDS, Contender, Halving, ranked, tied
+from keepset.bench.tune.halving import FINALISTS, PREFILL, ROUNDS, Halving, TunedRecipe, ranked, tied
 from keepset.recipe import Recipe
 
 PIECES = ROUNDS[-1]
@@ -38,10 +38,10 @@ def figures(kl: float, found: Sequence[bool] = (), seconds: float = 1.0) -> Meas
     )
 
 
-def entry(number: int, kls: Sequence[float], found: Sequence[Sequence[bool]] = (), seconds: float = 1.0) -> Contender:
+def entry(number: int, kls: Sequence[float], found: Sequence[Sequence[bool]] = (), seconds: float = 1.0) -> TunedRecipe:
     facts = list(found) or [()] * len(kls)
     rows = [figures(kl, told, seconds) for kl, told in zip(kls, facts, strict=True)]
-    return Contender(recipes(number + 1)[number], rows)
+    return TunedRecipe(recipes(number + 1)[number], rows)
 
 
 class Made:

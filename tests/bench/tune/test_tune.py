@@ -16,8 +16,8 @@ from transformers import DynamicCache
 import keepset
 from keepset.bench.compare.comparison import Measurement
 from keepset.bench.tune import space
+from keepset.bench.tune.excerpts import ANSWER_TOKENS, TextPiece
 from keepset.bench.tune.measure import Measurer
-from keepset.bench.tune.pieces import ANSWER_TOKENS, TextPiece
 from keepset.bench.tune.tune import Tuner
 from keepset.core.features.attention import SecondPass
 from keepset.errors import KeepsetError

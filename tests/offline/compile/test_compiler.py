@@ -17,7 +17,7 @@ from keepset.core.tables import Tables, neutral, save
 from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile import compiler
 from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
-from keepset.offline.compile.compiler import Settings, compile_tables
+from keepset.offline.compile.compiler import CompileSettings, compile_tables
 from keepset.offline.compile.judge import Judge, Verdict
 from keepset.offline.compile.log import Log, Trial
 from keepset.offline.compile.risk import risk_bins, stratified, with_edges
@@ -27,8 +27,8 @@ from tests.offline.compile.conftest import CONTINUATION, TOKENS, corpus
 WINDOW = 5
 
 
-def options(**other: Any) -> Settings:
-    return Settings(
+def options(**other: Any) -> CompileSettings:
+    return CompileSettings(
         **{
             "method": CompilerKV(window=WINDOW),
             "budgets": (8, 12),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from keepset.core import statistics
-from keepset.core.features.given import ModelStatistics
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.recipe import Recipe, check_schedule
 
 

@@ -5,19 +5,19 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keepset.kernels.subpages import Group, Layout, blocks_needed, entries, own_block, slots, tables
+from keepset.kernels.page_layout import PageGroup, PageLayout, blocks_needed, entries, own_block, slots, tables
 from tests.paged.allocator import POISON, Allocator, Row
 from tests.tiers import examples
 
 
-def as_layout(rows: list[Row]) -> Layout:
+def as_layout(rows: list[Row]) -> PageLayout:
     parts = ([[state[part] for state in row.states] for row in rows] for part in range(4))
-    return Layout(*map(torch.tensor, parts))
+    return PageLayout(*map(torch.tensor, parts))
 
 
-def group_of(rows: list[Row]) -> Group:
+def group_of(rows: list[Row]) -> PageGroup:
     layers = len(rows[0].layers)
-    return Group(range(layers), layers, rows[0].blocks)
+    return PageGroup(range(layers), layers, rows[0].blocks)
 
 
 def check(rows: list[Row], block_size: int, spare: int) -> None:
@@ -178,7 +178,7 @@ def test_blocks_needed_of_many() -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_zero_state_is_the_layout_of_vllm(kv_heads: int) -> None:
-    zero = Layout(torch.zeros(2, 3, kv_heads, dtype=torch.long), *torch.zeros(3, 2, 3, dtype=torch.long))
+    zero = PageLayout(torch.zeros(2, 3, kv_heads, dtype=torch.long), *torch.zeros(3, 2, 3, dtype=torch.long))
     lengths = torch.tensor([9, 4])
     held = entries(zero, lengths)
     assert torch.equal(held, lengths[:, None, None].expand(2, 3, kv_heads))
@@ -197,7 +197,7 @@ def test_zero_state_is_the_layout_of_vllm(kv_heads: int) -> None:
 
 def test_heads_that_are_full_at_the_event() -> None:
     """Three heads, pages of 4: two pages, a full one and none at all; all three want a page with the next token."""
-    layout = Layout(torch.tensor([[[7, 4, 0]]]), torch.tensor([[12]]), torch.tensor([[1]]), torch.tensor([[0]]))
+    layout = PageLayout(torch.tensor([[[7, 4, 0]]]), torch.tensor([[12]]), torch.tensor([[1]]), torch.tensor([[0]]))
     block_table = torch.tensor([[POISON, 10, 11, 12]])
     now = tables(layout, entries(layout, torch.tensor([12])), block_table, 4, 2)
     assert now.tolist() == [[[[30, 31], [32, 0], [0, 0]]]]
@@ -210,11 +210,11 @@ def test_heads_that_are_full_at_the_event() -> None:
 
 def test_empty_batches() -> None:
     """No rows, no tokens, no pages: shapes without elements."""
-    none = Layout(*(torch.zeros(0, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
+    none = PageLayout(*(torch.zeros(0, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
     empty = torch.zeros(0, 4, dtype=torch.int32)
     held = entries(none, torch.zeros(0, dtype=torch.long))
     assert tables(none, held, empty, 4, 5).shape == (0, 2, 3, 5)
-    one = Layout(*(torch.zeros(1, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
+    one = PageLayout(*(torch.zeros(1, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
     table = torch.full((1, 4), POISON, dtype=torch.int32)
     nothing = torch.zeros(0, dtype=torch.long)
     none = tables(one, entries(one, torch.tensor([0])), table, 4, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keepset.kernels.shift import shift_step
+from keepset.kernels.compact_block_table import shift_step
 
 
 @pytest.mark.parametrize("size", [16, 32])

@@ -21,21 +21,21 @@ def quotas_ahead(
     lengths: Sequence[int],
     prompts: Sequence[int],
     head_dim: int,
-    here: Sequence[int],
+    layer_ids: Sequence[int],
     layers: tuple[int, ...],
     features: Mapping[Feature[Any], Any] | None = None,
 ) -> Quotas:
     """What `Method.quotas` says of requests whose heads hold so many entries, whatever these are, layer after layer.
 
     Args:
-        method, budget: of a recipe whose `fixed_total` holds, or `foreseen`.
+        method, budget: of a recipe whose `fixed_total` holds, or `count_known_on_host`.
         entries: of each head of each request; under `fixed_total` their average says the same of a layer.
         lengths, prompts: tokens that each request has had, and those of its prompt.
         head_dim: of the layers.
-        here, layers: indices of the layers, neighbours, which hold the same, and of all that are compressed.
+        layer_ids, layers: indices of the layers, neighbours, which hold the same, and of all that are compressed.
         features: out of files.
     """
-    held = torch.tensor(entries).repeat(len(here), 1)
+    held = torch.tensor(entries).repeat(len(layer_ids), 1)
     least, most = int(held.min()), int(held.max())
     shape = (*held.shape, most)
     nothing = torch.empty(()).expand(*shape, head_dim)
@@ -43,10 +43,10 @@ def quotas_ahead(
         keys=nothing,
         values=nothing,
         valid=None if least == most else torch.arange(most) < held[..., None],
-        lengths=torch.tensor(lengths).repeat(len(here)),
-        prompts=torch.tensor(prompts).repeat(len(here)),
+        lengths=torch.tensor(lengths).repeat(len(layer_ids)),
+        prompts=torch.tensor(prompts).repeat(len(layer_ids)),
         scaling=1.0,
-        here=here,
+        layer_ids=layer_ids,
         layers=layers,
         features=features,
     )

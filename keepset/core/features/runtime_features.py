@@ -108,7 +108,7 @@ class ModelStatistics(Feature[Statistics]):
 
     file: str
 
-    def of_rows(self, observation: Observation) -> RowStatistics:
+    def repeat_per_request(self, observation: Observation) -> RowStatistics:
         """Those of each row's layer, on the keys' device.
 
         Args:
@@ -118,8 +118,8 @@ class ModelStatistics(Feature[Statistics]):
             KeepsetError: nobody gave the statistics, or they are of a model of another shape.
         """
         measured, device = self._checked(observation), observation.valid.device
-        here = slice(observation.first, observation.first + len(observation.here))
-        return RowStatistics(lambda name: observation.of_rows(measured.on(device, name)[here]))
+        here = slice(observation.first, observation.first + len(observation.layer_ids))
+        return RowStatistics(lambda name: observation.repeat_per_request(measured.on(device, name)[here]))
 
     def retrieval(self, observation: Observation) -> Float[Tensor, "layers kv_heads"]:
         """How much the KV heads of all compressed layers retrieve, from 0 to 1 (DuoAttention, arXiv:2410.10819).

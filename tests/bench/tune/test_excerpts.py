@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from keepset import texts
-from keepset.bench.tune import pieces
-from keepset.bench.tune.pieces import FACTS, PIECES, SHARE, SIZES, cut
+from keepset.bench.tune import excerpts
+from keepset.bench.tune.excerpts import FACTS, PIECES, SHARE, SIZES, cut
 from keepset.errors import KeepsetError
 
 
@@ -70,7 +70,7 @@ def test_a_long_text_gives_pieces_that_do_not_overlap(tokenizer: Any, essay: lis
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=6), st.sampled_from(SIZES))
 def test_places_are_in_their_texts_and_no_nearer_than_they_must(lengths: list[int], size: int) -> None:
-    places = pieces._places(lengths, size)
+    places = excerpts._places(lengths, size)
     assert len(set(places)) == len(places)
     assert all(at in range(lengths[text] - size + 1) for text, at in places)
     near = min((b - a for (s, a), (t, b) in pairwise(places) if s == t), default=size)
@@ -124,7 +124,7 @@ def test_pieces_fit_the_models_context(tokenizer: Any, essay: list[int], retriev
     for longest in (768, 1024, 1536, 2048, 2049):
         for piece in of(tokenizer, essay, retrieval=retrieval, longest=longest):
             asked = max((len(tokenizer(text)["input_ids"]) for text in piece.questions), default=0)
-            after = max(asked + pieces.ANSWER_TOKENS, piece.continuation.shape[1])
+            after = max(asked + excerpts.ANSWER_TOKENS, piece.continuation.shape[1])
             assert piece.prompt.shape[1] + after <= longest
 
 

@@ -20,7 +20,7 @@ def shift_step(
     left_table: Int[Tensor, "rows width"],
     left: Int[Tensor, " rows"],
 ) -> None:
-    """As in `keepset.kernels.shift`."""
+    """As in `keepset.kernels.compact_block_table`."""
     _shift[(len(lengths),)](
         block_table, lengths, starts, dropped, slots, left_table, left,
         block_table.stride(0), left_table.stride(0), block_size, BLOCK=_BLOCK,

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-class GroupSums(StrEnum):
+class GroupReduction(StrEnum):
     """What is added up of the query heads that share a KV head."""
 
     MEAN = "mean"
@@ -20,8 +20,8 @@ class GroupSums(StrEnum):
 
     def shape(self, group: int) -> tuple[int, ...]:
         """Of an entry's numbers, where so many query heads share a KV head."""
-        return (group,) if self is GroupSums.EACH else ()
+        return (group,) if self is GroupReduction.EACH else ()
 
     def of(self, sums: Float[Tensor, "*heads members entries"]) -> Float[Tensor, "*heads entries *group"]:
         """Entries' numbers, of what they receive of every query head (`received_attention`)."""
-        return sums.transpose(-1, -2) if self is GroupSums.EACH else sums.mean(-2)
+        return sums.transpose(-1, -2) if self is GroupReduction.EACH else sums.mean(-2)

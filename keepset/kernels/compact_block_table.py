@@ -35,10 +35,10 @@ def shift_step(
         left: entries.
     """
     if uses_triton(block_table.device):
-        from keepset.kernels.triton import shift  # loads Triton
+        from keepset.kernels.triton import compact_block_table  # loads Triton
 
         with launched_on(block_table.device):
-            shift.shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left)
+            compact_block_table.shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left)
         return
     left.copy_(lengths - dropped)
     columns = torch.arange(block_table.shape[1], device=block_table.device) + (dropped // block_size)[:, None]

@@ -28,7 +28,7 @@ from keepset.paged.step import (
 )
 from keepset.recipe import Recipe
 
-Entries = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[], EntriesInPages]]
+LocateEntries = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[], EntriesInPages]]
 """Says where the layers have the entries of these requests before the step's events, once it is planned."""
 
 
@@ -52,7 +52,7 @@ class _Waiting:
 class _Step:
     """What a step records and adds up, as numbers of the host until all requests are through."""
 
-    def __init__(self, batch: StepBatch, plan: StepPlan, recording: Recording, entries: Entries) -> None:
+    def __init__(self, batch: StepBatch, plan: StepPlan, recording: Recording, entries: LocateEntries) -> None:
         self._batch, self._plan, self._recording, self._entries = batch, plan, recording, entries
         # Of each query its number, its request's slot and its place there, before and after events.
         self._early: list[tuple[int, int, int]] = []
@@ -153,7 +153,7 @@ class CapturePlanner:
         self._by_row: dict[int, QueryRecord] = {}
         self._ended: list[QueryRecord] = []
 
-    def plan(self, batch: StepBatch, plan: StepPlan, entries: Entries) -> None:
+    def plan(self, batch: StepBatch, plan: StepPlan, entries: LocateEntries) -> None:
         """Adds to the step's plan the queries and chunks that the next events will look at."""
         if not self._records:
             return

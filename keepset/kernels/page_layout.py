@@ -29,7 +29,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 
-class Layout(NamedTuple):
+class PageLayout(NamedTuple):
     """What requests' pages follow from: their newest compression event, layer by layer. All zero: none yet.
 
     Attributes:
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     shared: Int[Tensor, "rows layers"]
 
 
-class Group(NamedTuple):
+class PageGroup(NamedTuple):
     """Layers that share a block table.
 
     Attributes:
@@ -60,7 +60,7 @@ class Group(NamedTuple):
     blocks: int
 
 
-def entries(layout: Layout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows layers kv_heads"]:
+def entries(layout: PageLayout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows layers kv_heads"]:
     """Entries of every head when its request has `lengths` tokens.
 
     What was kept, and one more for each token since the event.
@@ -69,12 +69,12 @@ def entries(layout: Layout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows 
 
 
 def tables(
-    layout: Layout,
+    layout: PageLayout,
     entries: Int[Tensor, "rows _ kv_heads"],
     block_table: Int[Tensor, "rows width"],
     block_size: int,
     pages: int,
-    group: Group | None = None,
+    group: PageGroup | None = None,
 ) -> Int[Tensor, "rows layers kv_heads {pages}"]:
     """The sub-pages of every head, in the order of its entries and in the block table's dtype.
 
@@ -104,7 +104,7 @@ def tables(
     return ((beyond + found) * kv_heads + number % kv_heads).where(needed, 0).to(block_table.dtype)
 
 
-def through(tables: Int[Tensor, "layers *rest"], group: Group, kv_heads: int) -> Int[Tensor, "layers *rest"]:
+def to_group_pages(tables: Int[Tensor, "layers *rest"], group: PageGroup, kv_heads: int) -> Int[Tensor, "layers *rest"]:
     """Sub-pages of each of the group's layers in question, as they are counted from the group's first layer on."""
     places = torch.arange(group.places.start, group.places.stop, device=tables.device)
     before = (places * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))
@@ -126,7 +126,7 @@ def blocks_needed(
 
 
 def slots(
-    layout: Layout,
+    layout: PageLayout,
     tables: Int[Tensor, "rows layers kv_heads pages"],
     positions: Int[Tensor, " tokens"],
     rows: Int[Tensor, " tokens"],
@@ -138,7 +138,7 @@ def slots(
     row `rows[t]` and came after the newest event, so the head already holds `positions - length + counts` entries.
     The tables must reach as far.
     """
-    entry = entries(Layout(*(part[rows] for part in layout)), positions)
+    entry = entries(PageLayout(*(part[rows] for part in layout)), positions)
     _, layers, kv_heads, pages = tables.shape
     head = torch.arange(layers * kv_heads, device=rows.device).view(layers, kv_heads)
     place = (rows[:, None, None] * (layers * kv_heads) + head) * pages + entry // block_size
@@ -162,7 +162,7 @@ def shareable_pages(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> I
 
 
 def _numbers(
-    layout: Layout, page: Int[Tensor, " pages"], block_size: int
+    layout: PageLayout, page: Int[Tensor, " pages"], block_size: int
 ) -> tuple[Int[Tensor, "rows layers kv_heads pages"], Bool[Tensor, "rows layers kv_heads pages"]]:
     """Which of its request's sub-pages each page of each head is, and whether it was packed at the event.
 

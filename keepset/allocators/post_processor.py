@@ -14,7 +14,7 @@ from keepset.core.select import Ranking
 
 
 @dataclass(frozen=True)
-class Rewriter(Allocator):
+class PostProcessor(Allocator):
     """Leaves another method's choice as it is, and says more of the entries that stay."""
 
     def __post_init__(self) -> None:
@@ -26,8 +26,8 @@ class Rewriter(Allocator):
         """Whatever cannot be divided again can still be rewritten."""
 
     @property
-    def foreseen(self) -> bool:
-        return self.scorer.foreseen
+    def count_known_on_host(self) -> bool:
+        return self.scorer.count_known_on_host
 
     @abstractmethod
     def rewritten(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
@@ -48,4 +48,4 @@ class Rewriter(Allocator):
         chosen = self.scorer.select_all(observations, budget)
         if self.across_layers:
             chosen.count()
-        return KeepSet([self.rewritten(each, chosen.layer(each.here[0])) for each in observations])
+        return KeepSet([self.rewritten(each, chosen.layer(each.layer_ids[0])) for each in observations])
