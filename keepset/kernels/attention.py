@@ -1,4 +1,4 @@
-"""Attention over entries that are stored packed, heads of different lengths side by side."""
+"""Attention over packed entries, where heads may have different lengths."""
 
 from __future__ import annotations
 
@@ -19,20 +19,23 @@ def ragged_attention(
     scaling: float,
     query_positions: Int[Tensor, "batch n"] | None = None,
 ) -> Float[Tensor, "batch n query_heads value_dim"]:
-    """Attention of the newest tokens over their own head's entries.
+    """Return the attention of the newest tokens over the entries of their own head.
 
-    The query group of a KV head is folded into the query axis: nothing is repeated and nothing padded. On a GPU all
-    heads are one launch, split along their entries, whichever stores they lie in; on a CPU a run per head costs less
-    than padding to the longest.
+        output = softmax(queries @ keys' * scaling + bias) @ values
+
+    The query heads that share a KV head are folded into the query axis, so that nothing is repeated or padded. A GPU
+    computes all heads in one launch (two if heads are split along their entries), whichever stores hold them. A CPU
+    computes one product per run of heads of equal length.
 
     Args:
-        queries: of the newest tokens, after rotation.
-        stores: one after another all heads of all requests, equally many of each.
-        scaling: of the logits.
-        query_positions: every query then sees the entries up to its own position; without them it sees all.
+        queries: queries of the newest tokens, after rotation.
+        stores: packed heads. Put one after another they are all heads of all requests; each store has equally many.
+        scaling: factor of the logits.
+        query_positions: position of each query. A query then sees the entries up to its own position. If None, each
+            query sees all entries.
 
     Returns:
-        The output in the queries' precision, contiguous.
+        The output in the queries' dtype, contiguous.
     """
     if uses_triton(queries.device):
         return _in_triton(queries, stores, scaling, query_positions)[0]
@@ -62,7 +65,14 @@ def ragged_log_sum_exp(
     scaling: float,
     query_positions: Int[Tensor, "batch n"] | None = None,
 ) -> Float[Tensor, "batch n query_heads"]:
-    """What `ragged_attention` normalises each query's weights by, float32; of nothing seen it is minus infinity."""
+    """Return the log-sum-exp of each query's logits, by which `ragged_attention` normalises its weights.
+
+    Args:
+        queries, stores, scaling, query_positions: as in `ragged_attention`.
+
+    Returns:
+        float32; minus infinity for a query that sees no entry.
+    """
     if uses_triton(queries.device):
         return _in_triton(queries, stores, scaling, query_positions)[1]
     batch, query_heads, n, _ = queries.shape
@@ -82,7 +92,7 @@ def ragged_log_sum_exp(
 
 
 def _runs(stores: Sequence[PackedHeads]) -> Iterator[tuple[PackedHeads, HeadRun, slice]]:
-    """Every run with its store, and which these heads are among all."""
+    """Yield each run, its store, and the slice of all heads that the run covers."""
     first = 0
     for store in stores:
         for run in store.pieces:
@@ -93,6 +103,7 @@ def _runs(stores: Sequence[PackedHeads]) -> Iterator[tuple[PackedHeads, HeadRun,
 def _in_triton(
     queries: Tensor, stores: Sequence[PackedHeads], scaling: float, query_positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of the Triton kernel."""
     from keepset.kernels.triton import attention  # loads Triton
 
     with launched_on(queries.device):

@@ -1,4 +1,4 @@
-"""Column statistics of attention, causal in O(N) memory: what each entry received, without an N x N matrix."""
+"""Column statistics of causal attention in O(N) memory: what each entry receives, without an N x N matrix."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from keepset.kernels.blocks import PRODUCT_BLOCK
 from keepset.kernels.dispatch import has_bfloat16, launched_on, uses_triton
 
 _CHUNK = 64
-"""Queries per step: large enough for matrix products, small enough to stay in a core's cache."""
+"""Queries per step: enough for efficient matrix products, few enough to stay in a core's cache."""
 
 
 class ColumnStatistic(StrEnum):
-    """A statistic of the attention that entries receive; of no queries every one is zero."""
+    """A statistic over the attention that an entry receives from queries. It is zero if there are no queries."""
 
     SUM = "sum"
     MAX = "max"
@@ -26,21 +26,25 @@ class ColumnStatistic(StrEnum):
     """The sum of squares."""
 
     def over_queries(self, attention: Float[Tensor, "*heads queries entries"]) -> Float[Tensor, "*heads entries"]:
-        """The statistic of these queries."""
+        """Return the statistic over the query axis of an attention matrix."""
         if self is ColumnStatistic.MAX:
             return attention.amax(-2)
         return (attention.square() if self is ColumnStatistic.SQUARE else attention).sum(-2)
 
     def merge(self, some: Float[Tensor, "*shape"], others: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """The statistic of all queries from that of some and that of the others."""
+        """Return the statistic over all queries, given those over two disjoint parts of them.
+
+        Args:
+            some, others: the statistic over each part.
+        """
         return torch.maximum(some, others) if self is ColumnStatistic.MAX else torch.add(some, others)
 
 
 class GroupRule(StrEnum):
-    """What becomes of the statistics of the query heads that share a KV head."""
+    """How to reduce the statistics of the query heads that share a KV head."""
 
     EACH = "each"
-    """Every query head has its own."""
+    """Keep one for every query head."""
     SUM = "sum"
     MEAN = "mean"
     MAX = "max"
@@ -53,20 +57,20 @@ def attention_with_lse(
     scaling: float,
     causal: bool = True,
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
-    """Attention of one request, and what it was normalised by.
+    """Return the attention of one request, and the log-sum-exp by which it was normalised.
 
-    PyTorch's own operators return both at once wherever they take the shapes; elsewhere the log-sum-exp is a pass of
-    its own. Memory grows with queries and entries, and keys and values are repeated for their query groups.
+    PyTorch's fused operators return both at once where they accept the shapes. Elsewhere the log-sum-exp is a second
+    pass. Memory grows with queries and entries; keys and values are repeated for their query heads.
 
     Args:
-        queries: after rotation; if `causal`, of the same tokens as the entries, otherwise all see all.
-        keys: after rotation.
-        values: beside them.
-        scaling: of the logits.
-        causal: whether a token sees the entries up to its own only.
+        queries: queries after rotation. If `causal`, they belong to the same tokens as the entries.
+        keys: keys after rotation.
+        values: values.
+        scaling: factor of the logits.
+        causal: whether a token sees only the entries up to its own. If False, each query sees all entries.
 
     Returns:
-        The output in the queries' precision, and the log-sum-exp of every query's logits, float32.
+        The output in the queries' dtype, and the log-sum-exp of every query's logits in float32.
     """
     operator = _fused_operator(queries, keys, values)
     group, n, value_dim = queries.shape[0] // keys.shape[0], queries.shape[1], values.shape[-1]
@@ -78,12 +82,12 @@ def attention_with_lse(
     if queries.device.type != "cpu":
         query, key, value = (_whole_multiple(x) for x in (query, key, value))
     output, lse = operator(query, key, value, causal, scaling)
-    # Some pad the log-sum-exp to a block of queries.
+    # Some operators pad the log-sum-exp to a block of queries.
     return output.squeeze(0).narrow(-1, 0, value_dim), lse.squeeze(0).narrow(-1, 0, n).float()
 
 
 def _whole_multiple(rows: Tensor) -> Tensor:
-    """Heads of a size that operators of GPUs take; zeros change no product."""
+    """Return rows padded with zeros to a multiple of 8 numbers, as fused GPU operators require."""
     missing = -rows.shape[-1] % 8
     return F.pad(rows, (0, missing)) if missing else rows
 
@@ -92,7 +96,7 @@ _Fused = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
 
 
 def _fused_operator(queries: Tensor, keys: Tensor, values: Tensor) -> _Fused | None:
-    """PyTorch's operator that gives attention and its log-sum-exp, where one takes these shapes."""
+    """Return PyTorch's operator that computes attention and its log-sum-exp, or None if none takes these shapes."""
     device, dtype, square = queries.device, queries.dtype, keys.shape[-1] == values.shape[-1]
     if device.type == "cpu":
         return _flash_on_cpu if square else None
@@ -128,16 +132,16 @@ def log_sum_exp(
     scaling: float,
     causal: bool = True,
 ) -> Float[Tensor, "query_heads n"]:
-    """Log-sum-exp of every query's logits, in memory that grows with the entries.
+    """Return the log-sum-exp of every query's logits, in memory that grows with the entries.
 
     Args:
-        queries: of the last `n` entries; if not `causal`, of whatever comes after all of them.
-        keys: of all entries.
-        scaling: of the logits.
-        causal: whether a query sees the entries up to its own only.
+        queries: queries of the last `n` entries; if not `causal`, of tokens after all entries.
+        keys: keys of all entries.
+        scaling: factor of the logits.
+        causal: whether a query sees only the entries up to its own.
 
     Returns:
-        float32, whatever the inputs are.
+        float32, whatever the dtype of the inputs.
     """
     if uses_triton(keys.device):
         from keepset.kernels.triton import columns  # loads Triton
@@ -160,25 +164,28 @@ def attention_columns(
     causal: bool = True,
     lse: Float[Tensor, "query_heads n"] | None = None,
 ) -> dict[str, Float[Tensor, "heads entries"]]:
-    """What each entry receives of attention: statistics of its column, over the queries, without the matrix.
+    """Return statistics of each entry's column of the attention matrix, without making the matrix.
 
-    The sum is the accumulated attention of H2O (Zhang et al. 2023, arXiv:2306.14048), the window's sum what SnapKV
-    looks at, the maximum KVzip's and KVCompose's. The maximum needs no exponential per pair: exp is monotone, so it is
-    taken of the largest logit less its log-sum-exp. Memory grows with the entries, time with `n` times the entries. On
-    a GPU it is one Triton kernel, or two where the log-sum-exp is not given.
+        A = softmax(queries @ keys' * scaling)
+        sum = A.sum(queries)     max = A.amax(queries)     square = (A * A).sum(queries)
+
+    The sum is the accumulated attention of H2O (Zhang et al. 2023, arXiv:2306.14048); over a window of queries it is
+    SnapKV's score. The maximum is that of KVzip and KVCompose. It needs one exponential per entry only, since exp is
+    monotone: max(A) = exp(max(logits - log-sum-exp)). Memory grows with the entries, time with `n` times the entries.
+    On a GPU this is one Triton kernel, or two if the log-sum-exp is not given.
 
     Args:
-        queries: after rotation, of the last `n` entries; if not `causal`, of whatever comes after all of them.
-        keys: of all entries, after rotation.
-        scaling: of the logits; by default one over the root of the head size.
-        names: any of `sum`, `max`, `square`, the sum of squares; only these are computed.
-        group: what becomes of the statistics of query heads that share a KV head: `each` has its own, or their `sum`,
+        queries: queries after rotation, of the last `n` entries; if not `causal`, of tokens after all entries.
+        keys: keys of all entries, after rotation.
+        scaling: factor of the logits; by default `head_dim ** -0.5`.
+        names: statistics to compute: any of `sum`, `max` and `square` (sum of squares).
+        group: how to reduce the statistics of the query heads that share a KV head: `each` (no reduction), `sum`,
             `mean` or `max`.
-        causal: whether a query sees the entries up to its own only.
-        lse: the log-sum-exp of the queries' logits, where attention has computed it already.
+        causal: whether a query sees only the entries up to its own.
+        lse: log-sum-exp of the queries' logits, if attention has computed it already.
 
     Returns:
-        The named statistics, float32; `heads` are the query heads where each has its own, otherwise the KV heads.
+        The statistics by name, float32. `heads` counts query heads if `group` is `each`, else KV heads.
     """
     kv_heads, entries, head_dim = keys.shape
     scaling = head_dim**-0.5 if scaling is None else scaling
@@ -194,7 +201,7 @@ def attention_columns(
     grouped = queries.unflatten(0, (kv_heads, -1))
     lse = lse.view(grouped.shape[:3])
     members, on_cpu = grouped.shape[1], keys.device.type == "cpu"
-    # On a CPU one KV head at a time: with more logits a pass over them waits for memory.
+    # On a CPU one KV head at a time, since a pass over more logits would wait for memory.
     heads, rows = (1, min(max(PRODUCT_BLOCK // max(members * entries, 1), 1), _CHUNK)) if on_cpu else (kv_heads, _CHUNK)
     total, square = (torch.zeros(kv_heads, members, entries, device=keys.device) for _ in range(2))
     largest = torch.full_like(total, float("-inf"))
@@ -217,6 +224,7 @@ def attention_columns(
 
 
 def _of_group(statistic: Float[Tensor, "kv_heads group entries"], rule: str) -> Float[Tensor, "heads entries"]:
+    """Return the statistic reduced over each group by a `GroupRule`."""
     match GroupRule(rule):
         case GroupRule.EACH:
             return statistic.flatten(0, 1)
@@ -229,10 +237,13 @@ def _of_group(statistic: Float[Tensor, "kv_heads group entries"], rule: str) -> 
 
 
 class ColumnAccumulator:
-    """Column statistics of a text that comes in chunks.
+    """Accumulate column statistics of a text that comes in chunks.
+
+    Args:
+        names: statistics to accumulate.
 
     Attributes:
-        statistics: by their names, of the entries so far.
+        statistics: by name, the statistic of every entry so far.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -246,13 +257,13 @@ class ColumnAccumulator:
         scaling: float,
         lse: Float[Tensor, "query_heads n"] | None = None,
     ) -> None:
-        """Takes in the next `n` queries.
+        """Add the next `n` queries.
 
         Args:
-            queries: of the last `n` entries, after rotation; there may be none.
-            keys: of all entries so far.
-            scaling: of the logits.
-            lse: the queries' log-sum-exp where attention computed it already.
+            queries: queries of the last `n` entries, after rotation; `n` may be 0.
+            keys: keys of all entries so far.
+            scaling: factor of the logits.
+            lse: log-sum-exp of the queries' logits, if attention has computed it already.
         """
         new = attention_columns(queries, keys, scaling=scaling, names=self._names, lse=lse)
         for name, before in self.statistics.items():
@@ -269,7 +280,16 @@ def _logits(
     causal: bool,
     lse: Float[Tensor, "kv_heads group n"] | None = None,
 ) -> Float[Tensor, "kv_heads group chunk visible"]:
-    """Logits of one chunk of queries, less their log-sum-exp, float32."""
+    """Return the float32 logits of one chunk of queries, less their log-sum-exp if it is given.
+
+    Args:
+        queries, keys: of all queries and entries.
+        scaling: factor of the logits.
+        start: first query of the chunk.
+        most: queries in the chunk, at most.
+        causal: whether a query sees only the entries up to its own; then only the visible entries are returned.
+        lse: log-sum-exp of each query.
+    """
     entries = keys.shape[1]
     chunk = queries[:, :, start : start + most]
     rows = chunk.shape[2]
@@ -278,14 +298,14 @@ def _logits(
     folded, past = chunk.flatten(1, 2), keys[:, :visible].transpose(1, 2)
     shift = None if lse is None else lse[:, :, start : start + rows].flatten(1)[..., None]
     if shift is not None and keys.dtype == shift.dtype:
-        # Subtracting inside the product saves a pass over what does not fit a cache.
+        # Subtracting inside the product saves a pass over logits that do not fit a cache.
         logits = torch.baddbmm(shift, folded, past, beta=-1, alpha=scaling)
     else:
         logits = torch.bmm(folded, past).float() * scaling
         logits = logits if shift is None else logits - shift
     logits = logits.unflatten(1, (-1, rows))
     if causal:
-        # Only the diagonal block holds anything of the future.
+        # Only the diagonal block holds future entries.
         future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., first:].masked_fill_(future, float("-inf"))
     return logits

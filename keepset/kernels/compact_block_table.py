@@ -1,4 +1,4 @@
-"""What attention is told of requests that lost equally many entries of each head: the engine's step, shifted."""
+"""The engine's step without dropped entries, for requests whose heads have all lost equally many."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ def shift_step(
     left_table: Int[Tensor, "rows width"],
     left: Int[Tensor, " rows"],
 ) -> None:
-    """Fills `left_table` and `left` with the blocks and the number of entries that are left; on a GPU in one launch.
+    """Fill `left_table` and `left` with the blocks and numbers of entries that are left; on a GPU in one launch.
 
-    What is left of a request lies in its blocks from the first that is not free. So new tokens' slots are moved, in
-    place, to where its entries end.
+    What is left of a request lies in its blocks from the first block that is not free. New tokens' slots move, in
+    place, to where the request's entries end.
 
     Args:
         block_table: blocks by logical position.
         lengths: tokens of each request after the step.
-        starts: the first query of each row, and the end of the last one's.
-        dropped: entries that each has lost.
-        slots: of the new tokens by logical position; what they are moved to lies in the same blocks, or the one before.
-        block_size: tokens per block.
-        left_table: beyond the blocks that a row has, whatever was there.
-        left: entries.
+        starts: the first query of each row, and the end of the last row's.
+        dropped: entries that each request has lost.
+        slots: slot mapping of the new tokens by logical position; written to. A slot moves within its block or to the
+            block before.
+        block_size: tokens of a block.
+        left_table: blocks that are left; written to. Columns beyond a row's blocks hold anything.
+        left: entries that are left; written to.
     """
     if uses_triton(block_table.device):
         from keepset.kernels.triton import compact_block_table  # loads Triton

@@ -1,4 +1,4 @@
-"""Entries that move: what an event keeps is packed, and new tokens join what is packed."""
+"""Moving entries: pack the entries that an event keeps, and append new tokens to packed heads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ def pack_entries(
     indices: Int[Tensor, " kept"],
     counts: Int[Tensor, "batch kv_heads"],
 ) -> dict[str, Shaped[Tensor, "kept ..."]]:
-    """Every head's chosen entries, head after head; on a GPU all columns of all heads in one launch.
+    """Return the chosen entries of every head, head after head; on a GPU one launch moves all columns of all heads.
+
+        packed[starts[h] + i] = column[h // kv_heads, h % kv_heads, indices[starts[h] + i]]
 
     Args:
-        columns: with any strides: keys and values usually arrive as a transposed view.
-        indices: the chosen entries, head after head.
-        counts: how many each head keeps.
+        columns: columns of entries, with any strides: keys and values usually are a transposed view.
+        indices: indices of the chosen entries, head after head.
+        counts: how many entries each head keeps.
+
+    Returns:
+        Every column's chosen rows.
     """
     heads = counts.flatten()
     if not uses_triton(indices.device):
@@ -46,11 +51,13 @@ def append_entries(
     values: Float[Tensor, "batch kv_heads n value_dim"],
     positions: Int[Tensor, "batch n"],
 ) -> None:
-    """Writes `n` new entries behind those of every head, which are not counted yet; on a GPU in one launch.
+    """Write `n` new entries into the free places behind those of every head; on a GPU in one launch.
+
+    The heads' counts do not change here.
 
     Args:
-        stores: one after another all heads of all requests, with free places.
-        keys, values: of the new entries; any strides.
+        stores: packed heads with free places. Put one after another they are all heads of all requests.
+        keys, values: of the new entries, with any strides.
         positions: of the new tokens.
     """
     if uses_triton(keys.device):
@@ -76,16 +83,16 @@ def append_entries(
 
 
 def _as_stored(flat: Tensor, scale: Tensor | None, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Columns, and what of these rows comes into them."""
+    """Return each column to write to, with its new numbers; quantised rows and their scales are two columns."""
     return [(flat, rows)] if scale is None else list(zip((flat, scale), quantize(rows), strict=True))
 
 
 def _pick(
     column: Shaped[Tensor, "batch kv_heads entries ..."], rows: Int[Tensor, " kept"], indices: Int[Tensor, " kept"]
 ) -> Shaped[Tensor, "kept ..."]:
-    """`column[rows, indices]`, gathered row by row.
+    """Return `column[rows, indices]`, gathered row by row.
 
-    All orders are read in place, because flattening would copy what is about to be dropped.
+    Every memory order is read in place: flattening would copy the entries that are about to be dropped.
     """
     batch, heads, entries = column.shape[:3]
     of_request, of_head, of_entry = column.stride()[:3]

@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs: chosen here for all of them, by device."""
+"""Which implementation of a kernel runs, by device; and how numbers travel between host and device."""
 
 from __future__ import annotations
 
@@ -12,33 +12,47 @@ import torch
 from torch import Tensor
 
 INTERPRETED = False
-"""Whether tensors elsewhere, as on a CPU, go to the kernels in Triton too. Its interpreter must be on before Triton is
-first imported (`TRITON_INTERPRET=1`); it runs one program after another, which is for tests."""
+"""Whether CPU tensors go to the Triton kernels, too; for tests.
+
+Triton's interpreter must be on before Triton is first imported (`TRITON_INTERPRET=1`). It runs programs one by one.
+"""
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether a tensor there is given to the kernels in Triton, and not to their counterparts in PyTorch."""
+    """Return whether tensors on this device are computed by the Triton kernels, not by those in PyTorch."""
     return _has_triton() if device.type == "cuda" else INTERPRETED
 
 
 def is_async_device(device: torch.device) -> bool:
-    """Whether the host waits when it looks at a tensor there."""
+    """Return whether the host must wait in order to read a tensor on this device."""
     return device.type != "cpu"
 
 
 def launched_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current GPU, which is not the tensors' where a model is spread over several."""
+    """Return a context in which Triton launches on this device.
+
+    Triton launches on the current GPU, which differs from the tensors' GPU if a model is spread over several.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
-    """What the host knows, whole numbers or a tensor, on a device; a GPU is not waited for."""
+    """Return host values on a device, without a host sync.
+
+    Args:
+        values: integers, or a tensor on the host.
+        device: where they go.
+    """
     there = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
-    return there.to(device, non_blocking=there.device.type == "cpu")  # what comes back must be there to be read
+    return there.to(device, non_blocking=there.device.type == "cpu")  # a copy to the host must be complete
 
 
 class AsyncHostCopy:
-    """Numbers on their way from a device to the host, which waits for them, and for nothing that is launched later."""
+    """Numbers on their way from a device to the host. Reading them waits for the copy, not for later launches.
+
+    Args:
+        there: numbers on the device.
+    """
 
     def __init__(self, there: Tensor) -> None:
         on_gpu = there.device.type == "cuda"
@@ -47,7 +61,7 @@ class AsyncHostCopy:
         self._arrived = torch.cuda.current_stream(there.device).record_event() if on_gpu else None
 
     def tolist(self) -> list[Any]:
-        """They."""
+        """Wait for the copy, and return the numbers."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._on_host.tolist()
@@ -60,11 +74,11 @@ def _has_triton() -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many programs run at a time, at least."""
+    """Return how many programs the device runs at a time, at least."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @cache
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a CUDA device computes in bfloat16, from compute capability 8.0 on; flash attention needs the same."""
+    """Return whether a CUDA device computes in bfloat16 (capability 8.0 or newer), as flash attention requires."""
     return torch.cuda.get_device_capability(device) >= (8, 0)

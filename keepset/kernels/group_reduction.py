@@ -1,4 +1,4 @@
-"""What is added up of query heads that share a KV head."""
+"""How to reduce the attention of the query heads that share a KV head."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from torch import Tensor
 
 
 class GroupReduction(StrEnum):
-    """What is added up of the query heads that share a KV head."""
+    """How the attention of the query heads that share a KV head is reduced to an entry's numbers."""
 
     MEAN = "mean"
-    """The mean of their attention."""
+    """The mean over the query heads."""
     EACH = "each"
-    """Each head's own: as many numbers of an entry."""
+    """No reduction: one number for each query head."""
     LARGEST = "largest"
-    """The attention of one head, whose logits are the largest of theirs."""
+    """The attention that the largest logits of the query heads make, as if they were one head."""
 
     def shape(self, group: int) -> tuple[int, ...]:
-        """Of an entry's numbers, where so many query heads share a KV head."""
+        """Return the shape of one entry's numbers if `group` query heads share a KV head."""
         return (group,) if self is GroupReduction.EACH else ()
 
     def of(self, sums: Float[Tensor, "*heads members entries"]) -> Float[Tensor, "*heads entries *group"]:
-        """Entries' numbers, of what they receive of every query head (`received_attention`)."""
+        """Return each entry's numbers.
+
+        Args:
+            sums: what entries receive from each query head, as `received_attention` returns it.
+        """
         return sums.transpose(-1, -2) if self is GroupReduction.EACH else sums.mean(-2)

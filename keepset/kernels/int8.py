@@ -1,4 +1,4 @@
-"""Rows of numbers in 8 bits: whole numbers from -127 to 127, and one scale a row."""
+"""Rows in 8 bits: integers from -127 to 127, and one scale for each row."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from jaxtyping import Float, Int8
 from torch import Tensor
 
 LARGEST = 127
-"""The number that stands for a row's largest; -128 has no counterpart and is not used."""
+"""The integer for a row's largest magnitude; -128 has no counterpart and is not used."""
 
 
 def quantize(rows: Float[Tensor, "*places dim"]) -> tuple[Int8[Tensor, "*places dim"], Float[Tensor, "*places"]]:
-    """The nearest whole multiples of each row's scale, which has the rows' own precision.
+    """Return rows as 8-bit integers, and each row's scale.
 
-    What `dequantize` gives is mapped to itself again, but for a scale's last bit. A row with NaN or infinity has such a
-    scale, and all of it is NaN then.
+        scale = max(|row|) / 127     integers = round(row / scale)
+
+    The output of `dequantize` is mapped to itself, up to the last bit of the scale. A row with NaN or infinity gets
+    such a scale, and is NaN as a whole when it is read.
+
+    Returns:
+        The integers, and the scales in the rows' dtype.
     """
     largest = torch.linalg.vector_norm(rows, torch.inf, -1, dtype=torch.float32)
     scale = (largest / LARGEST).to(rows.dtype)
@@ -23,5 +28,10 @@ def quantize(rows: Float[Tensor, "*places dim"]) -> tuple[Int8[Tensor, "*places 
 
 
 def dequantize(rows: Int8[Tensor, "*places dim"], scale: Float[Tensor, "*places"]) -> Float[Tensor, "*places dim"]:
-    """The rows that these are, in the scales' precision."""
+    """Return `rows * scale` in the scales' dtype.
+
+    Args:
+        rows: 8-bit integers.
+        scale: of each row.
+    """
     return rows.to(scale.dtype).mul_(scale[..., None])

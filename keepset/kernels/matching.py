@@ -1,4 +1,4 @@
-"""Attention matching: biases and values of kept entries, so that attention over them gives what it gave over all."""
+"""Attention matching: fit biases and values of kept entries so that attention over them is that over all entries."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
 
 _STEPS = 10
-"""Of the multiplicative updates; twice as many brought nothing nearer to the full cache."""
+"""Multiplicative updates; twice as many brought nothing nearer to the full cache."""
 _LEAST, _MOST = 1e-3, 1e3
-"""How many entries one may stand for."""
+"""How many entries one may stand for: least and most."""
 _ROUNDING = 1e-9
-"""Of an output's square: where all entries have lost as much, biases change what comes later alone."""
+"""Part of an output's square that counts as rounding. Where all entries have lost alike, biases matter only later."""
 
 
 class FitProblem(NamedTuple):
-    """KV heads of as many entries and reference queries each: what attention over all of them gives.
+    """What attention over all entries sees, for KV heads with equally many entries and reference queries.
 
     Attributes:
-        queries: the reference queries of each head's group, after rotation.
+        queries: reference queries of each head's group, after rotation.
         asked: which of them exist.
         keys, values: of all entries.
-        added: what is added to the logits of each entry; minus infinity hides it.
+        added: bias of each entry's logit; minus infinity hides the entry.
     """
 
     queries: Float[Tensor, "heads m head_dim"]
@@ -36,7 +36,7 @@ class FitProblem(NamedTuple):
     added: Float[Tensor, "heads entries"]
 
     def of(self, rows: Int[Tensor, " rows"]) -> FitProblem:
-        """Some of them."""
+        """Return the problem of some of the heads."""
         return FitProblem(*(part[rows] for part in self))
 
 
@@ -48,24 +48,27 @@ def match_attention(
     ridge: float,
     biases: bool,
 ) -> tuple[Float[Tensor, "heads k"], Float[Tensor, "heads k value_dim"]]:
-    """Fits kept entries to the reference queries (Zweiger et al. 2026, arXiv:2602.16284).
+    """Fit kept entries to the reference queries (Zweiger et al. 2026, arXiv:2602.16284).
 
-    Of every query the kept entries have a share of the attention over all. Biases are logarithms of the weights for
-    which the shares sum to what all entries have, by multiplicative updates of non-negative least squares (Lee and
-    Seung 2001), as ridge regression towards one weight for all. Values are then those with which attention over the
-    kept entries alone is nearest to the output of all: ridge regression towards the values that were there. Where the
-    outcome is further from that output than the entries as they were, these stay.
+        shares  = softmax over all entries, of the kept ones              [m, k]
+        weights = argmin_w |shares @ w - 1|^2 + ridge                     bias = log(weights)
+        paid    = shares * weights, normalised                            [m, k]
+        values  = argmin_v |paid @ v - output over all|^2 + ridge towards the old values
+
+    The weights come from multiplicative updates for non-negative least squares (Lee and Seung 2001), with a ridge
+    towards one weight for all. A head whose fit is further from the full output than its unchanged entries stays as it
+    is.
 
     Args:
-        heads: what attention over all entries looks at.
-        kept: places of the entries that stay; any where `exists` is false.
-        exists: which of them there are.
-        scaling: of the logits.
-        ridge: of weights and of values, in parts of the mean diagonal of their normal equations.
-        biases: whether entries get biases; otherwise these are zero.
+        heads: what attention over all entries sees.
+        kept: indices of the entries that stay; anything where `exists` is False.
+        exists: which kept entries there are.
+        scaling: factor of the logits.
+        ridge: strength of both ridges, in parts of the mean diagonal of the normal equations.
+        biases: whether to fit biases; otherwise they are zero.
 
     Returns:
-        What is added to each kept entry's bias, and its new value, float32.
+        What to add to each kept entry's bias, and its new value; float32.
     """
     outputs, shares = _reference(heads, kept, exists, scaling)
     before = _gathered(heads.values, kept).float().masked_fill(~exists[..., None], 0.0)
@@ -75,7 +78,7 @@ def match_attention(
     paid = _normalised(shares * weights[:, None])
     residual = outputs - paid @ before
     values = before + _ridge(paid, residual, ridge, count)
-    # In all of a head's queries together: the ridge can only gain, but the biases before it may lose.
+    # Over all queries of a head: the ridge regression can only gain, but the biases before it may lose.
     fitted, before_error = _square(outputs - paid @ values), _square(outputs - as_it_was @ before)
     good = fitted.isfinite() & (fitted <= before_error + _ROUNDING * _square(outputs))
     whole = count == heads.added.isneginf().logical_not().sum(-1)
@@ -86,8 +89,8 @@ def match_attention(
 def _reference(
     heads: FitProblem, kept: Int[Tensor, "heads k"], exists: Bool[Tensor, "heads k"], scaling: float
 ) -> tuple[Float[Tensor, "heads m value_dim"], Float[Tensor, "heads m k"]]:
-    """Attention's output over all entries, and the share of it that the kept ones have, in blocks of queries."""
-    # Places that hold nothing may hold NaN.
+    """Return attention's output over all entries, and the kept entries' part of the weights; in blocks of queries."""
+    # Places without an entry may hold NaN.
     hidden = heads.added.isneginf()[..., None]
     keys = heads.keys.float().masked_fill(hidden, 0.0).transpose(1, 2)
     values = heads.values.float().masked_fill(hidden, 0.0)
@@ -102,15 +105,16 @@ def _reference(
 
 
 def _blocks(heads: FitProblem) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the reference queries in blocks, and which of them exist."""
     rows = max(1, block_size(heads.keys.device, PRODUCT_BLOCK) // heads.keys[..., 0].numel())
     return zip(heads.queries.split(rows, 1), heads.asked.split(rows, 1), strict=True)
 
 
 def _weights(shares: Float[Tensor, "heads m k"], ridge: float, count: Tensor) -> Float[Tensor, "heads k"]:
-    """How many entries each kept one stands for: `shares @ weights` is next to 1 for every query that exists.
+    """Return how many entries each kept one stands for, so that `shares @ weights` is near 1 for every query.
 
-    It costs to leave the one weight that would be best if all were alike. Without that the entries that hardly any
-    reference query looks at stand for whatever the rest has lost, which no other query agrees with.
+    The ridge pulls towards the one weight that would be best for all. Without it an entry that hardly any reference
+    query looks at would stand for whatever the others have lost, which no other query agrees with.
     """
     target, penalty = shares.sum(1), _penalty(shares, ridge, count)
     alike = target.sum(-1, keepdim=True) / _square(shares.sum(-1)).clamp(min=torch.finfo(shares.dtype).tiny)[:, None]
@@ -125,7 +129,7 @@ def _weights(shares: Float[Tensor, "heads m k"], ridge: float, count: Tensor) ->
 def _ridge(
     paid: Float[Tensor, "heads m k"], residual: Float[Tensor, "heads m value_dim"], ridge: float, count: Tensor
 ) -> Float[Tensor, "heads k value_dim"]:
-    """What to add to the values, by the smaller of the two systems: one row an entry, or one a query."""
+    """Return what to add to the values; solved by entry or by query, whichever system is smaller."""
     transposed, penalty = paid.transpose(1, 2), _penalty(paid, ridge, count)
     by_query = paid.shape[1] < paid.shape[2]
     normal = paid @ transposed if by_query else transposed @ paid
@@ -140,17 +144,20 @@ def _ridge(
 
 
 def _penalty(rows: Float[Tensor, "heads m k"], ridge: float, count: Int[Tensor, " heads"]) -> Float[Tensor, "heads 1"]:
-    """What is added to the diagonal of the rows' normal equations: so many parts of its mean."""
+    """Return what is added to the diagonal of the rows' normal equations: `ridge` parts of its mean."""
     return (ridge * _square(rows) / count.clamp(min=1) + torch.finfo(rows.dtype).tiny)[:, None]
 
 
 def _normalised(shares: Float[Tensor, "heads m k"]) -> Float[Tensor, "heads m k"]:
+    """Return the shares divided by their sum."""
     return shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
 
 
 def _square(numbers: Float[Tensor, "heads *rest"]) -> Float[Tensor, " heads"]:
+    """Return the sum of squares of each head."""
     return numbers.square().flatten(1).sum(-1)
 
 
 def _gathered(rows: Float[Tensor, "heads entries dim"], places: Int[Tensor, "heads k"]) -> Float[Tensor, "heads k dim"]:
+    """Return the rows at these places."""
     return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))

@@ -1,4 +1,4 @@
-"""The mean square of the attention that entries receive of queries that come after all of them."""
+"""The mean square of the attention that entries receive from queries that come after all of them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from keepset.kernels.dispatch import uses_triton
 def mean_square_attention(
     queries: Float[Tensor, "query_heads n head_dim"], keys: Float[Tensor, "kv_heads entries head_dim"], scaling: float
 ) -> Float[Tensor, "query_heads entries"]:
-    """Mean square of the attention of `n` queries that see all entries.
+    """Return the mean square of the attention that each entry receives from `n` queries that see all entries.
+
+        A = softmax(queries @ keys' * scaling)     result = (A * A).mean(queries)
 
     Attention is made in blocks of queries: memory grows with the entries, time with `n` times the entries.
 
     Args:
-        queries: rotated to positions after all entries.
-        keys: of all entries, after rotation.
-        scaling: of the logits.
+        queries: queries rotated to positions after all entries.
+        keys: keys of all entries, after rotation.
+        scaling: factor of the logits.
 
     Returns:
-        float32, whatever the inputs are; of no queries it is zero.
+        float32, whatever the dtype of the inputs; zero if there are no queries.
     """
     if not keys.shape[1] or not queries.shape[1]:
         return torch.zeros(len(queries), keys.shape[1], device=keys.device)

@@ -14,10 +14,12 @@ NAMES = ("count", "mean", "scatter")
 class Moments:
     """Mean and covariance of rows, merged over chunks (Chan, Golub and LeVeque 1983).
 
-    Of a matrix, which is symmetric, the upper triangle is held.
+        mean = m1 + (m2 - m1) n2 / n     scatter = s1 + s2 + (m2 - m1)(m2 - m1)' n1 n2 / n     covariance = scatter / n
+
+    A covariance matrix is symmetric, so only its upper triangle is held.
 
     Attributes:
-        mean: zero where nothing was counted.
+        mean: zero where no row was counted.
     """
 
     _full: bool
@@ -28,7 +30,7 @@ class Moments:
         self._scatter: Float[Tensor, "batch heads _"]
 
     def add(self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool) -> None:
-        """Takes in more rows; memory does not grow.
+        """Add rows; memory does not grow.
 
         Args:
             rows: of one chunk.
@@ -50,7 +52,7 @@ class Moments:
         self._count, self.mean, self._scatter, self._full = count, mean, scatter, full
 
     def merged_with(self, others: Sequence[Moments]) -> Moments:
-        """Those of this one's batch, and of others' after it."""
+        """Return the moments of this batch and, after it, of other batches."""
         every, joined = (self, *others), Moments()
         joined._full = self._full
         joined._count = torch.cat([moments._counted for moments in every])
@@ -60,7 +62,12 @@ class Moments:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], full: bool) -> Moments:
-        """The moments that have these `tensors`."""
+        """Return moments from their `tensors`.
+
+        Args:
+            tensors: as `Moments.tensors` returns them.
+            full: whether the covariance is a matrix or only its diagonal.
+        """
         moments = cls()
         moments._count, moments.mean, moments._scatter = (tensors[name] for name in NAMES)
         moments._full = full
@@ -68,7 +75,7 @@ class Moments:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that is held."""
+        """All tensors that are held, by name."""
         return dict(zip(NAMES, (self._counted, self.mean, self._scatter), strict=True))
 
     @property
@@ -77,12 +84,12 @@ class Moments:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def reordered(self, rows: Int[Tensor, " rows"]) -> Moments:
-        """Those of these requests of the batch."""
+        """Return the moments of these requests of the batch."""
         return Moments.of({name: part[rows.to(part.device)] for name, part in self.tensors.items()}, self._full)
 
     @property
     def covariance(self) -> Float[Tensor, "batch heads *dims"]:
-        """Divided by the count, as for a whole population; `[dim, dim]` of a request's head, or its diagonal."""
+        """The population covariance (divided by the count): a matrix `[dim, dim]` for each head, or its diagonal."""
         covariance, size = self._scatter / self._counted.clamp(min=1), self.mean.shape[-1]
         if not self._full:
             return covariance
@@ -98,5 +105,6 @@ class Moments:
 
 
 def _upper(matrix: Float[Tensor, "*rows dim dim"]) -> Float[Tensor, "*rows _"]:
+    """Return the upper triangle of each matrix as a row."""
     above, beside = torch.triu_indices(matrix.shape[-1], matrix.shape[-1], device=matrix.device)
     return matrix[..., above, beside]

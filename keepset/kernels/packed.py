@@ -1,4 +1,4 @@
-"""Heads of any lengths, packed one after another in flat tensors: how the host and the kernels know where they lie."""
+"""Heads of any lengths, packed one after another in flat tensors, and where the host and kernels find them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from keepset.kernels.int8 import dequantize
 
 @dataclass
 class HeadRun:
-    """Neighbouring heads with equally many entries: `heads * capacity` places from `start` on."""
+    """Neighbouring heads with equally many entries: `heads * capacity` places from `start` on.
+
+    Attributes:
+        first: the first head.
+        heads: how many heads.
+        start: place of the first head's first entry.
+        count: entries of each head.
+        capacity: places of each head.
+    """
 
     first: int
     heads: int
@@ -25,18 +33,18 @@ class HeadRun:
     capacity: int
 
     def view(self, flat: Shaped[Tensor, " places *rest"]) -> Shaped[Tensor, "heads entries *rest"]:
-        """This run's part of a flat tensor, without a copy."""
+        """Return this run's entries of a flat tensor, without a copy."""
         stop = self.start + self.heads * self.capacity
         return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, : self.count]
 
     def behind(self, flat: Shaped[Tensor, " places *rest"], n: int) -> Shaped[Tensor, "heads n *rest"]:
-        """The `n` free places after its entries."""
+        """Return the `n` free places after each head's entries, without a copy."""
         stop = self.start + self.heads * self.capacity
         return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, self.count : self.count + n]
 
 
 def runs_of(counts: Sequence[int]) -> list[HeadRun]:
-    """Exactly the places that heads with these counts need; equal neighbours share a run."""
+    """Return runs of heads with these counts and no free places; equal neighbours share a run."""
     runs: list[HeadRun] = []
     start = 0
     for head, count in enumerate(counts):
@@ -50,16 +58,16 @@ def runs_of(counts: Sequence[int]) -> list[HeadRun]:
 
 @dataclass(eq=False)
 class PackedHeads:
-    """What attention looks at: heads of one request or of several, and for kernels a table of where they lie.
+    """What attention sees: heads of one or several requests, and for kernels a table of where each head lies.
 
-    The table is written only when heads move. All heads grow by the same tokens, so how much they have grown since is
-    one number that the host knows.
+    The table is written only when heads move. All heads grow by the same tokens, so how much they have grown since then
+    is one number, which the host knows.
 
     Attributes:
         keys, values, positions: flat and contiguous, of all heads; positions count from each request's first token.
-        runs: where the heads lie, in order: `request * kv_heads + head`.
-        bias: added to the logits of an entry.
-        key_scale, value_scale: what keys and values are multiplied with where they are 8-bit integers.
+        runs: where the heads lie, in the order `request * kv_heads + head`.
+        bias: added to the logit of each entry; None if there is none.
+        key_scale, value_scale: factor of each 8-bit key and value; None if these are not 8-bit integers.
         grown: entries that every head has beyond the table's count.
     """
 
@@ -74,12 +82,12 @@ class PackedHeads:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values as attention takes them."""
+        """The dtype of keys and values as attention takes them."""
         return self.keys.dtype if self.key_scale is None else self.key_scale.dtype
 
     @property
     def pieces(self) -> Iterator[HeadRun]:
-        """The runs; of 8-bit integers in pieces whose copies, `keys_of` and `values_of`, stay in a core's cache."""
+        """Yield the runs; 8-bit heads in pieces whose dequantised copies stay in a core's cache."""
         if self.key_scale is None:
             yield from self.runs
             return
@@ -90,28 +98,28 @@ class PackedHeads:
                 yield replace(run, first=run.first + i, heads=heads, start=run.start + i * run.capacity)
 
     def keys_of(self, run: HeadRun) -> Float[Tensor, "heads entries head_dim"]:
-        """A run's keys as attention takes them: a view, or a copy where they are 8-bit integers."""
+        """Return a run's keys as attention takes them: a view, or a copy if they are 8-bit integers."""
         keys = run.view(self.keys)
         return keys if self.key_scale is None else dequantize(keys, run.view(self.key_scale))
 
     def values_of(self, run: HeadRun) -> Float[Tensor, "heads entries value_dim"]:
-        """A run's values, as `keys_of`."""
+        """Return a run's values, in the same way as `keys_of`."""
         values = run.view(self.values)
         return values if self.value_scale is None else dequantize(values, run.view(self.value_scale))
 
     @cached_property
     def heads(self) -> int:
-        """Of all requests."""
+        """The number of heads of all requests."""
         return sum(run.heads for run in self.runs)
 
     @property
     def longest(self) -> int:
-        """Entries of the longest head."""
+        """The number of entries of the longest head."""
         return max(run.count for run in self.runs)
 
     @property
     def entries(self) -> int:
-        """Of all heads."""
+        """The number of entries of all heads."""
         return sum(run.heads * run.count for run in self.runs)
 
     @cached_property
@@ -134,19 +142,22 @@ class PackedHeads:
 
 
 class HeadTable:
-    """Where the heads of several stores lie, for kernels: one launch serves all of them.
+    """Where the heads of several stores lie, so that one launch serves all of them.
 
-    Stores are separate tensors, so a head is found by its address. Whoever launches a kernel holds the stores, and
-    memory that is given back later is reused after the launch.
+    Stores are separate tensors, so a head is found by its address. Whoever launches a kernel holds the stores; memory
+    that is released later is reused only after the launch.
+
+    Args:
+        stores: packed heads, in order.
 
     Attributes:
-        addresses: on the device, for each head, of its first key, value, position, bias and scales of key and
-            value (zero: none), and its entries but for those that all heads have beyond.
-        grown: these.
-        aligned: whether keys and values of every head begin where a GPU loads 16 bytes at once.
+        addresses: on the device, for each head the addresses of its first key, value, position, bias, key scale and
+            value scale (0 if it has none), and its number of entries less `grown`.
+        grown: entries that all heads have beyond the table's count.
+        aligned: whether every head's keys and values begin at a multiple of 16 bytes, which a GPU loads at once.
 
     Raises:
-        ValueError: entries of the stores are not of one kind.
+        ValueError: the stores' entries differ in dtype or width.
     """
 
     def __init__(self, stores: Sequence[PackedHeads]) -> None:

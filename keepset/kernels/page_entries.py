@@ -1,4 +1,4 @@
-"""Entries that leave the pages of several layers at once, and come back; on a GPU in one launch for all of them."""
+"""Read entries out of the pages of several layers, and write them back; on a GPU in one launch for all layers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from keepset.kernels.dispatch import launched_on, upload, uses_triton
 from keepset.kernels.paged_arguments import Addresses
 
 LayerPages = Shaped[Tensor, "blocks kv_heads block_size width"]
-"""One layer's, with any strides but for an entry's own numbers; a sub-page is `block * kv_heads + head`."""
+"""The cache of one layer, with any strides but for an entry's own numbers. A sub-page is `block * kv_heads + head`."""
 
 
 def read_pages(
     caches: Sequence[LayerPages], place: int, subpages: Int[Tensor, "*rows pages"]
 ) -> Shaped[Tensor, "*rows entries width"]:
-    """Whole sub-pages, each row's joined.
+    """Return the entries of whole sub-pages, each row's pages joined.
 
     Args:
-        caches: of layers that are alike and share block tables.
-        place: of the layer among these whose first sub-page is number 0.
-        subpages: in the order of the entries; their numbers go on into the caches that follow, around in a circle.
+        caches: caches of layers that are alike and share block tables.
+        place: index of the layer whose first sub-page is number 0.
+        subpages: numbers of the sub-pages, in the order of the entries. Numbers go on into the caches that follow, and
+            after the last cache into the first.
     """
     first, (*rows, pages) = caches[0], subpages.shape
     size, width = first.shape[2:]
@@ -44,7 +45,7 @@ def read_pages(
 
 
 def _pages(cache: LayerPages, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block_size width"]:
-    """Whole sub-pages of a layer."""
+    """Return whole sub-pages of one layer."""
     if cache.stride(0) == cache.shape[1] * cache.stride(1):
         return cache.flatten(0, 1).index_select(0, subpages)  # twice as fast as by two indices
     return cache[subpages // cache.shape[1], subpages % cache.shape[1]]
@@ -53,10 +54,10 @@ def _pages(cache: LayerPages, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n 
 def take_entries(
     caches: Sequence[LayerPages], slots: Int[Tensor, " n"]
 ) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
-    """Key and value of the entry at each of these slots.
+    """Return key and value of the entry at each slot.
 
     Args:
-        caches, slots: as of `write_entries`; slots need not be distinct.
+        caches, slots: as in `write_entries`; slots may repeat.
     """
     first = caches[0]
     if uses_triton(first.device):
@@ -79,12 +80,12 @@ def write_entries(
     values: Shaped[Tensor, "n head_dim"],
     slots: Int[Tensor, " n"],
 ) -> None:
-    """Puts entry `i` at `slots[i]`.
+    """Write entry `i` to `slots[i]`.
 
     Args:
-        caches: of layers that are alike.
+        caches: caches of layers that are alike.
         keys, values: of each entry.
-        slots: distinct: `subpage * block_size + offset`, where sub-pages are numbered through all caches.
+        slots: distinct slots `subpage * block_size + offset`, where sub-pages are numbered through all caches.
     """
     first = caches[0]
     if not uses_triton(first.device):
@@ -99,7 +100,7 @@ def write_entries(
 
 
 def _by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
-    """Each of these layers, and which of the numbers are its own."""
+    """Return each layer that occurs, with the indices of the items that belong to it."""
     some = layers.unique().tolist()
     if len(some) < 2:  # as nearly always
         return [(layer, slice(None)) for layer in some or [0]]
@@ -109,16 +110,21 @@ def _by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
 def _places(
     cache: LayerPages, slots: Int[Tensor, " n"]
 ) -> Iterator[tuple[int, Tensor | slice, tuple[Tensor, Tensor, Tensor]]]:
-    """Each layer, of caches like this one, which of the entries are its own, and where they lie in it."""
+    """Yield each layer that occurs, which entries belong to it, and the index of each in the layer's cache."""
     blocks, kv_heads, size = cache.shape[:3]
     for layer, own in _by_layer(slots // (blocks * kv_heads * size)):
         place = slots[own] // size
-        # Not one index into a folded view: blocks and heads need not have strides that fold.
+        # Two indices: the strides of blocks and heads need not allow one flat view.
         yield layer, own, (place // kv_heads % blocks, place % kv_heads, slots[own] % size)
 
 
 def _together(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tensor:
-    """So many of layers, each of which says which are its own."""
+    """Return the parts of several layers as one tensor.
+
+    Args:
+        parts: for each layer the indices of its items, and these.
+        number: of all items.
+    """
     if len(parts) == 1:
         return parts[0][1]
     whole = parts[0][1].new_empty(number, *parts[0][1].shape[1:])
@@ -128,11 +134,11 @@ def _together(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Te
 
 
 def addresses_of(caches: Sequence[LayerPages]) -> Addresses:
-    """Where they begin."""
+    """Return the device addresses at which the caches begin."""
     return _table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
 
 
 @lru_cache(maxsize=256)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Addresses:
-    """Caches stay where they are: their addresses are looked up once."""
+    """Return addresses on the device. Caches never move, so this runs once for each set of them."""
     return Addresses(upload(addresses, device), not any(address % 16 for address in addresses))

@@ -1,23 +1,22 @@
 """Page tables of requests whose heads keep different numbers of entries, in closed form.
 
-vLLM gives a request blocks; a block is one sub-page of each KV head (`keepset.paged.pages`). After a compression
-the heads no longer advance together, so the request's sub-pages are numbered through, block after block, and dealt
-out anew:
+The engine gives a request blocks. A block is one sub-page for each KV head. After an event the heads no longer advance
+together, so the request's sub-pages are numbered block after block and assigned anew:
 
 - at the event, head after head takes the pages that its kept entries fill;
-- afterwards a head takes the next page whenever it runs full. All heads get one entry per token, so each takes
-  exactly one page per `block_size` tokens, and always in the same order: that in which they first run full.
+- after the event, a head takes the next page whenever its last one is full. Every head gets one entry for each token,
+  so it takes one page for every `block_size` tokens. Heads always take pages in the order in which they first run full.
 
-Hence the number of any page follows from the counts at the newest event. Nothing is stored per page, nothing moves
-between events, and a request without an event (a state of zeros) has vLLM's own layout: page `i` of head `h` is
-number `i * kv_heads + h`. So compressed and plain requests share one call.
+So the number of any page follows from the counts at the newest event. Nothing is stored for a page, and nothing moves
+between events. A request without an event has zeros as its layout, which give the engine's own: page `i` of head `h` is
+number `i * kv_heads + h`. Compressed and other requests therefore share one call.
 
-What several requests begin with is dealt out otherwise, because none may write to another's pages. All that are full
-come first, through all layers that share the block table, up to a block's end: a layer that holds little lends its
-pages to one that holds much. Then every head's last one, head after head, in the first block of the request's own.
+Pages that several requests share are assigned in another way, because no request may write to them. All full pages come
+first, through all layers that share the block table, up to a block's end; a layer with few entries lends pages to one
+with many. Then comes the last page of every head, head after head, in the first block that is the request's own.
 
-So a page of a layer may lie in another one's cache. The numbers of a layer's sub-pages go on into the caches of the
-layers that follow in its group, and after the last into those of the first ones.
+So a page of one layer may lie in the cache of another. The numbers of a layer's sub-pages go on into the caches of the
+layers that follow in its group, and after the last layer into the first.
 """
 
 from __future__ import annotations
@@ -30,14 +29,15 @@ from torch import Tensor
 
 
 class PageLayout(NamedTuple):
-    """What requests' pages follow from: their newest compression event, layer by layer. All zero: none yet.
+    """What the pages of requests follow from: the newest event, layer by layer. All zero: no event yet.
 
     Attributes:
-        counts: entries of each head once that event was over: those that it kept, and those behind it in its own step.
-        length: the request's tokens at that time.
-        first: the first logical block that is dealt out to the layer's heads alone.
-        shared: where the pages that are full by then are other requests', too, one more than the number of the layer's
-            first, counted from the request's first block on through the pages of all layers; else 0.
+        counts: entries of each head right after the event: those that it kept, and those that came after it in its
+            step.
+        length: tokens of the request at that time.
+        first: the first logical block that belongs to this layer's heads alone.
+        shared: 0 if no page is shared. Else one more than the number of the layer's first shared page, counted from the
+            request's first block through the pages of all layers.
     """
 
     counts: Int[Tensor, "rows layers kv_heads"]
@@ -47,12 +47,12 @@ class PageLayout(NamedTuple):
 
 
 class PageGroup(NamedTuple):
-    """Layers that share a block table.
+    """Some layers among those that share a block table.
 
     Attributes:
-        places: of those in question, among all.
-        layers: how many share it.
-        blocks: of every layer's cache.
+        places: indices of these layers.
+        layers: how many layers share the block table.
+        blocks: blocks of each layer's cache.
     """
 
     places: range
@@ -61,9 +61,11 @@ class PageGroup(NamedTuple):
 
 
 def entries(layout: PageLayout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows layers kv_heads"]:
-    """Entries of every head when its request has `lengths` tokens.
+    """Return the entries of every head when its request has `lengths` tokens: `counts + lengths - length`.
 
-    What was kept, and one more for each token since the event.
+    Args:
+        layout: of each request.
+        lengths: tokens of each request.
     """
     return layout.counts + (lengths[:, None] - layout.length)[..., None]
 
@@ -76,13 +78,21 @@ def tables(
     pages: int,
     group: PageGroup | None = None,
 ) -> Int[Tensor, "rows layers kv_heads {pages}"]:
-    """The sub-pages of every head, in the order of its entries and in the block table's dtype.
+    """Return the sub-pages of every head, in the order of its entries and in the block table's dtype.
 
-    A layout of one layer, and its entries, may stand for all of a `group`'s.
+    A layout of one layer, and its entries, may stand for all layers of a `group`.
 
-    `pages` is how many places to make: as many as the head with most entries needs (any bound above will do).
-    Places that a head does not need are 0, and nothing is looked up for them; without a `group` so are those that other
-    requests share.
+    Args:
+        layout: of each request.
+        entries: entries of each head.
+        block_table: blocks of each request by logical position.
+        block_size: tokens of a block.
+        pages: how many places to make for each head: at least what the head with most entries needs.
+        group: layers to make tables for; None: the layers of the layout.
+
+    Returns:
+        0 at the places that a head does not need, for which nothing is looked up. Without a `group` shared pages are 0,
+        too.
     """
     page = torch.arange(pages, device=block_table.device)
     needed = page < _ceil_div(entries, block_size)[..., None]
@@ -98,14 +108,20 @@ def tables(
         others = (through // kv_heads - places) % group.layers
         beyond = (others * group.blocks).where(shared, 0)
         number = torch.where(shared, through, number)
-    # Before the look-up: what a place beyond the need points at may lie outside the block table.
+    # Before the lookup: a place that no head needs may point outside the block table.
     block = block.where(needed, 0)
     found = block_table.gather(1, block.flatten(1).long()).view(block.shape)
     return ((beyond + found) * kv_heads + number % kv_heads).where(needed, 0).to(block_table.dtype)
 
 
 def to_group_pages(tables: Int[Tensor, "layers *rest"], group: PageGroup, kv_heads: int) -> Int[Tensor, "layers *rest"]:
-    """Sub-pages of each of the group's layers in question, as they are counted from the group's first layer on."""
+    """Return sub-pages of each layer of the group, numbered from the group's first layer on.
+
+    Args:
+        tables: sub-pages as each layer numbers them.
+        group: the layers.
+        kv_heads: of a layer.
+    """
     places = torch.arange(group.places.start, group.places.stop, device=tables.device)
     before = (places * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))
     return (tables.long() + before) % (group.layers * group.blocks * kv_heads)
@@ -114,11 +130,16 @@ def to_group_pages(tables: Int[Tensor, "layers *rest"], group: PageGroup, kv_hea
 def blocks_needed(
     counts: Int[Tensor, "*rows kv_heads"], length: Int[Tensor, "*rows"], block_size: int
 ) -> Int[Tensor, "*rows"]:
-    """How many of the request's last blocks hold heads of these counts, at `length` tokens and ever after.
+    """Return how many of a request's last blocks hold its heads, now and at any later length.
 
-    It is enough to look at the moment when the request's newest block is full, `tail` tokens from now: until then
-    no block is added and pages are only taken, and from then on each `block_size` tokens bring one block, a
-    sub-page for every head, and take one page for every head.
+    It is enough to look at the moment when the request's newest block is full, `tail` tokens from now. Until then no
+    block is added and pages are only taken. From then on, every `block_size` tokens bring one block, which is one
+    sub-page for each head, and take one page for each head.
+
+    Args:
+        counts: entries of each head.
+        length: tokens of the request.
+        block_size: tokens of a block.
     """
     kv_heads = counts.shape[-1]
     tail = -length % block_size
@@ -132,11 +153,14 @@ def slots(
     rows: Int[Tensor, " tokens"],
     block_size: int,
 ) -> Int[Tensor, "layers new_entries"]:
-    """Where the new tokens' entries go in each layer, in the order of `key.reshape(-1, 1, head_dim)`.
+    """Return the slot of each new token's entry in each layer, in the order of `key.reshape(-1, 1, head_dim)`.
 
-    That is token by token, and of each token head by head. Token `t` is number `positions[t]` of the request in
-    row `rows[t]` and came after the newest event, so the head already holds `positions - length + counts` entries.
-    The tables must reach as far.
+    Args:
+        layout: of each request.
+        tables: sub-pages of each head, which must reach as far as the new entries.
+        positions: number of each token in its request; it came after the newest event.
+        rows: request of each token.
+        block_size: tokens of a block.
     """
     entry = entries(PageLayout(*(part[rows] for part in layout)), positions)
     _, layers, kv_heads, pages = tables.shape
@@ -147,41 +171,52 @@ def slots(
 
 
 def own_block(counts: Int[Tensor, "*rows kv_heads"], length: int, block_size: int) -> int:
-    """The first logical block that is a request's own, where it goes on after `length` tokens with these shared counts.
+    """Return the first logical block that is a request's own if it goes on after `length` tokens with shared pages.
 
-    It is the last one there is, or the one before where some head's last page runs full earlier than that: the block
-    with that head's next page must be there by then.
+    It is the last block. It is the block before if some head's last page runs full earlier: the block with that head's
+    next page must exist by then.
+
+    Args:
+        counts: shared entries of each head.
+        length: tokens that are shared.
+        block_size: tokens of a block.
     """
     last, filled = (length - 1) // block_size, (length - 1) % block_size + 1
     return last - int(bool(((counts - 1) % block_size >= filled).any()))
 
 
 def shareable_pages(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> Int[Tensor, "*rows kv_heads"]:
-    """Full pages of each head with so many entries; its last one never counts, so that there is one to go on in."""
+    """Return how many pages of each head can be shared: the full ones but for the last page, in which the head goes on.
+
+    Args:
+        counts: entries of each head.
+        block_size: tokens of a block.
+    """
     return (_ceil_div(counts, block_size) - 1).clamp(min=0)
 
 
 def _numbers(
     layout: PageLayout, page: Int[Tensor, " pages"], block_size: int
 ) -> tuple[Int[Tensor, "rows layers kv_heads pages"], Bool[Tensor, "rows layers kv_heads pages"]]:
-    """Which of its request's sub-pages each page of each head is, and whether it was packed at the event.
+    """Return each page's number among its request's sub-pages, and whether it was packed at the event.
 
-    A head's pages lie on two lines: those of the event one after another, those since `kv_heads` apart. They are
-    numbered from block `first` on; those that were packed and are shared, from the layer's first such page on.
+    Pages that were packed at the event follow one another; later pages are `kv_heads` apart. Numbers count from block
+    `first` on. Shared pages are numbered from the layer's first shared page on.
     """
     counts, shared = layout.counts, layout.shared[..., None] > 0
     kv_heads = counts.shape[-1]
     kept = torch.where(shared, shareable_pages(counts, block_size), _ceil_div(counts, block_size))
     end = kept.cumsum(-1)
-    # Heads with fewer free places run full earlier; of equal ones the lower head takes its page first.
+    # Heads with fewer free places run full earlier; if equal, the lower head takes its page first.
     heads = torch.arange(kv_heads, device=counts.device)
     free = torch.where(shared, 0, -counts % block_size)
     rank = (free * kv_heads + heads).argsort(-1).argsort(-1)
-    # Page `kept` is the first since the event: all that was packed there and then `rank` other heads' pages precede it.
+    # Page `kept` is the first since the event: all packed pages and `rank` pages of other heads precede it.
     later = torch.where(shared, 0, end[..., -1:]) + rank - kept * kv_heads
     start, packed = (end - kept)[..., None] + page, page < kept[..., None]
     return start.where(packed, later[..., None] + page * kv_heads), packed
 
 
 def _ceil_div(numerator: Int[Tensor, "*shape"], denominator: int) -> Int[Tensor, "*shape"]:
+    """Return the quotient, rounded up."""
     return (numerator + denominator - 1) // denominator

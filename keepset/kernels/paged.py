@@ -1,7 +1,7 @@
-"""Attention over heads of any lengths in the pages of a serving engine, and what writes new entries there.
+"""Attention over heads of any lengths in the pages of a serving engine, and writing new entries there.
 
-Pages follow from the engine's own block table and the counts at each request's newest event (`subpages`): no tables are
-made, and what is launched depends on nothing but how many tokens there are, so that a CUDA graph may hold it.
+A head's pages follow from the engine's own block table and the counts at its request's newest event (`page_layout`). No
+tables are made, and launches depend on the number of tokens alone, so that a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def follow_layouts(
     block_size: int,
     layout: PageLayout,
 ) -> Int[Tensor, " rows"]:
-    """Files what requests have under their newest pages, on a GPU in one launch.
+    """Move each request's layout to the page of its newest token, on a GPU in one launch.
 
     Args:
-        filed: is written to.
+        filed: layouts of all requests; written to.
         block_table: of the step's requests.
-        before, after: tokens of each before the step and after it.
-        required: not 0 where there must be a layout of a request with so many tokens `before`; others have none.
-        lost: is set to 1 where there is none.
+        before, after: tokens of each request before and after the step.
+        required: nonzero if a layout of the request with `before` tokens must be filed; others have none.
+        lost: set to 1 if a required layout is missing.
         block_size: tokens of a block.
-        layout: contiguous; is written to, row by row: zero of what was not filed. Rows beyond are left alone.
+        layout: contiguous; row by row the layout found, zero if none was filed; written to. Rows beyond stay unchanged.
 
     Returns:
-        The pages.
+        The pages under which the layouts are filed now.
     """
     if uses_triton(block_table.device):
         from keepset.kernels.triton import paged  # loads Triton
@@ -72,21 +72,21 @@ def paged_attention(
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
-    """Attention of these tokens, on a GPU in two launches for all heads of all requests.
+    """Compute the attention of some tokens, on a GPU in two launches for all heads of all requests.
 
-    The query group of a KV head is folded: nothing is repeated. What is added up is added up in float32.
+    The query heads that share a KV head are folded together, so nothing is repeated. Sums are float32.
 
     Args:
-        queries: of the step, after rotation; of an entry's numbers each follows the one before.
-        caches: of the layers that share the block table, with any strides, the same for all, but for an entry's own
-            numbers, keys and then values. The tokens' entries are in them.
-        place: of the layer that attends, among these.
-        tokens: those that attend; the others' output is left alone.
-        layout: of one layer, row by row.
-        scaling: of the logits.
-        output: contiguous; where the results go. Of nothing to see they are zero.
-        bias: added to the logits of the entries that were kept at the newest event; of each slot
-            `(block * kv_heads + head) * block_size + offset` of each layer.
+        queries: queries of the step, after rotation; each one's numbers are contiguous.
+        caches: caches of the layers that share the block table, which hold the tokens' entries: keys, then values.
+            Strides are the same for all; an entry's own numbers are contiguous.
+        place: index of the layer that attends.
+        tokens: the tokens that attend; the output of others is not written.
+        layout: of this layer, row by row.
+        scaling: factor of the logits.
+        output: where results go, contiguous; zero for a token that sees nothing.
+        bias: for each slot `(block * kv_heads + head) * block_size + offset` of each layer, added to the logits of the
+            entries that were kept at the newest event.
     """
     if uses_triton(queries.device):
         from keepset.kernels.triton import paged  # loads Triton
@@ -114,13 +114,13 @@ def attend_pages(
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
-    """`paged_attention` request by request, wherever the pages are.
+    """Do the same as `paged_attention` in PyTorch, request by request, for pages that `read` knows to read.
 
     Args:
-        read: keys and values `[kv_heads, entries, head_dim]` of whole sub-pages `[kv_heads, pages]`.
-        block_size: entries of each.
-        group: the layer that attends among those that share the block table.
-        queries, tokens, layout, scaling, output, bias: as there.
+        read: returns keys and values `[kv_heads, entries, head_dim]` of sub-pages `[kv_heads, pages]`.
+        block_size: entries of a sub-page.
+        group: the layer that attends, among those that share the block table.
+        queries, tokens, layout, scaling, output, bias: as in `paged_attention`.
     """
     kv_heads, members = layout.counts.shape[-1], defaultdict[int, list[tuple[int, int]]](list)
     for index, length in enumerate(tokens.lengths.tolist()):
@@ -156,12 +156,12 @@ def append_to_pages(
     tokens: PagedTokens,
     layout: PageLayout,
 ) -> None:
-    """Writes these tokens' entries behind those of their heads, on a GPU in one launch.
+    """Write the entries of some tokens behind those of their heads, on a GPU in one launch.
 
     Args:
-        keys, values: of the step; of an entry's numbers each follows the one before.
-        cache: the layer's own: what others see is not written to.
-        tokens, layout: as `paged_attention` has them.
+        keys, values: of the step; each one's numbers are contiguous.
+        cache: cache of the layer; pages that other requests share are not written to.
+        tokens, layout: as in `paged_attention`.
     """
     if uses_triton(keys.device):
         from keepset.kernels.triton import paged  # loads Triton
@@ -181,7 +181,7 @@ def append_to_pages(
 
 
 def _whose(tokens: PagedTokens, index: int) -> tuple[int, int]:
-    """Which of the step's tokens this is, and its row."""
+    """Return which of the step's tokens this is, and its row."""
     if tokens.places is None or tokens.rows is None:
         return index, index
     return int(tokens.places[index]), int(tokens.rows[index])
@@ -190,7 +190,7 @@ def _whose(tokens: PagedTokens, index: int) -> tuple[int, int]:
 def _pages(
     tokens: PagedTokens, layout: PageLayout, row: int, length: int, block_size: int, group: PageGroup | None = None
 ) -> tuple[Int[Tensor, "kv_heads pages"], Int[Tensor, " kv_heads"]]:
-    """Sub-pages of a row's heads at so many tokens, and their entries."""
+    """Return the sub-pages of a row's heads at a length, and how many entries each head has."""
     own = PageLayout(*(part[row : row + 1] for part in layout))
     entries = page_layout.entries(own, own.length.new_tensor([length]))
     most = -(-int(entries.max()) // block_size)

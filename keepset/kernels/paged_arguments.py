@@ -1,4 +1,4 @@
-"""What kernels in an engine's pages are told: caches, new tokens, filed layouts, entries, queries, what is added up."""
+"""What kernels that work in an engine's pages take: caches, new tokens, layouts, entries, queries, sums."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Addresses(NamedTuple):
     """Where the caches of some layers begin.
 
     Attributes:
-        on_device: the addresses, on the device of the caches.
-        aligned: whether each begins where a GPU loads 16 bytes at once.
+        on_device: addresses, on the layers' device.
+        aligned: whether each is a multiple of 16 bytes, which a GPU loads at once.
     """
 
     on_device: Int[Tensor, " layers"]
@@ -26,15 +26,15 @@ class Addresses(NamedTuple):
 
 
 class PagedTokens(NamedTuple):
-    """New tokens of a step, each of which looks at what its request holds up to itself; vectors are contiguous.
+    """New tokens of a step. Each sees what its request holds up to itself. All vectors are contiguous.
 
     Attributes:
         block_table: blocks of each row by logical position.
-        lengths: tokens of the request up to and with each; 0 for those that only fill a step up to a size.
-        longest: none of the lengths is more.
-        places: which of the step's tokens each is; None: the first one is the first, and so on.
-        rows: each one's row of the block table; None with `places`: its own.
-        slots: negative for tokens of nobody's, as in a dummy run: they are not written.
+        lengths: tokens of the request up to and with each token; 0 for padding tokens of the step.
+        longest: an upper bound of the lengths.
+        places: index of each token among the step's tokens; None: 0, 1, 2 and so on.
+        rows: each token's row of the block table; None with `places`: the same index.
+        slots: slot of each token; negative for tokens that belong to no request, which are not written.
     """
 
     block_table: Int[Tensor, "rows width"]
@@ -46,11 +46,11 @@ class PagedTokens(NamedTuple):
 
 
 class FiledLayouts(NamedTuple):
-    """The layouts of all requests, each filed under the page that holds its request's newest token.
+    """The page layouts of all requests, each filed under the page that holds its request's newest token.
 
     Attributes:
         layout: page by page, contiguous.
-        tokens: of the request, when it was filed.
+        tokens: of the request when its layout was filed.
     """
 
     layout: PageLayout
@@ -58,23 +58,22 @@ class FiledLayouts(NamedTuple):
 
     @classmethod
     def empty(cls, pages: int, layers: int, kv_heads: int, device: torch.device) -> FiledLayouts:
-        """Of no requests."""
+        """Return zeros: no request."""
         shapes = (pages, layers, kv_heads), *[(pages, layers)] * 3, (pages,)
         *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
         return cls(PageLayout(*layout), tokens)
 
 
 class EntriesInPages(NamedTuple):
-    """Where the entries of some requests lie; contiguous.
+    """Where the entries of some requests lie. All tensors are contiguous.
 
     Attributes:
-        layout: what the heads' pages follow from: layer by layer of a group, or one that is all layers'.
+        layout: what the heads' pages follow from, for each layer of a group, or one layer that stands for all.
         block_table: blocks of each request by logical position.
         lengths: tokens of each request.
-        packed: of each head the first so many entries were packed after the event before, layer by layer as in the
-            layout: those that it kept, and, where heads differ, those that came behind the event in its own step. They
-            alone have positions and biases of their own.
-        longest: no head has more entries.
+        packed: how many of each head's first entries were packed at the newest event: those that it kept and, if heads
+            differ, those that came after the event in its own step. Only these have positions and biases of their own.
+        longest: an upper bound of a head's entries.
     """
 
     layout: PageLayout
@@ -84,7 +83,7 @@ class EntriesInPages(NamedTuple):
     longest: int
 
     def of_layers(self, places: range) -> EntriesInPages:
-        """Those of some layers of the group."""
+        """Return where the entries lie in some layers of the group."""
         some = slice(places.start, places.stop) if self.packed.shape[1] > 1 else slice(None)
         return self._replace(layout=PageLayout(*(part[:, some] for part in self.layout)), packed=self.packed[:, some])
 
@@ -93,9 +92,9 @@ class RecordedQueries(NamedTuple):
     """Queries of some requests after rotation, in each of some layers.
 
     Attributes:
-        rings: where they lie, of each query's numbers one after another.
-        slots: of the requests.
-        places: of each query in its slot.
+        rings: where the queries lie; each query's numbers are contiguous.
+        slots: slot of each request.
+        places: index of each query in its slot.
     """
 
     rings: Float[Tensor, "layers slots places query_heads head_dim"]
@@ -103,24 +102,24 @@ class RecordedQueries(NamedTuple):
     places: Int[Tensor, "rows n"]
 
     def of_layers(self, layers: range) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
-        """The queries, layer after layer, of some of these layers."""
+        """Return the queries of some of these layers, layer after layer."""
         chosen = self.rings[layers.start : layers.stop, self.slots[:, None], self.places]
         return chosen.transpose(2, 3).flatten(0, 1)
 
 
 class ColumnTarget(NamedTuple):
-    """What is added up, and where; columns are contiguous.
+    """What entries receive, and where it is added. Columns are contiguous.
 
     Attributes:
-        column: numbers for each slot `subpage * block_size + offset` of each layer of the group; it is written to.
-        last_visible: the last position that a query sees, in rising order; before the first, and it gives nothing.
-        unwritten: of how many of the newest entries of each head the column's numbers mean nothing yet.
-        scaling: of the logits.
-        sums_of: what is added up of the query heads of a group.
-        bias: of each slot, added to the logits of entries that were packed.
-        positions: of each slot that was packed, whole numbers bit for bit; None where queries see all that was kept.
-        own: of requests that have numbers of their own, instead of those at the slots, these: a place for each entry in
-            its order; None of others, and nothing at all where there are only those.
+        column: numbers of each slot `subpage * block_size + offset` of each layer of the group; written to.
+        last_visible: the last position that each query sees, in rising order; a negative one sees nothing.
+        unwritten: how many of each head's newest entries have no number in the column yet.
+        scaling: factor of the logits.
+        sums_of: how to reduce the query heads that share a KV head.
+        bias: of each slot, added to the logits of packed entries.
+        positions: of each slot that was packed, int32 stored as float32 bits; None if queries see all kept entries.
+        own: for each request its private column, with a place for each entry in order, or None if its numbers are at
+            the slots. Empty if no request has a private one.
     """
 
     column: Float[Tensor, "layers slots *group"]

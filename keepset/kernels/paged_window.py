@@ -1,4 +1,4 @@
-"""What entries in pages receive of a few queries: added to a number of each entry, its keys where they lie."""
+"""What entries in pages receive from a few queries, added to a number of each entry; keys stay where they are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, Record
 from keepset.kernels.window import received_attention
 
 ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
-"""Keys of whole sub-pages, as one layer numbers them, each head's pages joined."""
+"""Return the keys of whole sub-pages of one layer, each head's pages joined."""
 
 
 def add_received_in_pages(
@@ -28,16 +28,18 @@ def add_received_in_pages(
     entries: EntriesInPages,
     received: ColumnTarget,
 ) -> None:
-    """Adds what every entry receives of some queries: their attention, summed over them.
+    """Add what every entry receives from some queries: their attention, summed over the queries.
 
-    On a GPU it takes two launches for all layers, and nothing waits for the device.
+        column[slot of entry e] += sum over queries q of softmax(q @ keys' * scaling + bias)[e]
+
+    On a GPU this takes two launches for all layers, without a host sync.
 
     Args:
-        caches: of the layers that share the block table, with any strides, but for an entry's own numbers.
-        places: of those in question, among these.
-        queries: of these layers.
-        entries: of the requests, in all layers.
-        received: what is added up, and where.
+        caches: caches of the layers that share the block table, with any strides but for an entry's own numbers.
+        places: indices of the layers to add in.
+        queries: queries of these layers.
+        entries: where the requests' entries lie, in all layers.
+        received: what to add, and where.
     """
     if uses_triton(caches[0].device):
         from keepset.kernels.triton import paged_window  # loads Triton
@@ -62,13 +64,13 @@ def add_received_by(
     entries: EntriesInPages,
     received: ColumnTarget,
 ) -> None:
-    """`add_received_in_pages` wherever the keys are, which are read layer by layer.
+    """Do the same as `add_received_in_pages` in PyTorch, for keys that are read layer by layer.
 
     Args:
-        readers: of the layers in question.
+        readers: read the keys of each of the layers.
         size: entries of a sub-page.
         group: these layers among those that share the block table.
-        queries, entries, received: as there.
+        queries, entries, received: as in `add_received_in_pages`.
     """
     most = _most_pages(page_layout.entries(entries.layout, entries.lengths), size) * size
     of_layer = max(1, len(entries.lengths) * entries.packed.shape[2] * most)
@@ -81,15 +83,15 @@ def add_received_by(
 
 
 class _Heads(NamedTuple):
-    """Where entries of all heads of all requests lie in some layers, padded to one length; `chosen` ones at the slots.
+    """Where the entries of all heads of all requests lie in some layers, padded to one length.
 
     Attributes:
-        tables: their sub-pages.
-        slots: of the entries, as the layer numbers them.
-        exists, packed: which of them do, and which were packed after the event before.
-        positions: in the text, unless they are stored.
-        written: how many of each head have a number.
-        chosen: existing entries of requests whose numbers are at the slots, all heads' one after another.
+        tables: sub-pages of each head.
+        slots: slot of each entry, as its layer numbers them.
+        exists, packed: which entries exist, and which were packed at the newest event.
+        positions: position of each entry, unless it is stored.
+        written: how many entries of each head have a number.
+        chosen: flat indices of the existing entries whose numbers are at the slots.
         known: which of these have a number.
     """
 
@@ -104,15 +106,15 @@ class _Heads(NamedTuple):
 
     @classmethod
     def of(cls, entries: EntriesInPages, group: PageGroup, size: int, received: ColumnTarget) -> _Heads:
-        """Those of the group's layers in question, by their part of `entries`."""
+        """Return where the entries of the group's layers lie; `entries` is their part."""
         counts = page_layout.entries(entries.layout, entries.lengths)
         most = _most_pages(counts, size)
         tables = page_layout.tables(entries.layout, counts, entries.block_table, size, most, group).long()
         counts, packed = (part.expand(tables.shape[:3]) for part in (counts, entries.packed))
         place = torch.arange(most * size, device=counts.device)
         slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
-        # What came since the event before is whole: each entry lies as far behind its position as were dropped. What
-        # was kept is older than every query, and so it is where it is taken to lie just before.
+        # Nothing was dropped of what came since the event, so all of it lies one distance before its position. Kept
+        # entries are older than every query; giving them the positions just before changes nothing that queries see.
         positions = place + (entries.lengths[:, None, None] - counts)[..., None]
         written, exists = counts - received.unwritten[:, None, None], place < counts[..., None]
         parts = tables, slots, exists, place < packed[..., None], positions, written
@@ -127,6 +129,7 @@ class _Heads(NamedTuple):
 
 
 def _most_pages(counts: Int[Tensor, "rows layers kv_heads"], size: int) -> int:
+    """Return how many pages the head with most entries needs."""
     return -(-int(counts.max()) // size)
 
 
@@ -137,10 +140,19 @@ def _add_received_of_layers(
     heads: _Heads,
     received: ColumnTarget,
 ) -> None:
+    """Add what entries of some layers receive.
+
+    Args:
+        places: indices of the layers.
+        readers: read the keys of each layer.
+        queries: queries of the layers.
+        heads: where the entries lie.
+        received: what to add, and where.
+    """
     layers, number = heads.slots.shape[:2]
     rows = len(queries) // layers
     kv_heads, column, of_layer = number // rows, received.column.flatten(0, 1), received.column.shape[1]
-    # Numbers of pages go on into the following layers.
+    # Page numbers go on into the layers that follow.
     before = of_layer * torch.arange(places.start, places.stop, device=column.device)
     slots, positions, biases = (before[:, None, None] + heads.slots) % len(column), heads.positions, None
     if received.positions is not None:
@@ -177,5 +189,5 @@ def _add_received_of_layers(
 def _numbers(
     numbers: Float[Tensor, "entries *group"], known: Bool[Tensor, " entries"]
 ) -> Float[Tensor, "entries *group"]:
-    """Numbers of entries, of which some mean nothing yet."""
+    """Return the numbers of entries, zero for those that have none yet."""
     return numbers.where(known.view(-1, *[1] * (numbers.dim() - 1)), 0)

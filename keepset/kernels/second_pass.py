@@ -1,4 +1,4 @@
-"""Attention of tokens that follow a cache without joining it, and what each of its entries receives of them."""
+"""Attention of tokens that follow a cache without joining it, and what each cached entry receives from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _LEAST_ROWS = 16
 
 
 class SoftmaxScope(NamedTuple):
-    """Statistics of the entries from `start` to `stop`, as if beside them there were only the first `sinks`.
+    """Which entries statistics are about: those from `start` to `stop`.
 
-    So KVzip looks at a chunk of the prompt (Kim et al. 2025, arXiv:2505.23416).
+    Attention is normalised over these entries, the first `sinks` entries and the new tokens alone.KVzip looks at a
+    chunk of the prompt in this way (Kim et al. 2025, arXiv:2505.23416).
     """
 
     sinks: int
@@ -29,11 +30,11 @@ class SoftmaxScope(NamedTuple):
 
 
 class PackedSequence(NamedTuple):
-    """Neighbouring tokens that see the cache's entries and, causally, one another, but no other sequence's.
+    """Neighbouring tokens that see the cached entries and, causally, one another, but no other sequence.
 
     Attributes:
         tokens: how many.
-        scope: what their statistics are about; None: all entries.
+        scope: what their statistics are restricted to; None: all entries.
     """
 
     tokens: int
@@ -48,22 +49,20 @@ def second_pass_attention(
     names: Collection[str],
     sequences: Sequence[PackedSequence] | None = None,
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], dict[str, Float[Tensor, "query_heads entries"]]]:
-    """Attention of `n` tokens to all cached entries and, causally, to the others of their sequence.
+    """Return the attention of `n` tokens over all cached entries and, causally, over their own sequence.
 
-    Attention is made once, in blocks of queries, and serves both output and statistics: memory grows with the entries,
-    not with their square.
+    Attention is made once, in blocks of queries, and serves both output and statistics. Memory grows with the entries.
 
     Args:
-        queries: of the tokens, after rotation.
+        queries: queries of the tokens, after rotation.
         cached: keys and values of the cache.
         new: keys and values of the tokens.
-        scaling: of the logits.
-        names: the statistics to make, of `ColumnStatistic`.
-        sequences: what the tokens are made of, in order; by default they are one sequence.
+        scaling: factor of the logits.
+        names: names of the statistics, of `ColumnStatistic`.
+        sequences: what the tokens consist of, in order; by default one sequence.
 
     Returns:
-        The output in the values' precision, and the named statistics of every entry's column over these tokens,
-        float32. Where a sequence has a scope, its statistics are those of a softmax over it and the tokens alone.
+        The output in the values' dtype, and by name the statistics of every cached entry over these tokens, float32.
     """
     kv_heads, entries, _ = cached[0].shape
     n = queries.shape[1]
@@ -112,7 +111,7 @@ def _in_two_passes(
     names: Collection[str],
     sequences: Sequence[PackedSequence],
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], dict[str, Float[Tensor, "query_heads entries"]]]:
-    """The same on a GPU: attention by the operators that are made for it, then its columns by their kernel."""
+    """Do the same as `second_pass_attention` on a GPU: fused attention first, then the kernel for column statistics."""
     entries = cached[0].shape[1]
     outputs, first = [], 0
     statistics = {name: torch.zeros(len(queries), entries, device=queries.device) for name in names}
@@ -145,7 +144,15 @@ def _merge_columns(
     rows: int,
     scope: SoftmaxScope | None,
 ) -> None:
-    """Merges what a block of queries pays to the entries into what they have received."""
+    """Merge what a block of queries pays to the entries into their statistics.
+
+    Args:
+        statistics: by name, of each entry; written to.
+        attention: attention of the block's rows.
+        entries: cached entries.
+        rows: queries of each head in the block.
+        scope: what the statistics are restricted to.
+    """
     sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
     columns = attention[:, start:stop]
     if sinks < start or stop < entries:

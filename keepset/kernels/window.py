@@ -1,4 +1,4 @@
-"""What entries receive of a few queries: their attention, summed over them, never there as a whole."""
+"""What entries receive from a few queries: their attention summed over the queries, without holding the attention."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ def received_attention(
     sums_of: GroupReduction = GroupReduction.EACH,
     bias: Float[Tensor, "heads entries"] | None = None,
 ) -> Float[Tensor, "heads _ entries"]:
-    """Attention of some queries over their KV head's entries, summed over the queries, in float32.
+    """Return the attention that each entry receives from some queries, summed over the queries, in float32.
+
+        sum over queries q of softmax(q @ keys' * scaling + bias)
 
     It is made and summed in blocks that stay in a core's cache.
 
     Args:
-        queries: after rotation.
+        queries: queries after rotation, of each KV head's group.
         keys, positions: of the entries.
-        last_visible: the last position that a query sees, in rising order; one that sees nothing, or does not exist,
-            gives nothing.
-        scaling: of the logits.
-        valid: which entries exist; all do, unless said otherwise.
-        sums_of: whether heads of a group count by themselves, or their largest logits as if they were one.
-        bias: added to the logits of an entry.
+        last_visible: the last position that each query sees, in rising order. A query that does not exist sees nothing:
+            give it -1.
+        scaling: factor of the logits.
+        valid: which entries exist; None: all.
+        sums_of: whether query heads count one by one, or their largest logits as if they were one head.
+        bias: added to the logit of each entry.
 
     Returns:
-        For every query head of a group, or for one where it is the largest logit that counts.
+        One row for each query head of a group, or one row if the largest logits count.
     """
     heads, group, n, size = queries.shape
     entries = keys.shape[1]
@@ -46,7 +48,7 @@ def received_attention(
     largest = sums_of is GroupReduction.LARGEST
     totals = torch.zeros(heads, 1 if largest else group, entries, device=keys.device)
     most = block_size(keys.device, CACHE_BLOCK)
-    # A block is several heads or, of one head, several queries.
+    # A block is several heads, or several queries of one head.
     at_once = max(1, most // (max(entries, 1) * max(group * n, size)))
     rows = max(1, most // (max(entries, 1) * group))
     for head in range(0, heads, at_once):
@@ -75,14 +77,14 @@ def add_received(
     scaling: float,
     sums_of: GroupReduction = GroupReduction.MEAN,
 ) -> None:
-    """Adds to a column of packed heads what every entry receives of these queries.
+    """Add what every entry of packed heads receives from some queries to a column.
 
     Args:
-        column: numbers of the heads' places; it is written to.
+        column: numbers of the heads' places; written to.
         queries, last_visible, scaling: as in `received_attention`, of all requests.
         packed: all heads of all requests.
-        kv_heads: of one request.
-        sums_of: what is added up of the query heads of a group.
+        kv_heads: KV heads of a request.
+        sums_of: how to reduce the query heads that share a KV head.
     """
     if uses_triton(packed.keys.device):
         from keepset.kernels.triton import window  # loads Triton
@@ -104,7 +106,15 @@ def first_unseen(
     last_visible: Int[Tensor, "*#heads n"],
     valid: Bool[Tensor, "*heads entries"] | None = None,
 ) -> int:
-    """The first entry that the oldest query does not see; what lies before it, all see."""
+    """Return the first entry that the oldest query does not see; all queries see the entries before it.
+
+    Off the CPU it is always 0, because looking would need a host sync.
+
+    Args:
+        positions: of the entries.
+        last_visible: the last position that each query sees, in rising order.
+        valid: which entries exist; None: all.
+    """
     if positions.device.type != "cpu":
         return 0  # to look for it would wait for the device
     hidden = positions > last_visible[..., :1]
@@ -116,9 +126,14 @@ def first_unseen(
 def masked_softmax(
     logits: Float[Tensor, "*rows entries"], visible: Bool[Tensor, "*#rows last"]
 ) -> Float[Tensor, "*rows entries"]:
-    """Attention from logits, of which `visible` says for the last entries which count; none counts: zero."""
+    """Return the softmax of logits under a mask; zero for a query that sees nothing.
+
+    Args:
+        logits: of all entries; written to.
+        visible: mask of the last entries; the entries before are visible to all queries.
+    """
     if visible.shape[-1]:
-        # Masking what all queries see would cost as much as the softmax.
+        # Masking entries that all queries see would cost as much as the softmax.
         logits[..., -visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
     attention = logits.softmax(-1)
     if visible.shape[-1] == logits.shape[-1]:

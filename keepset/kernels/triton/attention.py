@@ -1,4 +1,4 @@
-"""Attention over packed heads of any lengths, of one store or of many: one launch, split along their entries."""
+"""Attention over packed heads of any lengths, of one store or several: one launch, split along the entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BLOCK = 64
 """Parts are multiples of so many entries."""
 _PROGRAMS_PER_PROCESSOR = 4
 _LEAST_PART = 256
-"""Entries below which a part is not worth the merge."""
+"""Entries of a part, at least: a shorter one is not worth the merge."""
 _MERGED = 16
 """Parts of a query that are merged at a time."""
 
@@ -30,11 +30,17 @@ def ragged_attention(
     scaling: float,
     query_positions: Int[Tensor, "batch n"] | None,
 ) -> tuple[Float[Tensor, "batch n query_heads value_dim"], Float[Tensor, "batch n query_heads"]]:
-    """The same as `keepset.kernels.attention.ragged_attention`, and the log-sum-exp beside it.
+    """Compute `keepset.kernels.attention.ragged_attention`, and the log-sum-exp beside it.
 
-    A head's entries are cut into parts of one length for all heads, so that a long head is more programs and none holds
-    the rest up; the parts' outputs are merged by their log-sum-exps in a second, small launch. Logits, their sums and
-    outputs are float32 until the end. Of nothing to see the output is zero. Nothing waits for the device.
+    A head's entries are cut into parts of one length for all heads. A long head is then more programs, and none holds
+    up the rest. A second, small launch merges the parts' outputs by their log-sum-exps. Logits, sums and partial
+    outputs are float32. The output is zero if there is nothing to see. There is no host sync.
+
+    Args:
+        queries, stores, scaling, query_positions: as there.
+
+    Returns:
+        The output in the queries' dtype, and the log-sum-exp of each query in float32.
     """
     table, kind = HeadTable(stores), stores[0]
     batch, query_heads, n, head_dim = queries.shape
@@ -44,7 +50,7 @@ def ragged_attention(
     rows = group * n
     head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
     block = rows_of(max(head_block, value_block), queries.dtype)
-    # Queries beyond these read their head's entries once more.
+    # Further blocks of rows read their head's entries once more.
     block_rows = min(block, max(16, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, block_rows)
     part = _part(queries.device, sum(store.entries for store in stores) * row_blocks)
@@ -55,7 +61,7 @@ def ragged_attention(
     partial_lse = lse if parts == 1 else torch.empty(parts, *lse.shape, device=queries.device)
     biased = next((store.bias for store in stores if store.bias is not None), None)
     last_visible = None if query_positions is None else query_positions.contiguous()
-    # Of a grid's axes the first alone has more than 65,535 places.
+    # Only the first axis of a grid may have more than 65,535 programs.
     _attend_part[(heads * row_blocks, parts)](
         queries, kind.keys, kind.values, kind.positions, biased, kind.key_scale, table.addresses, last_visible,
         partial, partial_lse, *queries.stride(), scaling, part, table.grown, n, kv_heads, heads,
@@ -74,12 +80,12 @@ def ragged_attention(
 
 
 def _part(device: torch.device, entries: int) -> int:
-    """Entries of a part: as many parts in all as keep the device busy, none shorter than is worth it."""
+    """Return how many entries a part has: enough parts to keep the device busy, none too short to be worth it."""
     even = triton.cdiv(entries, dispatch.processors(device) * _PROGRAMS_PER_PROCESSOR)
     return max(_LEAST_PART, triton.cdiv(even, _BLOCK) * _BLOCK)
 
 
-# Of `keys_kind` and its like only the types are looked at: entries are found by the table's addresses.
+# Only the dtypes of `keys_kind` and the like are used: heads are found by the table's addresses.
 @triton.jit(do_not_specialize=["part", "grown", "n", "heads", "outputs"])
 def _attend_part(
     queries, keys_kind, values_kind, positions_kind, bias_kind, scale_kind, table, query_positions, output, lse,
@@ -89,10 +95,14 @@ def _attend_part(
     HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Attend one block of rows over one part of a head; program axes: (head and block of rows, part).
+
+    A row is one query head of one token; the tokens are innermost.
+    """
     program, split = tl.program_id(0), tl.program_id(1)
     head, block = program % heads, program // heads
     request, kv_head = head // kv_heads, head % kv_heads
-    # The query group is folded into the rows, its tokens innermost.
+    # A KV head's query heads are folded into the rows, tokens innermost.
     row = block * ROWS + tl.arange(0, ROWS)
     exists = row < GROUP * n
     query, token = (kv_head * GROUP + row // n).to(tl.int64), (row % n).to(tl.int64)
@@ -150,13 +160,13 @@ def _attend_part(
             weights *= tl.load(value_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
             v = v.to(tl.float32).to(q.dtype)
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    # Of nothing seen the output is zero; NaN stays NaN.
+    # A row that sees nothing gives zero; NaN stays NaN.
     total = tl.where(total == 0.0, 1.0, total)
     attended = attended / total[:, None]
     at_output = (request.to(tl.int64) * n + token) * (kv_heads * GROUP) + query
     at_part = split.to(tl.int64) * outputs + at_output
     tl.store(lse + at_part, largest + tl.log(total), mask=exists)
-    # That a part lies beyond its head's end is said by the log-sum-exp alone.
+    # Of a part beyond its head's end only the log-sum-exp is written.
     written = tl.where(first < tl.maximum(length, 1), GROUP * n, 0)
     tl.store(
         output + at_part[:, None] * VALUE_DIM + value_dims[None, :],
@@ -169,6 +179,7 @@ def _merge_parts(
     partial, partial_lse, output, lse, places, outputs, parts, heads,
     VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
+    """Merge the parts of one output row: `sum(exp(lse_p - lse) * output_p)`. One program for each row."""
     row, dims = tl.program_id(0).to(tl.int64), tl.arange(0, VALUE_BLOCK)
     largest, total = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
     merged = tl.zeros([VALUE_BLOCK], tl.float32)
@@ -185,6 +196,6 @@ def _merge_parts(
     merged = merged / total
     if lse is not None:
         tl.store(lse + row + tl.arange(0, 1), largest + tl.log(total))
-    if LISTED:  # the tokens that these are of all
+    if LISTED:  # which of the step's tokens these are
         row = tl.load(places + row // heads).to(tl.int64) * heads + row % heads
     tl.store(output + row * VALUE_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < VALUE_DIM)

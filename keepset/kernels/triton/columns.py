@@ -1,4 +1,4 @@
-"""What entries receive of attention: queries are streamed past blocks of keys, so no N x N matrix is ever there."""
+"""Column statistics of attention: queries stream past blocks of keys, so that no N x N matrix is made."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ def attention_columns(
     group: str,
     causal: bool,
 ) -> dict[str, Float[Tensor, "heads entries"]]:
-    """The same as `keepset.kernels.columns.attention_columns`, in one launch.
+    """Compute `keepset.kernels.columns.attention_columns` in one launch.
 
-    A program owns a block of entries and reads the queries past it, so every sum has one order and nothing is added
-    atomically: the same numbers every time.
+    A program owns a block of entries and reads all queries past it. Every sum has one order and nothing is added
+    atomically, so the numbers are the same every time.
+
+    Args:
+        queries, keys, lse, scaling, names, group, causal: as there.
     """
     query_heads, n, head_dim = queries.shape
     kv_heads, entries, _ = keys.shape
@@ -52,7 +55,11 @@ def log_sum_exp(
     scaling: float,
     causal: bool,
 ) -> Float[Tensor, "query_heads n"]:
-    """The same as `keepset.kernels.columns.log_sum_exp`, in one launch."""
+    """Compute `keepset.kernels.columns.log_sum_exp` in one launch.
+
+    Args:
+        queries, keys, scaling, causal: as there.
+    """
     query_heads, n, head_dim = queries.shape
     lse = torch.empty(query_heads, n, device=queries.device)
     head_block = max(16, triton.next_power_of_2(head_dim))
@@ -71,10 +78,11 @@ def _columns(
     MEMBERS: tl.constexpr, RULE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
+    """Compute the statistics of one block of entries of one head; program axes: (block of entries, head)."""
     first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
     entry, dims = first + tl.arange(0, BLOCK), tl.arange(0, HEAD_BLOCK)
     stored, in_head = entry < entries, dims < HEAD_DIM
-    # Of every query head its own columns, or those of a KV head's whole group.
+    # The columns of one query head, or those of a KV head's whole group.
     if RULE == 0:
         members: tl.constexpr = 1
         kv_head = head // MEMBERS
@@ -89,7 +97,7 @@ def _columns(
     )  # fmt: skip
     of_sums, of_maxima = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     of_squares = tl.zeros([BLOCK], tl.float32)
-    # The query at index i is of entry `before + i`.
+    # Query `i` belongs to entry `before + i`.
     before = entries - n
     start = 0
     if CAUSAL:
@@ -139,6 +147,7 @@ def _log_sum_exp(
     queries, keys, lse, query_head, query_token, query_dim, key_head, key_entry, key_dim, n, entries, scaling,
     MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
+    """Compute the log-sum-exp of one block of queries of one head; program axes: (block of queries, query head)."""
     first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
     row, dims = first + tl.arange(0, BLOCK), tl.arange(0, HEAD_BLOCK)
     exists, in_head = row < n, dims < HEAD_DIM

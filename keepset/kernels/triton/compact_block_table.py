@@ -1,4 +1,4 @@
-"""A step without what was dropped, one program for each row."""
+"""The step without dropped entries: one program for each row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def shift_step(
     left_table: Int[Tensor, "rows width"],
     left: Int[Tensor, " rows"],
 ) -> None:
-    """As in `keepset.kernels.compact_block_table`."""
+    """Compute `keepset.kernels.compact_block_table.shift_step`.
+
+    Args:
+        block_table, lengths, starts, dropped, slots, block_size, left_table, left: as there.
+    """
     _shift[(len(lengths),)](
         block_table, lengths, starts, dropped, slots, left_table, left,
         block_table.stride(0), left_table.stride(0), block_size, BLOCK=_BLOCK,
@@ -31,11 +35,12 @@ def shift_step(
 def _shift(
     block_table, lengths, starts, dropped, slots, left_table, left, of_row, of_left_row, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Fill one row of the table, and move the slots of its new tokens."""
     row = tl.program_id(0).to(tl.int64)
     length, gone = tl.load(lengths + row).to(tl.int64), tl.load(dropped + row).to(tl.int64)
     tl.store(left + row, (length - gone).to(left.dtype.element_ty))
     table = block_table + row * of_row
-    # A row that only fills a step up to a size has one, of nobody.
+    # A padding row has one block, which belongs to no request.
     blocks = tl.maximum((length - gone + size - 1) // size, 1)
     for first in range(0, blocks, BLOCK):
         column = first + tl.arange(0, BLOCK)

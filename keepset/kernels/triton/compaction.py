@@ -1,4 +1,4 @@
-"""Entries that move, all columns of all heads in one launch."""
+"""Moving entries: all columns of all heads in one launch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,18 @@ def pack(
     counts: Int[Tensor, " heads"],
     most: int,
 ) -> None:
-    """Copies every head's chosen entries to its places, which are where its indices are."""
+    """Copy every head's chosen entries to the places of their indices.
+
+    Args:
+        columns: columns to read, with any strides.
+        packed: columns to write, head after head.
+        indices: indices of the chosen entries, head after head.
+        starts: where each head's indices begin.
+        counts: how many indices each head has.
+        most: an upper bound of the counts.
+    """
     widths = tuple(column.shape[3] if column.ndim == 4 else 1 for column in columns)
-    # Of each of the first three axes, column by column, and of a row's numbers.
+    # For each of the four axes the stride of every column.
     strides = [tuple(column.stride(axis) if axis < column.ndim else 1 for column in columns) for axis in range(4)]
     _pack[(len(counts), max(1, triton.cdiv(most, _BLOCK)))](
         tuple(columns), tuple(packed), indices, starts, counts, *strides, columns[0].shape[1],
@@ -38,7 +47,11 @@ def append(
     values: Float[Tensor, "batch kv_heads n value_dim"],
     positions: Int[Tensor, "batch n"],
 ) -> None:
-    """Copies all new entries behind those of their heads."""
+    """Copy all new entries behind those of their heads.
+
+    Args:
+        stores, keys, values, positions: as in `keepset.kernels.compaction.append_entries`.
+    """
     batch, kv_heads, n, width = keys.shape
     value_width, table, kind = values.shape[3], HeadTable(stores), stores[0]
     _append[(batch * kv_heads, triton.cdiv(n, _BLOCK))](
@@ -56,6 +69,7 @@ def _pack(
     columns, packed, indices, starts, counts, of_request, of_head, of_entry, of_number, kv_heads,
     WIDTHS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Copy one block of one head's chosen entries; program axes: (head, block of entries)."""
     head = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start, count = tl.load(starts + head).to(tl.int64), tl.load(counts + head)
@@ -71,7 +85,7 @@ def _pack(
         tl.store(packed[column] + place[:, None] * WIDTHS[column] + dims[None, :], numbers, mask=mask)
 
 
-# Of `keys_kind` and its like only the types are looked at: what is written to is found by the table's addresses.
+# Only the dtypes of `keys_kind` and the like are used: heads are found by the table's addresses.
 @triton.jit(do_not_specialize=["grown", "n", "heads"])
 def _append(
     keys, values, positions, keys_kind, values_kind, positions_kind, scale_kind, table, grown, n, kv_heads, heads,
@@ -80,6 +94,7 @@ def _append(
     WIDTH: tl.constexpr, WIDE: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_WIDE: tl.constexpr,
     BLOCK: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Copy one block of one head's new entries; program axes: (head, block of tokens)."""
     head = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = token < n
@@ -112,12 +127,12 @@ def _append(
 
 @triton.jit
 def _quantized(rows, scale_kind):
-    """As `kernels.int8.quantize` does."""
+    """Quantise rows as `keepset.kernels.int8.quantize` does."""
     rows = rows.to(tl.float32)
     spoilt = tl.min((rows - rows == 0.0).to(tl.int32), 1) == 0
     scale = (tl.where(spoilt, float("nan"), tl.max(tl.abs(rows), 1)) / 127).to(scale_kind.dtype.element_ty)
     step = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))
     whole = tl.floor(rows / step[:, None] + 0.5)
-    # Of NaN nothing is said in 8 bits: the scale says it.
+    # 8 bits have no NaN: the scale is NaN instead.
     whole = tl.where(spoilt[:, None], 0.0, tl.minimum(tl.maximum(whole, -127.0), 127.0))
     return whole.to(tl.int8), scale

@@ -1,4 +1,4 @@
-"""Entries out of the pages of several layers and into them; layers are found by their addresses."""
+"""Copy entries out of the pages of several layers and into them; layers are found by their addresses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ def read(
     subpages: Int[Tensor, "*rows pages"],
     entries: Shaped[Tensor, "*rows entries width"],
 ) -> None:
-    """Copies sub-pages to `entries`, one program each; `kind` is one of the layers' caches."""
+    """Copy sub-pages to `entries`, one program for each.
+
+    Args:
+        kind: one of the layers' caches, for its shape, strides and dtype.
+        addresses: of all caches.
+        place: index of the layer whose first sub-page is number 0.
+        subpages: numbers of the sub-pages.
+        entries: written to.
+    """
     blocks, kv_heads, size, width = kind.shape
     _read_pages[(subpages.numel(),)](
         kind, addresses.on_device, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place,
@@ -34,7 +42,13 @@ def take(
     entries: Shaped[Tensor, "n width"],
     slots: Int[Tensor, " n"],
 ) -> None:
-    """Copies each entry from its place."""
+    """Copy the entry at each slot to `entries`.
+
+    Args:
+        kind, addresses: as in `read`.
+        entries: written to: key, then value.
+        slots: of the entries.
+    """
     keys, values = entries.chunk(2, -1)
     _move(kind, addresses, keys, values, slots, into_pages=False)
 
@@ -46,12 +60,19 @@ def write(
     values: Shaped[Tensor, "n head_dim"],
     slots: Int[Tensor, " n"],
 ) -> None:
-    """Copies each entry to its place."""
+    """Copy each entry to its slot.
+
+    Args:
+        kind, addresses: as in `read`.
+        keys, values: of the entries.
+        slots: distinct.
+    """
     keys, values = (part if part.stride(1) == 1 else part.contiguous() for part in (keys, values))
     _move(kind, addresses, keys, values, slots, into_pages=True)
 
 
 def _move(kind, addresses, keys, values, slots, into_pages: bool) -> None:  # type: ignore[no-untyped-def]
+    """Copy entries between pages and rows of keys and values."""
     blocks, kv_heads, size, width = kind.shape
     _move_entries[(triton.cdiv(len(slots), _BLOCK),)](
         kind, addresses.on_device, keys, values, slots, *kind.stride()[:3], keys.stride(0), values.stride(0),
@@ -61,12 +82,13 @@ def _move(kind, addresses, keys, values, slots, into_pages: bool) -> None:  # ty
     )  # fmt: skip
 
 
-# Of `kind` only the type is looked at: what is read is found by the table's addresses.
+# Only the dtype of `kind` is used: caches are found by their addresses.
 @triton.jit(do_not_specialize=["first"])
 def _read_pages(
     kind, addresses, subpages, entries, of_block, of_head, of_token, kv_heads, blocks, first, layers,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Copy one sub-page; one program for each."""
     page = tl.program_id(0).to(tl.int64)
     subpage = tl.load(subpages + page).to(tl.int64)
     through = subpage // kv_heads
@@ -86,6 +108,7 @@ def _move_entries(
     kind, addresses, keys, values, slots, of_block, of_head, of_token, of_key, of_value, number, kv_heads, size, blocks,
     HALF: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, INTO_PAGES: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Copy one block of entries into the pages or out of them; one program for each block."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = entry < number
     slot = tl.load(slots + entry, mask=exists, other=0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Heads of any lengths in an engine's pages: attention split along entries, and new entries to their places."""
+"""Heads of any lengths in an engine's pages: attention split along the entries, and writing new entries."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from keepset.kernels.triton.tiles import rows_of
 
 _PROGRAMS_PER_PROCESSOR = 4
 _LEAST_PART = 256
-"""Entries below which a part is not worth the merge."""
+"""Entries of a part, at least: a shorter one is not worth the merge."""
 _SPLITS = 8, 64
-"""Parts of a head, where it is long enough: the least, because others of the step may be far shorter, and the most."""
+"""Parts of a long head: the least, since other heads of the step may be far shorter, and the most."""
 
 
 def attend(
@@ -34,10 +34,15 @@ def attend(
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None,
 ) -> None:
-    """The same as `keepset.kernels.paged.paged_attention`; `cache` is the layer's, `addresses` are of all.
+    """Compute `keepset.kernels.paged.paged_attention`.
 
-    How many parts a head is cut into follows from the number of tokens and `tokens.longest`; how long they are, from
-    the head's entries, which the device alone knows.
+    The number of parts of a head follows from the number of tokens and `tokens.longest`. Their length follows from the
+    head's entries, which only the device knows.
+
+    Args:
+        cache: cache of the layer that attends.
+        addresses: of all caches that share the block table.
+        queries, place, tokens, layout, scaling, output, bias: as there.
     """
     n, (_, query_heads, head_dim) = len(tokens.lengths), queries.shape
     _, heads, size, _ = cache.shape
@@ -75,7 +80,11 @@ def append(
     tokens: PagedTokens,
     layout: PageLayout,
 ) -> None:
-    """The same as `keepset.kernels.paged.append_to_pages`."""
+    """Compute `keepset.kernels.paged.append_to_pages`.
+
+    Args:
+        keys, values, cache, tokens, layout: as there.
+    """
     n, (_, heads, head_dim), size = len(tokens.lengths), keys.shape, cache.shape[2]
     if not n:
         return
@@ -98,7 +107,11 @@ def follow(
     block_size: int,
     layout: PageLayout,
 ) -> Int[Tensor, " rows"]:
-    """The same as `keepset.kernels.paged.follow_layouts`."""
+    """Compute `keepset.kernels.paged.follow_layouts`.
+
+    Args:
+        filed, block_table, before, after, required, lost, block_size, layout: as there.
+    """
     rows, (_, layers, heads) = len(before), filed.layout.counts.shape
     pages = torch.empty(rows, dtype=torch.int64, device=block_table.device)
     _follow[(rows,)](
@@ -109,10 +122,15 @@ def follow(
 
 
 def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> int:
-    """Parts of every head: enough to keep the device busy, none shorter than is worth it.
+    """Return the parts of every head: enough to keep the device busy, none too short to be worth it.
 
-    Of many tokens, of which each has so many `numbers` of output, they are fewer: what parts are merged from is memory
-    that the engine knows nothing of.
+    A step of many tokens gets fewer parts, because the engine does not account for the memory of partial outputs.
+
+    Args:
+        device: that computes.
+        programs: programs if no head is split.
+        longest: entries of the longest head, at most.
+        numbers: numbers of the output.
     """
     least, most = _SPLITS
     even = triton.cdiv(dispatch.processors(device) * _PROGRAMS_PER_PROCESSOR, programs)
@@ -121,23 +139,28 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
 
 
 def _places(tokens: PagedTokens, layout: PageLayout) -> tuple[Tensor | None, ...]:
+    """Return tables and layouts, as the kernels take them."""
     return tokens.block_table, *layout, tokens.places, tokens.rows, tokens.lengths
 
 
 def _rows(tokens: PagedTokens, layout: PageLayout) -> tuple[int, ...]:
+    """Return the stride from row to row of each of them."""
     return tokens.block_table.stride(0), *(part.stride(0) for part in layout)
 
 
 @triton.jit
 def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Of each head its entries and pages at the event, and where its pages are numbered from: then, and since then."""
+    """Return for each head its entries and pages at the event, and where its pages are numbered from: then and since.
+
+    This is `keepset.kernels.page_layout._numbers` for one request.
+    """
     head = tl.arange(0, HEADS_BLOCK)
     count = tl.load(counts + head, mask=head < HEADS, other=0).to(tl.int32)
     kept = (count + SIZE - 1) // SIZE
     free = kept * SIZE - count
     if shared:
         kept, free = tl.maximum(kept - 1, 0), free * 0
-    # Heads with fewer free places run full earlier; of equal ones the lower head takes its page first.
+    # Heads with fewer free places run full earlier; if equal, the lower head takes its page first.
     full = tl.where(head < HEADS, free * HEADS + head, 2**30)
     rank = tl.sum((full[None, :] < full[:, None]).to(tl.int32), 1)
     start = tl.sum(tl.where(head[None, :] < head[:, None], kept[None, :], 0), 1)
@@ -149,7 +172,7 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
 
 @triton.jit
 def _number(page, kept, start, later, HEADS: tl.constexpr):
-    """Which of its request's sub-pages a head's page is."""
+    """Return the number of a head's page among its request's sub-pages."""
     return tl.where(page < kept, start + page, later + page * HEADS)
 
 
@@ -164,6 +187,7 @@ def _attend_pages(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LISTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Attend one token's query heads of one KV head over one part; program axes: (token, KV head, part)."""
     token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     place, row = token, token
     if LISTED:
@@ -198,7 +222,7 @@ def _attend_pages(
         number = _number(entry // SIZE, kept, start, later, HEADS)
         index = first_block + number // HEADS
         if shared > 0:
-            # What others have too is numbered through all layers.
+            # Shared pages are numbered through all layers.
             elsewhere = entry // SIZE < kept
             number = tl.where(elsewhere, number + shared - 1, number)
             index = tl.where(elsewhere, number // (HEADS * layers), index)
@@ -215,7 +239,7 @@ def _attend_pages(
         logits = tl.dot(q, k, input_precision="ieee") * scaling
         if BIASED:
             slot = holder.to(tl.int64) * bias_layer + (block * HEADS + number % HEADS) * SIZE + entry % SIZE
-            # What came since the event has none.
+            # Entries since the event have no bias.
             logits += tl.load(bias + slot, mask=stored & (entry < count), other=0.0).to(tl.float32)[None, :]
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest, total, weights, shrink = streamed(largest, total, logits)
@@ -224,14 +248,14 @@ def _attend_pages(
             mask=stored[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
         )  # fmt: skip
         attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    # Of nothing seen the output is zero; NaN stays NaN.
+    # A row that sees nothing gives zero; NaN stays NaN.
     total = tl.where(total == 0.0, 1.0, total)
     attended = attended / total[:, None]
     written = GROUP
     if SPLIT:
         at_output = split.to(tl.int64) * outputs + token * (HEADS * GROUP) + query
         tl.store(lse + at_output, largest + tl.log(total), mask=exists)
-        # That a part lies beyond its head's end is said by the log-sum-exp alone.
+        # Of a part beyond its head's end only the log-sum-exp is written.
         written = tl.where(split * part < entries, GROUP, 0)
     else:
         at_output = place * (HEADS * GROUP) + query
@@ -249,6 +273,7 @@ def _append_to_pages(
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     SIZE: tl.constexpr, LISTED: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
+    """Write the entries of one token, of all heads; one program for each token."""
     token = tl.program_id(0).to(tl.int64)
     place, row = token, token
     if LISTED:
@@ -280,6 +305,7 @@ def _follow(
     counts, lengths, firsts, shares, pages, lost, table_row,
     COUNTS: tl.constexpr, LAYERS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Move the layout of one request; one program for each."""
     row = tl.program_id(0).to(tl.int64)
     had, has = tl.load(before + row), tl.load(after + row)
     old = tl.load(block_table + row * table_row + tl.maximum(had - 1, 0) // SIZE).to(tl.int64)
@@ -304,7 +330,7 @@ def _follow(
         tl.store(lengths + row * LAYERS + index, length, mask=index < LAYERS)
         tl.store(firsts + row * LAYERS + index, first, mask=index < LAYERS)
         tl.store(shares + row * LAYERS + index, shared, mask=index < LAYERS)
-    tl.debug_barrier()  # what was filed is read by all before it is written
+    tl.debug_barrier()  # all threads have read what was filed before it is overwritten
     tl.store(filed_tokens + page, has.to(tl.int32))
     tl.store(pages + row, page)
     if must & ~known:

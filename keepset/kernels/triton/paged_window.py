@@ -1,4 +1,4 @@
-"""What entries in an engine's pages receive of a few queries: all heads of all layers in two launches."""
+"""What entries in an engine's pages receive from a few queries: all heads of all layers in two launches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from keepset.kernels.triton.tiles import rows_of
 
 _PROGRAMS_PER_PROCESSOR = 4
 _LEAST_PART = 256
-"""Entries below which a part is not worth a program."""
+"""Entries of a part, at least: a shorter one is not worth a program."""
 _PARTS = 4, 16
-"""Of a head that is long enough: the least, because others may be far shorter, and the most."""
+"""Parts of a long head: the least, since other heads may be far shorter, and the most."""
 
 
 def add_received(
@@ -30,10 +30,16 @@ def add_received(
     entries: EntriesInPages,
     target: ColumnTarget,
 ) -> None:
-    """The same as `keepset.kernels.paged_window.add_received_in_pages`; `kind` is one of the caches.
+    """Compute `keepset.kernels.paged_window.add_received_in_pages`.
 
-    Two programs never add to one place, so every sum has one order. How long a head's parts are follows from its
-    entries, which the device alone knows.
+    Two programs never add to the same place, so every sum has one order. The length of a head's parts follows from its
+    entries, which only the device knows.
+
+    Args:
+        kind: one of the caches, for its shape, strides and dtype.
+        addresses: of all caches.
+        places, queries, entries: as there.
+        target: what to add, and where; `received` there.
     """
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
     (_, kv_heads, size, _), of_group = kind.shape, entries.packed.shape[1]
@@ -48,7 +54,7 @@ def add_received(
     even = triton.cdiv(dispatch.processors(kind.device) * _PROGRAMS_PER_PROCESSOR, heads)
     parts = max(1, min(triton.cdiv(entries.longest, _LEAST_PART), max(least, min(most, even))))
     summed = tokens * (1 if largest else wide)
-    # As for most parts: other numbers of them would be other programs, compiled while requests wait.
+    # Always as wide as for most parts: another width would be another program, compiled while requests wait.
     partial = torch.empty(heads, blocks * summed, most, device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     shared = (
@@ -74,7 +80,7 @@ def add_received(
 
 
 def _own(target: ColumnTarget) -> Int[Tensor, "rows 2"] | None:
-    """Where the numbers of requests' own lie, or zero, and for how many entries of each head."""
+    """Return the address and the places per head of each request's private column, zeros if it has none."""
     if not target.own:
         return None
     places = [(0, 0) if own is None else (own.data_ptr(), own.shape[2]) for own in target.own]
@@ -86,7 +92,7 @@ def _place(
     block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of the program's head: layer, request and head, its entries, how many were packed, and where its pages are."""
+    """Return the program's layer, request and head, its entries, how many were packed, and where its pages are."""
     program = tl.program_id(0)
     head, row, layer = program % HEADS, program // HEADS % rows, program // HEADS // rows
     of_layer = row * of_group + (first + layer) % of_group
@@ -104,7 +110,7 @@ def _place(
 
 @triton.jit
 def _part(entries, parts, LEAST_PART: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of a head's entries a program looks at."""
+    """Return how many of a head's entries a program looks at."""
     return tl.maximum(LEAST_PART, tl.cdiv(tl.cdiv(entries, parts), BLOCK) * BLOCK)
 
 
@@ -118,7 +124,7 @@ def _logits(
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
     PLACED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of queries and one of entries, and these entries' slots."""
+    """Return the logits of a block of queries and a block of entries, and the slots of these entries."""
     line, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
     token, member = block * TOKENS + line // WIDE, line % WIDE
     exists = (token < n) & (member < GROUP)
@@ -133,7 +139,7 @@ def _logits(
     number = _number(entry // SIZE, pages, start, later, HEADS)
     index, holder = first_block + number // HEADS, entry * 0 + first + layer
     if shared > 0:
-        # What others have too is numbered through all layers.
+        # Shared pages are numbered through all layers.
         elsewhere = entry // SIZE < pages
         number = tl.where(elsewhere, number + shared - 1, number)
         index = tl.where(elsewhere, number // (HEADS * layers), index)
@@ -146,7 +152,7 @@ def _logits(
     keys += at
     k = tl.load(keys[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
     slot = holder.to(tl.int64) * slot_layer + (of_page * HEADS + number % HEADS) * SIZE + entry % SIZE
-    # What came since the event before is whole; what was kept is taken to lie just before.
+    # Entries since the event lie one distance before their positions; kept ones are taken to lie just before them.
     position = entry + length - entries
     if PLACED:
         known = entry < tl.minimum(packed, entries)
@@ -159,7 +165,7 @@ def _logits(
     return seen_logits(q, k, biases, visible, scaling, TOKENS, WIDE, BLOCK, LARGEST, BIASED), slot
 
 
-# Of `kind` only the type is looked at: layers are found by their addresses.
+# Only the dtype of `kind` is used: layers are found by their addresses.
 @triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts"])
 def _paged_lse(
     kind, addresses, rings, slots, places, last_visible, bias, positions, block_table, counts, event_lengths, firsts,
@@ -170,6 +176,7 @@ def _paged_lse(
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
+    """Compute the log-sum-exps of one block of queries over one part of a head; program axes: (head, part, block)."""
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
         block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
         HEADS, HEADS_BLOCK, SIZE,
@@ -201,6 +208,7 @@ def _add_in_pages(
     ALIGNED: tl.constexpr,
     OWN: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
+    """Add what one part of a head's entries receives from all queries; program axes: (head, part)."""
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
         block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
         HEADS, HEADS_BLOCK, SIZE,

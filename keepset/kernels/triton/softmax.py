@@ -1,4 +1,4 @@
-"""What kernels share that look at entries block by block: a softmax that is streamed, and logits of few queries."""
+"""What kernels share that go through entries block by block: a streamed softmax, and the logits of a few queries."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ import triton.language as tl
 
 @triton.jit
 def streamed(largest, total, logits):
-    """One block more of the rows' softmax.
+    """Add one block to the rows' softmax.
 
-    Gives the largest logit and the sum of exponentials beside it, the block's exponentials, and what all that was
-    added up before is to be multiplied with.
+    Args:
+        largest: largest logit of each row so far.
+        total: sum of `exp(logit - largest)` so far.
+        logits: of the block, `[rows, entries]`.
+
+    Returns:
+        The new `largest` and `total`, the block's exponentials, and the factor by which to multiply what was summed
+        before.
     """
     new_largest = tl.maximum(largest, tl.max(logits, 1))
-    # Of rows that have seen nothing yet the difference would be NaN.
+    # The difference would be NaN for rows that have seen nothing yet.
     shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weights, shrink = tl.exp(logits - shift[:, None]), tl.exp(largest - shift)
     return new_largest, total * shrink + tl.sum(weights, 1), weights, shrink
@@ -25,9 +31,10 @@ def seen_logits(
     q, k, bias, visible, scaling,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Of queries, `WIDE` heads of each token, and a block of entries; minus infinity where an entry is not visible.
+    """Return the logits of queries, `WIDE` heads for each token, and a block of entries.
 
-    With `LARGEST` one row for each token, of its heads' largest logits.
+    Minus infinity where an entry is not visible. With `LARGEST` there is one row for each token: the largest of its
+    heads' logits, NaN if one of them is.
     """
     logits = tl.dot(q, k, input_precision="ieee") * scaling
     if BIASED:
@@ -42,28 +49,28 @@ def seen_logits(
 
 @triton.jit
 def log_sum_exp(largest, total):
-    """Of rows that were streamed; of those that saw nothing minus infinity, and NaN stays NaN."""
+    """Return the log-sum-exp of streamed rows: minus infinity of rows that saw nothing; NaN stays NaN."""
     return tl.where(largest == float("-inf"), largest + total, largest + tl.log(total))
 
 
 @triton.jit
 def received(logits, partial, row, part, parts, PARTS: tl.constexpr, NUMBERS: tl.constexpr):
-    """What a block of entries receives of rows whose log-sum-exps, in parts of all entries, are known.
+    """Return what a block of entries receives from rows whose log-sum-exps, over parts of all entries, are known.
 
-    The rows of a token are added up by themselves as far as an entry has numbers for them, `[NUMBERS, BLOCK]`.
+    The rows of a token are summed one by one as far as an entry has numbers for them: `[NUMBERS, BLOCK]`.
     """
     lse = tl.load(partial + row[:, None] * PARTS + part[None, :], mask=(part < parts)[None, :], other=float("-inf"))
     most = tl.max(lse, 1)
     shift = tl.where(most == float("-inf"), 0.0, most)
     attention = tl.exp(logits - shift[:, None]) / tl.sum(tl.exp(lse - shift[:, None]), 1)[:, None]
-    # Of a query that sees nothing the quotient is 0 / 0; one that is spoilt spoils what it sees.
+    # A query that sees nothing would give 0 / 0. A query with NaN spoils what it sees.
     attention = tl.where(logits == float("-inf"), 0.0, attention)
     return tl.sum(tl.reshape(attention, [logits.shape[0] // NUMBERS, NUMBERS, logits.shape[1]]), 0)
 
 
 @triton.jit
 def add_numbers(column, place, written, stored, sums, GROUP: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr):
-    """Adds to the numbers of entries at these places of a column, of which those that were written mean something."""
+    """Add sums to the numbers of entries at these places of a column; those not `written` yet count as zero."""
     number, of_entry = tl.arange(0, NUMBERS), GROUP if NUMBERS > 1 else 1
     target = column + place[None, :].to(tl.int64) * of_entry + number[:, None]
     real = (number < of_entry)[:, None]

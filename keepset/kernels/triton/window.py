@@ -1,4 +1,4 @@
-"""What packed heads of any lengths receive of a few queries: their log-sum-exps, and then the sums, entry by entry."""
+"""What packed heads receive from a few queries: first the queries' log-sum-exps, then the sums of each entry."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, s
 from keepset.kernels.triton.tiles import rows_of
 
 _PARTS = 16
-"""Of a head at most, for its queries' log-sum-exps."""
+"""Parts of a head, at most, for the log-sum-exps of its queries."""
 _LEAST_PART = 256
-"""Entries below which a part is not worth a program."""
+"""Entries of a part, at least: a shorter one is not worth a program."""
 
 
 def add_received(
@@ -28,9 +28,12 @@ def add_received(
     scaling: float,
     sums_of: GroupReduction,
 ) -> None:
-    """The same as `keepset.kernels.window.add_received`, in two launches; nothing waits for the device.
+    """Compute `keepset.kernels.window.add_received` in two launches, without a host sync.
 
     A program owns a block of entries and adds to their places alone, so every sum has one order.
+
+    Args:
+        column, queries, packed, kv_heads, last_visible, scaling, sums_of: as there.
     """
     table, largest = HeadTable([packed]), sums_of is GroupReduction.LARGEST
     batch, query_heads, n, head_dim = queries.shape
@@ -43,7 +46,7 @@ def add_received(
     length = -(-max(packed.longest, 1) // _PARTS)
     part = max(_LEAST_PART, triton.cdiv(length, block) * block)
     parts = triton.cdiv(max(packed.longest, 1), part)
-    # Of a query head and token each; of a token where a group's largest logit counts.
+    # A row for each query head and token; for each token if the largest logit of a group counts.
     rows = tokens * (1 if largest else wide)
     partial = torch.empty(heads, blocks * rows, _PARTS, device=queries.device)
     shared = (
@@ -69,7 +72,7 @@ def _logits(
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of queries and one of entries; minus infinity where a query does not see an entry."""
+    """Return the logits of a block of queries and a block of entries, minus infinity where nothing is seen."""
     row, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
     token, member = (block * TOKENS + row // WIDE).to(tl.int64), row % WIDE
     exists = (token < n) & (member < GROUP)
@@ -105,6 +108,7 @@ def _window_lse(
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
+    """Compute the log-sum-exps of one block of queries over one part of a head; program axes: (head, part, block)."""
     head, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     keys = tl.load(table + head).to(keys_kind.dtype)
     if ALIGNED:
@@ -134,6 +138,7 @@ def _add_received(
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
+    """Add what one block of entries of a head receives from all queries; program axes: (head, block of entries)."""
     head, first = tl.program_id(0), tl.program_id(1) * BLOCK
     length = tl.load(table + 6 * heads + head).to(tl.int32) + grown
     if first >= length:
@@ -155,7 +160,7 @@ def _add_received(
         row = (head.to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
         sums += received(logits, partial, row, part, parts, PARTS, NUMBERS)
     entry = first + tl.arange(0, BLOCK)
-    # Columns share their places: the first position's address says where the head begins.
+    # All columns have the same places: the address of the head's first position says where it begins.
     begin = (address - first_position) // (positions_kind.dtype.element_ty.primitive_bitwidth // 8)
     stored = entry < length
     add_numbers(column, begin + entry, stored, stored, sums, GROUP, MEAN, NUMBERS)
