@@ -11,7 +11,7 @@ from torch import Tensor
 from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method
 from keepset.core.observation import BIAS
-from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.event_pages import OccupiedPages
 from keepset.recipe import Recipe
 
 POSITION = "position"

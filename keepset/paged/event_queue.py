@@ -1,27 +1,25 @@
 """`EventQueue`: compressions that a step has brought due are executed before the next one, in all layers at once.
 
-Between two steps nothing writes to the pages: whoever was given those of a request that ended meanwhile writes to them
-in a step that is yet to come. So an event needs nobody's leave, and is executed even where its request is gone.
+Between two steps nothing writes to the pages: whoever was given the pages of a request that has ended writes to them in
+a step that is yet to come. So an event can be executed even where its request is gone.
 """
 
 from __future__ import annotations
 
-import time
-
-from keepset.core.keep_set import LazyHostInts
+from keepset.paged.event_execution import compress, compress_across
+from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.page_tables import FreedBlocks
-from keepset.paged.step import EvictionEvent, StepBatch, StepPlan
+from keepset.paged.step import StepBatch, StepPlan
 
 
 class EventQueue:
-    """Plans the steps of all groups of layers.
+    """Plans the steps of all groups of layers, and executes what they bring due.
 
     Args:
-        freed_blocks: is told once what events emptied is known.
+        freed_blocks: is told once the events of a step are over.
 
     Attributes:
-        steps: of each group the one that was planned last, whose events are due.
+        steps: for each group the step that was planned last, whose events are due.
     """
 
     def __init__(self, freed_blocks: FreedBlocks) -> None:
@@ -29,12 +27,12 @@ class EventQueue:
         self.steps: dict[LayerGroup, StepPlan] = {}
 
     def plan(self, group: LayerGroup, batch: StepBatch) -> StepPlan:
-        """What the group's layers do in this step; executes first what the step before it has brought due.
+        """Return what a group's layers do in a step; execute first what the step before has brought due.
 
         Every step is planned for all groups, in any order, before it is computed.
 
         Args:
-            group: of layers.
+            group: the group of layers.
             batch: the step as the engine scheduled it. Its `slot_mapping` is altered in place.
 
         Raises:
@@ -46,45 +44,27 @@ class EventQueue:
         return plan
 
     def run(self) -> None:
-        """Executes what is due."""
+        """Execute what is due: what the steps' plans say after their layers, list by list."""
         steps, self.steps = self.steps, {}
         for group, plan in steps.items():
             group.record_replayed(plan)
-        events = [plan.events for plan in steps.values()]
         for group, plan in steps.items():
-            group.add_up(plan)
-        if any(events):
-            if next(iter(steps)).recipe.method.across_layers:
-                for across in zip(*events, strict=True):
-                    _compress_across(list(zip(steps, across, strict=True)))
-            else:
-                for group, due in zip(steps, events, strict=True):
-                    for event in due:
-                        group.compress(event)
-            for group, due in zip(steps, events, strict=True):
-                for event in due:
-                    group.forget(event)
-            self._freed_blocks.settle()
+            group.run(plan.before_events)
+        if any(plan.events for plan in steps.values()):
+            self._run_events(steps)
         for group, plan in steps.items():
-            group.record_late(plan)
+            group.run(plan.after_events)
 
-
-def _compress_across(due: list[tuple[LayerGroup, EvictionEvent]]) -> None:
-    """Executes one event of a recipe that looks across layers: it is shown all of them before anything moves."""
-    start, first = time.perf_counter(), due[0][1]
-    recipe = first.recipe
-    if any(event.rows != first.rows for _, event in due):
-        raise RuntimeError("keepset lost count of the requests of an event that looks across layers.")
-    reached = [(group, event, entries) for group, event in due for entries in group.read(event)]
-    reached.sort(key=lambda one: one[2].observation.layer_ids)
-    chosen = recipe.method.select_all([entries.observation for _, _, entries in reached], recipe.budget)
-    kept = [chosen.layer(entries.observation.layer_ids[0]) for _, _, entries in reached]
-    deals = [group.deal(event, entries, mine) for (group, event, entries), mine in zip(reached, kept, strict=True)]
-    LazyHostInts.read(
-        [numbers for mine, deal in zip(kept, deals, strict=True) for numbers in (mine.heads, *deal.asked)]
-    )
-    for (group, event, entries), mine, deal in zip(reached, kept, deals, strict=True):
-        if not event.is_counted(mine):
-            raise RuntimeError(f"{recipe} kept another number of entries than its quotas say.")
-        group.execute(event, entries, mine, deal, start)
-        start = time.perf_counter()
+    def _run_events(self, steps: dict[LayerGroup, StepPlan]) -> None:
+        if next(iter(steps)).recipe.method.across_layers:
+            for events in zip(*(plan.events for plan in steps.values()), strict=True):
+                compress_across(list(zip(steps, events, strict=True)))
+        else:
+            for group, plan in steps.items():
+                for event in plan.events:
+                    compress(group, event)
+        for group, plan in steps.items():
+            for event in plan.events:
+                for record in event.records:
+                    group.own_sums.forget(record.slot)
+        self._freed_blocks.settle()

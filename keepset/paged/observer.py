@@ -25,12 +25,13 @@ from keepset.kernels.moments import Moments
 from keepset.kernels.paged_arguments import ColumnTarget
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
-from keepset.paged.page_tables import OccupiedPages
+from keepset.paged.event_pages import OccupiedPages
+from keepset.paged.eviction_event import EvictionEvent
 from keepset.paged.pages import add_received
 from keepset.paged.passing import PassingQueries
 from keepset.paged.private_window_sums import OwnSums
+from keepset.paged.query_operations import PromptChunk, QueryAddition
 from keepset.paged.recording import Recording
-from keepset.paged.step import EvictionEvent, PromptChunk, QueryAddition
 
 
 class Observer:

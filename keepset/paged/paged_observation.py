@@ -15,7 +15,7 @@ from keepset.paged.engine import Pages
 from keepset.paged.fp8 import EightBits
 from keepset.paged.pages import StridedPages
 
-AT_ONCE = 1 << 26
+WORKSPACE = 1 << 26
 """Bytes of entries that are taken out of pages at a time, if not of one head: 64 MiB."""
 
 
@@ -38,7 +38,7 @@ class PagedEntries:
         self.pages, self._subpages, self._scales = pages, subpages, scales
         rows, kv_heads, number = subpages.shape
         self.shape = torch.Size((rows, kv_heads, number * pages.block_size))
-        self._few = self.shape.numel() * pages.entry_bytes <= AT_ONCE
+        self._few = self.shape.numel() * pages.entry_bytes <= WORKSPACE
 
     def keys(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
         """Keys of some KV heads; where they are few all are read, once."""

@@ -14,8 +14,8 @@ from keepset.core.features.moments import QueryMoments
 from keepset.core.shapes import Queries
 from keepset.kernels.moments import Moments
 from keepset.kernels.paged_arguments import RecordedQueries
+from keepset.paged.query_operations import HeldQueries, QueryAddition, QueryCapture
 from keepset.paged.recording import Recording
-from keepset.paged.step import HeldQueries, QueryAddition, QueryCapture
 
 _AT_ONCE = 1 << 24
 """Numbers of covariances that are made at a time, if not of one layer: 64 MiB."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keepset.kernels import page_layout
 from keepset.kernels.page_layout import PageLayout
-from keepset.paged.page_tables import RaggedStep
+from keepset.paged.step import RaggedStep
 
 
 class PerHeadBatch(NamedTuple):

@@ -1,19 +1,21 @@
-"""`Planner`: from what an engine schedules for one step to what keepset's attention layers do in it."""
+"""`Planner`: from what an engine schedules for one step to what the attention layers of a group do in it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
 
 from keepset.kernels.page_layout import PageGroup, PageLayout
+from keepset.paged.block_tables import BlockTables
+from keepset.paged.equal_heads import EqualHeadTables
+from keepset.paged.eviction_event import EvictionEvent, batches_of_similar_length
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import FreedBlocks, PagesOfLayers, PerHeadTables
-from keepset.paged.ragged_plan import RaggedPlanner
+from keepset.paged.freed_blocks import FreedBlocks
+from keepset.paged.ragged_heads import RaggedHeadTables, RaggedPages
 from keepset.paged.recording import Recording
 from keepset.paged.recording_plan import CapturePlanner
-from keepset.paged.request_notes import RequestNote, RequestNotes
-from keepset.paged.step import StepBatch, StepPlan
-from keepset.paged.uniform_plan import UniformPlanner
+from keepset.paged.request_table import RequestOverrides, RequestTable
+from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recipe import Recipe
 
 
@@ -21,17 +23,17 @@ class Planner:
     """Plans the steps of one group of layers, in each process that computes.
 
     Args:
-        schedule: when requests are compressed; the group's layers have the same.
+        schedule: when the group's requests are compressed.
         recording: what is recorded of queries for that.
-        layers: the group's, by their indices in the model.
-        max_requests: how many can run at once.
-        blocks: in the whole pool.
+        layers: the group's layers, by their indices in the model.
+        max_requests: requests that run at once, at most.
+        blocks: blocks of the whole pool.
         freed_blocks: is told of events whose counts come from the data.
-        replays: whether graphs of steps that only decode are replayed: then all of these do the same.
+        replays: whether graphs of steps that only decode are replayed: then all of these steps do the same.
 
     Attributes:
         schedule, recording, layers: as given.
-        notes: what is known of single requests.
+        requests: the states of the group's requests.
     """
 
     def __init__(
@@ -44,52 +46,105 @@ class Planner:
         freed_blocks: FreedBlocks,
         replays: bool = False,
     ) -> None:
-        self.notes = RequestNotes(schedule.block_size)
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
-        self._capture = CapturePlanner(schedule, recording, len(self.layers), max_requests)
-        self._tables: RaggedPlanner | UniformPlanner
+        self.requests = RequestTable(len(layers), schedule.kv_heads, schedule.block_size, blocks, max_requests)
+        self._recording_plan = CapturePlanner(schedule, recording, len(layers), self.requests)
+        group = PageGroup(range(len(layers)), len(layers), blocks)
+        self._tables: BlockTables
         if schedule.ragged:
-            tables = PerHeadTables(len(layers), schedule.kv_heads, schedule.block_size, blocks, max_requests)
-            self._tables = RaggedPlanner(schedule, tables, freed_blocks, self._capture, replays)
+            self._tables = RaggedHeadTables(schedule, self.requests, group, max_requests, freed_blocks, replays)
         else:
-            group = PageGroup(range(len(layers)), len(layers), blocks)
-            self._tables = UniformPlanner(schedule, self._capture, group, max_requests)
+            self._tables = EqualHeadTables(schedule, group, max_requests)
 
     def begin(self, name: str, page: int, layout: PageLayout, recipe: Recipe | None, prompt: int) -> None:
-        """A request goes on after a context.
+        """File a request that goes on after a context.
 
         Args:
-            name: the request's.
-            page: of its own that has the newest token.
-            layout: what its pages follow from.
+            name: the engine's name of the request.
+            page: the request's own page that has the newest token.
+            layout: what its pages follow from, as the only row.
             recipe: by which it is compressed further; None if it is not.
-            prompt: tokens from which on that is so.
+            prompt: tokens after which that begins.
         """
-        assert isinstance(self._tables, RaggedPlanner)
-        self._tables.begin(page, layout)
+        assert isinstance(self._tables, RaggedHeadTables)
         own = self.schedule.under(recipe, counted=False)
-        self.notes.file(page, RequestNote(name, int(layout.length[0, 0]), after_context=True, own=own, prompt=prompt))
+        self._tables.begin(page, layout)
+        self.requests.begin(page, int(layout.length[0, 0]), RequestOverrides(name, True, own, prompt))
 
-    def export_request(self, blocks: Sequence[int], length: int) -> PagesOfLayers:
-        """Where the entries of a request of so many tokens lie, once it has ended; or a RuntimeError."""
-        assert isinstance(self._tables, RaggedPlanner)
+    def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
+        """Return where the entries of a request lie that has ended.
+
+        Args:
+            blocks: its blocks by logical position.
+            length: tokens that it has had.
+
+        Raises:
+            RuntimeError: it is not known any more.
+        """
+        assert isinstance(self._tables, RaggedHeadTables)
         return self._tables.export_request(blocks, length)
 
     def plan(self, batch: StepBatch) -> StepPlan:
-        """What the group's layers do in this step.
+        """Plan what the group's layers do in a step.
 
         Args:
             batch: the step as the engine scheduled it. Its `slot_mapping` is altered in place.
 
         Returns:
-            The plan, the same for all layers of the group; of a dummy run, what a graph is to remember of it.
+            The plan, the same for all layers of the group; of a dummy run, what a graph is to capture.
 
         Raises:
             RuntimeError: a compressed request is not where it was left.
         """
         plan = StepPlan(batch.slot_mapping, dummy=not batch.requests)
         if batch.requests:
-            batch = replace(batch, requests=self.notes.with_overrides(batch))
-            self._capture.plan(batch, plan, self._tables.entries)
-        self._tables.plan(batch, plan)
+            batch = self.requests.with_overrides(batch)
+            self._recording_plan.plan(batch, plan, self._tables.entries)
+        due = list(self._due(batch))
+        self._tables.place_step(batch, plan, bool(due))
+        plan.events = [self._event(batch, requests) for requests in due]
         return plan
+
+    def _due(self, batch: StepBatch) -> Iterator[list[ScheduledRequest]]:
+        """Yield requests that are compressed together after the step."""
+        groups: defaultdict[Hashable, list[ScheduledRequest]] = defaultdict(list)
+        for request in batch.requests:
+            schedule = self._tables.schedule_of(request)
+            if at := schedule.due(request.prompt, request.before, request.after):
+                compressed, newer = self._tables.was_compressed(request), request.after - at
+                key = schedule.recipe, schedule.fixed, newer, compressed, at == request.prompt
+                groups[key, self._tables.event_key(request)].append(request)
+        for requests in groups.values():
+            recipe, widths = self._recipe(requests[0]), [self._tables.event_width(request) for request in requests]
+            yield from batches_of_similar_length(recipe, requests, widths, self.schedule.kv_heads)
+
+    def _recipe(self, request: ScheduledRequest) -> Recipe:
+        return self._tables.schedule_of(request).recipe
+
+    def _event(self, batch: StepBatch, requests: list[ScheduledRequest]) -> EvictionEvent:
+        """Return the event of requests that are compressed together, once the step is placed."""
+        first, keep = requests[0], None
+        schedule = self._tables.schedule_of(first)
+        at = schedule.due(first.prompt, first.before, first.after)
+        newer = first.after - at
+        points = [request.after - newer for request in requests]
+        if schedule.fixed:
+            gone = [self._tables.schedule_of(one).dropped(one.prompt, one.after) for one in requests]
+            keep = [point - dropped for point, dropped in zip(points, gone, strict=True)]
+        records = self._recording_plan.recorded(requests, points)
+        return EvictionEvent(
+            recipe=schedule.recipe,
+            rows=[request.row for request in requests],
+            at=batch.tensor(points),
+            earliest=min(points),
+            latest=max(points),
+            prompts=batch.tensor([request.prompt for request in requests]),
+            newer=newer,
+            keep=keep,
+            compressed=self._tables.was_compressed(first),
+            ends_prompt=at == first.prompt,
+            equal_heads=not self.schedule.ragged,
+            pages=self._tables.event_pages(batch, requests),
+            records=records,
+            slots=batch.tensor([record.slot for record in records]),
+        )

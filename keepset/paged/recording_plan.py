@@ -13,20 +13,11 @@ from torch import Tensor
 from keepset.core.accumulators import Accumulators
 from keepset.kernels.paged_arguments import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import EventPages
-from keepset.paged.query_records import Move, QueryRecord, QueryRecords
+from keepset.paged.query_operations import HeldQueries, LateCapture, PromptChunk, QueryAddition, QueryCapture
+from keepset.paged.query_records import QueryRecord
 from keepset.paged.recording import Recording
-from keepset.paged.step import (
-    EvictionEvent,
-    HeldQueries,
-    PromptChunk,
-    QueryAddition,
-    QueryCapture,
-    ScheduledRequest,
-    StepBatch,
-    StepPlan,
-)
-from keepset.recipe import Recipe
+from keepset.paged.request_table import RequestTable
+from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 
 LocateEntries = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[], EntriesInPages]]
 """Says where the layers have the entries of these requests before the step's events, once it is planned."""
@@ -52,8 +43,13 @@ class _Waiting:
 class _Step:
     """What a step records and adds up, as numbers of the host until all requests are through."""
 
-    def __init__(self, batch: StepBatch, plan: StepPlan, recording: Recording, entries: LocateEntries) -> None:
-        self._batch, self._plan, self._recording, self._entries = batch, plan, recording, entries
+    def __init__(self, batch: StepBatch, recording: Recording, entries: LocateEntries) -> None:
+        self._batch, self._recording, self._entries = batch, recording, entries
+        self.chunks: list[PromptChunk] = []
+        # What is added up of the step before and of this one, and what is held back for the next.
+        self._taken_up: list[QueryAddition] = []
+        self._added: list[QueryAddition] = []
+        self._held: list[HeldQueries] = []
         # Of each query its number, its request's slot and its place there, before and after events.
         self._early: list[tuple[int, int, int]] = []
         self._late: list[tuple[int, int, int]] = []
@@ -73,18 +69,18 @@ class _Step:
         begin, number = record.added, stop - record.added
         if number > recording.waiting and behind:
             # The event before them moves entries, so what these receive is added up in the next step.
-            self._plan.held.append(HeldQueries(record.slot, offset + begin, offset + stop))
+            self._held.append(HeldQueries(record.slot, offset + begin, offset + stop))
             record.held = number
         elif number > recording.waiting:
             if begin < first:
                 waiting = self._taken(request, record, begin, first)
                 if record.held:
-                    self._plan.added_first.append(self._additions([waiting], first - begin, held=record.slot))
+                    self._taken_up.append(self._additions([waiting], first - begin, held=record.slot))
                     record.held = 0
                 else:
                     self._flushed.append(waiting)
             new = self._taken(request, record, max(begin, first), stop)
-            self._plan.added_now.append(self._additions([new], stop - new.begin, first_query=offset + new.begin))
+            self._added.append(self._additions([new], stop - new.begin, first_query=offset + new.begin))
         elif number > 0 and not behind:
             if number == recording.waiting or stop == point:
                 self._ringed.append(self._taken(request, record, begin, stop))
@@ -94,14 +90,23 @@ class _Step:
         queries = self._late if behind else self._early
         queries += [(offset + position, record.slot, position % recording.size) for position in places]
 
-    def finish(self) -> None:
-        """Completes the plan."""
-        plan = self._plan
+    def finish(self, plan: StepPlan) -> None:
+        """Fill the plan's lists of operations, in the order in which they run."""
         if self._ringed:  # Where one must be added up, all are, and from then on they fall due in the same steps.
             self._ringed += [self._taken(*one) for one in self._patient]
-        plan.captured_before, plan.captured_after = self._capture(self._early), self._capture(self._late)
-        plan.added_first += self._from_rings(self._flushed)
-        plan.added += self._from_rings(self._ringed)
+        early, late = self._capture(self._early), self._capture(self._late)
+        late_captures = [] if late is None else [LateCapture(late)]
+        plan.in_layers = [
+            *self.chunks,
+            *self._taken_up,
+            *self._from_rings(self._flushed),
+            *self._added,
+            *self._held,
+            *([] if early is None else [early]),
+            *late_captures,
+        ]
+        plan.before_events = [*self._from_rings(self._ringed)]
+        plan.after_events = [*late_captures]
 
     def _taken(self, request: ScheduledRequest, record: QueryRecord, begin: int, stop: int) -> _Waiting:
         """From now on these are added up, and all entries have a number."""
@@ -141,15 +146,22 @@ class _Step:
 
 
 class CapturePlanner:
-    """Of a group of so many `layers`, which record as it is said; at most `max_requests` run at once."""
+    """Plans what a group of layers records.
 
-    def __init__(self, schedule: EvictionSchedule, recording: Recording, layers: int, max_requests: int) -> None:
+    Args:
+        schedule: when the group's requests are compressed.
+        recording: what is recorded of queries for that.
+        layers: the number of layers.
+        table: the states of the group's requests.
+    """
+
+    def __init__(self, schedule: EvictionSchedule, recording: Recording, layers: int, table: RequestTable) -> None:
         self._schedule, self._recording, self._layers = schedule, recording, layers
         recipe = schedule.recipe
         self._needs = recipe.method.needs
         self._collects = schedule.whole_prompt and recipe.schedule.prefill
         self._records = bool(recording) or self._collects
-        self.records = QueryRecords(max_requests)
+        self._table = table
         self._by_row: dict[int, QueryRecord] = {}
         self._ended: list[QueryRecord] = []
 
@@ -168,8 +180,8 @@ class CapturePlanner:
                 windows.append((request, event, upcoming, max(before, self._begins(prompt, event or upcoming or 0))))
             elif self._collects and before < prompt and schedule.upcoming(prompt, before) is not None:
                 windows.append((request, event, upcoming, before))
-        step, self._by_row = _Step(batch, plan, self._recording, entries), {}
-        records, opening = self._follow(batch, [(request, start) for request, _, _, start in windows])
+        step, self._by_row = _Step(batch, self._recording, entries), {}
+        records, opening = self._follow(batch, {request.row: (request, start) for request, _, _, start in windows})
         for (request, event, upcoming, _), record in zip(windows, records, strict=True):
             prompt, before, after = request.prompt, request.before, request.after
             self._by_row[request.row] = record
@@ -177,7 +189,7 @@ class CapturePlanner:
                 record.shares, record.own = (), False
             elif request.row in opening:
                 record.shares = opening[request.row]
-                record.own = self.records.share_pages(record)
+                record.own = self._shares_pages(record)
             if event:
                 step.window(request, record, event, before, event, self._begins(prompt, event))
             if upcoming is not None:
@@ -185,39 +197,28 @@ class CapturePlanner:
             elif event:
                 self._ended.append(record)
             if self._collects and before < prompt:
-                plan.chunks.append(self._chunk(request, record, batch.block_table[request.row]))
-        step.finish()
+                step.chunks.append(self._chunk(request, record, batch.block_table[request.row]))
+        step.finish(plan)
 
     def _follow(
-        self, batch: StepBatch, recorded: list[tuple[ScheduledRequest, int]]
+        self, batch: StepBatch, recorded: dict[int, tuple[ScheduledRequest, int]]
     ) -> tuple[list[QueryRecord], dict[int, list[int]]]:
-        """The records of these requests; what is recorded begins at a position.
+        """Return the records of some requests, given by row with the position from which on they are recorded.
 
         Returns:
-            Besides, by the rows of those whose first window opens, the pages that other requests may have, too.
+            The records, and by row the pages that others may have, too, of the requests whose first window opens.
         """
-        self.records.free(self._ended)  # whose events have been executed by now
+        self._table.close_records(self._ended)  # whose events have been executed by now
         self._ended = []
-        if not recorded:
-            return [], {}
-        size, table = self._schedule.block_size, batch.block_table
-        places = [(one.row, max(one.before - 1, 0) // size, (one.after - 1) // size) for one, _ in recorded]
-        opening = {one.row: leading for one, _ in recorded if (leading := self._may_share(one))}
-        row, old, new = batch.tensor(places).unbind(1)
-        pages = torch.stack((table[row, old], table[row, new]), 1).flatten()
-        if opening:
-            width = max(opening.values())
-            pages = torch.cat((pages, table[batch.tensor(list(opening)), :width].flatten()))
-        known = pages.tolist()  # the one thing that the host does not know
-        shared, first = {}, 2 * len(recorded)
-        for row_number, number in opening.items():
-            shared[row_number] = known[first : first + number]
-            first += width
-        moves = [
-            Move(known[2 * i], known[2 * i + 1], request.prompt, request.before, request.after, start)
-            for i, (request, start) in enumerate(recorded)
-        ]
-        return self.records.follow(moves), shared
+        opening = {row: leading for row, (one, _) in recorded.items() if (leading := self._may_share(one))}
+        return self._table.records(batch, {row: start for row, (_, start) in recorded.items()}, opening)
+
+    def _shares_pages(self, record: QueryRecord) -> bool:
+        """Return whether a page of this request is another's, too, whose sums lie at the page's slots."""
+        records = (other for other in self._table.open_records() if other is not record)
+        others = (other for other in records if other.point and not other.own)
+        # Where two begin alike their pages lie at the same places.
+        return any(mine == theirs for other in others for mine, theirs in zip(record.shares, other.shares))  # noqa: B905
 
     def _may_share(self, request: ScheduledRequest) -> int:
         """Leading pages of a request that others may have, too, where its first window opens in this step; else 0."""
@@ -229,37 +230,16 @@ class CapturePlanner:
         untouched = self._schedule.untouched(prompt)
         return (prompt if untouched is None else untouched) // self._schedule.block_size
 
-    def event(
-        self,
-        recipe: Recipe,
-        batch: StepBatch,
-        requests: list[ScheduledRequest],
-        newer: int,
-        keep: Sequence[int] | None,
-        compressed: bool,
-        pages: EventPages,
-    ) -> EvictionEvent:
-        """The compression of these requests, and what it looks at; the other arguments are as in `EvictionEvent`."""
-        points = [request.after - newer for request in requests]
-        records = self._recorded(requests, points)
-        return EvictionEvent(
-            recipe=recipe,
-            rows=[request.row for request in requests],
-            at=batch.tensor(points),
-            earliest=min(points),
-            latest=max(points),
-            prompts=batch.tensor([request.prompt for request in requests]),
-            newer=newer,
-            keep=keep,
-            compressed=compressed,
-            ends_prompt=points[0] == requests[0].prompt,
-            equal_heads=not self._schedule.ragged,
-            pages=pages,
-            records=records,
-            slots=batch.tensor([record.slot for record in records]),
-        )
+    def recorded(self, requests: Sequence[ScheduledRequest], points: Sequence[int]) -> list[QueryRecord]:
+        """Return what is recorded of requests that are compressed after the step that was planned last.
 
-    def _recorded(self, requests: list[ScheduledRequest], points: list[int]) -> list[QueryRecord]:
+        Args:
+            requests: the requests.
+            points: tokens of each at the event.
+
+        Raises:
+            RuntimeError: queries are missing that the event looks at.
+        """
         if not self._records:
             return []
         records = [self._by_row[request.row] for request in requests]

@@ -1,26 +1,22 @@
-"""What a step is: what an engine has scheduled (`StepBatch`), and what its layers do in it (`StepPlan`). Plain data."""
+"""One step of a group of layers: what the engine has scheduled (`StepBatch`), and what the layers do (`StepPlan`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.accumulators import Accumulators
-from keepset.core.keep_set import LayerKeepSet
-from keepset.kernels.paged_arguments import EntriesInPages
+from keepset.kernels.page_layout import PageGroup, PageLayout
+from keepset.kernels.paged_arguments import PagedTokens
+from keepset.paged.eviction_event import EvictionEvent
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import EventPages, RaggedStep
-from keepset.paged.query_records import QueryRecord
-from keepset.recipe import Recipe
 
-_OF_A_HEAD, OF_ALL = 1 << 17, 1 << 20
-"""Entries that an event looks at together, if not of one request in one layer: of a head, and of all."""
+if TYPE_CHECKING:
+    from keepset.paged.layer_group import LayerGroup
 
 
 @dataclass(frozen=True)
@@ -29,11 +25,11 @@ class ScheduledRequest:
 
     Attributes:
         row: its row of the batch.
-        first_query, end_query: its tokens among the step's queries, the latter exclusive.
+        first_query, end_query: the range of its tokens among the step's queries, the end exclusive.
         prompt: tokens of its prompt.
-        before, after: tokens that it has had before and after this step.
-        after_context: whether it began with a context out of a file.
-        own: when it is compressed, where that is not the group's.
+        before, after: its tokens before and after this step.
+        after_context: whether it began with a context from a file.
+        own: when it is compressed, if not by the group's schedule.
     """
 
     row: int
@@ -48,16 +44,16 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step of a group of layers that share block tables, as the engine sees it: nothing was ever compressed.
+    """One step of layers that share block tables, as the engine sees it: as if nothing had ever been compressed.
 
     Attributes:
-        requests: those that run, in the order of their rows, which are the first; none in a dummy run.
-        block_table: blocks by logical position; of blocks that the scheduler has freed, anything.
+        requests: the requests that run, in the order of their rows, which come first; none in a dummy run.
+        block_table: blocks by logical position; entries of blocks that the scheduler has freed are arbitrary.
         seq_lens: tokens of each request after this step.
         slot_mapping: `block * block_size + offset` of each new token; the layers write by this very tensor.
-        starts: the first query of each row, and the end of the last one's.
+        starts: the first query of each row, and the end of the last row's.
         query_start_loc: the same on the CPU.
-        max_query_len: most queries of any request.
+        max_query_len: the most queries of any request.
     """
 
     requests: Sequence[ScheduledRequest]
@@ -69,158 +65,22 @@ class StepBatch:
     max_query_len: int
 
     def tensor(self, values: Sequence[Any]) -> Tensor:
-        """Whole numbers on the batch's device."""
+        """Return integers as a tensor on the batch's device."""
         return self.upload(torch.tensor(values, dtype=torch.int64))
 
     def upload(self, values: Tensor) -> Tensor:
-        """A tensor of the host on the batch's device; a GPU copies what is pinned without being waited for."""
+        """Return a host tensor on the batch's device. A GPU copies it out of pinned memory, without a host sync."""
         device = self.block_table.device
         return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
-class QueryCapture:
-    """Queries to record: some of a step's, and the slots and places in the rings where they go."""
-
-    queries: Int[Tensor, " n"]
-    slots: Int[Tensor, " n"]
-    places: Int[Tensor, " n"]
-
-
-@dataclass(frozen=True)
-class HeldQueries:
-    """A step's queries that a slot holds in whole until the request's next step."""
-
-    slot: int
-    first_query: int
-    end_query: int
-
-
-@dataclass(frozen=True)
-class QueryAddition:
-    """Queries of some requests that are added up for an event to come.
-
-    Attributes:
-        slots: the requests'; their queries are in the rings, if nothing else is said.
-        positions: of the queries.
-        begins: position of the first query of each request that counts here, for a window of any length.
-        points, ends_prompt: tokens at the event, and whether these are prompts' ends.
-        lengths: tokens of each request.
-        unwritten: newest entries of each head that have no number yet.
-        owners: slots and tokens of requests whose sums are their own (`OwnSums`), None of others; empty where all are.
-        entries: says where the layers have the entries, once the step is planned.
-        held: slot of the one request whose queries are held in whole.
-        first_query: of the one request whose queries are this step's.
-    """
-
-    slots: Int[Tensor, " rows"]
-    positions: Int[Tensor, "rows n"]
-    begins: Int[Tensor, " rows"]
-    points: Int[Tensor, " rows"]
-    ends_prompt: bool
-    lengths: Int[Tensor, " rows"]
-    unwritten: Int[Tensor, " rows"]
-    owners: Sequence[tuple[int, int] | None]
-    entries: Callable[[], EntriesInPages]
-    held: int | None = None
-    first_query: int | None = None
-
-
-@dataclass(frozen=True)
-class EvictionEvent:
-    """The compression of some requests by one recipe; where heads are equal these hold equally many entries.
-
-    Entries that came after the event's point in the same step (a prompt that is computed again after a preemption
-    ends anywhere) are not looked at and stay.
-
-    Attributes:
-        recipe: theirs.
-        rows: their rows of the batch.
-        at: tokens that each request has had at the event's point.
-        earliest, latest: the least and the most of them.
-        prompts: tokens of each request's prompt.
-        newer: entries after that point.
-        keep: entries that the average head of each request must be left with; None where the data decide.
-        compressed: whether these requests were compressed before.
-        ends_prompt: whether the point is the prompt's end.
-        equal_heads: whether all heads have equally many entries.
-        pages: theirs, of entries before and after.
-        records: of the requests, where the recipe looks at queries or at the whole prompt; else none.
-        slots: theirs in what layers hold of queries.
-    """
-
-    recipe: Recipe
-    rows: Sequence[int]
-    at: Int[Tensor, " rows"]
-    earliest: int
-    latest: int
-    prompts: Int[Tensor, " rows"]
-    newer: int
-    keep: Sequence[int] | None
-    compressed: bool
-    ends_prompt: bool
-    equal_heads: bool
-    pages: EventPages
-    records: Sequence[QueryRecord]
-    slots: Int[Tensor, " recorded"]
-
-    def is_counted(self, kept: LayerKeepSet) -> bool:
-        """Whether a layer keeps as many entries as the scheduler counts with."""
-        if self.keep is None:
-            return True
-        sizes, heads = kept.heads.host_values, kept.counts.shape[1]
-        of_rows = [sizes[first : first + heads] for first in range(0, len(sizes), heads)]
-        rows = zip(of_rows, cycle(self.keep), strict=False)  # layer after layer
-        if self.equal_heads:
-            return all(set(own) == {keep} for own, keep in rows)
-        return all(sum(own) <= keep * heads for own, keep in rows)
-
-
-def max_layers_per_event(recipe: Recipe, entries: int, kv_heads: int) -> int:
-    """How many layers of a request, or requests, with so many entries in each head an event looks at together."""
-    numbers = entries * recipe.method.memory_factor
-    return max(1, min(_OF_A_HEAD // numbers, OF_ALL // (numbers * kv_heads)))
-
-
-def in_blocks(
-    recipe: Recipe, requests: Sequence[ScheduledRequest], entries: Sequence[int], kv_heads: int
-) -> Iterator[list[ScheduledRequest]]:
-    """Requests that are compressed together, the longest first: all are looked at as if they were as long as that.
-
-    So none joins others of more than twice its entries, of which each has so many in a head.
-    """
-    waiting = sorted(zip(entries, requests, strict=True), key=lambda one: -one[0])
-    while waiting:
-        longest = waiting[0][0]
-        some = [one for held, one in waiting[: max_layers_per_event(recipe, longest, kv_heads)] if 2 * held >= longest]
-        yield some
-        del waiting[: len(some)]
-
-
-@dataclass(frozen=True)
-class PromptChunk:
-    """What this step brings of a prompt, for recipes that look at the whole of it.
-
-    Attributes:
-        layers: what each layer of the group was told of the prompt so far.
-        first_query, end_query: its tokens among the step's queries.
-        position: of the first.
-        subpages: that hold the prompt's entries up to the last.
-    """
-
-    layers: Sequence[Accumulators]
-    first_query: int
-    end_query: int
-    position: int
-    subpages: Int[Tensor, "kv_heads pages"]
-
-
-@dataclass(frozen=True)
 class ShiftedBatch:
-    """What attention is told instead, where all heads keep equally many: the same batch less what was dropped.
+    """What attention is told instead of the engine's batch: the same requests, less the entries that were dropped.
 
     Attributes:
-        block_table, seq_lens: of what is kept; in every step at the same addresses, which graphs have noted.
+        block_table, seq_lens: blocks and lengths of what is kept. They lie at the same addresses in every step, because
+            captured graphs read them there.
         max_seq_len: the greatest of the lengths; None in a dummy run.
         dropped: entries that each row has lost.
     """
@@ -232,44 +92,86 @@ class ShiftedBatch:
 
 
 @dataclass
-class StepPlan:
-    """What keepset's layers do in one step, the same for all layers of a group.
+class RaggedStep:
+    """Where the entries of heads of different lengths lie in one step.
 
     Attributes:
-        slot_mapping: the batch's, altered in place to where the requests' entries end.
-        shifted: what attention is told instead of the batch, where all heads keep equally many.
-        ragged: tokens that are written and attended head by head, where these have different numbers of entries.
-        chunks: what there is of prompts that are looked at as a whole.
-        added_first, added_now: queries that a layer adds up before it records this step's, and after.
-        captured_before, captured_after: queries to record before and after the events.
-        added: queries that are added up before the events, once all layers have attended.
-        held: queries that follow an event in their own step, and are more than wait.
-        events: compressions, once all layers have attended.
-        dummy: whether it is nobody's step, which a graph may capture, to replay it in steps to come.
-        recorded: whether layers have been called to note what there is to note.
+        pages: the page that holds each request's newest token.
+        lengths: tokens of each request after this step.
+        layout: what the heads' pages follow from.
+        block_size: tokens per page.
+        group: the layers.
+        tokens: the tokens that are written and attended by the layout: those of compressed requests and, where each
+            request has one token, all. None while nothing was compressed: then the engine's own tables are right.
+        others: whether there are other tokens, for which the engine's own tables are right.
+        tables: the sub-pages of each of these tokens' heads, once they were needed.
+    """
+
+    pages: Int[Tensor, " rows"]
+    lengths: Int[Tensor, " rows"]
+    layout: PageLayout
+    block_size: int
+    group: PageGroup
+    tokens: PagedTokens | None
+    others: bool
+    tables: Int[Tensor, "n layers kv_heads pages"] | None = None
+
+    def of_layer(self, place: int) -> PageLayout:
+        """Return the layout of one layer, given by its place in the group."""
+        return PageLayout(*(part[:, place : place + 1] for part in self.layout))
+
+
+@runtime_checkable
+class LayerOperation(Protocol):
+    """Something that layers do with the queries of a step, or with those that they have recorded."""
+
+    reads_entries: ClassVar[bool]
+    """Whether it looks at entries, so that it must be known where these lie."""
+
+    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
+        """Run it in some layers.
+
+        Args:
+            group: the group of layers.
+            places: the layers, by their places in the group.
+            queries: the step's queries of these layers, after rotation, `[layers, n, query_heads, head_dim]`; None
+                between steps.
+        """
+
+
+@dataclass
+class StepPlan:
+    """What the layers of a group do in one step and after it: the same for all layers.
+
+    What is done follows in this order, each list from its first operation to its last:
+
+    1. before the layers run, the engine's tensors are altered (`slot_mapping`, `shifted`, `ragged`);
+    2. `in_layers`: each layer does this right after its own attention;
+    3. `before_events`: all layers have attended, and nothing else has run since;
+    4. `events`: the compressions that the step has brought due;
+    5. `after_events`: what belongs to tokens behind the events.
+
+    3 to 5 run when the next step is planned (`EventQueue`).
+
+    Attributes:
+        slot_mapping: the batch's slot mapping, altered in place to where the requests' entries end.
+        shifted: what attention is told instead of the batch, where all heads keep equally many entries.
+        ragged: the tokens that are written and attended head by head, where heads keep different numbers.
+        dummy: whether this is a step without requests, which a graph may capture to replay it in later steps.
+        recorded: whether the layers were called for `in_layers`.
     """
 
     slot_mapping: Int[Tensor, " tokens"]
     shifted: ShiftedBatch | None = None
     ragged: RaggedStep | None = None
-    chunks: list[PromptChunk] = field(default_factory=list)
-    added_first: list[QueryAddition] = field(default_factory=list)
-    added_now: list[QueryAddition] = field(default_factory=list)
-    captured_before: QueryCapture | None = None
-    captured_after: QueryCapture | None = None
-    added: list[QueryAddition] = field(default_factory=list)
-    held: list[HeldQueries] = field(default_factory=list)
+    in_layers: list[LayerOperation] = field(default_factory=list)
+    before_events: list[LayerOperation] = field(default_factory=list)
     events: list[EvictionEvent] = field(default_factory=list)
+    after_events: list[LayerOperation] = field(default_factory=list)
     dummy: bool = False
     recorded: bool = False
 
     @property
-    def records(self) -> bool:
-        """Whether layers note anything of the step's queries."""
-        recorded = self.captured_before or self.captured_after or self.held
-        return bool(recorded or self.chunks or self.added_first or self.added_now)
-
-    @property
-    def adds(self) -> bool:
-        """Whether layers add queries up, for which they look at entries."""
-        return bool(self.added_first or self.added_now or self.added)
+    def reads_entries(self) -> bool:
+        """Whether an operation looks at entries."""
+        return any(operation.reads_entries for operation in (*self.in_layers, *self.before_events))

@@ -127,7 +127,7 @@ class CompressedAttentionImpl:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
         if step is not None and ragged is not None:
             self.attend_ragged(layer, step, query, kv_cache, output)
-        if step is not None and step.plan.records:
+        if step is not None and step.plan.in_layers:
             place = step.places[layer.layer_name]
             step.group.record(range(place, place + 1), step.plan, self._whole(layer, query)[None])
         if step is not None and step.plan.dummy:

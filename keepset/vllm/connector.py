@@ -29,8 +29,8 @@ from vllm.v1.request import Request
 
 from keepset.core.budget import Budget
 from keepset.errors import KeepsetError, UnsupportedEngineError
-from keepset.paged.page_tables import RequestKey
-from keepset.paged.request_notes import RequestNote
+from keepset.paged.freed_blocks import RequestKey
+from keepset.paged.request_table import RequestOverrides
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.engine_context import active
@@ -126,12 +126,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             if not group.layer_names:  # another stage of the pipeline has them
                 continue
             planner = context.groups[group.layer_names[0]].planner
-            planner.notes.forget(metadata.ended)
+            planner.requests.end(metadata.ended)
             for name, (budget, pages) in metadata.begin.items():
                 own = planner.schedule.under(
                     None if budget is None else replace(planner.schedule.recipe, budget=budget)
                 )
-                planner.notes.file(pages[number], RequestNote(name, 0, own=own))
+                planner.requests.begin(pages[number], 0, RequestOverrides(name, own=own))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Refused requests end as those whose caches could not be fetched."""

@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.event_queue import EventQueue
+from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.query_records import slots_for

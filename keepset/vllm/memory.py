@@ -18,8 +18,8 @@ from vllm.platforms import current_platform
 from keepset.allocators.post_processor import PostProcessor
 from keepset.core.features.window import WindowAttention
 from keepset.paged.entry_columns import COLUMN_BYTES, columns_of
-from keepset.paged.paged_observation import AT_ONCE
-from keepset.paged.step import OF_ALL
+from keepset.paged.eviction_event import MAX_ENTRIES
+from keepset.paged.paged_observation import WORKSPACE
 from keepset.recipe import Recipe
 from keepset.vllm.settings import by_head
 
@@ -68,7 +68,7 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
     elif heads_differ:  # all that stays is out of the pages at a time
         share = keep if isinstance(keep, float) else min(1.0, (keep or shape.longest) / shape.longest)
         moved = int((share if recipe.method.fixed_total else 1.0) * entries * shape.entry_bytes)
-    return _COPIES * max(AT_ONCE, looked_at) + moved + _PER_ENTRY * max(OF_ALL, entries)
+    return _COPIES * max(WORKSPACE, looked_at) + moved + _PER_ENTRY * max(MAX_ENTRIES, entries)
 
 
 def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:

@@ -19,9 +19,9 @@ from keepset.core.observation import BIAS
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.event_queue import EventQueue
 from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages
 from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadSequences

@@ -14,8 +14,8 @@ from keepset.kernels import page_entries
 from keepset.paged.engine import QueryProjection
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.fp8 import EightBits
+from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages
 from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner

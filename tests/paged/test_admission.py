@@ -145,7 +145,7 @@ def test_who_was_admitted_is_not_preempted(
     assert not waiting and not scheduler.running and scheduler.free == pool
 
 
-def count_known_on_host(admission: Admission, requests: list[Request], tokens: int, needed: int) -> int:
+def foreseen(admission: Admission, requests: list[Request], tokens: int, needed: int) -> int:
     """What must be free, by adding up each request's blocks step by step."""
     schedule, budget, ahead = admission._schedule, admission._tokens_per_step, admission._steps_ahead
     reach = math.lcm(schedule.recipe.schedule.every or 1, schedule.block_size) + 2

@@ -7,8 +7,8 @@ import torch
 
 from keepset import Recipe
 from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.page_tables import FreedBlocks
 from keepset.paged.pages import StridedPages
 from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner

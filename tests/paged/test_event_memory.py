@@ -8,8 +8,10 @@ from torch import Tensor
 
 from keepset.paged.event_queue import EventQueue
 from keepset.paged.fp8 import EightBits
+from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.page_tables import FreedBlocks
+from keepset.paged.query_operations import QueryAddition
+from keepset.paged.step import StepPlan
 from tests.paged.layers import batch_of, layer_group
 from tests.paged.peak import Peak
 
@@ -29,7 +31,7 @@ def run(group: LayerGroup) -> None:
         batch = batch_of(step, WIDTH, BLOCK)
         plan = queue.plan(group, batch)
         queries = torch.randn(len(group.layers), len(batch.slot_mapping), HEADS * GROUP, DIM, generator=draw)
-        if plan.records:
+        if plan.in_layers:
             group.record(range(len(group.layers)), plan, queries)
     queue.run()
 
@@ -51,8 +53,8 @@ def test_heads_one_by_one_are_as_all_together(recipe: str, monkeypatch: pytest.M
     """Also where entries have come after the event, in its own step."""
     together, apart = random_caches(), random_caches()
     run(layer_group(recipe, list(together), GROUP))
-    monkeypatch.setattr("keepset.paged.paged_observation.AT_ONCE", 1)
-    monkeypatch.setattr("keepset.paged.layer_group.AT_ONCE", 1)
+    monkeypatch.setattr("keepset.paged.paged_observation.WORKSPACE", 1)
+    monkeypatch.setattr("keepset.paged.event_execution.WORKSPACE", 1)
     monkeypatch.setattr("keepset.core.observation._AT_ONCE", 1)
     run(layer_group(recipe, list(apart), GROUP))
     assert not torch.equal(together, random_caches())
@@ -81,20 +83,25 @@ def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None
     group, queue = layer_group("snapkv(window=8, keep=15)", list(random_caches()), GROUP), EventQueue(FreedBlocks())
     batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
     apart = queue.plan(group, batch)
-    assert apart.added_now and not any(addition.owners for addition in apart.added_now)
+    assert additions(apart) and not any(addition.owners for addition in additions(apart))
     draw = torch.randn(LAYERS, 159, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(5))
     group.record(range(LAYERS), apart, draw)
-    assert group._own.nbytes == 0
+    assert group.own_sums.nbytes == 0
     queue.run()
     batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
     batch.block_table[1, 0] = batch.block_table[0, 0]
     batch.block_table[2, 5] = batch.block_table[0, 5]
     shared = queue.plan(group, batch)
-    assert [len(addition.owners) for addition in shared.added_now] == [0, 1, 1]
+    assert [len(addition.owners) for addition in additions(shared)] == [0, 1, 1]
     group.record(range(LAYERS), shared, draw)
-    assert group._own.nbytes > 0
+    assert group.own_sums.nbytes > 0
     queue.run()
-    assert group._own.nbytes == 0
+    assert group.own_sums.nbytes == 0
+
+
+def additions(plan: StepPlan) -> list[QueryAddition]:
+    """What layers add up in a step."""
+    return [operation for operation in plan.in_layers if isinstance(operation, QueryAddition)]
 
 
 MIB = 2**20
@@ -123,7 +130,7 @@ def test_a_prompt_of_131072_tokens(recipe: str) -> None:
     plan = queue.plan(group, batch_of(request, blocks, SIZE))
     queries = torch.randn(1, 64, KV_HEADS * 4, HEAD_DIM).bfloat16()
     with Peak() as peak:
-        if plan.records:
+        if plan.in_layers:
             group.record(range(1), plan, queries)
         queue.run()
     # Where heads differ all that stays is out of the pages at a time: here an eighth of a gigabyte.

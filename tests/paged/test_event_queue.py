@@ -6,20 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from keepset.paged import event_execution
 from keepset.paged.layer_group import LayerGroup
 from tests.paged.engine import Engine, Request
 
 
 def executed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Layers and points of events, as they are executed."""
-    execute, done = LayerGroup.execute, list[tuple[int, int]]()
+    execute, done = event_execution.execute, list[tuple[int, int]]()
 
     def watched(group: LayerGroup, event: object, entries: object, *rest: object) -> None:
         points = event.at.tolist()  # type: ignore[attr-defined]
         done.extend((group.layers[place], at) for place in entries.places for at in points)  # type: ignore[attr-defined]
         execute(group, event, entries, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(LayerGroup, "execute", watched)
+    monkeypatch.setattr(event_execution, "execute", watched)
     return done
 
 

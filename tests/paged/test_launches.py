@@ -12,8 +12,8 @@ from torch import Tensor
 from keepset.core import statistics, tables
 from keepset.core.rope import RotaryTable
 from keepset.paged.event_queue import EventQueue
+from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.page_tables import FreedBlocks
 
 pytest.importorskip("triton")
 from keepset.kernels.triton import paged_window
@@ -130,7 +130,7 @@ def test_what_depends_on_the_layer_launches_the_same(
             for projection in projections:
                 projection.hidden = hidden
             queries = torch.stack([each.queries(hidden[None])[0].transpose(0, 1) for each in projections])
-            if plan.records:
+            if plan.in_layers:
                 made.record(range(layers), plan, queries)
             gpu.reset()
             queue.run()
@@ -219,7 +219,7 @@ def test_requests_that_share_pages_are_added_up_in_the_same_launches(triton_inte
                     layers.record(range(2), plan, put(queries))
                     gpu.reset()
                     queue.run()
-                own, columns = layers._own._columns.values(), [layers.columns["received of 5"]]
+                own, columns = layers.own_sums._columns.values(), [layers.columns["received of 5"]]
                 assert len(own) == rows - 2
                 sums.append([each.held if posing else each for each in (*columns, *own)])  # type: ignore[attr-defined]
                 counted.append((gpu.launches.total(), gpu.waits.total()))

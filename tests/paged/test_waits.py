@@ -13,11 +13,12 @@ from keepset import Recipe
 from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.page_tables import FreedBlocks
+from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.planner import Planner
-from keepset.paged.query_records import Move, QueryRecord
+from keepset.paged.query_records import QueryRecord
 from keepset.paged.recording import Recording
-from keepset.paged.step import StepBatch
+from keepset.paged.request_table import RequestState
+from keepset.paged.step import ScheduledRequest, StepBatch
 
 pytest.importorskip("triton")
 from tests.paged import layers
@@ -103,9 +104,9 @@ def planned(steps: list[list[tuple[int, int, int]]], put: Any, gpu: Gpu | None =
             # Lengths there, layouts, and back whether one was lost; beside prompts also places, and what is hidden.
             assert sum(gpu.launches.values()) <= (3 if plans[-1].shifted is None else 9), gpu.launches
         for event in plans[-1].events:
-            deal = event.pages.deal(range(2), put(torch.tensor([[6, 14]] * len(event.rows) * 2)))
-            assert all(deal.fits.host_values)
-            deal.take(14)
+            assignment = event.pages.assign(range(2), put(torch.tensor([[6, 14]] * len(event.rows) * 2)))
+            assert all(assignment.fits.host_values)
+            assignment.take(14)
     return plans
 
 
@@ -165,9 +166,9 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
     planner = Planner(schedule, recording, tuple(places), 64, 64 * prompt // size, FreedBlocks())
 
     for event in planner.plan(layers.batch_of([(500, 0, 500)] * 63, prompt // size, size)).events:
-        deal = event.pages.deal(places, torch.full((len(event.rows) * 32, 8), 256))
-        assert deal.fits is not None and all(deal.fits.host_values)
-        deal.take(256)
+        assignment = event.pages.assign(places, torch.full((len(event.rows) * 32, 8), 256))
+        assert assignment.fits is not None and all(assignment.fits.host_values)
+        assignment.take(256)
     mixed = layers.batch_of([(500, 500, 501)] * 63 + [(prompt, prompt - 8192, prompt)], prompt // size, size)
     with Allocated() as allocated:
         plan = planner.plan(mixed)
@@ -187,11 +188,11 @@ def test_recorded_queries_are_planned_with_one_look(number: int, recipe: str, mo
         for open_windows, some in ((True, kinds * number), (False, [(90, 0, 50)] * number)):
             batch = batch_of(some, posing=True)
             planner = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks())
-            planner._capture.records.follow = lambda moves: [record(move) for move in moves]  # type: ignore[method-assign]
+            planner.requests._claim = recorded_so_far  # type: ignore[method-assign]
             gpu.reset()
             plan = planner.plan(batch)
             assert sum(gpu.waits.values()) == open_windows, gpu.waits
-            assert bool(plan.records) == open_windows
+            assert bool(plan.in_layers) == open_windows
 
 
 @pytest.mark.parametrize("keep", [10, 73, 74, 1000])
@@ -201,9 +202,9 @@ def test_nothing_is_recorded_for_events_that_drop_nothing(keep: int) -> None:
     for request, event in (((60, 0, 58), 60), ((60, 69, 70), 74)):
         planner = Planner(schedule, Recording.of(schedule.recipe, 2, 8, 4), (0, 1), 64, 10**4, FreedBlocks())
         plan = planner.plan(batch_of([request], posing=False))
-        assert plan.records == (event > keep)
+        assert bool(plan.in_layers) == (event > keep)
 
 
-def record(move: Move) -> QueryRecord:
+def recorded_so_far(page: int, request: ScheduledRequest) -> RequestState:
     """As if all had been recorded so far."""
-    return QueryRecord(0, move.page, move.prompt, 0, move.after)
+    return RequestState(page, request.before, request.prompt, record=QueryRecord(0, 0, request.before))

@@ -70,10 +70,11 @@ class Watch:
 
     def watch_events(self, runner: Any) -> Any:
         """Notes what every compression keeps, and whether it was executed; returns what undoes it."""
+        from keepset.paged import event_execution
         from keepset.paged.layer_group import LayerGroup
         from keepset.paged.planner import Planner
 
-        plan, execute, names = Planner.plan, LayerGroup.execute, names_of_rows(runner)
+        plan, execute, names = Planner.plan, event_execution.execute, names_of_rows(runner)
         planned: dict[int, tuple[Any, int, list[int]]] = {}
 
         def watched_plan(planner: Planner, batch: Any) -> Any:
@@ -83,7 +84,7 @@ class Watch:
                 planned[id(event)] = event, len(self.steps), [number(names()[row]) for row in event.rows]
             return step
 
-        def watched_execute(group: LayerGroup, event: Any, entries: Any, kept: Any, deal: Any, start: float) -> None:
+        def watched_execute(group: LayerGroup, event: Any, entries: Any, kept: Any, pages: Any, start: float) -> None:
             _, step, requests = planned[id(event)]
             for row, (request, at) in enumerate(zip(requests, event.at.tolist(), strict=True)):
                 mine = self.events[request]
@@ -92,14 +93,14 @@ class Watch:
                 for index, place in enumerate(entries.places):
                     own, heads = index * len(requests) + row, range(kept.counts.shape[1])
                     mine[-1]["layers"][group.layers[place]] = [kept.positions(own, head).tolist() for head in heads]
-                    if deal.fits is not None and not deal.fits.host_values[own]:
+                    if pages.fits is not None and not pages.fits.host_values[own]:
                         mine[-1]["left"].append(group.layers[place])
-            execute(group, event, entries, kept, deal, start)
+            execute(group, event, entries, kept, pages, start)
 
-        Planner.plan, LayerGroup.execute = watched_plan, watched_execute
+        Planner.plan, event_execution.execute = watched_plan, watched_execute
 
         def undo() -> None:
-            Planner.plan, LayerGroup.execute = plan, execute
+            Planner.plan, event_execution.execute = plan, execute
 
         return undo
 

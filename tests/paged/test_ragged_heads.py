@@ -9,15 +9,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepset import Recipe
 from keepset.kernels import page_layout
-from keepset.kernels.page_layout import PageLayout
+from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
-from keepset.paged.page_tables import PerHeadTables, RaggedStep
+from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.per_head import PerHeadSequences
+from keepset.paged.ragged_heads import RaggedHeadTables
+from keepset.paged.request_table import RequestTable
+from keepset.paged.step import RaggedStep
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
 
 WIDTH = 16
+
+
+def tables_of(layers: int, kv_heads: int, block_size: int, blocks: int, requests: int) -> RaggedHeadTables:
+    schedule = EvictionSchedule(Recipe.parse("adakv(knorm, keep=8)"), 0, tuple(range(layers)), kv_heads, block_size)
+    table = RequestTable(layers, kv_heads, block_size, blocks, requests)
+    return RaggedHeadTables(schedule, table, PageGroup(range(layers), layers, blocks), requests, FreedBlocks())
 
 
 class Batch:
@@ -28,7 +39,7 @@ class Batch:
         blocks = requests * WIDTH
         self.rows = [Row(layers, kv_heads, block_size, WIDTH, r * WIDTH, blocks) for r in range(requests)]
         self.compressed = [False] * requests
-        self.tables = PerHeadTables(layers, kv_heads, block_size, blocks, requests)
+        self.tables = tables_of(layers, kv_heads, block_size, blocks, requests)
 
     def step(self, order: list[int], tokens: list[int], event: bool = False) -> RaggedStep | None:
         """So many new tokens for these requests; the tables and slots that they get are checked."""
@@ -53,20 +64,14 @@ class Batch:
         if all(n == 1 for n in tokens):
             seen = PagedTokens(table, lengths, max(after))
         must = [self.compressed[r] for r in order]
-        step = self.tables.advance(
-            table,
-            torch.tensor(before),
-            torch.tensor(after),
-            torch.tensor(must).int(),
-            event,
-            seen if any(must) else None,
-            False,
-        )
+        tokens_of_layouts = seen if any(must) else None
+        lengths = torch.tensor(before), torch.tensor(after), torch.tensor(must).int()
+        step = self.tables.follow(table, *lengths, tokens_of_layouts, False, event, event)
         if step is None:
             assert not event and not any(must)
             return None
         held = [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
-        pages = self.tables.of_event(torch.arange(len(order)), table, max(after), None)
+        pages = self.tables.pages_of(torch.arange(len(order)), table, max(after), None)
         for index in range(len(rows[0].layers)):
             occupied = pages.occupied(range(index, index + 1))
             assert occupied.entries.tolist() == [of_layers[index] for of_layers in held]
@@ -107,10 +112,10 @@ class Batch:
                 needed = int(page_layout.blocks_needed(counts, torch.tensor(allocator.length), self.size))
                 allocator.event(kept, allocator.blocks - needed)
                 left.append(counts)
-            pages = self.tables.of_event(torch.arange(len(order)), table, WIDTH * self.size, None)
-            deal = pages.deal(range(index, index + 1), torch.stack(left))
-            assert deal.fits is not None and all(deal.fits.host_values)
-            deal.take(max(int(counts.max()) for counts in left))
+            pages = self.tables.pages_of(torch.arange(len(order)), table, WIDTH * self.size, None)
+            assignment = pages.assign(range(index, index + 1), torch.stack(left))
+            assert assignment.fits is not None and all(assignment.fits.host_values)
+            assignment.take(max(int(counts.max()) for counts in left))
         for r in order:
             self.compressed[r] = True
 
@@ -154,7 +159,7 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
             made.append(batch.rows[0].length)
         return original(layout, *args)
 
-    monkeypatch.setattr("keepset.paged.per_head.subpages.tables", tables)
+    monkeypatch.setattr("keepset.paged.per_head.page_layout.tables", tables)
     batch = Batch(2, 2, 3, 4)
     batch.step([0, 1], [9, 9])
     batch.step([0, 1], [1, 1], event=True)
@@ -180,18 +185,18 @@ def test_several_tokens_of_a_single_head_follow_one_another_in_memory() -> None:
 
 def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> None:
     """The newest page of one that has ended, at a block's end, becomes another's first after as many cached tokens."""
-    tables = PerHeadTables(1, 1, 4, 20, 1)
+    tables = tables_of(1, 1, 4, 20, 1)
     one = torch.ones(1, dtype=torch.long)
 
     def advance(blocks: list[int], before: int, compressed: bool, event: bool = False) -> RaggedStep | None:
         table = torch.tensor([blocks], dtype=torch.int32)
         tokens = PagedTokens(table, one * (before + 1), before + 1) if compressed else None
-        return tables.advance(table, one * before, one * (before + 1), one * compressed, event, tokens, False)
+        return tables.follow(table, one * before, one * (before + 1), one * compressed, tokens, False, event, event)
 
     advance([3, 7], 6, False)
     advance([3, 7], 7, False, event=True)
-    pages = tables.of_event(torch.tensor([0]), torch.tensor([[3, 7]], dtype=torch.int32), 8, None)
-    pages.deal(range(1), torch.tensor([[3]])).take(3)
+    pages = tables.pages_of(torch.tensor([0]), torch.tensor([[3, 7]], dtype=torch.int32), 8, None)
+    pages.assign(range(1), torch.tensor([[3]])).take(3)
     for before in (8, 9, 10, 11):
         assert advance([POISON, 7, 9], before, True) is not None
     assert advance([3, 4, 5, 9], 12, False) is None

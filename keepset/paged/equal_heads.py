@@ -1,0 +1,138 @@
+"""Heads that keep equally many entries: one block table per request serves all, shifted by what was dropped.
+
+An event packs what it leaves into the logical slots from `dropped // block_size` blocks on; the blocks before are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.kernels import page_layout
+from keepset.kernels.compact_block_table import shift_step
+from keepset.kernels.page_layout import PageGroup, PageLayout
+from keepset.kernels.paged_arguments import EntriesInPages
+from keepset.paged.block_tables import BlockTables
+from keepset.paged.event_pages import EventPages, OccupiedPages, PageAssignment
+from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
+
+
+class EqualHeadPages(EventPages):
+    """The pages of an event's requests, which are the same in every layer.
+
+    Args:
+        occupied: where the entries lie in one layer.
+        left: the sub-pages for what stays, in one layer.
+        width: entries of every head.
+        group: the layers.
+    """
+
+    def __init__(
+        self, occupied: OccupiedPages, left: Int[Tensor, "rows kv_heads pages"], width: int, group: PageGroup
+    ) -> None:
+        self._occupied, self._left, self._width, self._group = occupied, left, width, group
+
+    @property
+    def width(self) -> int:
+        return self._width
+
+    def held(self, places: range) -> Sequence[int]:
+        rows, kv_heads = self._occupied.entries.shape
+        return [self._width * kv_heads] * (rows * len(places))
+
+    def occupied(self, places: range) -> OccupiedPages:
+        subpages, packed, entries = self._occupied
+        counts = (part.repeat(len(places), 1) for part in (packed, entries))
+        return OccupiedPages(self._in_layers(subpages, places), *counts)
+
+    def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
+        return PageAssignment(None, lambda most: self._in_layers(self._left, places))
+
+    def _in_layers(
+        self, subpages: Int[Tensor, "rows kv_heads pages"], places: range
+    ) -> Int[Tensor, "layers_rows kv_heads pages"]:
+        layers = subpages.expand(len(places), -1, -1, -1)
+        group = self._group._replace(places=places)
+        return page_layout.to_group_pages(layers, group, subpages.shape[1]).flatten(0, 1)
+
+
+class EqualHeadTables(BlockTables):
+    """Shifted block tables. Attention gets the same two tensors in every step, where captured graphs look for them.
+
+    Args:
+        schedule: when the group's requests are compressed.
+        group: the layers.
+        max_requests: requests that run at once, at most.
+    """
+
+    def __init__(self, schedule: EvictionSchedule, group: PageGroup, max_requests: int) -> None:
+        super().__init__(schedule)
+        self._group, self._max_requests = group, max_requests
+        self._shifted: tuple[Tensor, Tensor] | None = None
+
+    def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
+        rows, width = batch.block_table.shape
+        dropped = [0] * rows
+        for request in batch.requests:
+            dropped[request.row] = self.schedule_of(request).dropped(request.prompt, request.before)
+        if self._shifted is None:
+            most = max(rows, self._max_requests)
+            self._shifted = batch.block_table.new_zeros(most, width), batch.seq_lens.new_zeros(most)
+        table, lengths = (each[:rows] for each in self._shifted)
+        step = batch.block_table, batch.seq_lens, batch.starts, batch.tensor(dropped), batch.slot_mapping
+        shift_step(*step, self.schedule.block_size, table, lengths)
+        longest = max((request.after - dropped[request.row] for request in batch.requests), default=None)
+        plan.shifted = ShiftedBatch(table, lengths, longest, dropped)
+
+    def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
+        """Return where the entries lie: in pages that no head has alone, as after an event that left nothing."""
+        held = [self._held(request) for request in requests]
+        known = [
+            (one.row, one.after, one.after - width, kept) for one, (width, kept) in zip(requests, held, strict=True)
+        ]
+        rows, lengths, dropped, kept = batch.tensor(known).t().contiguous().unbind()
+        packed = kept[:, None, None].expand(-1, 1, self.schedule.kv_heads).contiguous()
+        dropped, none = dropped[:, None], torch.zeros_like(packed)
+        layout = PageLayout(none, dropped, dropped // self.schedule.block_size, none[..., 0].contiguous())
+        longest = max(width for width, _ in held)
+        entries = EntriesInPages(layout, batch.block_table[rows], lengths, packed, longest)
+        return lambda: entries
+
+    def event_width(self, request: ScheduledRequest) -> int:
+        return self._held(request)[0]
+
+    def event_key(self, request: ScheduledRequest) -> tuple[int, int]:
+        """Return the entries of each head before and after the event."""
+        schedule = self.schedule_of(request)
+        return self.event_width(request), request.after - schedule.dropped(request.prompt, request.after)
+
+    def event_pages(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> EqualHeadPages:
+        held, shape = [self._held(request) for request in requests], (len(requests), self.schedule.kv_heads)
+        entries, packed = (part[:, None].expand(shape) for part in batch.tensor(held).unbind(1))
+        width, left = self.event_key(requests[0])  # which all share
+        occupied = OccupiedPages(self._subpages(batch, requests, width), packed, entries)
+        return EqualHeadPages(occupied, self._subpages(batch, requests, left), width, self._group)
+
+    def _held(self, request: ScheduledRequest) -> tuple[int, int]:
+        """Return the entries of each head after the step, and how many of them the event before has kept."""
+        schedule = self.schedule_of(request)
+        width, kept = request.after - schedule.dropped(request.prompt, request.before), 0
+        # Nothing was packed at events that dropped nothing: what came since the one before is whole.
+        if width < request.after:
+            kept = schedule.compressed(request.prompt, request.before) - (request.after - width)
+        return width, kept
+
+    def _subpages(
+        self, batch: StepBatch, requests: Sequence[ScheduledRequest], entries: int
+    ) -> Int[Tensor, "rows kv_heads pages"]:
+        """Return the sub-pages of so many entries of each request: they lie in its blocks from the first not freed."""
+        size, kv_heads = self.schedule.block_size, self.schedule.kv_heads
+        row, first = batch.tensor([(each.row, (each.after - entries) // size) for each in requests]).unbind(1)
+        place = torch.arange(-(-entries // size), device=row.device)
+        columns = (first[:, None] + place).clamp(max=batch.block_table.shape[1] - 1)
+        heads = torch.arange(kv_heads, device=row.device)[:, None]
+        return batch.block_table[row[:, None], columns].long()[:, None] * kv_heads + heads

@@ -1,0 +1,248 @@
+"""Executes events: reads what a recipe may look at, has it choose what stays, and packs that into pages."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from keepset.core.features.moments import QueryMoments
+from keepset.core.features.runtime_features import ModelStatistics
+from keepset.core.keep_set import LayerKeepSet, LazyHostInts
+from keepset.core.observation import Observation
+from keepset.errors import KeepsetError
+from keepset.kernels.dispatch import upload
+from keepset.paged.event_pages import PageAssignment
+from keepset.paged.eviction_event import EvictionEvent, max_layers_per_event
+from keepset.paged.layer_group import LayerGroup
+from keepset.paged.paged_observation import WORKSPACE, PagedEntries, PagedObservation
+
+logger = logging.getLogger(__name__)
+
+_CPU_WORKSPACE = 1 << 22
+"""Bytes of several layers' entries that an event looks at together on a CPU: launches cost little there, and what stays
+in its caches is quicker."""
+
+
+class EventEntries(NamedTuple):
+    """The entries of some layers at an event, layer after layer and row after row.
+
+    Attributes:
+        places: the layers, by their places in the group.
+        heads: entries of each head.
+        paged: the entries in their pages.
+        positions: the position of each entry; None where entry `i` is at position `i`.
+        observation: the entries up to the event's point.
+    """
+
+    places: range
+    heads: Int[Tensor, "layers_rows kv_heads"]
+    paged: PagedEntries
+    positions: Int[Tensor, "layers_rows kv_heads entries"] | None
+    observation: Observation
+
+
+def compress(group: LayerGroup, event: EvictionEvent) -> None:
+    """Execute an event in all layers of a group, as many layers together as there is room for."""
+    method, budget, start = event.recipe.method, event.recipe.budget, time.perf_counter()
+    for entries in read_event(group, event):
+        kept = method.select(entries.observation, budget).layer(entries.observation.layer_ids[0])
+        assignment = _assign(event, entries, kept)
+        LazyHostInts.read([kept.heads, *assignment.host_reads])
+        if not event.is_counted(kept):
+            # A request that starts again after a preemption has more to choose from than one that was compressed
+            # all along, so a number that depends on it comes out differently. How many stay must not.
+            assert event.keep is not None
+            share = entries.observation.repeat_per_layer(upload(event.keep, kept.counts.device))[:, None]
+            kept = method.choose(method.ranked(entries.observation, budget, share.expand_as(kept.counts)))
+            assignment = _assign(event, entries, kept)
+        execute(group, event, entries, kept, assignment, start)
+        start = time.perf_counter()
+
+
+def compress_across(due: Sequence[tuple[LayerGroup, EvictionEvent]]) -> None:
+    """Execute one event of a recipe that looks across layers: it sees all of them before anything moves.
+
+    Args:
+        due: the groups, and the event in each of them.
+
+    Raises:
+        RuntimeError: the groups do not mean the same requests, or the recipe keeps more than the scheduler expects.
+    """
+    start, first = time.perf_counter(), due[0][1]
+    recipe = first.recipe
+    if any(event.rows != first.rows for _, event in due):
+        raise RuntimeError("keepset lost count of the requests of an event that looks across layers.")
+    parts = [(group, event, entries) for group, event in due for entries in read_event(group, event)]
+    parts.sort(key=lambda part: part[2].observation.layer_ids)
+    chosen = recipe.method.select_all([entries.observation for _, _, entries in parts], recipe.budget)
+    kept = [chosen.layer(entries.observation.layer_ids[0]) for _, _, entries in parts]
+    assignments = [_assign(event, entries, own) for (_, event, entries), own in zip(parts, kept, strict=True)]
+    reads = [[own.heads, *pages.host_reads] for own, pages in zip(kept, assignments, strict=True)]
+    LazyHostInts.read([number for numbers in reads for number in numbers])
+    for (group, event, entries), own, assignment in zip(parts, kept, assignments, strict=True):
+        if not event.is_counted(own):
+            raise RuntimeError(f"{recipe} kept another number of entries than its quotas say.")
+        execute(group, event, entries, own, assignment, start)
+        start = time.perf_counter()
+
+
+def _assign(event: EvictionEvent, entries: EventEntries, kept: LayerKeepSet) -> PageAssignment:
+    """Return pages for what is to stay of these entries."""
+    return event.pages.assign(entries.places, kept.counts + event.newer)
+
+
+def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries]:
+    """Yield what the recipe may look at, up to the event's point: as many layers as a batch as there is room for."""
+    layers, entry_bytes, kv_heads = len(group.layers), group.pages_of(0).entry_bytes, group.kv_heads
+    entries, needs = event.pages.width * len(event.rows), group.recipe.method.needs
+    together = max_layers_per_event(event.recipe, entries, kv_heads)
+    if bool(needs.of(QueryMoments)) or bool(needs.of(ModelStatistics)):  # which make covariances
+        together = min(together, group.passing.layers_at_once(len(event.rows)))
+    if event.at.device.type == "cpu":
+        together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * entry_bytes)))
+    for first in range(0, layers, together):
+        yield _read_layers(group, event, range(first, min(first + together, layers)))
+
+
+def _read_layers(group: LayerGroup, event: EvictionEvent, places: range) -> EventEntries:
+    layers, columns = len(places), group.columns
+    occupied = event.pages.occupied(places)
+    subpages, packed, entries = occupied
+    width = event.pages.width - event.newer if event.equal_heads else subpages.shape[-1] * group.block_size
+    parts = group.observer.parts(event, places, occupied, columns, width)
+    scales = [scale for place in places if (scale := group.pages_of(place).eight_bits) is not None]
+    paged = PagedEntries(group.pages_of(0), subpages, scales)
+    index = torch.arange(paged.shape[2], device=subpages.device)
+    at, prompts, positions, state = event.at.repeat(layers), event.prompts.repeat(layers), None, {}
+    if event.compressed:
+        slots, moved = columns.slots(subpages)[..., :width], (index < packed[..., None])[..., :width]
+        state = {name: columns.read(name, slots).where(moved, 0) for name in group.recipe.method.state_names}
+        positions = columns.positions(occupied, at + event.newer)
+    observation = PagedObservation(
+        paged,
+        width,
+        positions=None if positions is None else positions[..., :width],
+        valid=None if event.equal_heads else (index < (entries - event.newer)[..., None])[..., :width],
+        lengths=at,
+        prompts=prompts,
+        layer_ids=group.layers[places.start : places.stop],
+        layers=group.all_layers,
+        state=state,
+        longest=event.latest,
+        **parts,
+    )
+    return EventEntries(places, entries, paged, positions, observation)
+
+
+def execute(
+    group: LayerGroup,
+    event: EvictionEvent,
+    entries: EventEntries,
+    kept: LayerKeepSet,
+    assignment: PageAssignment,
+    start: float,
+) -> None:
+    """Pack what stays, and what came behind the event, into the pages assigned to it.
+
+    Args:
+        group: the group of layers.
+        event: the event.
+        entries: the entries of some of the group's layers.
+        kept: what the recipe keeps of them.
+        assignment: pages for that.
+        start: when the compression began, in seconds of `time.perf_counter`.
+    """
+    pages, paged, newer = group.pages_of(0), entries.paged, event.newer
+    width, size, kv_heads = paged.shape[2], group.block_size, entries.heads.shape[1]
+    index, rank = _survivors(kept, entries.heads, newer, width)
+    heads = index // width
+    place = index - heads * width
+    seen = place < entries.heads.flatten()[heads] - newer
+    values = None if kept.values is None else seen.cumsum(0) - 1
+    sizes, held = [count + newer for count in kept.heads.host_values], event.pages.held(entries.places)
+    if assignment.fits is not None and not all(assignment.fits.host_values):
+        row_fits = assignment.fits.host_values
+        fits = assignment.fits.device_values.bool().repeat_interleave(kv_heads)[heads]
+        index, rank, heads, place, seen = (part[fits] for part in (index, rank, heads, place, seen))
+        values = None if values is None else values[fits]
+        sizes = [count * row_fits[head // kv_heads] for head, count in enumerate(sizes)]
+        held = [count * fit for count, fit in zip(held, row_fits, strict=True)]
+    subpages = assignment.take(max(sizes))
+    page = heads * subpages.shape[-1] + rank // size
+    slots = subpages.flatten().index_select(0, page) * size + rank % size
+    del page, rank  # of long prompts these are long, too
+    # Heads that differ may be assigned pages that others of their layer have left.
+    for some, part in _workspaces(sizes, 1 if event.equal_heads else kv_heads, pages.entry_bytes):
+        moved_keys, moved_values = paged.take(some, index[part])
+        if kept.values is not None and values is not None:
+            fitted = kept.values[values[part].clamp(min=0)]
+            moved_values = fitted.where(seen[part, None], moved_values)
+        pages.write(moved_keys, moved_values, slots[part])
+        del moved_keys, moved_values  # before the next ones are there
+    positions = place if entries.positions is None else entries.positions.reshape(-1)[index]
+    group.columns.write_positions(slots, positions)
+    _write_state(group, kept, slots, heads, place, seen)
+    if group.count is not None:
+        seconds, stays, total = time.perf_counter() - start, sum(sizes), sum(held)
+        events = len(event.rows) if group.layers[entries.places[0]] == group.all_layers[0] else 0
+        group.count(events=events, entries_kept=stays, entries_dropped=total - stays, seconds=seconds)
+        logger.debug("%d layers kept %d of %d entries in %.1f ms", len(entries.places), stays, total, 1e3 * seconds)
+
+
+def _write_state(
+    group: LayerGroup,
+    kept: LayerKeepSet,
+    slots: Int[Tensor, " stays"],
+    heads: Int[Tensor, " stays"],
+    within: Int[Tensor, " stays"],
+    seen: Bool[Tensor, " stays"],
+) -> None:
+    """Write the method's own numbers that a later event reads; entries behind those that it saw have none."""
+    method, columns = group.recipe.method, group.columns
+    for name, column in kept.state.items():
+        if name in columns:
+            width = column.shape[-1]
+            remembered = column.reshape(-1, width)[heads, within.clamp(max=width - 1)]
+            columns.write(name, slots, remembered.where(seen, 0))
+        elif name not in method.state_names:
+            raise KeepsetError(f"{method.name} remembers {name!r} and does not say so: add it to its `state_names`.")
+
+
+def _survivors(
+    kept: LayerKeepSet, entries: Int[Tensor, "rows kv_heads"], newer: int, width: int
+) -> tuple[Int[Tensor, " stays"], Int[Tensor, " stays"]]:
+    """Return the flat index of every entry that stays, `head * width + place`, head after head; and its rank there."""
+    heads = kept.rows
+    index, rank = heads * width + kept.indices, torch.arange(len(heads), device=heads.device) - kept.cu_seqlens[heads]
+    if not newer:
+        return index, rank
+    counts, ends = kept.counts.flatten(), entries.flatten() - newer
+    starts = kept.cu_seqlens[:-1] + newer * torch.arange(len(counts), device=heads.device)
+    every = torch.arange(len(counts), device=heads.device).repeat_interleave(newer)
+    nth = torch.arange(newer, device=heads.device).repeat(len(counts))
+    stays = index.new_empty(len(index) + len(nth))
+    stays[starts[heads] + rank] = index
+    stays[starts[every] + counts[every] + nth] = every * width + ends[every] + nth
+    return stays, torch.arange(len(stays), device=heads.device) - starts[stays // width]
+
+
+def _workspaces(sizes: Sequence[int], unit: int, entry_bytes: int) -> Iterator[tuple[range, slice]]:
+    """Yield heads whose entries are moved together, and the range of these entries among all that stay.
+
+    Args:
+        sizes: entries of each head that stay.
+        unit: neighbouring heads that must be moved together.
+        entry_bytes: bytes of an entry's key and value.
+    """
+    starts, units = list(accumulate(sizes, initial=0)), len(sizes) // unit
+    together = unit * max(1, units * WORKSPACE // max(starts[-1] * entry_bytes, 1))
+    for first in range(0, len(sizes), together):
+        heads = range(first, min(first + together, len(sizes)))
+        yield heads, slice(starts[heads.start], starts[heads.stop])

@@ -1,0 +1,332 @@
+"""Heads that keep different numbers of entries: where their pages are follows from counts (`kernels/page_layout`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import cache, cached_property, partial
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.core.keep_set import LazyHostInts
+from keepset.kernels import page_layout
+from keepset.kernels.dispatch import AsyncHostCopy
+from keepset.kernels.page_layout import PageGroup, PageLayout
+from keepset.kernels.paged_arguments import EntriesInPages, FiledLayouts, PagedTokens
+from keepset.paged.block_tables import BlockTables
+from keepset.paged.event_pages import EventPages, OccupiedPages, PageAssignment
+from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.freed_blocks import FreedBlocks
+from keepset.paged.request_table import RequestTable
+from keepset.paged.step import RaggedStep, ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
+
+_NO_SLOT = -1
+"""A slot that nothing is written to: engines fill their steps up with it."""
+
+
+class RaggedPages:
+    """Where the entries of some requests lie, whose heads have different numbers of them.
+
+    The device is asked for the sizes of heads at once, and waited for when they are needed.
+
+    Args:
+        entries: where the requests' entries lie.
+        group: the layers.
+        block_size: tokens per page.
+    """
+
+    def __init__(self, entries: EntriesInPages, group: PageGroup, block_size: int) -> None:
+        self._entries, self._group, self._block_size = entries, group, block_size
+        heads = page_layout.entries(entries.layout, entries.lengths).transpose(0, 1)
+        self._copy = AsyncHostCopy(torch.stack((heads.amax(-1), heads.sum(-1))))
+
+    @cached_property
+    def _sizes(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The entries of the largest head, and those of all heads, by layer and row."""
+        largest, total = self._copy.tolist()
+        return largest, total
+
+    @property
+    def width(self) -> int:
+        """The number of entries of the largest head."""
+        return self._largest(range(self._group.layers))
+
+    def _largest(self, places: range) -> int:
+        return max(max(self._sizes[0][place]) for place in places)
+
+    def held(self, places: range) -> Sequence[int]:
+        """Return the number of entries of each request in each layer, layer after layer."""
+        return [entries for place in places for entries in self._sizes[1][place]]
+
+    def occupied(self, places: range) -> OccupiedPages:
+        """Return where the entries lie in these layers."""
+        some = self._entries.of_layers(places)
+        entries = page_layout.entries(some.layout, some.lengths)
+        pages = -(-self._largest(places) // self._block_size)
+        group = self._group._replace(places=places)
+        tables = page_layout.tables(some.layout, entries, some.block_table, self._block_size, pages, group)
+        tables = page_layout.to_group_pages(tables.transpose(0, 1), group, entries.shape[-1])
+        parts = tables, some.packed.transpose(0, 1), entries.transpose(0, 1)
+        return OccupiedPages(*(part.flatten(0, 1) for part in parts))
+
+
+class RaggedEventPages(RaggedPages, EventPages):
+    """The pages of an event's requests, whose layouts the event writes anew.
+
+    Args:
+        entries, group, block_size: as `RaggedPages` has them.
+        filed: the layouts of all requests.
+        pages: the pages that the event's requests are filed under.
+        first: the first block of each request that the scheduler will not free, if it knows; None: what stays takes
+            the last blocks that it fits in.
+    """
+
+    def __init__(
+        self,
+        entries: EntriesInPages,
+        group: PageGroup,
+        block_size: int,
+        filed: FiledLayouts,
+        pages: Int[Tensor, " rows"],
+        first: Int[Tensor, " rows"] | None,
+    ) -> None:
+        super().__init__(entries, group, block_size)
+        self._filed, self._pages, self._first = filed.layout, pages, first
+
+    def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
+        size, table, layers = self._block_size, self._entries.block_table, slice(places.start, places.stop)
+        counts = counts.unflatten(0, (len(places), -1)).transpose(0, 1)
+        lengths = self._entries.lengths[:, None].expand(counts.shape[:2])
+        last = -(-lengths // size) - page_layout.blocks_needed(counts, lengths, size)
+        first = last if self._first is None else self._first[:, None].expand_as(last)
+        fits = (first <= last) & (first >= self._entries.layout.first[:, layers])
+        counts = counts.where(fits[..., None], 0)
+
+        def take(most: int) -> Tensor:
+            layout = PageLayout(counts, lengths, first, torch.zeros_like(first))
+            for part, now in zip(self._filed, layout, strict=True):
+                in_layers = part[:, layers]
+                fit = fits.view(*fits.shape, *[1] * (now.ndim - 2))
+                in_layers[self._pages] = now.to(part.dtype).where(fit, in_layers[self._pages])
+            group = self._group._replace(places=places)
+            tables = page_layout.tables(layout, counts, table, size, -(-most // size)).transpose(0, 1)
+            return page_layout.to_group_pages(tables, group, counts.shape[-1]).flatten(0, 1)
+
+        return PageAssignment(LazyHostInts(fits.t().long()), take)
+
+
+class RaggedHeadTables(BlockTables):
+    """Layouts from step to step, in tensors that stay in place. The engine's block table is used as it is.
+
+    Args:
+        schedule: when the group's requests are compressed.
+        table: the states of the group's requests.
+        group: the layers.
+        max_requests: requests that run at once, at most.
+        freed_blocks: is told of events whose counts come from the data.
+        replays: whether graphs of steps that only decode are replayed: then all of these steps use the layout.
+    """
+
+    step: RaggedStep
+    """The step that was placed last."""
+
+    def __init__(
+        self,
+        schedule: EvictionSchedule,
+        table: RequestTable,
+        group: PageGroup,
+        max_requests: int,
+        freed_blocks: FreedBlocks,
+        replays: bool = False,
+    ) -> None:
+        super().__init__(schedule)
+        self._table, self._group, self._max_requests = table, group, max_requests
+        self._freed_blocks, self._replays = freed_blocks, replays
+        self._rows: PageLayout | None = None
+        self._is_steady = False
+
+    def begin(self, page: int, layout: PageLayout) -> None:
+        """File the layout of one request under the page that holds its newest token."""
+        self._table.file_layout(page, layout)
+        self._is_steady = False
+
+    def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
+        if not batch.requests:
+            if self._replays and batch.max_query_len == 1:
+                filled, width = batch.block_table.shape
+                plan.ragged = self._captured(self._each_row(batch, filled, width * self.schedule.block_size))
+            return
+        compressed = [self.was_compressed(request) for request in batch.requests]
+        tokens, others = self._tokens(batch, compressed)
+        known = [
+            (request.before, request.after, int(must)) for request, must in zip(batch.requests, compressed, strict=True)
+        ]
+        before, after, required = batch.tensor(list(zip(*known, strict=True)))
+        table, needed = batch.block_table[: len(known)], eventful or plan.reads_entries
+        step = self.follow(table, before, after, required, tokens, others, eventful, needed)
+        if step is not None and step.tokens is not None:
+            plan.ragged = step
+            if others:
+                self._hide(batch, plan, step.tokens, compressed)
+
+    def follow(
+        self,
+        block_table: Int[Tensor, "rows width"],
+        before: Int[Tensor, " rows"],
+        after: Int[Tensor, " rows"],
+        compressed: Int[Tensor, " rows"],
+        tokens: PagedTokens | None,
+        others: bool,
+        eventful: bool,
+        needed: bool,
+    ) -> RaggedStep | None:
+        """Move the requests' layouts along.
+
+        Args:
+            block_table: blocks of the requests by logical position.
+            before, after: tokens of each before and after the step.
+            compressed: not 0 for requests that were compressed before, and must have a layout.
+            tokens, others: as `RaggedStep` has them.
+            eventful: whether some are compressed after the step.
+            needed: whether layouts are looked at in this step even if no request was compressed.
+
+        Returns:
+            The step; None where the engine's own tables say the same.
+
+        Raises:
+            RuntimeError: a compressed request is not where it was left.
+        """
+        device = block_table.device
+        alike = tokens is not None and tokens.rows is None and not eventful
+        # On a GPU comparing would take longer than doing it anew.
+        if device.type == "cpu" and alike and self._goes_on(block_table, before, after):
+            self._table.note_tokens(self.step.pages, after)
+            self.step = replace(self.step, lengths=after, tokens=tokens)
+            return self.step
+        room = self._room(len(before), device)
+        pages = self._table.move_layouts(block_table, before, after, compressed, room)
+        self._is_steady = False
+        if tokens is None and not needed:
+            return None
+        layout = PageLayout(*(part[: len(before)] for part in room))
+        self.step = RaggedStep(pages, after, layout, self.schedule.block_size, self._group, tokens, others)
+        self._is_steady = alike
+        return self.step
+
+    def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
+        rows, longest = batch.tensor([request.row for request in requests]), max(one.after for one in requests)
+        # The engine's table may change before the function is called: what it says of these requests now is right.
+        return cache(partial(self._entries, rows, batch.block_table[rows], longest))
+
+    def event_width(self, request: ScheduledRequest) -> int:
+        return request.after
+
+    def event_key(self, request: ScheduledRequest) -> Hashable:
+        return None
+
+    def event_pages(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> RaggedEventPages:
+        rows, first = batch.tensor([request.row for request in requests]), None
+        pages = self.step.pages[rows]
+        if self.schedule_of(requests[0]).fixed:
+            first = batch.tensor([self.schedule_of(one).freed(one.prompt, one.after) for one in requests])
+        else:
+            self._freed_blocks.add(self._table, pages)
+        longest = max(request.after for request in requests)
+        return self.pages_of(rows, batch.block_table[rows], longest, first)
+
+    def pages_of(
+        self,
+        rows: Int[Tensor, " rows"],
+        block_table: Int[Tensor, "rows width"],
+        longest: int,
+        first: Int[Tensor, " rows"] | None,
+    ) -> RaggedEventPages:
+        """Return the pages of some requests of the step that was placed last.
+
+        Args:
+            rows: the requests.
+            block_table: blocks of each.
+            longest: no request has more tokens.
+            first: the first blocks that the scheduler will not free, if it knows.
+        """
+        entries, size = self._entries(rows, block_table, longest), self.schedule.block_size
+        return RaggedEventPages(entries, self._group, size, self._table.layouts, self.step.pages[rows], first)
+
+    def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
+        """Return where the entries of a request lie that has ended, after its last event.
+
+        Args:
+            blocks: its blocks by logical position, which are still its own.
+            length: tokens that it has had.
+
+        Raises:
+            RuntimeError: it is not known any more.
+        """
+        layout = self._table.layout_at(blocks[(length - 1) // self.schedule.block_size], length)
+        table, lengths = (torch.tensor(numbers, device=layout.counts.device) for numbers in ([blocks], [length]))
+        entries = EntriesInPages(layout, table, lengths, layout.counts, length)
+        return RaggedPages(entries, self._group, self.schedule.block_size)
+
+    def _entries(
+        self, rows: Int[Tensor, " rows"], block_table: Int[Tensor, "rows width"], longest: int
+    ) -> EntriesInPages:
+        layout = PageLayout(*(part[rows] for part in self.step.layout))
+        return EntriesInPages(layout, block_table, self.step.lengths[rows], layout.counts, longest)
+
+    def _captured(self, tokens: PagedTokens) -> RaggedStep:
+        """Return the step that a graph captures: later steps have their layouts at the same addresses."""
+        rows = len(tokens.lengths)
+        layout = PageLayout(*(part[:rows] for part in self._room(rows, tokens.lengths.device)))
+        pages = torch.zeros_like(tokens.lengths)
+        return RaggedStep(pages, tokens.lengths, layout, self.schedule.block_size, self._group, tokens, others=False)
+
+    def _room(self, rows: int, device: torch.device) -> PageLayout:
+        """Return room for the layouts of a step's requests, which is the same in every step."""
+        if self._rows is None or len(self._rows.length) < rows:
+            most = max(rows, self._max_requests)
+            self._rows = FiledLayouts.empty(most, self._group.layers, self.schedule.kv_heads, device).layout
+        return self._rows
+
+    def _goes_on(
+        self, block_table: Int[Tensor, "rows width"], before: Int[Tensor, " rows"], after: Int[Tensor, " rows"]
+    ) -> bool:
+        """Return whether the same requests ran in the step before and none has a new block, so that layouts stay."""
+        if not self._is_steady or len(before) != len(self.step.pages):
+            return False
+        rows = torch.arange(len(before))
+        old, new = (block_table[rows, (tokens - 1) // self.schedule.block_size] for tokens in (before, after))
+        return bool(((old == new) & (new == self.step.pages) & (before == self.step.lengths)).all())
+
+    def _tokens(self, batch: StepBatch, compressed: list[bool]) -> tuple[PagedTokens | None, bool]:
+        """Return the tokens that are written and attended by the layout, and whether there are others."""
+        requests = batch.requests
+        longest = max(request.after for request in requests)
+        single = all(request.end_query - request.first_query == 1 for request in requests)
+        if single and (self._replays or any(compressed)):
+            return self._each_row(batch, len(requests), longest), False
+        if not any(compressed):
+            return None, True
+        several = [
+            (request.first_query + i, request.row, request.before + i + 1)
+            for request, before in zip(requests, compressed, strict=True)
+            for i in range(request.end_query - request.first_query if before else 0)
+        ]
+        places, rows, lengths = batch.tensor(list(zip(*several, strict=True))).unbind()
+        return PagedTokens(batch.block_table, lengths, longest, places, rows), not all(compressed)
+
+    def _each_row(self, batch: StepBatch, rows: int, longest: int) -> PagedTokens:
+        """Return one token of each of the first rows."""
+        return PagedTokens(batch.block_table, batch.seq_lens[:rows], longest, slots=batch.slot_mapping[:rows])
+
+    def _hide(self, batch: StepBatch, plan: StepPlan, tokens: PagedTokens, compressed: list[bool]) -> None:
+        """Mask these tokens' slots for the engine, and shorten their lengths for its kernel, which cannot skip them."""
+        assert tokens.places is not None
+        batch.slot_mapping.index_fill_(0, tokens.places, _NO_SLOT)
+        dropped = [0] * batch.block_table.shape[0]
+        for request, before in zip(batch.requests, compressed, strict=True):
+            dropped[request.row] = request.before if before else 0
+        lengths = batch.seq_lens - batch.tensor(dropped).to(batch.seq_lens)
+        longest = max(request.after - dropped[request.row] for request in batch.requests)
+        plan.shifted = ShiftedBatch(batch.block_table, lengths, longest, dropped)

@@ -1,0 +1,324 @@
+"""`RequestTable`: what is known of each request, filed by the page that holds the request's newest token.
+
+Nothing that reaches attention layers names a request. What does is the page that holds its newest token: no other
+request may write to it. So a request's state is filed under that page and moved along in every step, and neither
+reordering, aborts, preemption nor the reuse of pages can confuse it. A request that ends leaves its state behind,
+which is forgotten when somebody else writes to the page.
+
+There are two parts. The layouts of heads of different lengths lie on the device and are moved there, without a host
+sync. Everything else is the host's, which has to wait for the ids of pages: so it asks for those of requests alone
+whose state matters in a step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.kernels.page_layout import PageLayout
+from keepset.kernels.paged import follow_layouts
+from keepset.kernels.paged_arguments import FiledLayouts
+from keepset.paged.eviction_schedule import EvictionSchedule
+from keepset.paged.query_records import QueryRecord, slots_for
+from keepset.paged.step import ScheduledRequest, StepBatch
+
+
+@dataclass(frozen=True)
+class RequestOverrides:
+    """What holds for one request instead of what the engine, or its group of layers, says.
+
+    Attributes:
+        name: the engine's name of the request.
+        after_context: whether it began with a context.
+        own: when it is compressed, if not by the group's schedule.
+        prompt: tokens that count as its prompt, if not those that the engine says.
+    """
+
+    name: str
+    after_context: bool = False
+    own: EvictionSchedule | None = None
+    prompt: int | None = None
+
+
+@dataclass
+class RequestState:
+    """What the host knows of one request.
+
+    Attributes:
+        page: the page that holds its newest token, or is to hold its first.
+        tokens: tokens that it has had.
+        prompt: tokens of its prompt, as the engine says; None before its first step.
+        overrides: what holds for it instead.
+        record: how far its queries are recorded.
+    """
+
+    page: int
+    tokens: int
+    prompt: int | None = None
+    overrides: RequestOverrides | None = None
+    record: QueryRecord | None = None
+
+
+class RequestTable:
+    """The states of the requests of one group of layers.
+
+    Args:
+        layers, kv_heads: of the group, in this process.
+        block_size: tokens per page.
+        blocks: pages of the whole pool.
+        max_requests: requests that run at once, at most.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int, max_requests: int) -> None:
+        self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
+        self._states: OrderedDict[int, RequestState] = OrderedDict()  # the one that was moved last is last
+        self._moved: dict[int, RequestState] = {}  # in this step, by row
+        self._free_slots = list(reversed(range(slots_for(max_requests))))
+        self._layouts: FiledLayouts | None = None
+        self._lost = _LostFlag()
+
+    # --- the host's part
+
+    def begin(self, page: int, tokens: int, overrides: RequestOverrides) -> None:
+        """File a request that begins.
+
+        Args:
+            page: the page that holds its newest token, or is to hold its first.
+            tokens: tokens that it has.
+            overrides: what holds for it.
+        """
+        self._forget(page)
+        self._states[page] = RequestState(page, tokens, overrides=overrides)
+
+    def end(self, names: Collection[str]) -> None:
+        """Forget the requests of these names that have overrides: they have ended, or start again."""
+        ended = [page for page, state in self._states.items() if state.overrides and state.overrides.name in names]
+        for page in ended:
+            self._forget(page)
+
+    def with_overrides(self, batch: StepBatch) -> StepBatch:
+        """Return the batch of a new step with the overrides of its requests."""
+        self._moved = {}
+        if not any(state.overrides for state in self._states.values()):
+            return batch
+        self._move(batch, batch.requests)
+        return replace(batch, requests=[self._with_overrides(request) for request in batch.requests])
+
+    def _with_overrides(self, request: ScheduledRequest) -> ScheduledRequest:
+        known = self._moved[request.row].overrides
+        if known is None:
+            return request
+        prompt = request.prompt if known.prompt is None else known.prompt
+        return replace(request, prompt=prompt, after_context=known.after_context, own=known.own)
+
+    def records(
+        self, batch: StepBatch, starts: Mapping[int, int], leading: Mapping[int, int]
+    ) -> tuple[list[QueryRecord], dict[int, list[int]]]:
+        """Return what is recorded of some requests; a new record for those that have none.
+
+        Args:
+            batch: the step, as `with_overrides` returned it.
+            starts: for each request's row the position from which on it is recorded now.
+            leading: for some of these rows a number of leading pages.
+
+        Returns:
+            The records, in the order of the batch, and the leading pages by row.
+        """
+        recorded = [request for request in batch.requests if request.row in starts]
+        pages = self._move(batch, recorded, leading)
+        records = []
+        for request in recorded:
+            state = self._moved[request.row]
+            if state.record is not None and state.record.length != request.before:
+                self._close(state)  # there is a gap
+            if state.record is None:
+                state.record = QueryRecord(self._new_slot(), starts[request.row], request.before)
+            state.record.length = request.after
+            self._states[state.page] = state
+            records.append(state.record)
+        return records, pages
+
+    def close_records(self, records: Collection[QueryRecord]) -> None:
+        """Forget records of requests that are not recorded any more. Their slots are free."""
+        ended = set(map(id, records))
+        for page, state in list(self._states.items()):
+            if id(state.record) in ended:
+                self._close(state)
+                if state.overrides is None:
+                    del self._states[page]
+
+    def open_records(self) -> Iterator[QueryRecord]:
+        """Yield all records."""
+        return (state.record for state in self._states.values() if state.record is not None)
+
+    def _move(
+        self, batch: StepBatch, requests: Sequence[ScheduledRequest], leading: Mapping[int, int] | None = None
+    ) -> dict[int, list[int]]:
+        """Move the states of requests to the pages of their newest tokens. The one host sync of a step's planning.
+
+        Those of requests that were moved in this step already stay. A request without a state gets one, which is not
+        filed.
+
+        Returns:
+            The leading pages that were asked for, by row.
+        """
+        requests = [request for request in requests if request.row not in self._moved]
+        old, new, asked = self._read_pages(batch, requests, leading or {})
+        # First all that go on, so that none of them is forgotten.
+        going_on = [self._claim(page, request) for page, request in zip(old, requests, strict=True)]
+        for page in new:
+            self._forget(page)
+        for page, request, state in zip(new, requests, going_on, strict=True):
+            if state is None:
+                self._moved[request.row] = RequestState(page, request.after, request.prompt)
+                continue
+            state.page, state.tokens, state.prompt = page, request.after, request.prompt
+            self._states[page] = self._moved[request.row] = state
+        return asked
+
+    def _read_pages(
+        self, batch: StepBatch, requests: Sequence[ScheduledRequest], leading: Mapping[int, int]
+    ) -> tuple[list[int], list[int], dict[int, list[int]]]:
+        """Return the pages of requests' newest tokens before and after the step, and leading pages by row."""
+        if not (requests or leading):
+            return [], [], {}
+        size, table = self._block_size, batch.block_table
+        columns = [[max(tokens - 1, 0) // size for tokens in (each.before, each.after)] for each in requests]
+        places = batch.tensor([(each.row, *pair) for each, pair in zip(requests, columns, strict=True)]).view(-1, 3)
+        pages, width = table[places[:, :1], places[:, 1:]].flatten(), max(leading.values(), default=0)
+        if leading:
+            pages = torch.cat((pages, table[batch.tensor(list(leading)), :width].flatten()))
+        known = pages.tolist()  # the one thing that the host does not know
+        asked = {}
+        for place, (row, number) in enumerate(leading.items()):
+            first = 2 * len(requests) + place * width
+            asked[row] = known[first : first + number]
+        newest = known[: 2 * len(requests)]
+        return newest[::2], newest[1::2], asked
+
+    def _claim(self, page: int, request: ScheduledRequest) -> RequestState | None:
+        state = self._states.get(page)
+        # A request that begins behind another's pages may find that one's state there.
+        if state is None or state.tokens != request.before or state.prompt not in (None, request.prompt):
+            return None
+        return self._states.pop(page)
+
+    def _forget(self, page: int) -> None:
+        if (state := self._states.pop(page, None)) is not None:
+            self._close(state)
+
+    def _close(self, state: RequestState) -> None:
+        if state.record is not None:
+            self._free_slots.append(state.record.slot)
+            state.record = None
+
+    def _new_slot(self) -> int:
+        if not self._free_slots:  # there are more than requests run: take that of one that nobody has moved for longest
+            self._forget(next(page for page, state in self._states.items() if state.record is not None))
+        return self._free_slots.pop()
+
+    # --- the device's part
+
+    def file_layout(self, page: int, layout: PageLayout) -> None:
+        """File the layout of one request, once all events that are due are over.
+
+        Args:
+            page: the page that holds its newest token.
+            layout: the layout, with one row.
+        """
+        filed = self._layouts_on(layout.counts.device)
+        for part, now in zip(filed.layout, layout, strict=True):
+            part[page] = now[0].to(part)
+        filed.tokens[page] = int(layout.length[0, 0])
+
+    def move_layouts(
+        self,
+        block_table: Int[Tensor, "rows width"],
+        before: Int[Tensor, " rows"],
+        after: Int[Tensor, " rows"],
+        required: Int[Tensor, " rows"],
+        layout: PageLayout,
+    ) -> Int[Tensor, " rows"]:
+        """Move the layouts of a step's requests to the pages of their newest tokens, without a host sync.
+
+        Args:
+            block_table: blocks of the requests.
+            before, after: tokens of each before and after the step.
+            required: not 0 for requests that must have a layout; others have none.
+            layout: is filled with the layouts, row by row; zero for requests without one.
+
+        Returns:
+            The pages.
+
+        Raises:
+            RuntimeError: a request is not where it was left. A GPU says so some steps later, because waiting for it
+                would take longer than the step's planning.
+        """
+        device = block_table.device
+        filed, lost = self._layouts_on(device), self._lost.on(device)
+        pages = follow_layouts(filed, block_table, before, after, required, lost, self._block_size, layout)
+        self._lost.check()
+        return pages
+
+    def note_tokens(self, pages: Int[Tensor, " rows"], tokens: Int[Tensor, " rows"]) -> None:
+        """Note how many tokens requests have whose newest ones stay in these pages."""
+        self.layouts.tokens[pages] = tokens.int()
+
+    def layout_at(self, page: int, tokens: int) -> PageLayout:
+        """Return the layout of a request, as its only row.
+
+        Args:
+            page: the page that holds its newest token.
+            tokens: tokens that it has had.
+
+        Raises:
+            RuntimeError: it is not known any more.
+        """
+        filed = self._layouts
+        if filed is None or filed.tokens[page] != tokens:
+            raise RuntimeError("keepset lost the page tables of a request that has ended.")
+        return PageLayout(*(part[page][None].long() for part in filed.layout))
+
+    def unused_blocks(self, pages: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+        """Return how many leading blocks no layer uses any more, of the requests with their newest tokens here."""
+        return self.layouts.layout.first[pages].amin(1)
+
+    @property
+    def layouts(self) -> FiledLayouts:
+        """The layouts of all requests, once a step was planned."""
+        assert self._layouts is not None
+        return self._layouts
+
+    def _layouts_on(self, device: torch.device) -> FiledLayouts:
+        if self._layouts is None:
+            self._layouts = FiledLayouts.empty(self._blocks, self._layers, self._kv_heads, device)
+        return self._layouts
+
+
+class _LostFlag:
+    """Set on the device once a request's layout was not where it must be; the host learns of it without waiting."""
+
+    def __init__(self) -> None:
+        self._device_flag: Int[Tensor, " 1"] | None = None
+        self._host_flag: Int[Tensor, " 1"]
+
+    def on(self, device: torch.device) -> Int[Tensor, " 1"]:
+        """Return the device's flag."""
+        if self._device_flag is None:
+            self._device_flag = torch.zeros(1, dtype=torch.int32, device=device)
+            self._host_flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return self._device_flag
+
+    def check(self) -> None:
+        """Raise RuntimeError if the flag is known to be set; on a GPU that is what it was at the call before."""
+        assert self._device_flag is not None
+        if self._device_flag.device.type == "cpu":
+            self._host_flag = self._device_flag
+        if self._host_flag[0]:
+            raise RuntimeError("keepset lost the page tables of a request that was compressed.")
+        self._host_flag.copy_(self._device_flag, non_blocking=True)
