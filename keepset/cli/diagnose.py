@@ -46,7 +46,7 @@ def gvote(
     check_writable(json_file)
 
     from keepset.bench.analysis.synthetic import next_query
-    from keepset.bench.papers.published import published
+    from keepset.bench.papers.catalogue import entry_of
 
     loaded, tokenizer = load(model)
     ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :prompt_tokens].to(loaded.device)
@@ -58,7 +58,7 @@ def gvote(
     with progress() as bar:
         layers = loaded.config.get_text_config().num_hidden_layers
         agreements = next_query(loaded, method, ids, counted(bar, "layers of two prefills", 2 * layers))
-    (paper,) = published("gvote-figure-3").values()
+    (paper,) = entry_of("gvote-figure-3").published.values()
     rows: list[dict[str, Any]] = [
         {"layer": layer, **{name: _numbers(getattr(each, name)) for name in FIGURES}}
         for layer, each in agreements.items()

@@ -1,4 +1,4 @@
-"""`keepset reproduce`: the tables and figures of four papers, each as one command."""
+"""`keepset reproduce`: measures the tables and figures of papers, each by one command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED, Source
 
 if TYPE_CHECKING:
-    from keepset.bench.papers.entry import Entry, Key, Measured, Options, Sweep
+    from keepset.bench.papers.entry import Entry, Measured, Options, Sweep
 
 _LIST = "list"
 _EMBEDDED = "embedded"
@@ -57,9 +57,9 @@ def reproduce(
 ) -> None:
     """Repeat tables and figures of papers.
 
-    What one shows is measured, and the paper's own figures are printed beside. Models, recipes, budgets, intervals,
-    tasks, lengths, and answers are the paper's where no option says otherwise. What it will take is said first; the
-    same command goes on where it was stopped.
+    The command measures what a table or figure shows, and prints the paper's own figures beside. Models, recipes,
+    budgets, intervals, tasks, lengths, and answers are the paper's unless an option says otherwise. A note says first
+    how much there is to do. The same command goes on where it was stopped.
     """
     for name, value in (("limit", limit), ("output-tokens", output_tokens)):
         if value is not None and value < 1:
@@ -69,11 +69,11 @@ def reproduce(
     check_ray(ray)
     check_writable(json_file)
 
-    from keepset.bench.papers.catalogue import ENTRIES, entry_of
+    from keepset.bench.papers.catalogue import entries, entry_of
     from keepset.bench.papers.entry import Options
 
     if entry == _LIST:
-        return _print_list(list(ENTRIES.values()), json_file)
+        return _print_list(list(entries().values()), json_file)
     chosen = entry_of(entry)
     files = {name: path.resolve() for name, path in (("stats", stats), ("tables", tables)) if path is not None}
     options = Options(limit, seed, output_tokens, wanted, data, files)
@@ -87,7 +87,7 @@ def reproduce(
             except KeepsetError as error:
                 if len(names) == 1:
                     raise
-                note(f"{name}: {error}")  # the others' figures are none the worse for it
+                note(f"{name}: {error}")  # the other models can be measured all the same
                 failed = True
                 continue
             failed = failed or lost or any(row.failed for row in rows)
@@ -99,7 +99,11 @@ def reproduce(
 
 @contextmanager
 def _folder(path: Path) -> Iterator[None]:
-    """The folder is there meanwhile; one in which nothing was written is not left behind."""
+    """Make the folder, and remove it afterwards if nothing was written to it.
+
+    Raises:
+        KeepsetError: if it cannot be made.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -109,61 +113,69 @@ def _folder(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # it holds something
+        with suppress(OSError):  # it is not empty
             path.rmdir()
 
 
 def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -> tuple[list[Measured], bool]:
-    """All parts under one model; whether something could not be had this time."""
-    from keepset.bench.papers.entry import Sweep
+    """Measure an entry under one model.
 
+    Args:
+        entry: the table or figure.
+        source: the model.
+        options: what the user wants otherwise than the paper.
+        out: the folder of the sweeps' files.
+        ray: whether Ray's workers run the sweeps.
+
+    Returns:
+        The figures, and whether anything was lost to a lack of memory or to a worker.
+    """
     rows: list[Measured] = []
     lost = False
-    for part in entry.parts:
-        if isinstance(part, Sweep):
-            words = [part.file or entry.name, part.name, Path(source.called).name]
-            path = out / f"{'-'.join(filter(None, words))}.sqlite"
-            measured, incomplete = _sweep(part, source, options, path, ray)
-            rows, lost = rows + measured, lost or incomplete
-        else:
-            note(f"{part.takes}, unless options say otherwise")
-            with status(entry.title):
-                rows += part.measure(*load(source), options)
+    for sweep in entry.sweeps:
+        words = [sweep.file or entry.name, sweep.name, Path(source.called).name]
+        path = out / f"{'-'.join(filter(None, words))}.sqlite"
+        measured, incomplete = _sweep(sweep, source, options, path, ray)
+        rows, lost = rows + measured, lost or incomplete
+    if entry.measure is not None:
+        note(f"{entry.takes}, unless options say otherwise")
+        with status(entry.title):
+            rows += entry.measure(*load(source), options)
     return rows, lost
 
 
-def _sweep(part: Sweep, source: Source, options: Options, path: Path, ray: bool) -> tuple[list[Measured], bool]:
+def _sweep(sweep: Sweep, source: Source, options: Options, path: Path, ray: bool) -> tuple[list[Measured], bool]:
+    """Return the figures of one sweep, and whether any cell was lost."""
     from keepset.bench.papers.measured import measured
     from keepset.bench.papers.run import grid, idle
     from keepset.bench.sweep.cost import cost
 
-    asked = grid(part, options)
+    asked = grid(sweep, options)
 
     def foretell(groups: Any, tokenizer: Any, chat: bool) -> None:
-        each = cost(groups, tokenizer, part.mode, chat)
+        each = cost(groups, tokenizer, sweep.mode, chat)
         note(f"{each}; figures go to {str(path)!r}")
         for task, recipes in idle(asked).items():
             note(f"{task}: its answers end before {recipes} of the recipes drop anything: give more --output-tokens")
 
     check_writable(path)
-    asking = Asking(part.mode, part.chat, part.temperature, options.answer_tokens, part.alone)
-    # What an entry has recipes for is worth having without those that need a file.
+    asking = Asking(sweep.mode, answer_tokens=options.answer_tokens, alone=sweep.alone)
+    # Recipes that need no file are worth measuring without those that need one.
     swept = sweep_grid(path, asked, source, asking, ray, foretell, complete=False)
     say_lost(swept.lost)
-    return measured(part, swept.cells, options.files), bool(swept.lost)
+    return measured(sweep, swept.cells, options.files), bool(swept.lost)
 
 
 def _result(entry: Entry, model: str, rows: Sequence[Measured]) -> dict[str, Any]:
-    """The figures beside the paper's: those of the same model, or else of the paper's first.
+    """Return the measured figures beside the paper's.
 
-    What of the paper's was not measured, because data or options are others, comes last.
+    The paper's are those of the same model, or else of the first model that the paper has figures of. Figures that were
+    not measured, because of other data or options, come last.
     """
     from keepset.bench.papers.entry import Measured
-    from keepset.bench.papers.published import published
 
-    by_model = published(entry.name)
-    paper_model = model if model in by_model else next(iter(by_model), None)
-    paper: dict[Key, float] = by_model.get(paper_model or "", {})
+    paper_model = model if model in entry.published else next(iter(entry.published), None)
+    paper = entry.published.get(paper_model or "", {})
     unmeasured = [Measured(key, None, 0) for key in paper if key not in {row.key for row in rows}]
     figures = [{**row.key._asdict(), **asdict(row), "paper": paper.get(row.key)} for row in (*rows, *unmeasured)]
     for figure in figures:
@@ -214,7 +226,7 @@ def _print_result(entry: Entry, result: dict[str, Any]) -> None:
 
 
 def _figure(figure: dict[str, float | None] | None, metric: str) -> str:
-    """With its interval, which may go on a line of its own."""
+    """Return a figure with its interval, which a narrow terminal puts on a line of its own."""
     if figure is None:
         return ""
     value, low, high = (_number(figure[name], metric) for name in ("value", "low", "high"))
@@ -222,7 +234,7 @@ def _figure(figure: dict[str, float | None] | None, metric: str) -> str:
 
 
 def _number(value: float | None, metric: str) -> str:
-    """Fractions in percent, bytes in units of 10^6."""
+    """Return a number as text: a fraction in percent, bytes in units of 10^6."""
     from keepset.bench.papers.measured import FRACTIONS
 
     if value is None:

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 
 from keepset import models
-from keepset.bench.papers.catalogue import ENTRIES
-from keepset.bench.papers.entry import Entry, Measurement, Sweep
-from keepset.bench.papers.published import published
+from keepset.bench.papers.catalogue import entries
+from keepset.bench.papers.entry import Entry, Sweep
 from keepset.bench.sweep import runner
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
@@ -24,6 +23,7 @@ from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
 from tests.core.test_tables import random_tables
 
+ENTRIES = entries()
 CHEAP = ("--model", "embedded", "--limit", "2", "--output-tokens", "12")
 
 
@@ -118,13 +118,11 @@ class Interrupted(Runner):
 def shortened(entry: Entry) -> Entry:
     """With two tasks of a benchmark and two budgets, for the time that it takes."""
 
-    def short(part: Sweep | Measurement) -> Sweep | Measurement:
-        if isinstance(part, Measurement):
-            return part
-        tasks = tuple(task for name in part.tasks for task in SHORT.get(name, (name,)))
-        return replace(part, tasks=tasks, keeps=(*part.keeps[:1], *part.keeps[1:][-1:]))
+    def short(sweep: Sweep) -> Sweep:
+        tasks = tuple(task for name in sweep.tasks for task in SHORT.get(name, (name,)))
+        return replace(sweep, tasks=tasks, keeps=(*sweep.keeps[:1], *sweep.keeps[1:][-1:]))
 
-    return replace(entry, parts=tuple(map(short, entry.parts)))
+    return replace(entry, sweeps=tuple(map(short, entry.sweeps)))
 
 
 def length_for(entry: Entry) -> str:
@@ -148,7 +146,7 @@ def test_every_entry_runs(name: str, run: Run, tiny: Any, data: str, monkeypatch
     assert all("keepset calibrate" in row["error"] or "keepset compile" in row["error"] for row in failed)
     assert done.code == (1 if failed else 0), done.err
     assert any(row["examples"] and not row["failed"] for row in result["rows"])
-    paper = {key for figures in list(published(name).values())[:1] for key in figures}
+    paper = {key for figures in list(ENTRIES[name].published.values())[:1] for key in figures}
     assert paper <= {(row["task"], row["method"], row["keep"], row["metric"]) for row in result["rows"]}
 
 
@@ -212,7 +210,7 @@ def test_what_is_no_sweep(name: str, run: Run, tiny: Any) -> None:
     rows = {(row["task"], row["method"], row["keep"], row["metric"]): row for row in result["rows"]}
     assert all(row["examples"] == 2 for row in rows.values())
     assert {task for task, *_ in rows} == {"all layers", "layer 0", "layer 1"}
-    paper = {key: figure for figures in published(name).values() for key, figure in figures.items()}
+    paper = {key: figure for figures in ENTRIES[name].published.values() for key, figure in figures.items()}
     assert {key: row["paper"] for key, row in rows.items() if row["paper"] is not None} == paper
 
 
@@ -254,8 +252,8 @@ def test_means_over_tasks_and_curves_of_both_modes(run: Run, tiny: Any, monkeypa
     tasks, keeps = ("niah_single_1", "ruler_fwe"), (0.5, 0.25)
     for name in ("kvcompose-table-3", "kvcompose-figure-5"):
         methods = {"KVCompose (ours)": "kvcompose", "TOVA": "tova"}
-        parts = [replace(part, tasks=tasks, keeps=keeps, methods=methods) for part in ENTRIES[name].sweeps]
-        monkeypatch.setitem(ENTRIES, name, replace(ENTRIES[name], parts=tuple(parts)))
+        sweeps = [replace(sweep, tasks=tasks, keeps=keeps, methods=methods) for sweep in ENTRIES[name].sweeps]
+        monkeypatch.setitem(ENTRIES, name, replace(ENTRIES[name], sweeps=tuple(sweeps)))
     asked = (*CHEAP, "--prompt-tokens", "600", "--json", "-")
     areas, scores = (run("reproduce", name, *asked) for name in ("kvcompose-table-3", "kvcompose-figure-5"))
     assert areas.code == scores.code == 0 and "cells of" in areas.err and "cells of" not in scores.err

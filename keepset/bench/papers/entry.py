@@ -1,4 +1,4 @@
-"""`Entry`: one table or figure of a paper: what is run for it, on which model, with which data."""
+"""Types of a paper's table or figure: what is run for it, and what was measured."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,31 +16,31 @@ from keepset.bench.tasks.task import Tokenizer
 from keepset.recipe import Recipe, Schedule
 
 SCORE = "score"
-"""The metric of a figure that is the task's own."""
+"""The metric of figures that are the task's own score."""
 SECONDS = "seconds"
-"""The metric of a whole answer's time: prefill, selecting and decoding."""
+"""The metric of figures that are a whole answer's time: prefill, selecting and decoding."""
 AREA = "area"
-"""Under the score over what is kept, of all tasks and budgets together: see `bench.analysis.curves`."""
+"""The area under the score over the kept share, of all tasks and budgets together: see `bench.analysis.curves`."""
+
+_PROMPTS_END = Schedule()
+_MADE_BY = {"stats": "calibrate", "tables": "compile"}
+"""Files of a model that recipes may name, and the commands that make them."""
+_GENERATED = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
+"""How the names of tasks begin that need no data."""
 
 
 def removed_at(tolerance: float) -> str:
-    """The metric that says how much can go within a relative loss of score, of all tasks and budgets together."""
+    """Return the metric that says how much of the cache can go within a relative loss of score."""
     return f"removed at a loss of {tolerance:.0%}"
 
 
-AT_THE_PROMPTS_END = Schedule()
-_MADE_BY = {"stats": "calibrate", "tables": "compile"}
-"""Files of a model that recipes may name, and the commands that make them."""
-_MADE_HERE = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
-
-
-class Key(NamedTuple):
-    """Where a figure stands in a table.
+class FigureKey(NamedTuple):
+    """The place of a figure in a table.
 
     Attributes:
-        task: its name, and of a part of its examples also the fact: `math500, level 5`.
+        task: the task's name, with a fact if the figure is of some examples only: `math500, level 5`.
         method: the paper's name of what was run.
-        keep: the budget, None where there is none or the method decides.
+        keep: the budget; None without one, or if the method decides.
         metric: `SCORE`, `SECONDS`, the name of a cost of a cell, such as `tokens`, `AREA`, or one of `removed_at`.
     """
 
@@ -52,9 +52,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure that was measured: over so many examples, on `failed` of which there was none."""
+    """A figure that was measured over `examples` examples, of which `failed` have no result."""
 
-    key: Key
+    key: FigureKey
     figure: Figure | None
     examples: int
     failed: int = 0
@@ -63,9 +63,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Options:
-    """What a user may ask for otherwise than the paper had it; None or empty where it is to be the paper's.
+    """Settings that a user wants otherwise than the paper; None or empty for the paper's own.
 
-    `files` stand for what recipes name in braces: measured statistics and compiled tables of the model.
+    `files` are the model's statistics and tables that recipes name in braces.
     """
 
     limit: int | None = None
@@ -87,32 +87,32 @@ class Line:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A grid: methods under budgets on tasks, all asked one way.
+    """A grid: methods under budgets on tasks, all asked in one way.
 
     Attributes:
-        tasks: as `keepset eval` knows them.
-        methods: recipes by the paper's names of them. A recipe that lacks a file of the model names it in braces:
+        tasks: names, as `keepset eval` takes them.
+        methods: recipes by the paper's names. A recipe that lacks a file of the model names it in braces:
             `triattention(stats={stats})`.
-        keeps: budgets of the recipes that name none and need one.
+        keeps: budgets of the recipes that need one and name none.
         schedule: when recipes compress that do not say it.
-        always: how many of the first and the newest tokens stay under every recipe that does not say it.
-        full: the paper's name of the full cache; empty where it is not in the table.
-        metrics: what the table shows of each.
-        lengths: in tokens, of tasks made to a length.
-        answer_tokens: of an answer at most, by task; the task's own where it is not named.
+        always: how many of the first and of the newest tokens stay under every recipe that does not say it.
+        full: the paper's name of the full cache; empty if it is not in the table.
+        metrics: what the table shows.
+        lengths: tokens of prompts, for tasks that are made to a length.
+        answer_tokens: the longest answer in tokens, by task; the task's own for tasks that are not named.
         limit, sample: examples of each task; see `Grid`.
-        by: facts of the examples, such as `level`: each of their values gets figures of its own.
-        mode, chat, temperature, alone: see `Runner`.
-        average: the table's name for the mean over all tasks, and for what is said of them together; empty without.
-        suffix: what follows the names of tasks where another sweep of the entry has the same.
-        name: tells an entry's sweeps apart, in the names of their files.
-        file: begins those names in place of the entry's, where several entries show the same cells.
+        by: facts of the examples, such as `level`; each value of a fact gets figures of its own.
+        mode, alone: see `Runner`.
+        average: the table's name for the mean over all tasks and for figures of all tasks together; empty for none.
+        suffix: follows the names of tasks, where another sweep of the entry has the same tasks.
+        name: tells the sweeps of an entry apart, in the names of their files.
+        file: begins the file's name; empty for the entry's id. Entries that share cells share it.
     """
 
     tasks: tuple[str, ...]
     methods: Mapping[str, str]
     keeps: tuple[int | float, ...] = ()
-    schedule: Schedule = AT_THE_PROMPTS_END
+    schedule: Schedule = _PROMPTS_END
     always: tuple[int, int] = (0, 0)
     full: str = "Full KV"
     metrics: tuple[str, ...] = (SCORE,)
@@ -122,8 +122,6 @@ class Sweep:
     sample: int | float | None = None
     by: tuple[str, ...] = ()
     mode: Mode = "prompt"
-    chat: bool = True
-    temperature: float = 0.0
     alone: bool = False
     average: str = ""
     suffix: str = ""
@@ -131,11 +129,16 @@ class Sweep:
     file: str = ""
 
     def lines(self, files: Mapping[str, Path]) -> list[Line]:
-        """Every method under every budget, the full cache first; a file that is not given is the model's own."""
+        """Return every method under every budget, the full cache first.
+
+        Args:
+            files: statistics and tables of the model, by the names in braces. The model's own stand in for a file
+                that is not given.
+        """
         lines = [Line(self.full, None, Candidate(None, FULL, FULL, 1.0))] if self.full else []
         for method, text in self.methods.items():
             recipe = recipe_of(text, files)
-            if recipe.schedule == AT_THE_PROMPTS_END:
+            if recipe.schedule == _PROMPTS_END:
                 recipe = replace(recipe, schedule=self.schedule)
             fixed = recipe.budget.keep is not None or not recipe.method.needs_budget
             for keep in (recipe.budget.keep,) if fixed else self.keeps:
@@ -143,54 +146,41 @@ class Sweep:
         return lines
 
 
-Measure = Callable[[PreTrainedModel, Tokenizer, Options], Sequence[Measured]]
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """Anything that is no grid: a function of the model and of texts that it finds itself.
-
-    `takes` says what that is, where no option says otherwise.
-    """
-
-    measure: Measure
-    takes: str
-
-
 @dataclass(frozen=True)
 class Entry:
     """A table or figure of a paper.
 
     Attributes:
-        name: as the command line has it: `ams-table-1`.
-        source: paper, and number of the table or figure.
+        name: its id on the command line: `ams-table-1`.
+        source: the paper, and the number of the table or figure.
         title: what it shows.
-        models: the paper's, by their names on the hub.
-        parts: what is run for it.
-        note: what the paper leaves open, and how it is here.
+        models: the paper's models, by their names on the hub.
+        sweeps: the grids that are run for it.
+        measure: a function that is run in place of grids: it takes model, tokenizer and options.
+        takes: what that function runs if no option says otherwise.
+        published: the paper's own figures by model, in the units of measured ones; empty if the text has none.
+        note: what the paper leaves open, and what is taken instead.
     """
 
     name: str
     source: str
     title: str
     models: tuple[str, ...]
-    parts: tuple[Sweep | Measurement, ...]
+    sweeps: tuple[Sweep, ...] = ()
+    measure: Callable[[PreTrainedModel, Tokenizer, Options], Sequence[Measured]] | None = None
+    takes: str = ""
+    published: Mapping[str, Mapping[FigureKey, float]] = field(default_factory=dict)
     note: str = ""
 
     @property
-    def sweeps(self) -> list[Sweep]:
-        """Those parts that are grids."""
-        return [part for part in self.parts if isinstance(part, Sweep)]
-
-    @property
     def data(self) -> list[str]:
-        """Tasks whose data are neither made here nor come with keepset."""
+        """Tasks whose data neither come with keepset nor are generated."""
         tasks = dict.fromkeys(task for sweep in self.sweeps for task in sweep.tasks)
-        return [task for task in tasks if not task.startswith(_MADE_HERE)]
+        return [task for task in tasks if not task.startswith(_GENERATED)]
 
     @property
     def state(self) -> str:
-        """What it takes to run it as the paper did."""
+        """A line that says what it takes to run the entry as the paper did."""
         sizes = ", ".join(f"{size:g}B" for size in sorted(set(_sizes(self.models))))
         texts = "".join(text for sweep in self.sweeps for text in sweep.methods.values())
         needs = [f"models of {sizes}" if "," in sizes else f"a model of {sizes}"]
@@ -200,12 +190,17 @@ class Entry:
 
 
 def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
-    """The recipe of a text that may name a file of the model in braces; one that is not given is the model's own."""
+    """Return the recipe of a text that may name files of the model in braces.
+
+    Args:
+        text: such as `triattention(stats={stats})`.
+        files: paths by the names in braces. An empty path, which means the model's own, stands in for one not given.
+    """
     return Recipe.parse(text.format_map(_Files(files)))
 
 
 class _Files(dict[str, str]):
-    """Names of files as texts of a recipe; an empty one for what the model brings itself."""
+    """Paths as texts of a recipe; an empty one for a file that is not given."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         super().__init__({name: repr(str(path)) for name, path in files.items()})

@@ -1,4 +1,4 @@
-"""From a sweep's cells to the figures of a table, with intervals."""
+"""Figures of a table, with intervals, from the cells of a sweep."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,19 +9,23 @@ from keepset.bench.analysis.intervals import Interval
 from keepset.bench.analysis.rows import Figure, by_example
 from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarise
 from keepset.bench.cell import Cell
-from keepset.bench.papers.entry import AREA, SCORE, SECONDS, Key, Line, Measured, Sweep, removed_at
+from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, Line, Measured, Sweep, removed_at
 
 CURVES = (AREA, *map(removed_at, TOLERANCES))
-"""Metrics of all tasks and budgets together."""
+"""Metrics whose figures are of all tasks and budgets together."""
 FRACTIONS = (SCORE, "keep", "finished", "repetition", "wipeout", "middle", *CURVES)
-"""Metrics from 0 to 1, which papers give in percent."""
+"""Metrics from 0 to 1, which are shown in percent."""
 
 
 def measured(sweep: Sweep, cells: Sequence[Cell], files: Mapping[str, Path]) -> list[Measured]:
-    """A figure for every task, method, budget and metric of which there is a cell, and those of all tasks together.
+    """Return the figures of a sweep: of every task, method, budget and metric, then of all tasks together.
 
-    Parts by a fact come where examples say it.
     An example on which a recipe failed counts as not answered in a score, and not at all in a cost.
+
+    Args:
+        sweep: what was asked for. Each value of its facts `by` gets figures too, if examples have the fact.
+        cells: what was measured.
+        files: the model's files that recipes name, by their names in braces.
     """
     parts = [part for fact in sweep.by if any(fact in cell.facts for cell in cells) for part in split(cells, fact)]
     by_place: dict[tuple[str, str], list[Cell]] = {}
@@ -33,7 +37,7 @@ def measured(sweep: Sweep, cells: Sequence[Cell], files: Mapping[str, Path]) -> 
         for metric in sweep.metrics:
             for line in lines:
                 if metric not in CURVES and (there := by_place.get((task, line.candidate.text))):
-                    rows.append(_measured(Key(task + sweep.suffix, line.method, line.keep, metric), there))
+                    rows.append(_measured(FigureKey(task + sweep.suffix, line.method, line.keep, metric), there))
     if not sweep.average:
         return rows
     together = sweep.average + sweep.suffix
@@ -42,7 +46,7 @@ def measured(sweep: Sweep, cells: Sequence[Cell], files: Mapping[str, Path]) -> 
     return [*rows, *averages, *_over_budgets(together, sweep, cells, lines)]
 
 
-def _measured(key: Key, cells: Sequence[Cell]) -> Measured:
+def _measured(key: FigureKey, cells: Sequence[Cell]) -> Measured:
     errors = [cell.error for cell in cells if cell.outcome is None]
     figure = None
     if len(errors) < len(cells):
@@ -64,16 +68,16 @@ def _value(cell: Cell, metric: str) -> float | None:
     return getattr(outcome, metric)
 
 
-def _by_line(rows: Sequence[Measured]) -> dict[Key, list[Measured]]:
-    """What differs in the task alone."""
-    places: dict[Key, list[Measured]] = {}
+def _by_line(rows: Sequence[Measured]) -> dict[FigureKey, list[Measured]]:
+    """Return the figures grouped by method, budget and metric; the keys have no task."""
+    places: dict[FigureKey, list[Measured]] = {}
     for row in rows:
         places.setdefault(row.key._replace(task=""), []).append(row)
     return places
 
 
 def _average(together: str, rows: Sequence[Measured], tasks: int) -> Measured:
-    """The mean over tasks, each of which counts the same; no figure where one lacks it."""
+    """Return the mean over tasks, each with the same weight; without a figure if a task has none."""
     figures = [row.figure for row in rows if row.figure is not None]
     figure = None
     if len(figures) == tasks:
@@ -90,7 +94,7 @@ def _average(together: str, rows: Sequence[Measured], tasks: int) -> Measured:
 
 
 def _over_budgets(together: str, sweep: Sweep, cells: Sequence[Cell], lines: Sequence[Line]) -> Iterator[Measured]:
-    """Figures of curves over all budgets: of the tasks of a benchmark at one length, or of a single task."""
+    """Yield figures of curves over all budgets: of a benchmark's tasks at one length, or of a single task."""
     metrics = [metric for metric in sweep.metrics if metric in CURVES]
     if not metrics:
         return
@@ -103,7 +107,7 @@ def _over_budgets(together: str, sweep: Sweep, cells: Sequence[Cell], lines: Seq
             if name in trades:
                 trade = trades[name]
                 yield Measured(
-                    Key(together, method, None, metric), _of_curve(trade, metric), trade.examples, trade.failed
+                    FigureKey(together, method, None, metric), _of_curve(trade, metric), trade.examples, trade.failed
                 )
 
 

@@ -1,4 +1,4 @@
-"""From an entry and a user's options to the grid that is swept for it."""
+"""The grid that is swept for an entry, with a user's options."""
 
 from dataclasses import replace
 
@@ -10,7 +10,15 @@ from keepset.bench.tasks.task import Task
 
 
 def grid(sweep: Sweep, options: Options) -> Grid:
-    """Its tasks and recipes, with what the user wants otherwise."""
+    """Return the tasks and recipes of a sweep.
+
+    Args:
+        sweep: what the paper has.
+        options: what the user wants otherwise.
+
+    Raises:
+        KeepsetError: if a task is unknown or an option out of range.
+    """
     tasks = find(sweep.tasks, Settings(options.data, options.lengths or sweep.lengths))
     for task in tasks:
         tokens = sweep.answer_tokens.get(_name(task))
@@ -22,7 +30,10 @@ def grid(sweep: Sweep, options: Options) -> Grid:
 
 
 def idle(asked: Grid) -> dict[str, int]:
-    """By task, how many recipes compress no prompt, and would first compress when an answer has ended."""
+    """Return by task how many recipes never compress, because answers end before their first event.
+
+    Such a recipe compresses no prompt, and its interval is at least as long as the longest answer.
+    """
     recipes = {
         task.name: sum(
             not recipe.schedule.prefill and (recipe.schedule.every or 0) >= task.generation.tokens

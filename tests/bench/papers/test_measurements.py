@@ -1,4 +1,4 @@
-"""What CompilerKV's entries measure beside grids."""
+"""Measurements that are no sweeps, against means in loops."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ import pytest
 import torch
 
 from keepset import KeepsetError
-from keepset.bench.papers import compilerkv
+from keepset.bench.papers import measurements
 from keepset.bench.papers.catalogue import entry_of
-from keepset.bench.papers.entry import Measure, Measurement, Options
-from keepset.bench.papers.published import published
+from keepset.bench.papers.entry import Measured, Options
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables, neutral, save
 from tests.cli.conftest import tiny_model
 
 
-def measure_of(name: str) -> Measure:
-    (part,) = entry_of(name).parts
-    assert isinstance(part, Measurement)
-    return part.measure
+def measure(name: str, *arguments: Any) -> list[Measured]:
+    function = entry_of(name).measure
+    assert function is not None
+    return list(function(*arguments))
 
 
 @pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 def test_costs_have_the_papers_rows_and_columns(embedded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, pair = measure_of("compilerkv-table-a1"), (tiny_model(), embedded[1])
-    rows = measure(*pair, Options(limit=1, lengths=(70,), answer_tokens=3))
-    (figures,) = published("compilerkv-table-a1").values()
+    name, pair = "compilerkv-table-a1", (tiny_model(), embedded[1])
+    rows = measure(name, *pair, Options(limit=1, lengths=(70,), answer_tokens=3))
+    (figures,) = entry_of(name).published.values()
     places = {key[1:] for key in figures}
     assert {row.key[1:] for row in rows} == places and {row.key.task for row in rows} == {"70 + 3"}
     assert all(row.failed == 0 and row.examples == 1 for row in rows)
     assert all(row.figure is not None and row.figure.value > 0 for row in rows)
-    monkeypatch.setattr(compilerkv, "default_texts", lambda: ["Too short."])
+    monkeypatch.setattr(measurements, "default_texts", lambda: ["Too short."])
     with pytest.raises(KeepsetError, match="fewer than 70: give fewer --prompt-tokens"):
-        measure(*pair, Options(lengths=(70,)))
+        measure(name, *pair, Options(lengths=(70,)))
 
 
 def test_maps_are_means_of_the_tables(tmp_path: Path, embedded: Any) -> None:
@@ -55,14 +54,14 @@ def test_maps_are_means_of_the_tables(tmp_path: Path, embedded: Any) -> None:
     path = tmp_path / "tables.safetensors"
     save(tables, path)
     options = Options(files={"tables": path})
-    rows = {row.key: row.figure for row in measure_of("compilerkv-figure-a2")(*embedded, options)}
+    rows = {row.key: row.figure for row in measure("compilerkv-figure-a2", *embedded, options)}
     for number, keep in enumerate((64, 128)):
         for layer in range(3):
             heads = weights[number, layer].tolist()
             for metric, value in (("weight", fmean(heads)), ("heads below 1", sum(each < 1 for each in heads) / 4)):
                 figure = rows[f"layer {layer + 1}", "CompilerKV", keep, metric]  # type: ignore[index]
                 assert figure is not None and figure.value == pytest.approx(value)
-    rows = {row.key: row.figure for row in measure_of("compilerkv-figure-a3")(*embedded, options)}
+    rows = {row.key: row.figure for row in measure("compilerkv-figure-a3", *embedded, options)}
     assert len(rows) == 2 * (ENTROPY_BINS + PERPLEXITY_BINS)
     for number, keep in enumerate((64, 128)):
         of_bin = [gate[number, layer, entropy, 2].item() for layer in range(3) for entropy in range(ENTROPY_BINS)]
@@ -72,4 +71,4 @@ def test_maps_are_means_of_the_tables(tmp_path: Path, embedded: Any) -> None:
         figure = rows["entropy, bin 7 of 20", "CompilerKV", keep, "threshold"]  # type: ignore[index]
         assert figure is not None and figure.value == pytest.approx(fmean(of_bin))
     with pytest.raises(KeepsetError, match="give them as --tables"):
-        measure_of("compilerkv-figure-a3")(*embedded, Options())
+        measure("compilerkv-figure-a3", *embedded, Options())
