@@ -1,4 +1,4 @@
-"""The Hugging Face hub, for which nobody waits where it does not answer."""
+"""The Hugging Face hub, and work without it if it does not answer."""
 
 import functools
 from collections.abc import Iterator
@@ -9,9 +9,12 @@ _SECONDS = 5
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[bool]:
-    """While a hub does not answer, its libraries use what was downloaded before, and do not ask again and again.
+    """Let the hub's libraries use downloaded files alone within the block, if the hub does not answer.
 
-    Gives whether they ask it.
+    Otherwise each of them would wait for the hub again and again.
+
+    Yields:
+        Whether they ask the hub.
     """
     from huggingface_hub import constants
 
@@ -25,7 +28,7 @@ def offline_if_unreachable() -> Iterator[bool]:
 
 @functools.cache
 def answers() -> bool:
-    """Whether it does, asked once in a process."""
+    """Return whether the hub answers. It is asked once in a process."""
     from huggingface_hub import constants, get_session
 
     try:

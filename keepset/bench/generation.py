@@ -1,4 +1,4 @@
-"""What a model says after a cache: greedy tokens, answers that end where a task says, likelihoods of given texts."""
+"""Generation after a cache: greedy tokens, answers that end where a task says, likelihoods of given texts."""
 
 import hashlib
 import time
@@ -18,11 +18,11 @@ from keepset.hf.cache import Cache
 from keepset.hf.model_support import check_logits
 
 Pick = Callable[[Float[Tensor, "1 vocabulary"]], Int[Tensor, "1 1"]]
-"""From logits to a token."""
+"""Picks a token by its logits."""
 
 
 class Checked(LogitsProcessor):
-    """Refuses, for `model.generate`, to go on where the model predicts NaN: KeepsetError."""
+    """Raises `KeepsetError` in `model.generate` if a logit is NaN."""
 
     def __call__(
         self, input_ids: Int[Tensor, "batch tokens"], scores: Float[Tensor, "batch vocabulary"]
@@ -35,9 +35,17 @@ class Checked(LogitsProcessor):
 def greedy(
     model: PreTrainedModel, cache: Any, ids: Int[Tensor, "1 n"], count: int, on_token: Callable[[], None] = lambda: None
 ) -> tuple[list[int], float]:
-    """The `count` most likely tokens after `ids`, ends of text included, and the seconds that they took.
+    """Generate the most likely tokens, ends of text included.
 
-    The cache, any of transformers', holds what comes before `ids`, and grows.
+    Args:
+        model: the model.
+        cache: any cache of transformers' with the tokens before `ids`; it grows.
+        ids: the tokens that are fed first.
+        count: how many tokens to generate.
+        on_token: called after each token.
+
+    Returns:
+        The tokens, and the seconds that they took.
     """
     logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     new: list[int] = []
@@ -51,33 +59,39 @@ def greedy(
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Those that end a text, as the model's generation config has them."""
+    """Return the tokens that end a text by the model's generation config."""
     ends = model.generation_config.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 class StopCriterion:
-    """When an answer is over, and what of it is the answer.
+    """Says when an answer is over, and which part of what was generated is the answer.
 
-    It ends at one of the model's or the tokenizer's own ends, at a text of `until`, or after so many tokens. Texts are
-    looked for in the newest tokens only: in as many as the longest has bytes, and a few more.
+    An answer ends at a token that ends a text for the model or the tokenizer, at a text of `until`, or after the most
+    tokens that the task allows. Texts are looked for in the newest tokens only: as many as the longest text has bytes,
+    and a few more.
+
+    Args:
+        model: the model.
+        tokenizer: the model's.
+        generation: the task's tokens and texts.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, generation: Generation) -> None:
         self._ends = {*end_tokens(model), tokenizer.eos_token_id}
         self._tokenizer, self._tokens = tokenizer, generation.tokens
         self._until = [text for text in generation.until if text]
-        # A newest token of no bytes, or half a character before the text, must not hide it.
+        # A newest token without bytes, or half a character before the text, must not hide the text.
         self._window = 4 + max((len(text.encode()) for text in self._until), default=0)
 
     def reached(self, ids: list[int]) -> bool:
-        """Whether the newest token is the last one."""
+        """Return whether the newest token is the last one."""
         if ids[-1] in self._ends or len(ids) >= self._tokens:
             return True
         return bool(self._until) and self._stops(self._text(ids[-self._window :]))
 
     def answer(self, ids: list[int]) -> tuple[str, bool]:
-        """The answer's text, and whether it ended by itself."""
+        """Return the answer's text, and whether it ended by itself."""
         by_itself = ids[-1] in self._ends
         text = self._text(ids[:-1] if by_itself else ids)
         finished = by_itself or self._stops(text)
@@ -94,11 +108,15 @@ class StopCriterion:
 
 @dataclass
 class Answer:
-    """One answer: the ids that were generated, and their text without the end; of choices their likelihoods.
+    """One answer.
 
-    It has `finished` where it ended by itself, or at a text of `until`. Of the seconds of answers that were decoded
-    together it has an even share, and those in which its own cache chose what stays; `beside` sums up over its tokens
-    how many answers got one at once.
+    Attributes:
+        ids: the tokens that were generated.
+        seconds: an even share of the seconds of answers that were decoded together, and the seconds in which this
+            answer's cache chose what stays.
+        beside: the sum over the tokens of the number of answers that were decoded at once.
+        reply: the text without its end; of choices their likelihoods.
+        finished: whether it ended by itself or at a text of `until`.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -110,13 +128,17 @@ class Answer:
 
 @dataclass(eq=False)
 class Stream:
-    """An answer that is being decoded, on a cache of its own.
+    """An answer that is being decoded on a cache of its own.
 
     Attributes:
-        logits: what its next token is picked from.
-        on_token: is called whenever the cache has grown.
-        over: whether it is at its end.
-        error: what has stopped it; of the cache's use is none any more.
+        cache: the prompt and the answer so far.
+        logits: of the next token.
+        pick: picks the next token.
+        ending: says when the answer is over.
+        on_token: called whenever the cache has grown.
+        answer: the answer so far.
+        over: whether the answer is at its end.
+        error: the error that has stopped it; the cache is of no use then.
     """
 
     cache: Cache
@@ -129,7 +151,7 @@ class Stream:
     error: Exception | None = None
 
     def say(self) -> None:
-        """Picks the next token."""
+        """Pick the next token."""
         ids = self.answer.ids
         ids.append(int(self.pick(self.logits)))
         if self.ending.reached(ids):
@@ -139,7 +161,12 @@ class Stream:
 
 @torch.no_grad()
 def step(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
-    """One token more of every answer. They may have begun at any time, and are each on a cache of another length."""
+    """Decode one more token of every answer.
+
+    Args:
+        model: the model.
+        streams: the answers. Their caches may differ in length.
+    """
     began, events = time.perf_counter(), [len(stream.cache.events) for stream in streams]
     for stream in streams:
         stream.say()
@@ -157,7 +184,7 @@ def step(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
 
 
 def _feed(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
-    """Each one's newest token."""
+    """Feed the newest token of every answer to the model."""
     tokens = torch.tensor([[stream.answer.ids[-1]] for stream in streams], device=model.device)
     errors: dict[int, Exception] = {}
     try:
@@ -174,7 +201,13 @@ def _feed(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
 
 
 def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
-    """The most likely token; with a temperature one drawn from all tokens, the same for the same `draw`."""
+    """Return a function that picks tokens.
+
+    Args:
+        temperature: 0 for the most likely token; else a token is drawn from all tokens.
+        device: where the logits are.
+        draw: seeds the drawing.
+    """
     if not temperature:
         return lambda logits: logits.argmax(-1, keepdim=True)
     seed = int.from_bytes(hashlib.sha256(repr(draw).encode()).digest()[:7], "big")
@@ -182,7 +215,7 @@ def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
 
     def drawn(logits: Tensor) -> Tensor:
         weights = (logits.float() / temperature).softmax(-1)
-        # As torch.multinomial draws one, but a number that overflowed is no error here, as it is none when greedy.
+        # As torch.multinomial, which would raise an error where a logit has overflowed; greedy decoding raises none.
         return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(-1, keepdim=True)
 
     return drawn
@@ -197,10 +230,18 @@ def likelihoods(
     together: int,
     dtype: torch.dtype | None = None,
 ) -> list[tuple[float, bool]]:
-    """Of every continuation its log-likelihood, and whether greedy decoding would say it; all run on forks.
+    """Score continuations on forks of a cache.
 
-    `first` are the logits of the first token; so many continuations run `together`; the softmax has the logits' own
-    type if it is given none.
+    Args:
+        model: the model.
+        cache: the tokens before the continuations; it stays as it is.
+        first: logits of the continuations' first token.
+        continuations: tokens of each.
+        together: how many run at once.
+        dtype: of the softmax; the logits' own if None.
+
+    Returns:
+        The log-likelihood of each continuation, and whether greedy decoding would generate it.
     """
     tokens = [torch.tensor(continuation, device=first.device) for continuation in continuations]
     scores: list[tuple[float, bool]] = []
@@ -217,7 +258,7 @@ def likelihoods(
 def _follow(
     model: PreTrainedModel, cache: Cache, first: Float[Tensor, "1 vocabulary"], tokens: Int[Tensor, "rows n"]
 ) -> Float[Tensor, "rows n_and_one vocabulary"]:
-    """The logits after the cache and after every token; shorter rows are padded at their end, unseen by them."""
+    """Return the logits after the cache and after every token. Rows may be padded at their end."""
     logits, (rows, length) = [first.expand(len(tokens), 1, -1)], tokens.shape
     if length:
         fork = cache.fork()

@@ -1,4 +1,4 @@
-"""Bytes that caches hold, how many there is room for, and whether there was."""
+"""Memory: the bytes that caches hold, how many more there is room for, and whether an error is about memory."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,16 +12,21 @@ from keepset.hf.store import SLACK
 from keepset.recipe import Recipe
 
 SHARES = {"cuda": 0.9, "cpu": 0.5}
-"""Of the memory that is free, what caches may grow by: a CPU's is others' too, and who takes too much is killed."""
+"""The share of free memory that caches may take. Of a CPU's, others take some too, and who takes too much is killed."""
 
 
 class CacheMemory:
-    """What a cache held, in the figures of a cell; `look` is cheap, for every token, and `finish` notes the rest.
+    """The figures of a cell about memory. `look` is cheap enough for every token; `finish` notes the rest.
 
-    A cache that `is_full` drops nothing and stands for the full one, which has no positions to store. Bytes are the
-    most at any look, allocated, positions and free places included; the full cache's are those at the same moment.
-    `keep`, the fraction of all tokens' entries that were there, and the seconds that selecting had taken are those at
-    the beginning, or when it was finished.
+    Args:
+        cache: the cache.
+        is_full: whether it stands for the full cache, which drops nothing and stores no positions.
+
+    Attributes:
+        nbytes: the most bytes that were allocated at any look, with positions and free places.
+        nbytes_full: bytes of the full cache at that moment.
+        keep: fraction of all tokens' entries that were held, at the beginning or when finished.
+        select_seconds: seconds that choosing what stays had taken by then.
     """
 
     def __init__(self, cache: Cache, is_full: bool) -> None:
@@ -31,13 +36,13 @@ class CacheMemory:
         self.finish(cache)
 
     def look(self, cache: Cache) -> None:
-        """Notes the bytes that it holds now."""
+        """Note the bytes that the cache holds now."""
         nbytes = cache.nbytes_full if self._is_full else cache.nbytes
         if nbytes > self.nbytes:
             self.nbytes, self.nbytes_full = nbytes, nbytes if self._is_full else cache.nbytes_full
 
     def finish(self, cache: Cache) -> None:
-        """Notes what is left in the end, and what it took."""
+        """Note the share of entries that is left, and the seconds of all events."""
         stores = [(layer.store, layer.logical) for layer in cache.kept_layers.values() if layer.store is not None]
         tokens = sum(store.kv_heads * logical for store, logical in stores)
         self.keep = sum(store.entries for store, _ in stores) / tokens if tokens else 1.0
@@ -45,9 +50,15 @@ class CacheMemory:
 
 
 def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
-    """As many tokens' entries a cache comes to at most, on the mean over its heads, with so many after the prompt.
+    """Return the most entries that a cache holds at any time, in tokens, on the mean over its heads.
 
-    Without a recipe, or where it does not say how much it keeps, those of all tokens.
+    Args:
+        recipe: what the cache keeps; None for all.
+        prompt: tokens of the prompt.
+        after: tokens after it.
+
+    Returns:
+        All tokens if the recipe does not say how much it keeps.
     """
     total = prompt + after
     if recipe is None or (keep := recipe.budget.keep) is None:
@@ -63,21 +74,26 @@ def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
 
 
 class MemoryBudget:
-    """Whether the memory at hand takes another cache, beside those that are still growing.
+    """Says whether free memory takes another cache, beside those that still grow.
 
-    What a token takes is that of the caches which it was shown; until there is one, there is room for one.
+    The bytes of a token are learned from caches that it is shown. Until then there is room for one cache.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._token_bytes = device, 0
 
     def learn(self, cache: Cache) -> None:
-        """Sees what a token's entries take in all heads."""
+        """Learn from a cache how many bytes a token's entries take in all heads."""
         stores = [layer.store for layer in cache.kept_layers.values() if layer.store is not None]
         self._token_bytes = sum(store.kv_heads * store.entry_bytes for store in stores)
 
     def takes(self, tokens: int, growing: Iterable[tuple[Cache, int]]) -> bool:
-        """One that needs so many tokens' entries; of those that grow it is said what they come to, in tokens."""
+        """Return whether memory takes another cache.
+
+        Args:
+            tokens: entries that the new cache comes to at most, in tokens.
+            growing: the caches that still grow, each with the entries that it comes to, in tokens.
+        """
         growing = list(growing)
         if not growing:
             return True
@@ -88,7 +104,7 @@ class MemoryBudget:
 
 
 def available(device: torch.device) -> int | None:
-    """Bytes that can still be allocated; None where the system does not say."""
+    """Return the bytes that can still be allocated; None where the system does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -100,7 +116,7 @@ def available(device: torch.device) -> int | None:
 
 
 def _left_to_this_container() -> int:
-    """What Linux's control group allows beyond what is in use; caches of files count as free."""
+    """Return the bytes that Linux's control group allows beyond those in use. Cached files count as free."""
     try:
         folder = Path("/sys/fs/cgroup")
         most = int(folder.joinpath("memory.max").read_text("ascii"))
@@ -112,7 +128,7 @@ def _left_to_this_container() -> int:
 
 
 def watch_peak(device: torch.device) -> Callable[[], int | None]:
-    """From now on notes the most bytes allocated on the device; the answer tells it, or None on a CPU."""
+    """Begin to measure the most bytes allocated on a device; return a function that tells them, or None on a CPU."""
     if device.type != "cuda":
         return lambda: None
     torch.cuda.reset_peak_memory_stats(device)
@@ -120,11 +136,11 @@ def watch_peak(device: torch.device) -> Callable[[], int | None]:
 
 
 def dynamic_nbytes(cache: DynamicCache) -> int:
-    """Bytes of keys and values in a plain cache of transformers."""
+    """Return the bytes of keys and values in a plain cache of transformers."""
     tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was not enough, which torch does in several ways."""
+    """Return whether an error says that memory was not enough. Torch has several such errors."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -32,10 +32,10 @@ from keepset.errors import KeepsetError
 
 
 class Interruptible(TyperGroup):
-    """Says in a word that a command was interrupted, where it has not said more itself."""
+    """Notes that a command was interrupted, unless the command has said more itself."""
 
     def invoke(self, ctx: Any) -> Any:
-        """The command; Ctrl-C is exit code 130."""
+        """Run the command; Ctrl-C ends it with exit code 130."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -67,7 +67,7 @@ for command in (demo, ui, compare, generate, tune, methods):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command()(results)
-# What is not keepset's own goes on to vLLM.
+# Options that are not keepset's own go on to vLLM.
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 for command in (trace, calibrate, compile, reproduce):
     app.command()(command)
@@ -78,8 +78,8 @@ app.add_typer(diagnose)
 
 
 def main() -> None:
-    """Runs the command line; bad input is one sentence on standard error and exit code 2."""
-    # Where in the code a warning comes from is nothing to whoever gave a command.
+    """Run the command line. Bad input ends it with one sentence on standard error and exit code 2."""
+    # Show a warning without the place in the code that it comes from.
     warnings.showwarning = lambda message, *_, **__: note(str(message))
     try:
         app()

@@ -19,29 +19,29 @@ def calibrate(
     out: Annotated[Path, Option(help="The file to write, such as stats.safetensors.")],
     text: Annotated[
         list[Path] | None,
-        Option(metavar="<path>", help="A UTF-8 text file, as often as you like; essays if none."),
+        Option(metavar="<path>", help="A UTF-8 text file; may be given several times. [default: essays]"),
     ] = None,
     tokens: Annotated[int, Option(help="Tokens to measure at most.")] = 16384,
     length: Annotated[int, Option(help="Tokens of a passage.")] = 1024,
-    seed: Annotated[int, Option(help="Of the order in which passages are drawn from the texts.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the order in which passages are drawn from the texts.")] = 0,
     gate_steps: Annotated[
         int,
         Option(
-            help="Steps in which gates find retrieval heads, for duo_attention; 0 leaves that out. A step is a text of "
-            "512 tokens, trained on as DuoAttention's authors do, and costs about 4 forward passes over it."
+            help="Training steps of the gates that find retrieval heads, for duo_attention; 0 leaves them out. A step "
+            "trains on a text of 512 tokens, as DuoAttention's authors do, and costs about 4 forward passes."
         ),
     ] = 24,
     force: Force = False,
 ) -> None:
     """Measure a model's statistics, which some methods need.
 
-    They are of its queries over texts: for qfilter, triattention and expected_attention(stats=...).
+    qfilter, triattention and expected_attention(stats=...) need statistics of the model's queries over texts.
 
-    And which of its heads retrieve, for duo_attention: gates between full and streaming attention are trained on
-    passkeys that are hidden in those texts.
+    duo_attention needs to know which heads retrieve. Gates between full and streaming attention are trained on
+    passkeys that are hidden in the texts.
 
-    Any coherent text will do; it should not be the one that you evaluate on. A recipe names the file:
-    qfilter(stats='stats.safetensors', keep=0.25). It fits this model alone.
+    Any coherent text will do, except the one that you evaluate on. A recipe names the file:
+    qfilter(stats='stats.safetensors', keep=0.25). The file fits this model alone.
     """
     check_whole(2**63, tokens=(tokens, 16), length=(length, 16), seed=(seed, 0), gate_steps=(gate_steps, 0))
     check_tensor_file(out, force)

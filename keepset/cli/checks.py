@@ -1,4 +1,4 @@
-"""What several commands refuse, with a `KeepsetError`, before any work is done."""
+"""Checks that several commands make before they begin; each raises `KeepsetError`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 
 
 def check_text(name: str, text: str | None) -> None:
-    """Refuses what a user typed where there is nothing to read in it: it is blank, or holds bytes that are no UTF-8."""
+    """Refuse a text of the user that is blank or not UTF-8.
+
+    Args:
+        name: what the sentence calls the text.
+        text: the text; None if none was given.
+    """
     if text is None:
         return
     if not text.strip():
@@ -27,7 +32,12 @@ def check_text(name: str, text: str | None) -> None:
 
 
 def check_whole(limit: int, **options: tuple[int, int]) -> None:
-    """Refuses options, each with its value and its least value, that are out of range."""
+    """Refuse options that are out of range.
+
+    Args:
+        limit: all values have to be below it.
+        options: value and least value of each option, by its name.
+    """
     for name, (value, least) in options.items():
         if not least <= value < limit:
             raise KeepsetError(
@@ -36,7 +46,7 @@ def check_whole(limit: int, **options: tuple[int, int]) -> None:
 
 
 def check_minutes(minutes: float | None) -> None:
-    """Refuses a span of time that is none."""
+    """Refuse a number of minutes that is not above 0."""
     if minutes is not None and not 0 < minutes < 1e6:
         raise KeepsetError(f"--minutes {minutes} is out of range: use a number above 0.")
 
@@ -56,7 +66,12 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def check_tensor_file(out: Path, force: bool) -> None:
-    """Refuses a file of tensors that could not be written, or should not be."""
+    """Refuse a file of tensors that cannot be written, or should not be.
+
+    Args:
+        out: the file.
+        force: whether it may replace another.
+    """
     if out.is_dir() or not out.parent.is_dir():
         raise KeepsetError(f"--out {str(out)!r} is no place for a file: name a file in a folder that exists.")
     if (out.parent / "config.json").exists():
@@ -69,7 +84,12 @@ def check_tensor_file(out: Path, force: bool) -> None:
 
 
 def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
-    """Refuses recipes whose statistics or tables cannot be read, or are another model's: every figure would fail."""
+    """Refuse recipes whose statistics or tables cannot be read, or are another model's.
+
+    Args:
+        model: the model.
+        recipes: the recipes; None stands for the full cache.
+    """
     from keepset.core.features.runtime_features import ModelStatistics, ModelTables
     from keepset.hf.cache import Cache
 
@@ -79,7 +99,13 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
 
 
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:
-    """Refuses more tokens than the model's context takes: those of the prompt and new ones."""
+    """Refuse more tokens than the model's context takes.
+
+    Args:
+        model: the model.
+        length: tokens of the prompt.
+        new: tokens to generate.
+    """
     longest = context_length(model)
     if longest is not None and length + new > longest:
         more, advice = (f" and {new} new ones", " or ask for fewer tokens") if new else ("", "")

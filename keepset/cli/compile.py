@@ -1,4 +1,4 @@
-"""`keepset compile`: CompilerKV's tables, made of texts, or shown."""
+"""`keepset compile`: makes CompilerKV's tables of texts, or shows them."""
 
 from __future__ import annotations
 
@@ -31,39 +31,42 @@ def compile(
         list[Path] | None,
         Option(
             metavar="<path>",
-            help='A UTF-8 text file, or a .jsonl file with a text in the field "text" of every line, as often as you '
-            "like; essays if none.",
+            help='A UTF-8 text file, or a .jsonl file with a text in the field "text" of every line; may be given '
+            "several times. [default: essays]",
         ),
     ] = None,
-    keeps: Annotated[str, Option(help="Budgets, entries per KV head, separated by commas.")] = "128,256,512",
+    keeps: Annotated[str, Option(help="Budgets in entries per KV head, separated by commas.")] = "128,256,512",
     recipe: Annotated[
-        str, Option(help="Whose tables: compilerkv with its window and what is left out of it.")
+        str, Option(help="The method to compile for: compilerkv with its window and what is left out of it.")
     ] = "compilerkv",
-    sample: Annotated[int, Option(help="Contexts drawn from the texts, on which actions are tried.")] = 64,
+    sample: Annotated[int, Option(help="Number of contexts that are drawn from the texts to try actions on.")] = 64,
     prompt_tokens: Annotated[int, Option(help="Tokens of a context.")] = 1024,
-    continuation: Annotated[int, Option(help="Tokens after it, which tell what an action was worth.")] = 48,
-    weights: Annotated[str, Option(help="What a head may be given; the first of equally good ones.")] = "1,2,0.5,0,-1",
+    continuation: Annotated[int, Option(help="Tokens after a context, by which an action is judged.")] = 48,
+    weights: Annotated[str, Option(help="Weights that a head may get.")] = "1,2,0.5,0,-1",
     reward: Annotated[
         Literal["expected", "said"],
-        Option(help="said: what the text's own tokens lose, as in the paper; expected: what all that might follow do."),
+        Option(help="said: the loss of the text's own tokens, as in the paper; expected: of all that might follow."),
     ] = "expected",
     gate: Annotated[
         Literal["table", "sum"],
         Option(help="table: a value for layer and risk together, as in the paper; sum: one for each."),
     ] = "table",
-    seed: Annotated[int, Option(help="Of the contexts' order and of the actions.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the contexts' order and of the actions.")] = 0,
     log: Annotated[
         Path | None,
-        Option(metavar="<path>", help="Where rewards are kept: the same command goes on there, also beside others."),
+        Option(
+            metavar="<path>",
+            help="A file for rewards. The same command goes on there, and several processes may use it at once.",
+        ),
     ] = None,
     html: Html = None,
     force: Force = False,
 ) -> None:
     """Compile the tables that compilerkv(tables=...) needs.
 
-    Contexts run once each; then random head weights and thresholds are tried on them and rewarded by what the tokens
-    that follow lose, and conservative Q-learning makes tables of it. The texts should be of many kinds, and not those
-    that you evaluate on. A recipe names the file: compilerkv(tables='tables.safetensors', keep=512).
+    Each context runs once. Random head weights and thresholds are tried on it and rewarded by the loss of the tokens
+    that follow. Conservative Q-learning makes the tables of these rewards. The texts should be of many kinds, and not
+    those that you evaluate on. A recipe names the file: compilerkv(tables='tables.safetensors', keep=512).
     """
     from keepset.bench.report.tables import render
     from keepset.core.tables import load as load_tables
@@ -71,7 +74,7 @@ def compile(
     from keepset.offline.compile.describe import describe_tables
 
     if (out is None) == (show is None):
-        raise KeepsetError("Say either --out, the file to write, or --show, a file to look at.")
+        raise KeepsetError("Give either --out, the file to write, or --show, a file to look at.")
     check_writable(html)
     if out is None:
         tables = load_tables(str(show))
@@ -145,5 +148,5 @@ def _compiled(model: Source, files: list[Path], settings: CompileSettings, log: 
     except KeyboardInterrupt:
         if log is None or not log.exists():
             raise
-        note("interrupted: what was found is in the log, and the same command goes on from there")
+        note("interrupted: all results so far are in the log, and the same command goes on from there")
         raise Exit(130) from None

@@ -40,9 +40,9 @@ def build(
 ) -> None:
     """Compress a text into a file.
 
-    A model runs over it, and what it caches is compressed. The text stands where it does in keepset generate --text: in
-    a user's message, before the question. A vLLM server takes recipes such as reread(keep=0.25), without the default's
-    8 bits and biases.
+    A model runs over the text, and its cache is compressed. The text is put where keepset generate --text puts it: in a
+    user's message, before the question. A vLLM server takes recipes such as reread(keep=0.25), without the 8 bits and
+    the biases of the default.
     """
     from keepset.recipe import Recipe
 
@@ -64,7 +64,7 @@ def build(
     with torch.no_grad(), _layers_shown(loaded):
         check_logits(loaded(ids.to(loaded.device), past_key_values=cache, logits_to_keep=1).logits)
     seconds = time.perf_counter() - start
-    # A folder is found again from wherever the question is asked.
+    # An absolute folder is found again from wherever the question is asked.
     name = str(Path(model.name).resolve()) if model.name and Path(model.name).is_dir() else model.called
     cache.save(out, force=force, model_name=name, **_frame(tokenizer, ids[0].tolist()))
     kept = "nothing dropped yet"
@@ -80,7 +80,7 @@ def build(
 
 
 def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:
-    """What a server has to know of a text's tokens: a message with a question begins as the text's does."""
+    """Return what a server has to know of a text's tokens to find the text at the beginning of a message."""
 
     def encoded(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -96,7 +96,7 @@ def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:
 def ask(
     file: Annotated[Path, Argument(metavar="FILE", help="A file that keepset context build has written.")],
     question: Annotated[str, Argument(metavar="QUESTION", help="What to ask about the text.")],
-    model: Annotated[str | None, Option(help="Where the model is now, if not where the file says.")] = None,
+    model: Annotated[str | None, Option(help="The model's place now, if it is not where the file says.")] = None,
     device: Device = None,
     dtype: Dtype = None,
     output_tokens: OutputTokens = 200,
@@ -105,7 +105,7 @@ def ask(
 ) -> None:
     """Answer a question about a compressed text.
 
-    The file stays as it is.
+    The file is not changed.
     """
     check_text("The question", question)
     sampling = Sampling(output_tokens, temperature, seed)
@@ -116,7 +116,7 @@ def ask(
     header = saved.header(file)
     name = header.model if model is None else model
     if model is None and name != EMBEDDED and (not name or Path(name).is_absolute()) and not Path(name).is_dir():
-        raise KeepsetError(f"{str(file)!r} is of the model {name!r}, which is not there: say with --model where it is.")
+        raise KeepsetError(f"{str(file)!r} is of the model {name!r}, which is not there: give its place with --model.")
     loaded, tokenizer = load(Source(None if name == EMBEDDED else name, device, dtype))
     _, rest = chat_parts(tokenizer, "", question)
     ids = tokenizer(rest, add_special_tokens=False, return_tensors="pt")["input_ids"].to(loaded.device)
@@ -129,7 +129,7 @@ def ask(
 
 @contextmanager
 def _layers_shown(model: Any) -> Iterator[None]:
-    """Shows how many layers a forward has come through."""
+    """Show how many layers a forward has come through, within the block."""
     layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     with progress() as bar:
         advance = counted(bar, "layers", len(layers))

@@ -1,4 +1,4 @@
-"""`keepset eval`: benchmark tasks under recipes and budgets, beside the full cache and the honest baselines."""
+"""`keepset eval`: benchmark tasks under recipes and budgets, beside the full cache and baselines."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ DECODING = "snapkv, r_kv, ams(tova)"
 DECODING_KEEPS = "256,128"
 _EVERY = 64
 _GENERATED = 10
-"""Examples of tasks that are generated, as many as you like, where no limit is given: one at each depth of a needle."""
+"""The examples of generated tasks if no limit is given: one at each depth of a needle."""
 _LONG = 20_000
-"""Tokens whose number is said first."""
+"""The tokens of a sweep from which on their number is said first."""
 
 
 @takes_model
@@ -54,61 +54,59 @@ def evaluate(
         ),
     ] = None,
     prompt_tokens: Annotated[
-        str, Option(help="Tokens of prompts, separated by commas, for tasks made to a length.")
+        str, Option(help="Lengths of prompts in tokens, separated by commas, for tasks that are made to a length.")
     ] = "1024",
     limit: Annotated[
         int | None,
-        Option(help="The first examples of each task; all of them if not given, of generated ones ten."),
+        Option(help="Take the first examples of each task. [default: all; of generated tasks ten]"),
     ] = None,
     sample: Annotated[
         str | None,
-        Option(help="A random sample of each task's examples, drawn by the seed: a share such as 0.1, or so many."),
+        Option(help="Take a random sample of each task's examples, by the seed: a share such as 0.1, or a number."),
     ] = None,
     output_tokens: Annotated[
-        int | None, Option(help="Tokens of an answer at most, for all tasks; each task's own if not given.")
+        int | None, Option(help="The most tokens of an answer, for all tasks. [default: each task's own]")
     ] = None,
-    seeds: Annotated[str, Option(help="For generated data and for sampling, separated by commas.")] = "0",
+    seeds: Annotated[str, Option(help="Seeds of generated data and of sampling, separated by commas.")] = "0",
     mode: Annotated[
         str,
         Option(
-            help="What is compressed: 'prompt', context and question together; 'agnostic', the context before its "
-            "questions are known; 'task', the context by recipes that can be told a question (kvcompose, "
-            "second_pass), by others context and question."
+            help="What is compressed. 'prompt': context and question together. 'agnostic': the context before its "
+            "questions are known. 'task': the context by recipes that take the question (kvcompose, second_pass); "
+            "context and question by others."
         ),
     ] = "prompt",
-    no_chat: Annotated[
-        bool, Option("--no-chat", help="Ask verbatim, though the tokenizer has a chat template.")
-    ] = False,
-    data: Annotated[Path | None, Option(help="A folder with the tasks' data, used in place of the hub.")] = None,
+    no_chat: Annotated[bool, Option("--no-chat", help="Ask without the tokenizer's chat template.")] = False,
+    data: Annotated[Path | None, Option(help="A folder with the tasks' data, in place of the hub.")] = None,
     temperature: Temperature = 0.0,
     every: Annotated[
         int | None,
         Option(
-            help="In tasks that decode, for recipes that do not say it: after how many tokens; 0 compresses the prompt "
-            f"only, for which fractions are budgets, too. [default: {_EVERY}]"
+            help="The tokens between compressions in tasks that decode, for recipes that do not say it. 0 compresses "
+            f"the prompt only, and then fractions are budgets too. [default: {_EVERY}]"
         ),
     ] = None,
     always: Annotated[
         str,
         Option(
             metavar="SINKS,RECENT",
-            help="How many of the first and of the newest tokens stay at least, such as 4,32, where a recipe does not "
+            help="How many of the first and of the newest tokens always stay, such as 4,32, for recipes that do not "
             "say it.",
         ),
     ] = "0,0",
-    out: Annotated[Path, Option(help="The sweep's file: begun, or gone on with.")] = Path("sweep.sqlite"),
+    out: Annotated[Path, Option(help="The sweep's file, new or begun before.")] = Path("sweep.sqlite"),
     no_baselines: Annotated[
-        bool, Option("--no-baselines", help="Do not add random and streaming_llm under the same budgets.")
+        bool, Option("--no-baselines", help="Leave out random and streaming_llm under the same budgets.")
     ] = False,
-    ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
+    ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster make the cells.")] = False,
     minutes: Minutes = None,
     json_file: Json = None,
 ) -> None:
     """Measure recipes on benchmarks.
 
-    Every recipe and budget runs on every example, on one prefill of it. Each figure is written to a file as soon as
-    it is there. The same command goes on where it was stopped; recipes, budgets, tasks, and seeds can be added to a
-    file, and several processes may work on one at the same time.
+    Every recipe and budget runs on every example, on one prefill of it. Each figure is written to a file at once. The
+    same command goes on where it was stopped. Recipes, budgets, tasks and seeds can be added to a file. One process
+    adds to a file at a time; --ray uses many machines.
     """
     for name, value, least in (("limit", limit, 1), ("every", every, 0), ("output-tokens", output_tokens, 1)):
         if value is not None and value < least:
@@ -154,7 +152,16 @@ def evaluate(
 def _candidates(
     task: Task, recipes: str | None, keeps: str | None, every: int, always: tuple[int, int], baselines: bool
 ) -> Sequence[Candidate]:
-    """What a task is to show: the full cache, the recipes, and under the same budgets what every method has to beat."""
+    """Return a task's candidates: the full cache, the recipes, and baselines under the same budgets.
+
+    Args:
+        task: the task.
+        recipes: the option --recipes.
+        keeps: the option --keeps.
+        every: tokens between compressions in tasks that decode; 0 for none.
+        always: how many of the first and of the newest tokens always stay.
+        baselines: whether baselines are added.
+    """
     from keepset.bench.candidate import candidates
     from keepset.recipe import Recipe
 
@@ -180,7 +187,7 @@ def _candidates(
 
 
 def _show(cells: Sequence[Cell], out: Path, json_file: Path | None) -> bool:
-    """Prints what the file has of what was asked for; whether a recipe failed on anything."""
+    """Print the figures of some cells, and return whether a recipe failed on an example."""
     from keepset.bench.analysis.summary import summarise
 
     summary = summarise(cells)
@@ -190,7 +197,7 @@ def _show(cells: Sequence[Cell], out: Path, json_file: Path | None) -> bool:
 
 
 def _stay(text: str) -> tuple[int, int]:
-    """How many of the first and of the newest tokens always stay, from `--always`."""
+    """Return the two numbers of `--always`."""
     counts = [int(part) for part in text.split(",") if part.strip().isdecimal() and len(part.strip()) < 10]
     if len(counts) != 2 or text.count(",") != 1:
         raise KeepsetError(
@@ -200,7 +207,7 @@ def _stay(text: str) -> tuple[int, int]:
 
 
 def _sample(text: str) -> int | float:
-    """A number of examples, or a share of them, from `--sample`."""
+    """Return the number or the share of `--sample`."""
     try:
         sample = int(text) if text.isdecimal() else float(text)
     except ValueError:

@@ -13,9 +13,9 @@ from keepset.models import Source
 from keepset.texts import chat_parts, read
 
 RECIPE = "int8(pool(prompt_queries), keep=0.46)"
-"""In a 16-bit model a quarter of the bytes, and of what takes one pass the nearest to the full cache."""
+"""A quarter of the bytes of a 16-bit model, and of the recipes with one pass the nearest to the full cache."""
 SHORT = 256
-"""Tokens of a prompt of which little can be spared."""
+"""The tokens below which a prompt is short: little of it can be spared."""
 
 
 @takes_model
@@ -27,16 +27,16 @@ def generate(
     ] = None,
     text: Annotated[Path | None, Option(help="A UTF-8 text file that goes before the prompt.")] = None,
     question: Annotated[
-        str | None, Option(help="What will be asked: methods with a second pass keep what it looks at.")
+        str | None, Option(help="A question that will be asked. Methods with a second pass keep what it looks at.")
     ] = None,
     output_tokens: OutputTokens = 200,
     temperature: Temperature = 0.0,
     seed: SamplingSeed = 0,
-    compare_full: Annotated[bool, Option("--compare-full", help="Generate with the full cache, too.")] = False,
+    compare_full: Annotated[bool, Option("--compare-full", help="Generate with the full cache too.")] = False,
 ) -> None:
     """Answer one prompt under a recipe.
 
-    The answer goes to standard output as it comes; bytes and speed follow on standard error.
+    The answer goes to standard output while it is generated. Bytes and speed follow on standard error.
     """
     from keepset.recipe import Recipe
 
@@ -67,7 +67,7 @@ def generate(
     again = "" if parsed.schedule.every is None else f", compressed {later} times while decoding"
     note(f"{parsed}: kept {kept:.1%} of {length} prompt tokens{again}; {summary}")
     if recipe is not None and kept < 1 and length < SHORT:
-        note(f"A prompt of {length} tokens is short: what is dropped of it is missed.")
+        note(f"A prompt of {length} tokens is short: the entries that were dropped will be missed.")
     say_whole(parsed, length)
     if compare_full:
         say("\nThe full cache:")

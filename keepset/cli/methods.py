@@ -1,4 +1,4 @@
-"""`keepset methods`: the catalogue, and a page on one method."""
+"""`keepset methods`: the list of methods, and a page on one method."""
 
 import re
 from typing import Annotated, Any
@@ -11,18 +11,19 @@ from keepset.cli.options import Json
 from keepset.errors import RecipeError
 
 _SOURCE = re.compile(r"\s*\([^()]*\d{4}[^()]*\)")
-"""A paper's authors and number in the first sentence of a method's docstring."""
+"""The authors and number of a paper in the first sentence of a method's docstring."""
 
 
 def methods(
     name: Annotated[
-        str | None, Argument(metavar="[NAME]", help="A method to say more of; all of them if none.")
+        str | None, Argument(metavar="[NAME]", help="A method to describe. [default: a list of all methods]")
     ] = None,
     json_file: Json = None,
 ) -> None:
-    """List the methods, or say more of one.
+    """List the methods, or describe one.
 
-    What they keep and what it takes; of one its parameters with their ranges, its paper and an example.
+    The list says what each method keeps and needs. The description of one method has its parameters with their
+    ranges, its paper and an example.
     """
     check_writable(json_file)
 
@@ -49,14 +50,15 @@ def _print(entries: list[dict[str, Any]]) -> None:
         grid.add_row(cell(named), cell(summary), always, *served, str(entry["passes"]))
     show(grid)
     say(
-        "always: so many of the first and of the newest tokens stay; every: it can compress while decoding; passes: "
-        "over the prompt. What a scorer adds comes on top. keepset methods NAME says more."
+        "always: how many of the first and of the newest tokens always stay; every: whether it can compress while "
+        "decoding; passes: forward passes over the prompt. An allocator also has its scorer's needs. "
+        "keepset methods NAME says more."
     )
 
 
 def _print_one(entry: dict[str, Any], about: str) -> None:
     divides = entry["family"] == "allocator"
-    # Paragraphs, and an attribute's first line, begin anew.
+    # Join lines, except where a paragraph or an attribute begins.
     text = re.sub(r"\n +(?=\S)(?!\w+: )", " ", about.strip())
     say(re.sub(r"\n +", "\n", text))
     if entry["parameters"]:

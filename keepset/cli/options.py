@@ -1,4 +1,4 @@
-"""Options that several commands have, and groups of commands."""
+"""Options that several commands share, and groups of commands."""
 
 import inspect
 from collections.abc import Callable
@@ -13,38 +13,36 @@ from keepset.core.nan_scores import nan_scores_refused
 from keepset.models import Source
 
 STANDARD_OUTPUT = Path("-")
-"""What `--json -` names."""
+"""The value of `--json -`, which means standard output."""
 
-Model = Annotated[str | None, Option(help="A folder or a hub name; a small embedded model if none.")]
+Model = Annotated[str | None, Option(help="A folder or a hub name. [default: a small embedded model]")]
 Device = Annotated[
     str | None,
     Option(
-        help="Such as cuda, cuda:1 or cpu; auto is accelerate's device map, over all GPUs and what they cannot hold on "
-        "the CPU. The GPU if none, where there is one."
+        help="A device such as cuda, cuda:1 or cpu. auto is accelerate's device map: all GPUs, and the CPU for what "
+        "they cannot hold. [default: the GPU if there is one]"
     ),
 ]
-Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16; as the model is stored if none.")]
-Recipes = Annotated[str | None, Option(help="Recipes, separated by commas; a choice if none.")]
-GenerationRecipe = Annotated[str, Option(help="What to keep, such as 'snapkv(keep=0.25)'.")]
-OneText = Annotated[Path | None, Option(help="A UTF-8 text file; an essay if none is given.")]
+Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16. [default: as the model is stored]")]
+Recipes = Annotated[str | None, Option(help="Recipes, separated by commas. [default: a choice]")]
+GenerationRecipe = Annotated[str, Option(help="A recipe, such as 'snapkv(keep=0.25)'.")]
+OneText = Annotated[Path | None, Option(help="A UTF-8 text file. [default: an essay]")]
 Json = Annotated[
     Path | None,
     Option("--json", metavar="<path>", help="Write all figures to this file; - prints them in place of tables."),
 ]
 Html = Annotated[Path | None, Option(metavar="<path>", help="Write the report to this file.")]
 Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")]
-OutputTokens = Annotated[int, Option(help="Tokens to generate at most.")]
-Minutes = Annotated[
-    float | None, Option(help="Stop after so many minutes, with what is known then; none if not given.")
-]
+OutputTokens = Annotated[int, Option(help="The most tokens to generate.")]
+Minutes = Annotated[float | None, Option(help="Stop after so many minutes, with the results so far.")]
 Temperature = Annotated[float, Option(help="0 for greedy decoding.")]
-SamplingSeed = Annotated[int, Option(help="For sampling.")]
+SamplingSeed = Annotated[int, Option(help="Seed of sampling.")]
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with --model, --device and --dtype after all others, which are its parameter `model`.
+    """Add --model, --device and --dtype to a command, which gets them as its parameter `model`.
 
-    What it shows of a recipe is of no choice by scores that are NaN.
+    Scores that are NaN are errors while the command runs, so that it shows no choice that was made by them.
     """
     signature = inspect.signature(command, eval_str=True)
     options = [
@@ -64,7 +62,12 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def group(name: str, about: str) -> typer.Typer:
-    """Commands under one name; the callback keeps the name where a group has a single command."""
+    """Make a group of commands.
+
+    Args:
+        name: the group's name.
+        about: its help.
+    """
     commands = typer.Typer(name=name, help=about, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
-    commands.callback()(lambda: None)
+    commands.callback()(lambda: None)  # keeps the name where a group has a single command
     return commands

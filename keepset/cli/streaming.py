@@ -1,4 +1,4 @@
-"""How tokens are drawn, and a generation that is printed as it comes."""
+"""Sampling options, and generation that is printed as it comes."""
 
 import time
 from dataclasses import dataclass
@@ -8,16 +8,20 @@ from keepset.cli.console import megabytes, sanitize
 from keepset.errors import KeepsetError
 
 _SHOWN = 50_000
-"""Bytes that show in a figure of megabytes."""
+"""The fewest bytes that show in a figure of megabytes."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How many new tokens, and how they are drawn: options that commands have in common, checked once.
+    """How many tokens are generated, and how they are drawn.
 
     Attributes:
-        tokens: at most so many.
-        temperature: 0 for greedy decoding.
+        tokens: the most tokens to generate.
+        temperature: 0 for greedy decoding, or 0.01 to 100.
+        seed: of sampling.
+
+    Raises:
+        KeepsetError: an option is out of range.
     """
 
     tokens: int
@@ -27,7 +31,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise KeepsetError(f"--output-tokens {self.tokens} is not a number of tokens: use an integer from 1.")
-        # Divided by less, logits overflow.
+        # Logits that are divided by less overflow.
         if not (self.temperature == 0 or 0.01 <= self.temperature <= 100):
             raise KeepsetError(
                 f"--temperature {self.temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
@@ -37,13 +41,24 @@ class Sampling:
 
     @property
     def options(self) -> dict[str, Any]:
-        """For `model.generate`."""
+        """Return the options for `model.generate`."""
         options: dict[str, Any] = {"do_sample": self.temperature > 0, "max_new_tokens": self.tokens}
         return {**options, "temperature": self.temperature} if self.temperature > 0 else options
 
 
 def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampling: Sampling) -> tuple[list[int], str]:
-    """Generates on this cache, and shows the text: the new tokens, and a sentence on what they took."""
+    """Generate on a cache, and print the text while it is generated.
+
+    Args:
+        model: the model.
+        tokenizer: the model's.
+        inputs: the prompt's inputs.
+        cache: the cache, which grows.
+        sampling: how tokens are drawn.
+
+    Returns:
+        The new tokens, and a sentence on their bytes and speed.
+    """
     import torch
     from transformers import LogitsProcessorList
 
@@ -70,7 +85,7 @@ def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampl
 
 
 class Streamer:
-    """Prints text as soon as it can be decoded; the prompt, which comes first, is left out."""
+    """Prints text as soon as it can be decoded, without the prompt, which comes first."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -79,7 +94,7 @@ class Streamer:
         self.first: float | None = None
 
     def put(self, value: Any) -> None:
-        """Takes the prompt, then one token after another."""
+        """Take the prompt, then one token after another."""
         if not self._prompt_seen:
             self._prompt_seen = True
             return
@@ -88,7 +103,7 @@ class Streamer:
         self._print(final=False)
 
     def end(self) -> None:
-        """Prints what is left."""
+        """Print the rest."""
         self._print(final=True)
 
     def _print(self, final: bool) -> None:

@@ -1,4 +1,4 @@
-"""A grid swept into its file, with progress: what `keepset eval` and `keepset reproduce` have in common."""
+"""A grid swept into its file, with progress: what `keepset eval` and `keepset reproduce` share."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ if TYPE_CHECKING:
 _CHAT = "chat template"
 
 Foretell = Callable[["Sequence[Group]", "Tokenizer", bool], None]
-"""Told of all groups, the tokenizer, and whether prompts are chats, before the first cell is made."""
+"""Called with all groups, the tokenizer, and whether prompts are chats, before the first cell is made."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """How the same is asked of every candidate: see `Runner`; `chat` where the tokenizer has a template.
+    """How every candidate is asked; see `Runner`.
 
-    Answers have at most `answer_tokens`; None for each task's own.
+    Attributes:
+        mode: what is compressed, and what is known of the questions by then.
+        chat: whether prompts are chats if the tokenizer has a template.
+        temperature: 0 for greedy decoding.
+        answer_tokens: tokens of an answer at most; None for each task's own number.
+        alone: whether answers are decoded one by one.
     """
 
     mode: Mode = "prompt"
@@ -44,7 +49,7 @@ class Asking:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Those of a file, by the command line's names."""
+        """The settings as a file has them, by the command line's names."""
         return {
             "--mode": self.mode,
             "--temperature": self.temperature,
@@ -55,14 +60,14 @@ class Asking:
 
 @dataclass(frozen=True)
 class Swept:
-    """The cells that were asked for, in the order of tasks and candidates, and what memory or a worker kept from it."""
+    """The cells that were asked for, in the order of tasks and candidates, and those that could not be made."""
 
     cells: Sequence[Cell]
     lost: Sequence[Skipped]
 
 
 def check_ray(ray: bool) -> None:
-    """Refuses Ray where it is not installed."""
+    """Refuse Ray where it is not installed."""
     if ray and find_spec("ray") is None:
         raise KeepsetError(
             'Ray is not installed: run `pip install "keepset[ray]"`, or leave --ray out to use this machine alone.'
@@ -80,10 +85,25 @@ def sweep_grid(
     *,
     complete: bool = True,
 ) -> Swept:
-    """Makes the cells that the file lacks; the model is not loaded where it lacks none.
+    """Make the cells that a file lacks. The model is not loaded if it lacks none.
 
-    A recipe whose statistics or tables cannot be had is refused where all is to be `complete`; else its cells say so.
-    Ctrl-C ends the command with a note of how far it has come; when the minutes are over, what is there is the answer.
+    Ctrl-C ends the command with a note of how far it has come. When the minutes are over, what is there is returned.
+
+    Args:
+        out: the sweep's file, begun or not.
+        grid: the cells that are asked for.
+        source: the model.
+        asking: how candidates are asked.
+        ray: whether the workers of a Ray cluster make the cells.
+        foretell: called before the first cell is made.
+        minutes: the time that the command may take; None for any.
+        complete: whether a recipe is refused whose statistics or tables cannot be read; else its cells say so.
+
+    Returns:
+        The file's cells of the grid, and what could not be made.
+
+    Raises:
+        KeepsetError: the file cannot be used, another process adds to it, or a task does not fit the model.
     """
     from keepset.bench.sweep import sweep
     from keepset.bench.sweep.runner import Runner
@@ -94,13 +114,8 @@ def sweep_grid(
         for task in grid.tasks:
             task.generation = replace(task.generation, tokens=asking.answer_tokens)
     settings = {"--limit": grid.limit, "--sample": grid.sample, **asking.options}
-    if out.exists() and out.stat().st_size > 0:
-        with Store.open(out) as store:
-            store.check(settings)
-            same = store.model == source.called and store.configuration[_CHAT] is asking.chat
-            same = same and source.dtype in (None, store.configuration["precision"])
-            if same and grid.is_done(store):
-                return Swept(grid.of(store.cells()), ())
+    if (finished := _finished(out, grid, source, asking.chat, settings)) is not None:
+        return finished
     # With Ray it is the workers' GPUs that compute.
     loaded, tokenizer = load(source._replace(device="cpu") if ray else source)
     longest = context_length(loaded)
@@ -119,20 +134,22 @@ def sweep_grid(
             groups = grid.groups(store, tokenizer)
         foretell(groups, tokenizer, chat)
         left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
+        missing = sweep.count(left)
         try:
             with progress() as bar:
-                advance = counted(bar, "cells", total, total - sweep.count(left))
+                advance = counted(bar, "cells", total, total - missing)
                 first = len(left[0].candidates) if left else 1
-                advance = bounded(foretold(advance, f"{total} cells", sweep.count(left), first), minutes)
+                advance = bounded(foretold(advance, f"{total} cells", missing, first), minutes)
                 if ray:
                     from keepset.bench.sweep import ray_sweep
 
                     nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
-                    lost = ray_sweep.run(store, left, ray_sweep.Loads(source, **runner), nbytes, advance)
+                    make = ray_sweep.RunnerSource(source, **runner)
+                    lost = ray_sweep.run(store, left, make, nbytes, advance)
                 else:
                     lost = sweep.run(store, left, Runner(loaded, tokenizer, **runner), advance)
         except (KeyboardInterrupt, TimeUp) as stop:
-            done = sweep.count(groups, store.done())
+            done = total - sweep.count(sweep.unfinished(groups, store.done()))
             if done:
                 note(f"stopped after {done} of {total} cells, which are in {str(out)!r}: the same command goes on")
             else:
@@ -143,24 +160,46 @@ def sweep_grid(
         return Swept(grid.of(store.cells()), lost)
 
 
+def _finished(out: Path, grid: Grid, source: Source, chat: bool, settings: dict[str, Any]) -> Swept | None:
+    """Return the cells if the file has all of them; refuse a file that cannot be gone on with."""
+    from keepset.bench.sweep.store import Store, check_free
+
+    if not out.exists() or not out.stat().st_size:
+        return None
+    with Store.open(out) as store:
+        store.check(settings)
+        same = store.model == source.called and store.configuration[_CHAT] is chat
+        same = same and source.dtype in (None, store.configuration["precision"])
+        if same and grid.is_done(store):
+            return Swept(grid.of(store.cells()), ())
+    check_free(out)
+    return None
+
+
 @contextmanager
 def _nothing_left_behind(out: Path) -> Iterator[None]:
-    """Removes a file that was begun here and has come to nothing."""
-    from keepset.bench.sweep.store import Store
-
+    """Remove a file that the block has begun and that has no cell, if the block fails."""
     existed = out.exists()
     try:
         yield
     except BaseException:
-        if not existed and out.exists():
-            with suppress(KeepsetError), Store.open(out) as store:
-                if store.is_empty:
-                    for suffix in ("", "-wal", "-shm"):
-                        out.with_name(f"{out.name}{suffix}").unlink(missing_ok=True)
+        if not existed and out.exists() and _is_empty(out):
+            for suffix in ("", "-wal", "-shm"):
+                out.with_name(f"{out.name}{suffix}").unlink(missing_ok=True)
         raise
 
 
+def _is_empty(out: Path) -> bool:
+    from keepset.bench.sweep.store import Store
+
+    if not out.stat().st_size:
+        return True
+    with suppress(KeepsetError), Store.open(out) as store:
+        return store.is_empty
+    return False
+
+
 def say_lost(lost: Sequence[Skipped]) -> None:
-    """Notes what could not be had this time."""
+    """Note which cells could not be made this time, and why."""
     for each, times in Counter(lost).items():
         note(f"{each.task}: {each.recipe} was left out, {times} times ({each.reason}); the same command tries again")

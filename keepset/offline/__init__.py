@@ -1,1 +1,1 @@
-"""What is measured of a model beforehand."""
+"""Measurements of a model that are made once, beforehand."""

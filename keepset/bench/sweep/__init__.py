@@ -1,1 +1,1 @@
-"""Sweeps: what every recipe makes of every example of a benchmark, in a file that goes on where it was stopped."""
+"""Sweeps: every recipe on every example of a benchmark, in a file that can be gone on with."""

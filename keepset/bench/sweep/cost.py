@@ -1,4 +1,4 @@
-"""What a sweep takes, said before it begins."""
+"""The tokens that a sweep takes, known before it begins."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,14 @@ from keepset.bench.tasks.task import Tokenizer
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sweep takes: tokens of all prefills, and of all cells' answers at most."""
+    """The size of a sweep.
+
+    Attributes:
+        cells: number of cells.
+        examples: number of examples.
+        prompt_tokens: tokens of all prefills.
+        answer_tokens: tokens of all questions and answers at most.
+    """
 
     cells: int
     examples: int
@@ -25,7 +32,17 @@ class Cost:
 
 
 def cost(groups: Sequence[Group], tokenizer: Tokenizer, mode: Mode, chat: bool) -> Cost:
-    """Of all groups, those that are done already too."""
+    """Count what groups take, done or not.
+
+    Args:
+        groups: all groups of a sweep.
+        tokenizer: the model's.
+        mode: what is compressed.
+        chat: whether prompts are chats.
+
+    Returns:
+        Number of cells and examples, tokens of prompts and of answers.
+    """
     frames = {use: Prompts(tokenizer, mode=mode, chat=use, longest=None) for use in {chat, False}}
     prompt_tokens = answer_tokens = 0
     for group in groups:

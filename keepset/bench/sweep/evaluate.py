@@ -1,4 +1,4 @@
-"""`Evaluator`: puts a prompt's questions to a cache that holds it, and says what became of each."""
+"""`Evaluator`: asks the questions about a prompt of a cache that holds it, and measures each answer."""
 
 import copy
 import math
@@ -22,11 +22,17 @@ from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import CachedPrompt
 
 TOGETHER = 8
-"""Choices that are scored at once, each on a copy of the cache."""
+"""The number of choices that are scored at once, each on a copy of the cache."""
 
 
 class Evaluator:
-    """Asks the same of every cache, greedily if the temperature is 0."""
+    """Asks every cache the same questions.
+
+    Args:
+        model: the model.
+        tokenizer: the model's.
+        temperature: 0 for greedy decoding.
+    """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, temperature: float) -> None:
         self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
@@ -40,10 +46,18 @@ class Evaluator:
         cached: CachedPrompt,
         outcomes: list[Outcome],
     ) -> Streams:
-        """Asks every question of a cached prompt, which is used up; `outcomes` gets what becomes of each.
+        """Ask every question about a cached prompt, which is used up.
 
-        Gives the answers that are to be decoded, one after another. All luck depends on `draw` and the question's
-        number among the example's, which for the prompt's first is `first`.
+        Args:
+            task: judges the answers.
+            prompt: the questions.
+            draw: seeds the sampling, together with a question's number.
+            first: the number, among the example's questions, of the prompt's first one.
+            cached: the prompt in a cache.
+            outcomes: gets what each question has come to.
+
+        Yields:
+            The answers that are to be decoded, one after another.
         """
         begun = CacheMemory(cached.cache, cached.is_full)
         decodes = task.decodes or cached.cache.schedule.every is not None
@@ -102,7 +116,7 @@ def _look(cache: Cache, watchers: Sequence[CacheMemory | EventFigures]) -> None:
 
 
 def _plain(reply: Reply) -> Any:
-    """As JSON has it, which knows no number that overflowed."""
+    """Return a reply as JSON can hold it: None in place of a likelihood that is not finite."""
     if isinstance(reply, str):
         return reply
     return [[likelihood if math.isfinite(likelihood) else None, greedy] for likelihood, greedy in reply]

@@ -1,4 +1,4 @@
-"""`Prompts`: from an example to token ids: what is prefilled and compressed, and what follows on forks of it."""
+"""`Prompts`: makes token ids of an example: those that are prefilled and compressed, and those that follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,16 +9,17 @@ from keepset.errors import KeepsetError
 from keepset.texts import chat_frame
 
 Mode = Literal["prompt", "agnostic", "task"]
-"""What is compressed, and what is known of the questions by then.
+"""Which part of an example is compressed, and what is known of its questions by then.
 
-`prompt`: context and question together. `agnostic`: the context, before its questions are known. `task`: the context,
-by recipes that are told its questions (KVCompose 2025, arXiv:2509.05165, section 3.2.1: task-aware); for all other
-recipes the question is the end of what is compressed.
+- `prompt`: context and question together.
+- `agnostic`: the context, before its questions are known.
+- `task`: the context, by recipes that are given its questions (KVCompose 2025, arXiv:2509.05165, section 3.2.1:
+  task-aware). For all other recipes the question is the end of what is compressed.
 """
 
 
 def checked_mode(name: str) -> Mode:
-    """The mode of this name."""
+    """Return the mode of this name; raise `KeepsetError` if there is none."""
     for mode in get_args(Mode):
         if name == mode:
             return mode
@@ -27,7 +28,13 @@ def checked_mode(name: str) -> Mode:
 
 @dataclass(frozen=True)
 class TokenizedQuestion:
-    """A question's tokens after the compressed prompt, none where it is in the prompt, and those of its choices."""
+    """A question as tokens.
+
+    Attributes:
+        question: the question.
+        ids: its tokens after the compressed prompt; none where the prompt holds the question.
+        choices: the tokens of each choice.
+    """
 
     question: Question
     ids: tuple[int, ...]
@@ -36,9 +43,13 @@ class TokenizedQuestion:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is prefilled once, and asked; `cut` tokens were left out, because the model's context does not hold them.
+    """A prompt that is prefilled once, and the questions about it.
 
-    `tasks` are the tokens of questions that are told to recipes which can be told.
+    Attributes:
+        ids: the prompt's tokens.
+        questions: the questions that follow.
+        cut: tokens that were left out because the model's context does not hold them.
+        tasks: the tokens of the questions that task-aware recipes are given.
     """
 
     ids: tuple[int, ...]
@@ -50,14 +61,23 @@ class Prompt:
 class Prompts:
     """Makes the prompts of examples.
 
-    Context, question and the answer's prefix are one text, tokenized as lm-evaluation-harness does: white space before
-    a choice belongs to the choice; where the mode is `agnostic`, each question follows the context's prompt, tokenized
-    by itself. In a chat, context and question are a user's message in the model's template, and the prefix begins the
-    assistant's answer. A prompt that the model's `longest` context does not hold, together with the answer, loses the
-    middle of its own context, as in LongBench (Bai and others 2023, arXiv:2308.14508).
+    Context, question and the answer's prefix are one text. It is tokenized as lm-evaluation-harness does: white space
+    before a choice belongs to the choice. In the mode `agnostic` each question follows the context's prompt and is
+    tokenized by itself. In the mode `task` context, question, and what stands between it and the answer are tokenized
+    one by one, so that all recipes have the same tokens; the last part is not compressed, as in kvpress' evaluation.
 
-    Where the mode is `task`, context, question, and what stands between it and the answer are tokenized one by one, so
-    that all recipes have the same tokens; the last part is not compressed with them, as in kvpress' evaluation.
+    In a chat, context and question are a user's message in the model's template, and the prefix begins the assistant's
+    answer. If prompt and answer do not fit the model's context, the middle of the example's context is left out, as in
+    LongBench (Bai and others 2023, arXiv:2308.14508).
+
+    Args:
+        tokenizer: the model's.
+        mode: what is compressed.
+        chat: whether prompts are chats.
+        longest: tokens that the model's context holds; None for any number.
+
+    Raises:
+        KeepsetError: prompts are to be chats, and the tokenizer has no template.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, mode: Mode, chat: bool, longest: int | None) -> None:
@@ -68,12 +88,15 @@ class Prompts:
         self._before, self._after = chat_frame(tokenizer) if chat else ("", "")
 
     def of(self, example: Example, answer: int, *, task_aware: bool = False) -> list[Prompt]:
-        """The example's prompts: one for all questions that follow a context, else one for each.
+        """Return an example's prompts: one for all questions that follow a context, else one for each question.
 
         Args:
-            example: what is asked.
-            answer: its longest, in tokens.
-            task_aware: where the mode is `task`: for recipes that can be told a question.
+            example: the example.
+            answer: tokens of an answer at most.
+            task_aware: in the mode `task`, whether the prompts are for recipes that are given the questions.
+
+        Raises:
+            KeepsetError: the mode does not suit the example.
         """
         if self._mode == "prompt":
             return [self._joint(example, question, answer) for question in example.questions]
@@ -105,7 +128,10 @@ class Prompts:
         return self._fitted(prompt, example, self._encode(self._end(question), special=False), answer)
 
     def _tokenized(self, question: Question, text: str, special: bool = False) -> TokenizedQuestion:
-        """A text that a question ends; a choice has the tokens that it adds to those without white space at its end."""
+        """Tokenize a text that ends with a question, and its choices.
+
+        A choice has the tokens that it adds to those of the text without white space at its end.
+        """
         ids = self._encode(text.rstrip() if question.choices else text, special)
         choices = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
         for choice, tokens in zip(question.choices, choices, strict=True):
@@ -117,7 +143,14 @@ class Prompts:
         return question.text + self._after + question.prefix
 
     def _fitted(self, prompt: Prompt, example: Example, end: Sequence[int], answer: int) -> Prompt:
-        """The prompt without the middle of its context, if it is too long; `end` is what of it follows the context."""
+        """Cut the middle out of a prompt's context if the prompt is too long.
+
+        Args:
+            prompt: the prompt.
+            example: its example.
+            end: the tokens of the prompt that follow the context.
+            answer: tokens of an answer at most.
+        """
         after = max(len(each.ids) + max(map(len, each.choices), default=answer) for each in prompt.questions)
         excess = 0 if self._longest is None else len(prompt.ids) + after - self._longest
         if excess <= 0:

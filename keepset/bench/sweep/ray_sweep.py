@@ -1,13 +1,12 @@
 """A sweep on Ray: its workers make the cells, some groups at a time, and this process writes them.
 
-Where groups run, how many at once, and what is tried again after a worker died is Ray's business.
+Ray decides where groups run, how many at once, and what is tried again after a worker has died.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,20 +22,22 @@ from keepset.bench.cell import Cell
 from keepset.bench.sweep.prompts import Mode
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import POLL, Claim, Group, Skipped, claimed, portion_of, work
+from keepset.bench.sweep.sweep import Group, Skipped, portion_of, work
 from keepset.core.nan_scores import nan_scores_refused
 from keepset.errors import KeepsetError
 
 TOGETHER = 8
-"""Examples of a task that decodes which one worker is given at a time."""
+"""Examples of a task that decodes which a worker is given at a time."""
+_POLL = 1.0
+"""Seconds to wait for a cell before Ctrl-C is looked for."""
 
-Maker = Callable[[], Runner]
-"""Loads the model where a worker needs it; equal ones are called once per worker."""
+MakeRunner = Callable[[], Runner]
+"""Loads the model where a worker needs it. Equal ones are called once per worker."""
 
 
 @dataclass(frozen=True)
-class Loads:
-    """Makes a `Runner`."""
+class RunnerSource:
+    """Makes a `Runner` in a worker: the model's source and the runner's options."""
 
     source: models.Source
     mode: Mode
@@ -51,76 +52,80 @@ class Loads:
 
 
 def run(
-    store: Store, groups: Sequence[Group], make: Maker, nbytes: int, on_cells: Callable[[int], None]
+    store: Store, groups: Sequence[Group], make: MakeRunner, nbytes: int, on_cell: Callable[[], None]
 ) -> list[Skipped]:
-    """What `sweep.run` does, by the workers of a Ray cluster: the one that is set up, or one on this machine.
+    """Make and write all cells, as `sweep.run` does, with the workers of a Ray cluster.
 
-    A worker is given so many bytes of memory for its model and caches, and a GPU where the cluster has some.
+    The cluster is the one that this process is in or finds; else one is started on this machine.
+
+    Args:
+        store: the sweep's file.
+        groups: the groups, see `sweep.unfinished`.
+        make: loads the model in a worker.
+        nbytes: bytes of memory that a worker needs for its model and caches. It also gets a GPU if there is one.
+        on_cell: called for each cell that was written.
+
+    Returns:
+        The cells that memory or a worker's end kept from being made.
     """
-
     skipped: list[Skipped] = []
-    flying: dict[ray.ObjectRefGenerator[Any], list[Claim]] = {}
-    parcels = _parcels(claimed(store, groups, on_cells))
-    parcel: list[Claim] | None = None
+    running: dict[ray.ObjectRefGenerator[Any], str] = {}
+    parcels = _parcels(groups)
     with _cluster() as (cpus, gpus):
-        # What no machine has would be waited for forever.
+        # Ray would wait forever for more memory than any machine has.
         most = max((node["Resources"].get("memory", 0) for node in ray.nodes()), default=0)
-        start = ray.remote(num_cpus=1, num_gpus=min(gpus, 1), memory=min(nbytes, int(most)), num_returns="streaming")(
-            _cells
-        ).remote
-        while flying or parcel != []:
-            # No more than will soon run: other processes may want to share.
-            while len(flying) < 2 * (gpus or cpus) and (parcel := next(parcels, [])):
-                flying[start(make, parcel)] = parcel
-            if not flying and parcel is None:
-                time.sleep(POLL)
-            # One that has a cell or has ended, if there is one soon.
-            for stream in ray.wait(list(flying), num_returns=1, timeout=POLL)[0] if flying else ():
-                result = _next(stream, flying[stream][0][0].task.name)
+        memory = min(nbytes, int(most))
+        start = ray.remote(num_cpus=1, num_gpus=min(gpus, 1), memory=memory, num_returns="streaming")(_cells).remote
+        while True:
+            # No more than will run soon, so that others who share the cluster get their turn.
+            for parcel in islice(parcels, max(0, 2 * (gpus or cpus) - len(running))):
+                running[start(make, parcel)] = parcel[0].task.name
+            if not running:
+                return skipped
+            for stream in ray.wait(list(running), num_returns=1, timeout=_POLL)[0]:
+                result = _next(stream, running[stream])
                 if isinstance(result, Skipped):
                     skipped.append(result)
                 elif result is None:
-                    for group, recipes in flying.pop(stream):
-                        store.release(group.key, recipes)
+                    del running[stream]
                 elif store.save(result):
-                    on_cells(1)
-    return skipped
+                    on_cell()
 
 
 @contextmanager
 def _cluster() -> Iterator[tuple[int, int]]:
-    """The cluster that this process is in or finds, or else a new one on this machine; its CPUs and GPUs."""
+    """Connect to a cluster, or start one on this machine; yield its numbers of CPUs and GPUs."""
     mine = not ray.is_initialized()
     if mine:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
-        there = ray.cluster_resources()
-        yield max(int(there.get("CPU", 1)), 1), int(there.get("GPU", 0))
+        resources = ray.cluster_resources()
+        yield max(int(resources.get("CPU", 1)), 1), int(resources.get("GPU", 0))
     finally:
         if mine:
             ray.shutdown()
 
 
-def _parcels(claims: Iterator[Claim | None]) -> Iterator[list[Claim] | None]:
-    """What one worker is given at a time: a part of a portion. None where there is nothing for now."""
-    for _, portion in groupby(claims, portion_of):
-        while several := list(islice(portion, TOGETHER)):
-            yield None if several[0] is None else [claim for claim in several if claim is not None]
+def _parcels(groups: Sequence[Group]) -> Iterator[list[Group]]:
+    """Yield what a worker is given at a time: `TOGETHER` groups of a portion at most."""
+    for _, portion in groupby(groups, portion_of):
+        while parcel := list(islice(portion, TOGETHER)):
+            yield parcel
 
 
-def _cells(make: Maker, claims: Sequence[Claim]) -> Iterator[Cell | Skipped]:
+def _cells(make: MakeRunner, parcel: Sequence[Group]) -> Iterator[Cell | Skipped]:
     with nan_scores_refused():
-        yield from (result for _, result in work(_made(make), iter(claims)))
+        yield from work(_made(make), parcel)
 
 
 @cache
-def _made(make: Maker) -> Runner:
+def _made(make: MakeRunner) -> Runner:
     return make()
 
 
 def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Cell | Skipped | None:
-    """What a worker has made; None at the group's end."""
+    """Return what a worker has made next of a task; None at the parcel's end."""
     try:
         return ray.get(next(stream))
     except StopIteration:

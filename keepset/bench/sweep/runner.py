@@ -1,4 +1,4 @@
-"""`Runner`: what candidates make of examples: all of them of one, on one prefill, or each of many, side by side."""
+"""`Runner`: makes cells: all candidates of one example on one prefill, or one candidate of many examples at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from keepset.recipe import Recipe
 
 @dataclass(frozen=True, eq=False)
 class EvalRequest:
-    """A candidate on one example of a task, under a seed."""
+    """One cell to make: a candidate, an example of a task, and a seed."""
 
     task: Task
     seed: int
@@ -38,13 +38,23 @@ class EvalRequest:
 
 
 class Runner:
-    """Asks the same of every candidate, so that cells differ by nothing but the recipe.
+    """Asks every candidate the same, so that cells differ by nothing but the recipe.
 
-    The mode says what is compressed, and what is known by then. The first token of an answer is predicted by the whole
-    prompt, as in `generate`; where something follows what was compressed, by what was kept of it. Answers are the most
-    likely tokens; with a temperature they are drawn by the seed, the example and the question alone, so that all
-    candidates have the same luck. Of the model's generation config only what ends an answer counts.
-    If `alone`, answers are decoded one by one: seconds and memory are then each one's own.
+    The first token of an answer is predicted from the whole prompt, as in `generate`. If something follows the
+    compressed part, it is predicted from what was kept. Answers are the most likely tokens. With a temperature they
+    are drawn by the seed, the example and the question alone, so all candidates have the same luck. Of the model's
+    generation config only the tokens that end an answer count.
+
+    Args:
+        model: the model.
+        tokenizer: the model's.
+        mode: what is compressed, and what is known of the questions by then.
+        chat: whether prompts are chats.
+        temperature: 0 for greedy decoding, or 0.01 to 100.
+        alone: whether answers are decoded one by one, so that seconds and memory are each answer's own.
+
+    Raises:
+        KeepsetError: the temperature is out of range.
     """
 
     def __init__(
@@ -70,19 +80,36 @@ class Runner:
         self._room, self._most = MemoryBudget(model.device), 1 if alone else MOST
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
-        """A cell for every candidate, in their order; what cannot be had is a cell with an error.
+        """Make a cell for every candidate of one example.
 
-        Raises an error that says that memory was not enough for the next of them.
+        Args:
+            task: the task.
+            example: one of its examples.
+            candidates: the candidates.
+            seed: of sampling.
+
+        Yields:
+            Cells in the order of the candidates. A candidate that cannot be run has a cell with an error.
+
+        Raises:
+            MemoryError: memory was not enough for the next candidate; or one of torch's errors that says so.
         """
-        runs = [_Run(EvalRequest(task, seed, example, candidate)) for candidate in candidates]
+        runs = [_CellRun(EvalRequest(task, seed, example, candidate)) for candidate in candidates]
         for task_aware, together in groupby(runs, self._is_told):
             yield from self._share(list(together), task_aware)
 
     def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Cell | None]]:
-        """A cell for each, as they are done, side by side, each on a prefill of its own; None without the memory."""
+        """Make a cell for each request, several at once, each on a prefill of its own.
+
+        Args:
+            asked: the requests; one is taken when there may be room for it.
+
+        Yields:
+            Each request with its cell, in the order in which they end; None where memory was not enough.
+        """
 
         def job(each: EvalRequest) -> _Job:
-            run = _Run(each)
+            run = _CellRun(each)
             prompts = self._begin([run], self._is_told(run))
             recipes = [] if run.recipe is None else [run.recipe]
             return self._job(run, prompts, 0, lambda prompt: self._session(prompt, recipes))
@@ -90,14 +117,14 @@ class Runner:
         for done, error in Scheduler(self._model, self._room, map(job, asked), self._most).run():
             yield done.run.asked, None if error is not None else done.run.cell()
 
-    def _share(self, runs: Sequence[_Run], task_aware: bool) -> Iterator[Cell]:
-        """The cells of candidates that share their prefills."""
+    def _share(self, runs: Sequence[_CellRun], task_aware: bool) -> Iterator[Cell]:
+        """Make the cells of candidates that share their prefills."""
         prompts, questions, left = self._begin(runs, task_aware), 0, list(runs)
         for prompt in prompts:
             recipes = [run.recipe for run in runs if run.error is None and run.recipe is not None]
             session = self._session(prompt, [recipe for recipe in recipes if recipe.schedule.every is None])
             jobs = [self._job(run, [prompt], questions, lambda _, session=session: session) for run in runs]
-            done = set[_Run]()
+            done = set[_CellRun]()
             for job, error in Scheduler(self._model, self._room, iter(jobs), self._most).run():
                 if error is not None:
                     raise error
@@ -108,12 +135,12 @@ class Runner:
         for run in left:
             yield run.cell()
 
-    def _is_told(self, run: _Run) -> bool:
-        """Whether it looks at tokens of a task and is given some."""
+    def _is_told(self, run: _CellRun) -> bool:
+        """Return whether a candidate looks at a task's tokens and is given some."""
         return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.needs)
 
-    def _begin(self, runs: Sequence[_Run], task_aware: bool) -> list[Prompt]:
-        """The prompts of an example; whoever cannot be asked has its error."""
+    def _begin(self, runs: Sequence[_CellRun], task_aware: bool) -> list[Prompt]:
+        """Return an example's prompts, and note an error in every run that cannot be asked."""
         task, example = runs[0].asked.task, runs[0].asked.example
         text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
@@ -136,7 +163,7 @@ class Runner:
         return PromptSession(self._model, ids, recipes, task_tokens=tasks)
 
     def _job(
-        self, run: _Run, prompts: Sequence[Prompt], first: int, session: Callable[[Prompt], PromptSession]
+        self, run: _CellRun, prompts: Sequence[Prompt], first: int, session: Callable[[Prompt], PromptSession]
     ) -> _Job:
         answer, tokens = run.asked.task.generation.tokens, 0
         for prompt in prompts:
@@ -147,8 +174,8 @@ class Runner:
 
 
 @dataclass(eq=False)
-class _Run:
-    """What has become so far of what is asked."""
+class _CellRun:
+    """A request, and what it has come to so far."""
 
     asked: EvalRequest
     error: str | None = None
@@ -160,11 +187,11 @@ class _Run:
 
     @property
     def recipe(self) -> Recipe | None:
-        """None for the full cache."""
+        """The candidate's recipe; None for the full cache."""
         return self.asked.candidate.recipe
 
     def check(self, check: Callable[[Recipe], None]) -> None:
-        """Whether the recipe passes; the first reason why not stays."""
+        """Check the recipe, and note the error if it is the run's first."""
         if self.error is None and self.recipe is not None:
             try:
                 check(self.recipe)
@@ -172,7 +199,7 @@ class _Run:
                 self.error = str(error)
 
     def cell(self) -> Cell:
-        """What came of it."""
+        """Return the request's cell."""
         task, example, candidate = self.asked.task, self.asked.example, self.asked.candidate
         return Cell(
             task=task.name,
@@ -190,9 +217,19 @@ class _Run:
 
 @dataclass(eq=False)
 class _Job:
-    """Some of an example's prompts, asked of one candidate; `first` is the number of the first question."""
+    """Some of an example's prompts, asked of one candidate.
 
-    run: _Run
+    Attributes:
+        run: the request.
+        prompts: the prompts.
+        first: the number, among the example's questions, of the first one.
+        session: gives a prompt's prefill.
+        evaluator: asks the questions.
+        tokens: entries that the caches come to at most, in tokens.
+        peak_bytes: see `Job`.
+    """
+
+    run: _CellRun
     prompts: Sequence[Prompt]
     first: int
     session: Callable[[Prompt], PromptSession]

@@ -1,4 +1,4 @@
-"""`Scheduler`: works through jobs, as many of them side by side as memory holds."""
+"""`Scheduler`: decodes the answers of several jobs at once, as many as memory holds."""
 
 from collections import deque
 from collections.abc import Generator, Iterator
@@ -13,25 +13,26 @@ from keepset.errors import KeepsetError
 from keepset.hf.batch import can_go_together
 
 MOST = 32
-"""Answers that are decoded side by side, where memory would hold more."""
+"""The most answers that are decoded at once."""
 Streams = Generator[Stream, None, None]
 
 
 class Job(Protocol):
-    """Something to be answered.
+    """Work that consists of answers to decode.
 
     Attributes:
-        tokens: as many tokens' entries its cache comes to at most, those that its beginning takes included.
-        peak_bytes: the most that the device had allocated in a call for it, where that is measured.
+        tokens: the most tokens whose entries its cache holds at any time, while it begins too.
+        peak_bytes: the most bytes that the device had allocated in a call for it; None where that is not measured.
     """
 
     tokens: int
     peak_bytes: int | None
 
     def streams(self) -> Streams:
-        """Its answers, each of which is decoded to its end before the next is asked for.
+        """Yield the job's answers. Each is decoded to its end before the next is asked for.
 
-        Called again it begins anew. What spoils an answer is raised in it, but not that memory was not enough.
+        A second call begins again. An error that spoils an answer is thrown into the generator, except that memory was
+        not enough.
         """
 
 
@@ -41,7 +42,7 @@ Done = Iterator[tuple[SomeJob, Exception | None]]
 
 @dataclass(eq=False)
 class _Going(Generic[SomeJob]):
-    """A job that has begun, and its answer that is being decoded."""
+    """A job that has begun, and the answer of it that is being decoded."""
 
     job: SomeJob
     streams: Streams
@@ -49,10 +50,16 @@ class _Going(Generic[SomeJob]):
 
 
 class Scheduler(Generic[SomeJob]):
-    """Decodes answers side by side; where one ends another begins (continuous batching: Yu and others 2022, Orca).
+    """Decodes several answers at once; when one ends another begins (continuous batching: Yu and others 2022, Orca).
 
-    A job is taken from the iterator when there may be room for it, and begins when there is. Where memory is not enough
-    after all, those that it failed begin anew later, and from then on half as many go side by side; `most` at first.
+    A job is taken from the iterator when there may be room for it, and begins when there is. If memory is not enough
+    after all, the jobs that failed begin again later, and from then on half as many run at once.
+
+    Args:
+        model: the model.
+        room: says whether memory takes another cache.
+        jobs: the jobs.
+        most: the most answers that are decoded at once.
     """
 
     def __init__(self, model: PreTrainedModel, room: MemoryBudget, jobs: Iterator[SomeJob], most: int = MOST) -> None:
@@ -62,7 +69,7 @@ class Scheduler(Generic[SomeJob]):
         self._going: list[_Going[SomeJob]] = []
 
     def run(self) -> Iterator[tuple[SomeJob, Exception | None]]:
-        """All jobs, as they are done. An error says that memory was not enough, though nothing went beside."""
+        """Yield each job when it is done; with an error if memory was not enough for it alone."""
         try:
             while True:
                 while (job := self._next()) is not None:
@@ -75,7 +82,7 @@ class Scheduler(Generic[SomeJob]):
                 each.streams.close()
 
     def _next(self) -> SomeJob | None:
-        """The next job, if it may begin now."""
+        """Return the next job if it may begin now."""
         if len(self._going) >= self._most:
             return None
         job = self._waiting.popleft() if self._waiting else next(self._jobs, None)
@@ -86,7 +93,13 @@ class Scheduler(Generic[SomeJob]):
         return job
 
     def _resume(self, job: SomeJob, streams: Streams, spoiled: KeepsetError | None = None) -> Done[SomeJob]:
-        """Lets a job come to its next answer, or says that it is done; the one that it was at may be spoiled."""
+        """Let a job come to its next answer, or yield it if it is done.
+
+        Args:
+            job: the job.
+            streams: its answers.
+            spoiled: the error that has spoiled the answer that it was at; None if that answer is whole.
+        """
         peak = watch_peak(self._model.device)
         try:
             stream = next(streams) if spoiled is None else streams.throw(spoiled)
@@ -105,7 +118,7 @@ class Scheduler(Generic[SomeJob]):
             self._going.append(_Going(job, streams, stream))
 
     def _step(self) -> Done[SomeJob]:
-        """One token more of all that go."""
+        """Decode one more token of every answer that is under way."""
         stepped, peak = list(self._going), watch_peak(self._model.device)
         step(self._model, [each.stream for each in stepped])
         called = [each for each in stepped if not each.stream.over]
@@ -124,7 +137,7 @@ class Scheduler(Generic[SomeJob]):
             elif isinstance(error, KeepsetError) and (len(called) == 1 or len(failed) < len(called)):
                 self._going.remove(each)
                 yield from self._resume(each.job, each.streams, error)
-            elif error is not None:  # it may be the call's and not its own, or memory's
+            elif error is not None:  # the call's and not the answer's own, or memory was not enough
                 self._going.remove(each)
                 each.streams.close()
                 again.append(each.job)
@@ -134,7 +147,7 @@ class Scheduler(Generic[SomeJob]):
             yield from self._again(again, failure, len(called))
 
     def _again(self, jobs: list[SomeJob], error: Exception, beside: int) -> Done[SomeJob]:
-        """Jobs that failed where so many went side by side."""
+        """Let jobs that failed, `beside` of them at once, begin again later, or yield the only one with its error."""
         if beside == 1:
             yield jobs[0], error
         else:

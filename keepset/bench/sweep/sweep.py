@@ -1,35 +1,36 @@
-"""A sweep: every recipe on every example, group after group, each cell written as soon as it is there."""
+"""A sweep: every recipe on every example, group after group, each cell written as soon as it is made."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
-import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby, product
-from typing import cast
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.cell import Cell
 from keepset.bench.memory import is_out_of_memory
 from keepset.bench.sweep.runner import EvalRequest, Runner
-from keepset.bench.sweep.store import Key, Store
+from keepset.bench.sweep.store import GroupKey, Store
 from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
 
-POLL = 1.0
-"""Seconds between looks at what another process has claimed."""
 _NO_MEMORY = "memory was not enough"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is asked for: candidates of every task, by its name, on examples of each.
+    """The cells that are asked for: candidates of every task, on examples of each.
 
-    These are the first `limit`, or a random `sample`, which is a share of them up to 1.0, or a number; all if neither
-    is given. A sample is drawn by the task's name and the seed.
+    Attributes:
+        tasks: the tasks.
+        seeds: the seeds of generated data and of sampling.
+        candidates: the candidates of a task, by its name.
+        limit: how many of the first examples are taken; None for all.
+        sample: a random sample of the examples in place of the first: a share up to 1.0, or a number. It is drawn by
+            the task's name and the seed.
     """
 
     tasks: Sequence[Task]
@@ -39,7 +40,7 @@ class Grid:
     sample: int | float | None = None
 
     def is_done(self, store: Store) -> bool:
-        """Whether a file has all of it, as far as it knows which examples there are."""
+        """Return whether a file has all cells, of the examples that it knows of."""
         done = store.done()
         for task, seed in product(self.tasks, self.seeds):
             if (examples := store.examples(task.name, seed)) is None:
@@ -50,7 +51,18 @@ class Grid:
         return True
 
     def groups(self, store: Store, tokenizer: Tokenizer) -> list[Group]:
-        """All of it, example by example, or recipe by recipe; which examples there are is noted in the file."""
+        """Make the examples, note them in the file, and return all groups.
+
+        Args:
+            store: the sweep's file.
+            tokenizer: the model's, which tasks make prompts of a length with.
+
+        Returns:
+            Example by example; of tasks that decode recipe by recipe.
+
+        Raises:
+            KeepsetError: two examples of a task have one id, or the file has cells of other examples.
+        """
         groups = []
         for task in self.tasks:
             candidates, of_task = self.candidates[task.name], list[tuple[int, Example]]()
@@ -66,7 +78,7 @@ class Grid:
         return groups
 
     def _drawn(self, task: Task, examples: Sequence[Example], seed: int) -> Sequence[Example]:
-        """The sample, in the order of the examples."""
+        """Return the sample, in the order of the examples."""
         if self.sample is None:
             return examples
         count = self.sample if isinstance(self.sample, int) else max(1, round(self.sample * len(examples)))
@@ -74,7 +86,7 @@ class Grid:
         return [examples[index] for index in sorted(order[:count])]
 
     def of(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those cells that are asked for, in the order of tasks and candidates."""
+        """Return the cells that are asked for, in the order of tasks and candidates."""
         wanted = [(task.name, candidate.text) for task in self.tasks for candidate in self.candidates[task.name]]
         place = {names: at for at, names in enumerate(wanted)}
         chosen = [cell for cell in cells if (cell.task, cell.recipe) in place and cell.seed in self.seeds]
@@ -83,7 +95,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Group:
-    """All cells of one example under one seed, which share its prefill; of a task that decodes one cell alone."""
+    """Cells of one example under one seed, which share its prefill; of a task that decodes one cell alone."""
 
     task: Task
     seed: int
@@ -91,41 +103,36 @@ class Group:
     candidates: Sequence[Candidate]
 
     @property
-    def key(self) -> Key:
-        """What the file knows it by."""
+    def key(self) -> GroupKey:
+        """The group's name in the file."""
         return self.task.name, self.seed, self.example.id
-
-    @property
-    def recipes(self) -> list[str]:
-        """The candidates' texts."""
-        return [candidate.text for candidate in self.candidates]
-
-
-Claim = tuple[Group, list[str]]
-"""A group and those of its recipes that are this process's to make."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """Stands for cells that could not be made this time. They are not written, so that the next run tries again."""
+    """Cells that could not be made this time. They are not written, so the next run tries again."""
 
     task: str
     recipe: str
     reason: str
 
 
-def unfinished(groups: Sequence[Group], done: Collection[tuple[Key, str]]) -> list[Group]:
-    """Those that lack a cell."""
-    return [group for group in groups if count([group], done) < count([group])]
+def unfinished(groups: Sequence[Group], done: Collection[tuple[GroupKey, str]]) -> list[Group]:
+    """Return the groups with those candidates alone whose cells are missing, without the groups that lack none."""
+    lacking = [
+        replace(group, candidates=[each for each in group.candidates if (group.key, each.text) not in done])
+        for group in groups
+    ]
+    return [group for group in lacking if group.candidates]
 
 
-def count(groups: Sequence[Group], done: Collection[tuple[Key, str]] | None = None) -> int:
-    """How many cells they have, once all or only those in `done` are there."""
-    return sum(done is None or (group.key, recipe) in done for group in groups for recipe in group.recipes)
+def count(groups: Sequence[Group]) -> int:
+    """Return the number of cells that groups have."""
+    return sum(len(group.candidates) for group in groups)
 
 
 def digest(task: Task, examples: Sequence[Example]) -> str:
-    """Of all that a task asks; what its targets hold that JSON cannot say counts by its type."""
+    """Return a hash of all that a task asks. A target that JSON cannot hold counts by its type."""
     content = [asdict(task.generation), task.metric, [asdict(example) for example in examples]]
     if not task.chat:
         content.append("verbatim")
@@ -133,76 +140,54 @@ def digest(task: Task, examples: Sequence[Example]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def run(store: Store, groups: Sequence[Group], runner: Runner, on_cells: Callable[[int], None]) -> list[Skipped]:
-    """Makes all cells that are missing, together with whoever else is at it; those that could not be had come back.
+def run(store: Store, groups: Sequence[Group], runner: Runner, on_cell: Callable[[], None]) -> list[Skipped]:
+    """Make and write all cells of some groups.
 
-    `on_cells` is told how many more cells of the groups are there.
+    Args:
+        store: the sweep's file.
+        groups: the groups, see `unfinished`.
+        runner: makes the cells.
+        on_cell: called for each cell that was written.
+
+    Returns:
+        The cells for which memory was not enough.
     """
     skipped = []
-    for portion, claims in groupby(claimed(store, groups, on_cells), portion_of):
-        if portion is None:
-            for _ in claims:
-                time.sleep(POLL)
-            continue
-        for key, result in work(runner, cast(Iterator[Claim], claims)):
+    for _, portion in groupby(groups, portion_of):
+        for result in work(runner, portion):
             if isinstance(result, Skipped):
                 skipped.append(result)
-                store.release(key, [result.recipe])
             elif store.save(result):
-                on_cells(1)
+                on_cell()
     return skipped
 
 
-def claimed(store: Store, groups: Sequence[Group], on_cells: Callable[[int], None]) -> Iterator[Claim | None]:
-    """Groups that are now this process's, each with the recipes that it lacks.
+def portion_of(group: Group) -> Hashable:
+    """Return the same for neighbours that are worked on together: of tasks that decode, all examples of one recipe."""
+    return (group.task.name, group.candidates[0].text) if group.task.decodes else group.key
 
-    None where all that is left is another process's for now.
+
+def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Cell | Skipped]:
+    """Make the cells of one portion, and yield each as soon as it is made.
+
+    Of a task that decodes, a group is taken from the portion when there may be room for it.
     """
-    waiting = groups
-    while waiting:
-        held = []
-        for group in waiting:
-            missing = store.claim(group.key, group.recipes)
-            if missing is None:
-                held.append(group)
-                continue
-            on_cells(len(group.candidates) - len(missing))
-            if missing:
-                yield group, missing
-        waiting = held
-        if waiting:
-            yield None
-
-
-def portion_of(claim: Claim | None) -> Hashable:
-    """The same for neighbours that are worked on together: of tasks that decode, all examples under one recipe."""
-    if claim is None:
-        return None
-    group, _ = claim
-    return (group.task.name, *group.recipes) if group.task.decodes else group.key
-
-
-def work(runner: Runner, claims: Iterator[Claim]) -> Iterator[tuple[Key, Cell | Skipped]]:
-    """The cells of one portion, as they are made; a claim is taken from the iterator when it may begin."""
-    for claim in claims:
-        group, recipes = claim
+    groups = iter(portion)
+    for group in groups:
         if not group.task.decodes:
-            yield from ((group.key, result) for result in _on_one_prefill(runner, group, recipes))
+            yield from _on_one_prefill(runner, group)
             continue
-        asked = (
-            EvalRequest(group.task, group.seed, group.example, *group.candidates) for group, _ in chain([claim], claims)
-        )
-        for each, cell in runner.decode(asked):
-            skipped = Skipped(each.task.name, each.candidate.text, _NO_MEMORY)
-            yield (each.task.name, each.seed, each.example.id), cell or skipped
+        requests = (EvalRequest(g.task, g.seed, g.example, *g.candidates) for g in chain([group], groups))
+        for request, cell in runner.decode(requests):
+            yield cell or Skipped(request.task.name, request.candidate.text, _NO_MEMORY)
 
 
-def _on_one_prefill(runner: Runner, group: Group, recipes: Sequence[str]) -> Iterator[Cell | Skipped]:
-    """The group's cells of these recipes.
+def _on_one_prefill(runner: Runner, group: Group) -> Iterator[Cell | Skipped]:
+    """Make a group's cells on one prefill.
 
-    Where memory is not enough the recipe that is next is left out, and the others share a prefill of their own.
+    Where memory is not enough the recipe that is next is left out, and the others share another prefill.
     """
-    left = [candidate for candidate in group.candidates if candidate.text in recipes]
+    left = list(group.candidates)
     while left:
         try:
             for cell in runner.run(group.task, group.example, left, group.seed):

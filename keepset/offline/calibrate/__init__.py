@@ -1,1 +1,1 @@
-"""Measuring, once and beforehand, what some methods look at: statistics of a model's queries over texts."""
+"""Statistics of a model's queries over texts, which some methods need."""

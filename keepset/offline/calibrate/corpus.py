@@ -1,4 +1,4 @@
-"""`Corpus`: texts as passages of tokens, drawn in an order that a seed decides."""
+"""`Corpus`: passages of tokens that are drawn from texts by a seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from keepset.errors import KeepsetError
 from keepset.offline.corpus import default_texts, digest, shuffled_passages
 
 SHORTEST = 16
-"""Tokens of a passage that is worth measuring."""
+"""The fewest tokens of a passage that is worth measuring."""
 TOKENS, LENGTH, SEED = 16384, 1024, 0
-"""How much is measured unless said otherwise: all in all, in one passage, and the seed of their order."""
+"""Tokens in all, tokens of a passage, and the seed of the order, unless said otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Passages of equal length, except where a text ends, and what is to be remembered of them.
+    """Passages of equal length, except where a text ends.
 
     Attributes:
-        passages: token ids, each passage with the beginning that the model expects.
-        sha256: of all texts, drawn or not.
+        passages: token ids of each passage, with the token that begins a text for the model.
+        sha256: hash of all texts, drawn or not.
         seed: of the order in which passages were drawn.
     """
 
@@ -34,14 +34,25 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """In all passages."""
+        """Return the number of tokens in all passages."""
         return sum(len(passage) for passage in self.passages)
 
     @classmethod
     def draw(
         cls, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, tokens: int, length: int, seed: int
     ) -> Self:
-        """Passages of up to `length` tokens until they have `tokens`, or all that there are, but at least one."""
+        """Draw passages from texts.
+
+        Args:
+            tokenizer: the model's.
+            texts: the texts.
+            tokens: of all passages together, at most; at least one passage is drawn.
+            length: tokens of a passage.
+            seed: of the order.
+
+        Raises:
+            KeepsetError: the texts are too short.
+        """
         shortest = min(SHORTEST, length)
         candidates = shuffled_passages(tokenizer, texts, length=length, shortest=shortest, seed=seed)
         if not candidates:
@@ -56,5 +67,5 @@ class Corpus:
 
 
 def default_corpus(tokenizer: PreTrainedTokenizerBase) -> Corpus:
-    """Passages from the essays."""
+    """Return passages from the essays."""
     return Corpus.draw(tokenizer, default_texts(), tokens=TOKENS, length=LENGTH, seed=SEED)

@@ -1,10 +1,10 @@
-"""Finds retrieval heads: gates between full and streaming attention, optimised until only those that matter are open.
+"""Retrieval heads, found by gates between full and streaming attention that are trained to close where they can.
 
-As DuoAttention's authors do (Xiao et al. 2024, arXiv:2410.10819, section 2.2): a gate of every KV head mixes attention
-over everything with attention over sinks and recent tokens; all gates start at 1 and are trained, the model is not,
-so that the last hidden states of the tokens that ask for passkeys stay what they were (mean squared difference) while
-the gates' mean, times 0.05, falls. The authors do 2000 steps on texts of up to 32,000 tokens with 128 sinks and
-256 recent ones; here few steps on short texts with few sinks and recent tokens serve a CPU.
+The training is that of DuoAttention's authors (Xiao et al. 2024, arXiv:2410.10819, section 2.2). A gate of every KV
+head mixes attention over all tokens with attention over sinks and recent tokens. All gates start at 1 and are trained;
+the model is not. The loss is the mean squared change of the last hidden states of the tokens that ask for passkeys,
+plus 0.05 times the gates' mean. The authors do 2000 steps on texts of up to 32,000 tokens with 128 sinks and 256 recent
+tokens; few steps on short texts with fewer sinks and recent tokens are enough on a CPU.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,16 @@ def with_gates(
     steps: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> Statistics:
-    """The same statistics, and the gates of their layers; a text must fit the model's context."""
+    """Train gates, and return the statistics with them.
+
+    Args:
+        statistics: of the layers that get gates.
+        model: the model.
+        tokenizer: the model's.
+        corpus: passages between which passkeys are hidden.
+        steps: number of texts, one for each step of training.
+        on_step: called after each step.
+    """
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or LENGTH
     texts = draw(tokenizer, corpus.passages, count=steps, length=min(LENGTH, longest), seed=corpus.seed)
     heads = {index: len(layer.direction) for index, layer in statistics.layers.items()}
@@ -54,7 +63,20 @@ def retrieval_gates(
     kv_heads: Mapping[int, int],
     on_step: Callable[[], None] = lambda: None,
 ) -> dict[int, Float[Tensor, " kv_heads"]]:
-    """A gate from 0 to 1 for every KV head of these layers, one step of training for each text."""
+    """Train gates, one step for each text.
+
+    Args:
+        model: the model, which stays as it is.
+        texts: the texts.
+        kv_heads: the number of KV heads of each layer, by the layer's index.
+        on_step: called after each step.
+
+    Returns:
+        A gate from 0 to 1 for every KV head, by the layer's index.
+
+    Raises:
+        UnsupportedModelError: hidden states are not finite.
+    """
     gates = {index: torch.ones(heads, requires_grad=True, device=model.device) for index, heads in kv_heads.items()}
     everything = list(gates.values())
     optimizer = torch.optim.AdamW(everything, lr=_RATE, weight_decay=0.0)
@@ -86,7 +108,7 @@ def retrieval_gates(
 
 @contextmanager
 def _gated(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends through gates, where there are some."""
+    """Let the model attend through the gates that are set, within the block."""
     before, trained = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
     model.set_attn_implementation(_NAME)
     model.requires_grad_(False)
@@ -102,7 +124,7 @@ def _gated(model: PreTrainedModel) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention, of gated heads mixed with what it is over sinks and recent tokens."""
+    """Compute causal attention; for gated heads mixed with attention over sinks and recent tokens."""
     group, n = query.shape[1] // key.shape[1], query.shape[2]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     at = torch.arange(n, device=query.device)

@@ -1,4 +1,4 @@
-"""Runs a model over passages and measures the queries of its layers."""
+"""Statistics of the queries of a model's layers, measured over passages."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.rotation import PROBE, measure_rotation
 
 SKIP = 4
-"""First tokens of a passage that are left out: attention sinks, whose queries are like no others."""
+"""The first tokens of a passage, which are left out: attention sinks, whose queries are like no others."""
 
 
 class _Layer:
@@ -66,7 +66,7 @@ class _Layer:
 
 
 class _ObservingCache(PromptCache):
-    """A cache that hands every layer's observation on."""
+    """A cache that passes every layer's observation to a function."""
 
     def __init__(self, model: PreTrainedModel, needs: Needs, observe: Callable[[Observation], None]) -> None:
         super().__init__(model, needs)
@@ -79,7 +79,19 @@ class _ObservingCache(PromptCache):
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, corpus: Corpus, on_passage: Callable[[], None] = lambda: None) -> Statistics:
-    """The statistics of a model over a corpus, one passage at a time; the model must be one that keepset compresses."""
+    """Measure a model's queries over a corpus, one passage at a time.
+
+    Args:
+        model: the model, which keepset has to be able to compress.
+        corpus: the passages.
+        on_passage: called after each passage.
+
+    Returns:
+        The statistics of all layers that keepset compresses.
+
+    Raises:
+        UnsupportedModelError: there is no such layer, or queries are not finite.
+    """
     layers: dict[int, _Layer] = {}
 
     def start_layer(observation: Observation) -> None:
@@ -107,7 +119,7 @@ def measure(model: PreTrainedModel, corpus: Corpus, on_passage: Callable[[], Non
 
 def _provenance(model: PreTrainedModel, corpus: Corpus, layers: dict[int, LayerStatistics]) -> dict[str, Any]:
     config = model.config.get_text_config(decoder=True)
-    # Not where it lies, nor what wrote it: the same model has the same hash.
+    # Without its place and what wrote it: the same model has the same hash.
     left_out = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
     described = {name: value for name, value in config.to_dict().items() if name not in left_out}
     first = next(iter(layers.values()))

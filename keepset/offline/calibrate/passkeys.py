@@ -1,4 +1,4 @@
-"""Texts in which words are to be found again: passkeys hidden between passages and asked for at the end."""
+"""Texts with passkeys that are hidden between passages and asked for at the end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from keepset.errors import UnsupportedModelError
 
 LENGTH, PASSKEYS, WORDS = 512, 4, 8
-"""Tokens of a text, passkeys in it, and words of a passkey."""
+"""Tokens of a text, number of passkeys in it, and words of a passkey."""
 _WORDS = (
     "alpha bravo charlie delta echo foxtrot golf hotel india juliett kilo lima mike november oscar papa quebec romeo "
     "sierra tango uniform victor whiskey xray yankee zulu"
@@ -21,7 +21,12 @@ _ORDINALS = ("first", "second", "third", "fourth")
 
 @dataclass(frozen=True, eq=False)
 class Passkeys:
-    """The tokens of one text, and from where on passkeys are asked for and told."""
+    """A text with passkeys.
+
+    Attributes:
+        ids: the text's tokens.
+        asked: the token at which the questions for passkeys, with their answers, begin.
+    """
 
     ids: Int[Tensor, " tokens"]
     asked: int
@@ -35,7 +40,18 @@ def draw(
     length: int = LENGTH,
     seed: int,
 ) -> list[Passkeys]:
-    """So many texts of this length, passkeys and their places drawn by chance, passages in between."""
+    """Draw texts with passkeys at random places between passages.
+
+    Args:
+        tokenizer: the model's.
+        passages: tokens of the passages.
+        count: number of texts.
+        length: tokens of each text.
+        seed: of the passkeys and their places.
+
+    Raises:
+        UnsupportedModelError: passkeys and questions do not fit the length.
+    """
     chance, alphabet = torch.Generator().manual_seed(seed), _WORDS.split()
 
     def number(below: int) -> int:
@@ -59,7 +75,7 @@ def draw(
             )
         first = number(len(haystack))
         rest = (haystack * (between // len(haystack) + 2))[first : first + between]
-        # What is asked for is never near: the last part of the passage has no passkey.
+        # No passkey is near its question: the last part of the passage has none.
         places = sorted(number(max(1, between * 3 // 4)) for _ in needles)
         ids: list[int] = []
         for begin, end, needle in zip([0, *places], [*places, between], [*needles, []], strict=True):

@@ -1,4 +1,4 @@
-"""How a layer rotates queries and keys, found out by rotating unit vectors."""
+"""The rotation of a layer's queries and keys, measured by rotating unit vectors."""
 
 import torch
 from jaxtyping import Float, Int
@@ -8,21 +8,24 @@ from keepset.core.features.moments import Rotate
 from keepset.errors import UnsupportedModelError
 
 PROBE = 2
-"""Tokens of the text whose end the unit vectors are rotated at: the fastest plane, one radian per position, has turned
-by less than half a turn there, and a layer that does not rotate can be told from one that does."""
+"""The number of tokens at whose end the unit vectors are rotated. The fastest plane, with one radian per position, has
+turned by less than half a turn there, and a layer that does not rotate can be told from one that does."""
 
 
 def measure_rotation(
     rotate: Rotate, unit: Float[Tensor, "head_dim head_dim"]
 ) -> tuple[Int[Tensor, " head_dim"], Float[Tensor, " head_dim"], Float[Tensor, " head_dim"]]:
-    """Partner, frequency and gain of every number of a head (see `LayerStatistics`).
+    """Measure a rotation.
 
     Args:
-        rotate: of a text of `PROBE` tokens.
-        unit: the identity, on the model's device.
+        rotate: the layer's rotation in a text of `PROBE` tokens.
+        unit: the identity matrix, on the model's device.
+
+    Returns:
+        Partner, frequency and gain of every number of a head; see `LayerStatistics`.
 
     Raises:
-        UnsupportedModelError: it is no rotation of planes.
+        UnsupportedModelError: the layer does not rotate planes.
     """
     turned = rotate(unit[None, None], 1)[0, 0].float().cpu()
     straight = turned.diagonal()

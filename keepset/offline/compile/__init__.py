@@ -1,1 +1,1 @@
-"""CompilerKV's offline part: from texts to the tables that `compilerkv(tables=...)` looks things up in."""
+"""CompilerKV's offline part, which compiles the tables of `compilerkv(tables=...)` from texts."""

@@ -1,4 +1,4 @@
-"""CompilerKV's offline compilation, from contexts to tables (Yang et al. 2026, sections 3.2 to 4.4 and B.1)."""
+"""CompilerKV's offline compilation of contexts into tables (Yang et al. 2026, sections 3.2 to 4.4 and B.1)."""
 
 import dataclasses
 import math
@@ -29,15 +29,15 @@ from keepset.offline.compile.risk import empty, risk_bins, stratified, with_edge
 from keepset.recipe import Recipe, in_full
 
 ALPHA = 0.1
-"""How conservative; the paper names no number. Rewards have a spread of 1."""
+"""How conservative the learning is; the paper names no number. Rewards have a spread of 1."""
 BETA = 0.3
-"""What keeping all entries of a prompt costs, in nats per token that follows; the paper names no number."""
+"""The cost of keeping all entries of a prompt, in nats per token that follows; the paper names no number."""
 HEAD_ROWS, GATE_ROWS = 12, 8
-"""Rewards of a context under one budget, for each table."""
+"""The rewards of a context under one budget, for each table."""
 POOL = 2
-"""Contexts that are looked at for each that is used, so that rare risks can be found."""
+"""Contexts that are measured for each that is used, so that rare risks are found."""
 Stage = Callable[[str, int], Callable[[], None]]
-"""`(what, how many) -> one is done`: how progress is told."""
+"""Shows progress: takes a description and a number of steps, and returns what is called after each step."""
 Work = TypeVar("Work")
 Reward = Literal["expected", "said"]
 Gate = Literal["table", "sum"]
@@ -45,17 +45,22 @@ Gate = Literal["table", "sum"]
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """What decides the tables, beside model and texts.
+    """The settings that decide the tables, beside model and texts.
 
     Attributes:
-        method: whose tables they are, with its window and ablations.
-        budgets: rising.
-        tokens, continuation: of a context, and after it, which the reward looks at.
+        method: the method whose tables they are, with its window and ablations.
+        budgets: entries per KV head, rising.
+        contexts: number of contexts on which actions are tried.
+        tokens: of a context.
+        continuation: tokens after a context, which the reward is about.
         seed: of the contexts' order and of all actions.
-        weights: that a head may be given; the first of equally good ones.
-        reward: which of a verdict's numbers is learned from.
-        gate: what the value of a threshold depends on: layer and risk together, a number for every state, or one for
-            the layer plus one for each risk.
+        weights: the weights that a head may get; the first of equally good ones is taken.
+        reward: the number of a verdict that is learned from.
+        gate: how the value of a threshold is learned: a number for every layer and risk together (`table`), or one
+            for the layer plus one for each risk (`sum`).
+
+    Raises:
+        KeepsetError: settings do not go together.
     """
 
     method: CompilerKV
@@ -86,7 +91,7 @@ class CompileSettings:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """As provenance and log have them."""
+        """Return the settings as provenance and log hold them."""
         lists = {"budgets": list(self.budgets), "weights": list(self.weights)}
         return {**asdict(self), "method": in_full(str(Recipe.of(self.method))), **lists}
 
@@ -98,29 +103,29 @@ def compile_tables(
     log: Path | None = None,
     stage: Stage = lambda what, count: lambda: None,
 ) -> Tables:
-    """Looks at contexts, tries joint actions on some of them, and learns both tables from what came of it.
+    """Measure contexts, try joint actions on some of them, and learn both tables from the rewards.
 
-    Actions are logged with their rewards (equations 2 and 3) as they are found; with a file as `log` a compilation that
-    was interrupted goes on where it was, and ends with the same tables. Several processes may do the same compilation
-    with the same log: they divide the work, and all end with the same tables.
+    Actions are logged with their rewards (equations 2 and 3). With a file as `log`, a compilation that was interrupted
+    goes on where it was, and ends with the same tables. Several processes may do the same compilation with the same
+    log: they divide the work, and all end with the same tables.
 
-    Choices, where the paper is silent or its text cannot be followed at this size:
+    Choices where the paper is silent, or cannot be followed at this size:
 
-    - One reward for all heads or layers. The paper changes one head and holds the others: 270 heads would need 270
-      times the rewards. Here all heads (or layers) act at random at once, the context's mean is taken off, and Q is a
-      sum over them (see `learn`), so every reward teaches every one of them its marginal contribution, averaged over
-      what the others do instead of at one point.
+    - One reward is for all heads or layers. The paper changes one head and holds the others: 270 heads would need 270
+      times the rewards. In this compilation all heads (or layers) act at random at once, the context's mean is
+      subtracted, and Q is a sum over them (see `learn`). So every reward teaches each of them its marginal
+      contribution, averaged over what the others do instead of at one point.
     - The reward is by default the expectation of equation 3 over the full cache's own predictions; see `Verdict`.
     - The head table is learned at exact budgets, where no threshold acts; the gate with `elastic=True`, all weights 1.
-    - The penalty (equation 14) is signed as it is written: what layers admit beyond their budget costs, what they save
-      pays. It is a joint action's mean over layers, beta / T an entry.
-    - States share what they have in common: Q of a head is one part for all budgets and one for its own; Q of a gate
-      is one for the layer, one for layer and budget, and one for the state. Bins without a context thus have the
+    - The penalty (equation 14) has the sign that it is written with: entries that layers admit beyond their budget
+      cost, entries that they save pay. It is the mean over the layers of a joint action, beta / T an entry.
+    - States share what they have in common. Q of a head is a part for all budgets plus one for its own; Q of a gate is
+      a part for the layer, one for layer and budget, and one for the state. Bins without a context thus have the
       layer's threshold, and no other. With `CompileSettings.gate="sum"` the last part is one for each of both bins, so
       that a risk means the same in all layers.
     """
     described = {**settings.to_json(), "corpus": pool.sha256, "pool": len(pool.contexts)}
-    # How it is learned from is chosen afterwards.
+    # Reward and gate can be chosen after the trials are made.
     logged = {name: value for name, value in described.items() if name not in ("reward", "gate")}
     with closing(Log(log, {**logged, "model": fingerprint(model), "keepset": keepset.__version__})) as rewards_log:
         layers, heads, deciding = _shape(model, pool, settings)
@@ -161,10 +166,10 @@ def compile_tables(
 
 
 def _shape(model: PreTrainedModel, pool: ContextPool, settings: CompileSettings) -> tuple[int, int, int]:
-    """Compressed layers, query heads, and how many heads of a layer get a weight of their own.
+    """Return the number of compressed layers, of query heads, and of heads of a layer that get their own weight.
 
-    Under the global mean the utility of an entry is the same for all query heads that share its KV head, so these share
-    a weight; else each has its own.
+    With the global mean, the utility of an entry is the same for all query heads that share its KV head, so they share
+    a weight. Otherwise each query head has its own.
     """
     session = PromptSession(model, pool.contexts[0].ids[None, :1].to(model.device), [Recipe.of(settings.method)])
     observations = session.prefill().observations
@@ -199,7 +204,7 @@ def _try_actions(
     deciding: int,
     stage: Stage,
 ) -> None:
-    """Logs what comes of every context's actions, except for what has been logged."""
+    """Try every context's actions that are not logged yet, and log their rewards."""
     layers, heads = tables.weights.shape[1:]
     kinds = {
         "head": (HEAD_ROWS, layers * deciding, torch.tensor(settings.weights)),
@@ -228,14 +233,14 @@ def _try_actions(
 
 
 def _shuffled(work: Sequence[Work]) -> list[Work]:
-    """In an order of this process' own, so that processes that share a log seldom do the same at once."""
+    """Return work in a random order, so that processes that share a log seldom do the same at once."""
     return random.SystemRandom().sample(work, len(work))
 
 
 def _head_table(
     rows: Sequence[Trial], settings: CompileSettings, layers: int, deciding: int
 ) -> tuple[Float[Tensor, "budgets layers deciding"], list[dict[str, float]]]:
-    """Equation 9. A state is (l, h, B)."""
+    """Learn the weight of highest value (equation 9) for each state (l, h, B)."""
     actions, rewards, budgets = _arrays(rows, "head", settings)
     decisions = layers * deciding
     every = torch.arange(len(settings.budgets))[:, None] * decisions + torch.arange(decisions)
@@ -254,7 +259,7 @@ def _head_table(
 def _gate_table(
     rows: Sequence[Trial], settings: CompileSettings, layers: int, where: dict[str, int]
 ) -> tuple[Float[Tensor, "budgets layers 20 4"], list[dict[str, float]]]:
-    """The threshold of highest value. A state is (l, b_ent, b_ppl, B)."""
+    """Learn the threshold of highest value for each state (l, b_ent, b_ppl, B)."""
     actions, rewards, budgets = _arrays(rows, "gate", settings)
     cell = torch.tensor([where[row.context] for row in rows if row.kind == "gate"])
     shape = len(settings.budgets), layers, ENTROPY_BINS * PERPLEXITY_BINS
@@ -274,10 +279,10 @@ def _gate_table(
 def _arrays(
     rows: Sequence[Trial], kind: str, settings: CompileSettings
 ) -> tuple[Int[Tensor, "rows decisions"], Float[Tensor, " rows"], Int[Tensor, " rows"]]:
-    """Actions, rewards (equation 2), and which budget each row has.
+    """Return the actions, rewards (equation 2) and budgets of one table's trials.
 
-    Rewards have the mean of their context and budget taken off, for what a context is worth is no action's doing, and
-    are divided by the spread of all that are left under their budget.
+    The mean of their context and budget is subtracted from rewards, because it depends on no action. The rewards of a
+    budget are then divided by their spread.
     """
     chosen = [row for row in rows if row.kind == kind]
     actions = torch.tensor([list(row.actions) for row in chosen])

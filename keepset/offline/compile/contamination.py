@@ -1,6 +1,6 @@
-"""Whether tables have been compiled from a text: then they must not be judged by it.
+"""Contamination: tables must not be judged by a text that they were compiled from.
 
-Whoever evaluates recipes on contexts calls `refuse_contaminated(recipe, context)` for every pair, before anything runs.
+An evaluation calls `refuse_contaminated(recipe, context)` for every recipe and context before it runs them.
 """
 
 import hashlib
@@ -13,12 +13,12 @@ from keepset.methods.compilerkv import CompilerKV
 from keepset.recipe import Recipe
 
 _WORDS, _ONE_IN = 12, 32
-"""A mark is the hash of so many words that follow one another; of all such hashes one in so many is kept, chosen by
-its value, so that two texts that share 150 words share a mark in all but 1 of 100 cases, wherever they were cut."""
+"""A mark is the hash of `_WORDS` words in a row. One of `_ONE_IN` hashes is kept, chosen by its value. So two texts
+that share 150 words share a mark in 99 of 100 cases, wherever they were cut."""
 
 
 def passage_hashes(text: str) -> tuple[str, ...]:
-    """What a text is known by; at least one, unless it has no words."""
+    """Return the marks by which a text is known again; at least one unless it has no words."""
     words = text.split()
     runs = (" ".join(words[first : first + _WORDS]) for first in range(max(len(words) - _WORDS, 0) + 1) if words)
     hashes = {hashlib.blake2b(run.encode("utf-8", "surrogatepass"), digest_size=8).digest() for run in runs}
@@ -27,13 +27,13 @@ def passage_hashes(text: str) -> tuple[str, ...]:
 
 
 def is_contaminated(tables: Tables, text: str) -> bool:
-    """Whether the text shares a passage with a context that the tables were compiled from."""
+    """Return whether a text shares a passage with a context that the tables were compiled from."""
     compiled = {mark for context in tables.provenance.get("marks", ()) for mark in context}
     return not compiled.isdisjoint(passage_hashes(text))
 
 
 def refuse_contaminated(recipe: Recipe, text: str) -> None:
-    """Refuses, with a `KeepsetError`, to judge a recipe by a text that its tables were compiled from."""
+    """Raise `KeepsetError` if a recipe's tables were compiled from a text."""
     for method in _methods(recipe.method):
         if isinstance(method, CompilerKV) and method.tables and is_contaminated(load(method.tables), text):
             raise KeepsetError(

@@ -19,13 +19,13 @@ from keepset.texts import adds_bos, json_lines, read
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """A prompt and what follows it in its text.
+    """A prompt and the text that follows it.
 
     Attributes:
         ids: tokens of both.
         tokens: how many of them are the prompt.
-        name: a hash of them.
-        marks: what an evaluation knows it by, see `passage_hashes`.
+        name: a hash of the tokens.
+        marks: by which an evaluation knows the text again; see `passage_hashes`.
     """
 
     ids: Int[Tensor, " _"]
@@ -36,7 +36,12 @@ class Passage:
 
 @dataclass(frozen=True, eq=False)
 class ContextPool:
-    """Contexts that may be looked at, in an order that a seed decides, and the hash of all texts."""
+    """Contexts to compile from.
+
+    Attributes:
+        contexts: in an order that a seed decides.
+        sha256: hash of all texts.
+    """
 
     contexts: list[Passage]
     sha256: str
@@ -52,7 +57,19 @@ class ContextPool:
         count: int,
         seed: int,
     ) -> Self:
-        """At most `count` pieces of texts that do not overlap, `tokens` and `continuation` long, but at least one."""
+        """Draw contexts that do not overlap from texts.
+
+        Args:
+            tokenizer: the model's.
+            texts: the texts.
+            tokens: of a context's prompt.
+            continuation: tokens after the prompt.
+            count: number of contexts at most.
+            seed: of the order.
+
+        Raises:
+            KeepsetError: no text is long enough.
+        """
         length = tokens + continuation
         passages = shuffled_passages(tokenizer, texts, length=length, shortest=length, seed=seed)
         if not passages:
@@ -67,13 +84,20 @@ class ContextPool:
             ids = torch.tensor(passage)
             name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
             text = str(tokenizer.decode(passage[1:] if adds_bos(tokenizer) else passage))
-            # The same text twice is one context.
+            # A text that comes twice is one context.
             contexts[name] = Passage(ids, tokens, name, passage_hashes(text))
         return cls(list(contexts.values()), digest(texts))
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """The texts of these files: a .jsonl file has one in the field "text" of every line, any other is one."""
+    """Return the texts of files.
+
+    Args:
+        paths: a .jsonl file has a text in the field "text" of every line; any other file is one text.
+
+    Raises:
+        KeepsetError: a file cannot be read, or a line has no text.
+    """
     texts: list[str] = []
     for path in paths:
         whole = read(path)

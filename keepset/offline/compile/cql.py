@@ -1,4 +1,4 @@
-"""Conservative Q-learning (equation 4) where one reward answers for many decisions at once."""
+"""Conservative Q-learning (equation 4) from rewards that are each for many decisions at once."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 STEPS, RATE = 400, 0.02
-"""Of Adam, over all rows at once."""
+"""Adam's steps, each over all rows, and its learning rate."""
 _EVERY = 10
 
 
 @dataclass(frozen=True, eq=False)
 class Logged:
-    """What was done and what came of it.
+    """Joint actions and their rewards.
 
     Attributes:
-        states: of every decision of a row, the state that it was taken in.
-        actions: which action was taken there.
+        states: the state in which each decision of a row was made.
+        actions: the action that was taken.
         rewards: one for all decisions of a row together.
     """
 
@@ -35,7 +35,7 @@ def learn(
     alpha: float,
     decay: float,
 ) -> tuple[Float[Tensor, "states actions"], list[dict[str, float]]]:
-    """Q of every state and action, and how it was learned: both terms of equation 4, each without its factor.
+    """Learn Q of every state and action.
 
     The value of a joint action is the sum of its decisions' values, so one reward teaches all of them: a contextual
     bandit that is linear in (state, action). Under a sum the log-sum-exp over all joint actions is the sum of those
@@ -43,12 +43,15 @@ def learn(
     learned number for each of the state's features: states that share a feature learn from one another.
 
     Args:
-        logged: rewards should have a mean near 0 and a spread near 1.
-        features: of every state, one row of the learned numbers for each kind of feature.
-        actions: how many there are in every state.
-        alpha: how conservative, as in the paper; 0 is plain regression.
-        decay: a pull of all learned numbers towards 0, which the paper does not have: without it features that say
-            the same share its value by chance, and noise fills what few rows look at.
+        logged: joint actions. Their rewards should have a mean near 0 and a spread near 1.
+        features: the index of a learned number for each state and kind of feature.
+        actions: number of actions in every state.
+        alpha: how conservative the learning is, as in the paper; 0 is plain regression.
+        decay: a pull of all learned numbers towards 0, which the paper does not have. Without it, features that
+            mean the same share a value by chance, and features of few rows learn noise.
+
+    Returns:
+        Q, and both terms of equation 4 without their factors at every tenth step.
     """
     states = len(features)
     index = logged.states * actions + logged.actions
@@ -72,5 +75,5 @@ def learn(
 
 
 def best(q: Float[Tensor, "states actions"]) -> Int[Tensor, " states"]:
-    """Equation 9: the action of highest value; of equal ones the first."""
+    """Return the action of highest value (equation 9); the first of equal ones."""
     return (q == q.amax(1, keepdim=True)).long().argmax(1)

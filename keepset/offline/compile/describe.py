@@ -1,4 +1,4 @@
-"""Tables in words."""
+"""A description of tables in words."""
 
 import torch
 
@@ -6,13 +6,13 @@ from keepset.core.tables import Tables
 from keepset.recipe import shown
 
 ENOUGH = 2
-"""Contexts of a bin from which on it is not called thin."""
+"""The contexts that a bin needs not to be called thin."""
 _SHOWN = 5
 _FACTS = ("recipe", "contexts", "tokens", "continuation", "reward", "seed", "corpus", "keepset")
 
 
 def describe_tables(tables: Tables) -> list[str]:
-    """What a person wants to know of them, line by line."""
+    """Return lines that describe tables: their model, how they were made, and what they say."""
     known, budgets = tables.provenance, tables.budgets.tolist()
     layers, heads = tables.weights.shape[1:]
     model = known.get("model")
@@ -37,7 +37,7 @@ def describe_tables(tables: Tables) -> list[str]:
 
 
 def coverage(tables: Tables) -> list[str]:
-    """How many contexts each bin of risk has, and which have too few."""
+    """Return lines that say how many contexts each bin of risk has, and which bins have too few."""
     counts = tables.counts
     lines = ["contexts in the bins of risk, a row for each bin of perplexity, from low to high entropy:"]
     lines += [f"  {p}: " + " ".join(f"{int(count):2d}" for count in counts[:, p]) for p in range(counts.shape[1])]
@@ -52,7 +52,7 @@ def coverage(tables: Tables) -> list[str]:
 
 
 def _ranges(flags: list[bool]) -> str:
-    """Places that are true: `0-3, 7`."""
+    """Return the places of true flags as text, such as `0-3, 7`."""
     starts = [i for i, flag in enumerate(flags) if flag and not (i and flags[i - 1])]
     ends = [i for i, flag in enumerate(flags) if flag and not (i + 1 < len(flags) and flags[i + 1])]
     return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))

@@ -1,4 +1,4 @@
-"""`Judge`: what any tables make of one context, whose prompt runs once."""
+"""`Judge`: compares any tables on one context, whose prompt runs once."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,15 +23,15 @@ from keepset.recipe import Recipe
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a compression is worth, before its penalty; 0 is as good as the full cache.
+    """The value of a compression before its penalty; 0 is as good as the full cache.
 
     Attributes:
-        said: equation 2 with equation 3: the full cache's mean negative log-likelihood of the tokens that follow, less
-            the compressed one's.
-        expected: the same in expectation over what the full cache would say instead of what the text says: the
-            negated mean KL(full || compressed). It has the same meaning and far less chance in it.
-        kept: entries per KV head, in the mean over layers.
-        admitted: the same without the budget's cut: how many the thresholds alone admit (equation 14).
+        said: the full cache's mean negative log-likelihood of the tokens that follow, less the compressed cache's
+            (equations 2 and 3).
+        expected: the expectation of `said` over the full cache's own predictions, instead of the text's tokens: the
+            negated mean KL(full || compressed). It has the same meaning and far less variance.
+        kept: entries per KV head, on the mean over layers.
+        admitted: entries per KV head that the thresholds admit, without the budget's cut (equation 14).
     """
 
     said: float
@@ -41,7 +41,16 @@ class Verdict:
 
 
 class Judge:
-    """One context, and its risk: entropy and perplexity of the prompt (equations 12 and 13)."""
+    """A context whose prompt has run once.
+
+    Args:
+        model: the model.
+        method: the method with its window.
+        context: the context.
+
+    Attributes:
+        risk: entropy and perplexity of the prompt (equations 12 and 13).
+    """
 
     def __init__(self, model: PreTrainedModel, method: CompilerKV, context: Passage) -> None:
         self._method = _Gated(**{**dataclasses.asdict(method), "elastic": True, "gate": True})
@@ -51,11 +60,20 @@ class Judge:
         observations = self._session.prefill().observations
         self._received = self._method.received_attention(observations)
         entropy, perplexity = self._method.risk(observations[0], self._received)
-        # As Tables.bins has it: what is no number is the highest risk.
+        # NaN is the highest risk, as in Tables.bins.
         self.risk = float(entropy.nan_to_num(torch.inf)), float(perplexity.nan_to_num(torch.inf))
 
     def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
-        """Of these tables under this budget; a `KeepsetError` where the model's logits are not finite."""
+        """Return the value of a compression by these tables.
+
+        Args:
+            tables: the tables.
+            keep: the budget, entries per KV head.
+            elastic: whether thresholds may keep fewer.
+
+        Raises:
+            KeepsetError: the model's logits are not finite.
+        """
         parameters = {**dataclasses.asdict(self._method), "elastic": elastic}
         method = _Given(**parameters, given=tables, received=self._received, signals=self._signals)
         prompt = self._session.compress(Recipe(method, Budget(keep, recent=method.window)))
@@ -78,12 +96,12 @@ class Judge:
         return self._log_probabilities(self._session.compress(None))
 
     def _log_probabilities(self, prompt: CachedPrompt) -> Float[Tensor, "n vocabulary"]:
-        """Of all tokens that follow but the first, which the prompt's own logits predict alike."""
+        """Return log-probabilities of all tokens that follow but the first, which both caches predict alike."""
         return prompt.follow(self._following[:, :-1]).float().log_softmax(-1)
 
 
 class _Gated(CompilerKV):
-    """The method before its tables are there."""
+    """The method before it has tables."""
 
     @property
     def gated(self) -> bool:
@@ -92,14 +110,14 @@ class _Gated(CompilerKV):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Given(_Gated):
-    """The method under tables that are in no file, with what does not depend on them made before."""
+    """The method with tables that are in no file, and with what does not depend on them computed beforehand."""
 
     given: Tables
     received: Tensor
     signals: Mapping[int, Tensor]
 
     def __post_init__(self) -> None:
-        """Nothing to check: a recipe was the source of all parameters."""
+        """Check nothing: a recipe has given all parameters."""
 
     def tables_for(self, observation: Observation) -> Tables:
         return self.given

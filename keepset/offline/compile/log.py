@@ -1,7 +1,7 @@
-"""`Log`: what a compilation has found so far, in SQLite, so that it can be interrupted, gone on with, and shared.
+"""`Log`: the results of a compilation so far, in SQLite, so that it can be interrupted, gone on with, and shared.
 
-Processes of one machine may use a log at once. Nobody claims work: what one of them adds the others find there, and of
-two that find the same the first is kept.
+Several processes of one machine may use a log at once. Each finds what the others have added. If two find the same, the
+first result is kept.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 from keepset.errors import CorruptFileError, KeepsetError
 
 _PATIENCE = 60.0
-"""Seconds to wait for another process that writes."""
+"""Seconds to wait while another process writes."""
 _TABLES = """
 CREATE TABLE IF NOT EXISTS compilation (settings TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS contexts (name TEXT PRIMARY KEY, entropy REAL NOT NULL, perplexity REAL NOT NULL) STRICT;
@@ -29,10 +29,13 @@ CREATE TABLE IF NOT EXISTS rewards (
 
 @dataclass(frozen=True)
 class Trial:
-    """One joint action and what came of it.
+    """One joint action and its results.
 
     Attributes:
-        kind: `head` or `gate`: which table's actions they are.
+        context: the context's name.
+        kind: `head` or `gate`, the table whose actions they are.
+        keep: the budget, entries per KV head.
+        number: of the trial among those of its context, kind and budget.
         actions: one byte for each decision.
         propensity: the probability with which each single action was chosen.
         said, expected, kept, admitted: see `Verdict`.
@@ -51,7 +54,11 @@ class Trial:
 
 
 class Log:
-    """The log of one compilation; in memory unless a file is named.
+    """The log of one compilation.
+
+    Args:
+        path: the file; None to keep the log in memory.
+        settings: what decides the results.
 
     Raises:
         KeepsetError: the file is no such log, cannot be written, or belongs to a compilation with other settings.
@@ -73,8 +80,8 @@ class Log:
             )
 
     def _begun(self, ours: str) -> str:
-        """The settings in the file, which are ours where nobody has begun it."""
-        self._base.execute("BEGIN IMMEDIATE")  # another process may begin it, too
+        """Begin the file if it is new, and return its settings."""
+        self._base.execute("BEGIN IMMEDIATE")  # another process may begin it too
         names = {name for (name,) in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if names and "compilation" not in names:
             raise sqlite3.DatabaseError("it holds other tables")
@@ -88,7 +95,7 @@ class Log:
         return str(written)
 
     def close(self) -> None:
-        """Releases the file; one that was begun here and has come to nothing is not left behind."""
+        """Close the file, and remove it if this process has begun it and nothing was added."""
         nothing = self._mine and not self._has("contexts", ())
         self._base.close()
         if nothing and self._path is not None:
@@ -96,32 +103,32 @@ class Log:
 
     @property
     def risks(self) -> dict[str, tuple[float, float]]:
-        """Entropy and perplexity of every context that was looked at."""
+        """Return entropy and perplexity of every context that was measured, by its name."""
         with self._readable():
             rows = self._base.execute("SELECT * FROM contexts")
             return {name: (entropy, perplexity) for name, entropy, perplexity in rows}
 
     def add_risk(self, name: str, risk: tuple[float, float]) -> None:
-        """Of one more context."""
+        """Add a context's entropy and perplexity."""
         self._insert("contexts", (name, *risk))
 
     @property
     def trials(self) -> list[Trial]:
-        """All rewards, in an order that does not depend on when they were found."""
+        """Return all trials, in an order that does not depend on when they were added."""
         with self._readable():
             ordered = "SELECT * FROM rewards ORDER BY context, kind, keep, number"
             return [Trial(*values) for values in self._base.execute(ordered)]
 
     def add(self, trial: Trial) -> None:
-        """One more reward."""
+        """Add a trial."""
         self._insert("rewards", astuple(trial))
 
     def has_risk(self, name: str) -> bool:
-        """Whether a context was looked at."""
+        """Return whether a context was measured."""
         return self._has("contexts WHERE name = ?", (name,))
 
     def has(self, *trial: str | int) -> bool:
-        """Whether there is the reward of a context, kind, budget and number."""
+        """Return whether there is a trial of this context, kind, budget and number."""
         return self._has("rewards WHERE context = ? AND kind = ? AND keep = ? AND number = ?", trial)
 
     def _has(self, where: str, values: tuple[Any, ...]) -> bool:

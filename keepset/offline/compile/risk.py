@@ -1,4 +1,4 @@
-"""Bins of risk: where they meet, and contexts drawn from them as evenly as there are."""
+"""Bins of risk, and contexts drawn from them as evenly as possible."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,13 +10,18 @@ from torch import Tensor
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables, neutral
 
 _TAIL = 0.05
-"""Share of the contexts looked at that the outermost bins hold, on each side."""
+"""The share of all contexts that the outermost bin holds, on each side."""
 
 
 def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
-    """The tables with bins for these risks: of equal width in nats, for perplexity of the logarithm.
+    """Return tables with bins for some risks.
 
-    The paper gives the number of bins and not where they meet.
+    The bins have equal width, in nats; those of perplexity have equal width of the logarithm. The paper gives the
+    number of bins and not their edges.
+
+    Args:
+        tables: the tables.
+        risks: entropy and perplexity of each context.
     """
     entropy = _edges(risks[:, 0], ENTROPY_BINS)
     perplexity = _edges(risks[:, 1].log(), PERPLEXITY_BINS).exp()
@@ -24,13 +29,21 @@ def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
 
 
 def risk_bins(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor, " contexts"]:
-    """Every context's bin: PERPLEXITY_BINS times that of its entropy, and that of its perplexity."""
+    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity."""
     of_entropy, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
     return of_entropy * PERPLEXITY_BINS + of_perplexity
 
 
 def stratified(bins: Sequence[int], count: int) -> list[int]:
-    """Indices of so many of the contexts that lie in these bins: one of every bin, then a second of each, and so on."""
+    """Choose contexts: one of every bin, then a second of each, and so on.
+
+    Args:
+        bins: the bin of each context.
+        count: number of contexts to choose.
+
+    Returns:
+        Their indices, rising.
+    """
     rounds: dict[int, int] = {}
     turns = []
     for index, bin_ in enumerate(bins):
@@ -40,7 +53,7 @@ def stratified(bins: Sequence[int], count: int) -> list[int]:
 
 
 def empty(layers: int, query_heads: int, budgets: Sequence[int]) -> Tables:
-    """Tables that decide nothing yet, for these budgets."""
+    """Return tables for some budgets that decide nothing yet."""
     one, rows = neutral(layers, query_heads, 1.0), len(budgets)
     weights, gate = one.weights.repeat(rows, 1, 1), one.gate.repeat(rows, 1, 1, 1)
     return dataclasses.replace(one, weights=weights, gate=gate, budgets=torch.tensor(budgets))

@@ -14,7 +14,7 @@ from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import Cell, Outcome
 from keepset.bench.sweep.runner import EvalRequest
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import Grid, run
+from keepset.bench.sweep.sweep import Grid, Skipped, count, run, unfinished
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
 from keepset.recipe import Recipe
 
@@ -43,11 +43,11 @@ class Counting(Task):
 
 @dataclass
 class Scripted:
-    """Makes cells out of their names, and notes each of them in a file.
+    """Makes cells of their names, and notes each in a file.
 
     Attributes:
-        stop_at: the cell, counted from 1, before which it waits for somebody to kill it.
-        together: so many processes must have begun before the first of them goes on.
+        stop_at: the cell, counted from 1, before which it waits to be killed.
+        together: the number of processes that must have begun before the first of them goes on.
     """
 
     notes: Path
@@ -99,9 +99,17 @@ def grid(
     return Grid([Counting(name, decodes=decodes) for name in names], seeds, {name: asked for name in names}, limit)
 
 
-def sweep(path: Path, asked: Grid, runner: Any) -> list[int]:
-    """All of it; how many cells were there with each word of progress."""
-    told: list[int] = []
+def complete(store: Store, asked: Grid, runner: Any) -> list[Skipped]:
+    """Make the cells that a file lacks; what could not be made."""
+    groups = asked.groups(store, None)  # type: ignore[arg-type]
+    return run(store, unfinished(groups, store.done()), runner, lambda: None)
+
+
+def sweep(path: Path, asked: Grid, runner: Any) -> int:
+    """Make all cells; how many of them the file lacked."""
     with Store.begin(path, "model", CONFIGURATION) as store:
-        assert run(store, asked.groups(store, None), runner, told.append) == []  # type: ignore[arg-type]
-    return told
+        before = len(store.done())
+        assert complete(store, asked, runner) == []
+        groups = asked.groups(store, None)  # type: ignore[arg-type]
+        assert count(unfinished(groups, store.done())) == 0
+        return len(store.done()) - before

@@ -15,7 +15,7 @@ from keepset import models
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.cell import Cell
 from keepset.bench.sweep import ray_sweep, sweep
-from keepset.bench.sweep.ray_sweep import Loads
+from keepset.bench.sweep.ray_sweep import RunnerSource
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, Skipped
@@ -77,16 +77,16 @@ class Ends(Scripted):
             yield made
 
 
-def run(path: Path, make: Any, asked: Grid, tokenizer: Any = None) -> tuple[list[Skipped], list[int]]:
-    told: list[int] = []
+def run(path: Path, make: Any, asked: Grid, tokenizer: Any = None) -> tuple[list[Skipped], int]:
+    """Make the cells that are missing; what was lost, and how many cells were made."""
+    made: list[None] = []
     with Store.begin(path, "model", CONFIGURATION) as store:
-        groups = asked.groups(store, tokenizer)
-        return ray_sweep.run(store, groups, make, MEGABYTE, told.append), told
+        groups = sweep.unfinished(asked.groups(store, tokenizer), store.done())
+        return ray_sweep.run(store, groups, make, MEGABYTE, lambda: made.append(None)), len(made)
 
 
 def cells(path: Path) -> list[Cell]:
     with Store.open(path) as store:
-        assert store._database.execute("SELECT count(*) FROM claims").fetchone() == (0,)
         return store.cells()
 
 
@@ -102,20 +102,20 @@ def expected(asked: Grid) -> list[str]:
 
 def test_two_workers_make_every_cell_once(tmp_path: Path) -> None:
     path, make = tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", together=2)
-    lost, told = run(path, make, grid())
-    assert lost == [] and sum(told) == 36
+    lost, made = run(path, make, grid())
+    assert lost == [] and made == 36
     assert sorted(map(str, cells(path))) == expected(grid())
     notes = [line.split(" ", 1) for line in make.notes.read_text().splitlines()]
     assert len(notes) == len({what for _, what in notes}) == 36 and len({who for who, _ in notes}) == 2
-    _, told = run(path, make, grid(recipes="knorm, tova, random"))
-    assert sum(told) == 48 and len(make.notes.read_text().splitlines()) == 48
+    _, made = run(path, make, grid(recipes="knorm, tova, random"))
+    assert made == 12 and len(make.notes.read_text().splitlines()) == 48
 
 
 def test_what_a_dead_worker_left_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "lives").write_text("one")
     asked = grid(["counting@8"], [0])
-    lost, told = run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="1"), asked)
-    assert lost == [] and sum(told) == 9
+    lost, made = run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="1"), asked)
+    assert lost == [] and made == 9
     assert sorted(map(str, cells(tmp_path / "sweep.sqlite"))) == expected(asked)
     assert (tmp_path / "lives").read_text() == ""
 
@@ -124,14 +124,14 @@ def test_of_tasks_that_decode_a_worker_is_given_several_examples_under_one_recip
     asked = grid(["counting@8"], [0, 1, 2], decodes=True, limit=None)
     with Store.begin(tmp_path / "parcels.sqlite", "model", CONFIGURATION) as store:
         groups = asked.groups(store, None)  # type: ignore[arg-type]
-        parcels = list(ray_sweep._parcels(sweep.claimed(store, groups, lambda _: None)))
-    assert [len(parcel or ()) for parcel in parcels] == [8, 4] * 3
-    assert [{recipe for _, recipes in parcel or () for recipe in recipes} for parcel in parcels] == [
+        parcels = list(ray_sweep._parcels(groups))
+    assert [len(parcel) for parcel in parcels] == [8, 4] * 3
+    assert [{each.text for group in parcel for each in group.candidates} for parcel in parcels] == [
         {candidate.text} for candidate in asked.candidates["counting@8"] for _ in range(2)
     ]
     path, make = tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", together=2)
-    lost, told = run(path, make, asked)
-    assert lost == [] and sum(told) == 36
+    lost, made = run(path, make, asked)
+    assert lost == [] and made == 36
     assert sorted(map(str, cells(path))) == expected(asked)
     notes = [line.split(" ", 1) for line in make.notes.read_text().splitlines()]
     assert len(notes) == len({what for _, what in notes}) == 36 and len({who for who, _ in notes}) == 2
@@ -140,8 +140,8 @@ def test_of_tasks_that_decode_a_worker_is_given_several_examples_under_one_recip
 def test_of_tasks_that_decode_what_a_dead_worker_left_is_made_again(tmp_path: Path) -> None:
     (tmp_path / "lives").write_text("one")
     asked = grid(["counting@8"], [0, 1, 2], decodes=True, limit=None)
-    lost, told = run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="2", ends_after=0), asked)
-    assert lost == [] and sum(told) == 36
+    lost, made = run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="2", ends_after=0), asked)
+    assert lost == [] and made == 36
     assert sorted(map(str, cells(tmp_path / "sweep.sqlite"))) == expected(asked)
     assert (tmp_path / "lives").read_text() == ""
 
@@ -171,16 +171,18 @@ def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_pat
     asked = Grid(tasks, [0], {"needle@256": candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])}, 3)
     asking = {"mode": "agnostic", "chat": True, "temperature": 0.0}
     model, tokenizer = models.load(str(tmp_path / "tiny"))
-    lost, told = run(tmp_path / "ray.sqlite", Loads(models.Source(str(tmp_path / "tiny")), **asking), asked, tokenizer)
-    assert lost == [] and sum(told) == 9
+    lost, made = run(
+        tmp_path / "ray.sqlite", RunnerSource(models.Source(str(tmp_path / "tiny")), **asking), asked, tokenizer
+    )
+    assert lost == [] and made == 9
     with Store.begin(tmp_path / "local.sqlite", "model", CONFIGURATION) as store:
         groups = asked.groups(store, tokenizer)
-        assert sweep.run(store, groups, Runner(model, tokenizer, **asking), lambda _: None) == []
-    there, here = (
+        assert sweep.run(store, groups, Runner(model, tokenizer, **asking), lambda: None) == []
+    on_ray, local = (
         {(c.example, c.recipe): c for c in cells(tmp_path / name)} for name in ("ray.sqlite", "local.sqlite")
     )
-    assert list(there) == list(here) and len(here) == 9
-    for key, made in here.items():
-        assert made.outcome is not None and there[key].outcome is not None
+    assert list(on_ray) == list(local) and len(local) == 9
+    for key, here in local.items():
+        assert here.outcome is not None and on_ray[key].outcome is not None
         for name in ("scores", "replies", "keep", "kv_bytes", "tokens"):
-            assert getattr(there[key].outcome, name) == getattr(made.outcome, name)
+            assert getattr(on_ray[key].outcome, name) == getattr(here.outcome, name)

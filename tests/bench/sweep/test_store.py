@@ -1,4 +1,4 @@
-"""A sweep's file: what it takes back, whose claims hold, and what is refused."""
+"""A sweep's file: what it gives back, who may write to it, and what is refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sqlite3
 import time
 from dataclasses import make_dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,7 @@ import pytest
 from keepset import registry
 from keepset.allocators.adakv import AdaKV
 from keepset.bench.cell import FULL, Cell, Outcome
-from keepset.bench.sweep import owner, store
-from keepset.bench.sweep.owner import Owner
-from keepset.bench.sweep.store import LEASE, Store
+from keepset.bench.sweep.store import Store, check_free
 from keepset.core.method import parameter
 from keepset.errors import KeepsetError
 from keepset.methods.prompt_queries import PromptQueries
@@ -47,7 +46,6 @@ def put(path: Path, *cells: Cell) -> None:
     with begin(path) as opened:
         opened.register("gsm8k", 0, sorted({each.example for each in cells}), "digest")
         for each in cells:
-            opened.claim((each.task, each.seed, each.example), [each.recipe])
             assert opened.save(each)
 
 
@@ -78,7 +76,6 @@ def test_cells_come_in_the_order_of_examples_and_recipes_however_they_were_writt
     with begin(path) as opened:
         opened.register("gsm8k", 0, ["10", "9"], "digest")
         for each in [cell("z", "9"), cell("a", "9"), cell("a", "10"), cell("z", "10")]:
-            opened.claim((each.task, each.seed, each.example), [each.recipe])
             assert opened.save(each)
         assert [(each.example, each.recipe) for each in opened.cells()] == [
             ("10", "z"),
@@ -108,8 +105,8 @@ def test_cells_mean_what_they_meant_when_a_default_or_a_name_has_changed(
         assert [each.recipe for each in store.cells()] == today
         assert {each.method for each in store.cells()} == {"adakv(snapkv, floor=0.2)"}
         assert store.done() == {(KEY, text) for text in today}
-        assert store.claim(KEY, [*today, "adakv(snapkv, keep=0.5)"]) == ["adakv(snapkv, keep=0.5)"]
-        store.save(cell("adakv(snapkv, keep=0.5)", method="adakv(snapkv)"))
+        assert not store.save(cell(today[1], method="adakv(snapkv, floor=0.2)"))
+        assert store.save(cell("adakv(snapkv, keep=0.5)", method="adakv(snapkv)"))
     in_full.cache_clear()
     in_short.cache_clear()
     monkeypatch.undo()
@@ -120,12 +117,77 @@ def test_cells_mean_what_they_meant_when_a_default_or_a_name_has_changed(
 def test_reads_while_another_writes(path: Path) -> None:
     put(path, cell())
     with begin(path) as writer, Store.open(path) as reader:
-        writer.claim(KEY, ["tova"])
         assert [each.recipe for each in reader.cells()] == ["knorm(keep=0.5)"]
         assert writer.save(cell("tova"))
         assert [each.recipe for each in reader.cells()] == ["knorm(keep=0.5)", "tova"]
         with pytest.raises(KeepsetError, match="cannot be written"):
             reader.save(cell("random"))
+
+
+def test_a_cell_is_written_once(path: Path) -> None:
+    with begin(path) as store:
+        assert store.is_empty
+        assert store.save(cell()) and not store.is_empty
+        assert not store.save(cell(error="another"))
+        store.register("gsm8k", 0, ["a"], "digest")
+        assert store.cells() == [cell()]
+
+
+def test_a_second_process_is_refused_in_a_sentence_until_the_first_has_ended(path: Path) -> None:
+    with get_context("fork").Pool(1) as another:
+        with begin(path) as store:
+            store.save(cell())
+            assert another.apply(begun, (path,)) == another.apply(free, (path,))
+            assert "Another process is adding to" in another.apply(begun, (path,))
+            with Store.open(path) as reader:
+                assert reader.done() == {(KEY, "knorm(keep=0.5)")}
+            assert store.save(cell("tova"))
+        assert another.apply(free, (path,)) == another.apply(begun, (path,)) == ""
+
+
+def test_a_process_that_was_killed_holds_no_file(path: Path) -> None:
+    began = get_context("fork").Event()
+
+    def hold() -> None:
+        with begin(path):
+            began.set()
+            time.sleep(600)
+
+    process = get_context("fork").Process(target=hold)
+    process.start()
+    assert began.wait(60) and "Another process" in refusal(path)
+    process.kill()
+    process.join()
+    put(path, cell())
+
+
+def begun(path: Path) -> str:
+    """What another process is told that begins the sweep."""
+    try:
+        begin(path).close()
+    except KeepsetError as error:
+        return str(error)
+    return ""
+
+
+def free(path: Path) -> str:
+    try:
+        check_free(path)
+    except KeepsetError as error:
+        return str(error)
+    return ""
+
+
+def test_files_of_the_version_before_are_gone_on_with(path: Path) -> None:
+    put(path, cell())
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version = 3")
+        database.execute("CREATE TABLE claims (task TEXT, token TEXT NOT NULL)")
+        database.execute("INSERT INTO claims VALUES ('gsm8k', 'of a process that is gone')")
+    database.close()
+    put(path, cell("tova"))
+    with Store.open(path) as store:
+        assert store.cells() == [cell(), cell("tova")]
 
 
 def test_reads_where_it_must_not_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,84 +198,6 @@ def test_reads_where_it_must_not_write(path: Path, monkeypatch: pytest.MonkeyPat
         assert opened.cells() == [cell()]
         assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert path.read_bytes() == before
-
-
-def test_a_claim_says_what_is_missing_and_keeps_others_away(path: Path) -> None:
-    put(path, cell("b"))
-    with begin(path) as one, begin(path) as two:
-        assert one.claim(KEY, ["a", "b", "c"]) == ["a", "c"]
-        assert two.claim(KEY, ["a", "b", "c"]) is None
-        assert two.claim(("gsm8k", 1, "a"), ["a"]) == ["a"]
-        assert not two.save(cell("a"))
-        two.release(KEY, ["a"])  # which is not its own
-        assert two.claim(KEY, ["a"]) is None
-        assert one.claim(KEY, ["a", "b", "c"]) == ["a", "c"]
-        assert one.save(cell("a")) and not one.save(cell("a"))
-        assert two.claim(KEY, ["a", "b", "c"]) is None
-        assert two.claim(KEY, ["a", "b", "d"]) == ["d"]  # another recipe of the same example
-        one.release(KEY, ["c", "d"])
-        assert two.claim(KEY, ["a", "b", "c"]) == ["c"]
-        assert one.claim(KEY, ["c"]) is None and one.claim(KEY, ["d"]) is None
-        two.release(KEY, ["c", "d"])
-        assert one.claim(KEY, ["a", "b"]) == []
-        assert two.claim(KEY, ["c"]) == ["c"]  # nothing to do, nothing claimed
-
-
-def test_what_a_process_leaves_claimed_when_it_ends_is_free(path: Path) -> None:
-    with begin(path) as two:
-        with pytest.raises(ZeroDivisionError), begin(path) as one:
-            assert one.claim(KEY, ["a"]) == ["a"]
-            raise ZeroDivisionError
-        assert two.claim(KEY, ["a"]) == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "free"),
-    [
-        ({}, False),
-        ({"started": "at another time"}, True),
-        ({"pid": 2**31 - 1}, True),
-        ({"beat": 0.0}, False),
-        ({"host": "elsewhere", "pid": 2**31 - 1}, False),
-        ({"host": "elsewhere", "beat": time.time() - LEASE - 1}, True),
-        ({"started": None}, False),
-        ({"started": None, "beat": 0.0}, True),
-    ],
-)
-def test_claims_of_the_dead_are_void(path: Path, changes: dict[str, Any], free: bool) -> None:
-    with begin(path) as one, begin(path) as two:
-        assert one.claim(KEY, ["a"]) == ["a"]
-        for name, value in changes.items():
-            one._database.execute(f"UPDATE claims SET {name} = ?", [value])
-        assert two.claim(KEY, ["a"]) == (["a"] if free else None)
-        assert one.save(cell("a")) is not free
-
-
-def test_claims_are_renewed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_BEAT", 0.01)
-    with begin(path) as one, begin(path) as two:
-        one.claim(KEY, ["a"])
-        one._database.execute("UPDATE claims SET host = 'elsewhere', beat = 0.0")
-        end = time.monotonic() + 30
-        while one._database.execute("SELECT beat FROM claims").fetchone() == (0.0,):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        assert two.claim(KEY, ["a"]) is None
-
-
-def test_a_process_is_told_from_others_of_its_number() -> None:
-    me = Owner.me()
-    assert me.pid == os.getpid() and me.gone is False and me.started is not None
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and its number is still taken
-    assert Owner(me.host, child, me.started).gone is True
-    assert owner._started(child) is None and owner._started_by_ps(child) is None
-    os.waitpid(child, 0)
-    by_ps = owner._started_by_ps(me.pid)
-    assert by_ps is not None and by_ps == owner._started_by_ps(me.pid) != owner._started_by_ps(1)
-    assert owner._started_by_ps(2**22 + 1) is None
 
 
 @pytest.mark.parametrize(
@@ -307,7 +291,7 @@ def test_another_format_is_refused(path: Path, version: int) -> None:
     put(path, cell())
     with begin(path) as opened:
         opened._database.execute(f"PRAGMA user_version = {version}")
-    assert f"is of another version of keepset (format {version}, this one's is 3)" in refusal(path)
+    assert f"is of another version of keepset (format {version}, this one's is 4)" in refusal(path)
 
 
 def test_a_full_disk_is_said_and_what_is_there_is_kept(path: Path) -> None:
@@ -315,7 +299,6 @@ def test_a_full_disk_is_said_and_what_is_there_is_kept(path: Path) -> None:
     with begin(path) as opened:
         (pages,) = opened._database.execute("PRAGMA page_count").fetchone()
         opened._database.execute(f"PRAGMA max_page_count = {pages}")
-        opened.claim(KEY, ["long"])
         long = cell("long", error="x" * 100_000)
         with pytest.raises(
             KeepsetError, match=r"cannot be written \(database or disk is full\): make room there"
@@ -333,19 +316,8 @@ def test_a_file_that_cannot_be_written_is_said(path: Path) -> None:
     with begin(path) as opened:
         opened._database.execute("PRAGMA query_only = 1")
         with pytest.raises(KeepsetError, match=r"cannot be written .* make it writable, or name another"):
-            opened.claim(KEY, ["a"])
+            opened.save(cell("tova"))
         opened._database.execute("PRAGMA query_only = 0")
-
-
-def test_a_file_that_is_in_use_for_too_long_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(path, cell())
-    monkeypatch.setattr(store, "_PATIENCE", 0.1)
-    with begin(path) as one, begin(path) as two:
-        one._database.execute("BEGIN IMMEDIATE")
-        with pytest.raises(KeepsetError, match="in use by another process for 0 s: try again later"):
-            two.claim(KEY, ["a"])
-        one._database.execute("ROLLBACK")
-        assert two.claim(KEY, ["a"]) == ["a"]
 
 
 def test_no_place_for_a_file_is_said(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A sweep goes on where it was, shares its work with others, and makes no cell twice."""
+"""A sweep goes on where it was stopped, and makes no cell twice."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, Skipped, run
 from keepset.bench.tasks.task import Example, Question, Task
 from keepset.errors import KeepsetError
-from keepset.recipe import shown
-from tests.bench.sweep.sweeping import CONFIGURATION, Counting, Scripted, cell, grid, sweep
+from tests.bench.sweep.sweeping import CONFIGURATION, Counting, Scripted, cell, complete, grid, sweep
 
 RECIPES = [FULL, "knorm(keep=0.5)", "tova(keep=0.5)"]
 
@@ -67,17 +66,16 @@ def notes(tmp_path: Path) -> Path:
 
 
 def test_every_recipe_meets_every_example(path: Path, notes: Path) -> None:
-    told = sweep(path, grid(), Scripted(notes))
+    assert sweep(path, grid(), Scripted(notes)) == 36
     assert cells(path) == expected(grid())
-    assert len(cells(path)) == 36 and sum(told) == 36
+    assert len(cells(path)) == 36
     assert {each.recipe for each in cells(path)} == set(RECIPES)
 
 
 def test_what_is_there_is_not_made_again(path: Path, notes: Path) -> None:
     sweep(path, grid(), Scripted(notes))
-    told = sweep(path, grid(), Scripted(notes))
+    assert sweep(path, grid(), Scripted(notes)) == 0
     assert len(notes_of(notes)) == 36
-    assert sum(told) == 36
 
 
 def test_recipes_tasks_and_seeds_can_be_added(path: Path, notes: Path) -> None:
@@ -95,35 +93,19 @@ def test_a_killed_sweep_goes_on_and_ends_like_one_that_was_not(path: Path, notes
     killed = start(path, notes, stop_at=8)  # the second cell of the third group
     while killed.is_alive() and not notes.with_name("waiting").exists():
         time.sleep(0.01)
-    killed.kill()  # not waited for yet: what is left of it must not pass for a living process
+    killed.kill()
+    killed.join()
     assert cells(path) == expected(grid())[:7]
     sweep(path, grid(), Scripted(notes))
-    killed.join()
     assert killed.exitcode == -signal.SIGKILL
     assert cells(path) == expected(grid())
     assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
 
 
-@pytest.mark.full
-def test_two_processes_share_the_work(path: Path, notes: Path) -> None:
-    both = [start(path, notes, together=2) for _ in range(2)]
-    for process in both:
-        process.join()
-    assert [process.exitcode for process in both] == [0, 0]
-    assert cells(path) == expected(grid())
-    assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
-    makers: dict[str, set[str]] = {}
-    for line in notes.read_text().splitlines():
-        maker, task, seed, example, _ = line.split(" ", 4)
-        makers.setdefault(f"{task} {seed} {example}", set()).add(maker)
-    assert all(len(each) == 1 for each in makers.values())
-    assert set.union(*makers.values()) == {str(process.pid) for process in both}
-
-
 def test_of_tasks_that_decode_a_recipe_comes_to_all_examples_before_the_next(path: Path, notes: Path) -> None:
     asked = grid(decodes=True)
-    told = sweep(path, asked, Scripted(notes))
-    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked))) and sum(told) == 36
+    assert sweep(path, asked, Scripted(notes)) == 36
+    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
     made = [line.split(" ", 3) for line in notes_of(notes)]
     assert list(dict.fromkeys((task, recipe) for task, _, _, recipe in made)) == [
         (name, recipe) for name in ("counting@8", "counting@16") for recipe in RECIPES
@@ -132,26 +114,6 @@ def test_of_tasks_that_decode_a_recipe_comes_to_all_examples_before_the_next(pat
     assert [(seed, example) for _, seed, example, _ in made[:6]] == [
         *[("0", "1"), ("0", "0"), ("1", "0"), ("0", "2"), ("1", "2"), ("1", "1")],
     ]
-    with Store.open(path) as store:
-        assert store._database.execute("SELECT count(*) FROM claims").fetchone() == (0,)
-
-
-def test_of_tasks_that_decode_an_example_is_claimed_when_it_begins(path: Path, notes: Path) -> None:
-    asked = grid(["counting@8"], [0], decodes=True)
-
-    class Looks(Scripted):
-        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
-            rows = store._database.execute("SELECT example, recipe FROM claims ORDER BY example").fetchall()
-            seen.append([(example, shown(recipe)) for example, recipe in rows])
-            yield from super().run(task, example, todo, seed)
-
-    seen: list[list[tuple[str, str]]] = []
-    with Store.begin(path, "model", CONFIGURATION) as store:
-        run(store, asked.groups(store, None), Looks(notes), lambda _: None)  # type: ignore[arg-type]
-    both, last, after = [("0", FULL), ("1", FULL)], [("2", FULL)], [("0", RECIPES[1])]
-    # What begins next may be claimed already; what is done is not claimed any more.
-    assert seen[0] == both and seen[1] == both[:1] and seen[2][-1:] == last
-    assert after[0] in seen[2] and len(seen[2]) == 2
 
 
 @pytest.mark.full
@@ -164,60 +126,11 @@ def test_a_killed_sweep_of_tasks_that_decode_loses_only_what_was_under_way(
     while killed.is_alive() and not notes.with_name("waiting").exists():
         time.sleep(0.01)
     killed.kill()
+    killed.join()
     assert len(cells(path)) == stop_at - 1
     sweep(path, asked, Scripted(notes))
-    killed.join()
     assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
     assert len(notes_of(notes)) == len(set(notes_of(notes))) == 36
-
-
-@pytest.mark.full
-def test_two_processes_share_the_work_of_tasks_that_decode(path: Path, notes: Path) -> None:
-    asked = grid(decodes=True)
-    both = [start(path, notes, asked, together=2) for _ in range(2)]
-    for process in both:
-        process.join()
-    assert [process.exitcode for process in both] == [0, 0]
-    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
-    lines = notes.read_text().splitlines()
-    assert len(set(notes_of(notes))) == len(lines) == 36
-    assert {line.split(" ", 1)[0] for line in lines} == {str(process.pid) for process in both}
-
-
-def test_waits_for_a_group_that_another_process_is_at(path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = grid()
-    with Store.begin(path, "model", CONFIGURATION) as other:
-        groups = asked.groups(other, None)  # type: ignore[arg-type]
-        assert other.claim(groups[0].key, groups[0].recipes) == RECIPES
-        waits: list[float] = []
-
-        def sleep(seconds: float) -> None:
-            """While it waits the other one makes the first cell, and gives up."""
-            waits.append(seconds)
-            assert len(other.done()) == 33
-            assert other.save(cell(groups[0].task, groups[0].example, groups[0].candidates[0], 0))
-            other.release(groups[0].key, RECIPES)
-
-        monkeypatch.setattr(sweep_module.time, "sleep", sleep)
-        told = sweep(path, asked, Scripted(notes))
-    assert len(waits) == 1 and sum(told) == 36
-    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
-    assert len(notes_of(notes)) == 35
-
-
-def test_a_group_that_was_taken_over_is_left_to_the_other(path: Path, notes: Path) -> None:
-    asked = grid(["counting@8"], [0])
-
-    class Slow(Scripted):
-        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
-            for made in super().run(task, example, todo, seed):
-                if example.id == "1" and made.recipe == RECIPES[1]:  # another process thinks that this one is gone
-                    store._database.execute("UPDATE claims SET token = 'another'")
-                yield made
-
-    with Store.begin(path, "model", CONFIGURATION) as store:
-        run(store, asked.groups(store, None), Slow(notes), lambda _: None)  # type: ignore[arg-type]
-        assert [key[2] for key, _ in sorted(store.done())] == ["0", "0", "0", "1", "2", "2", "2"]
 
 
 @pytest.mark.parametrize(
@@ -236,17 +149,16 @@ def test_where_memory_is_not_enough_the_others_are_made_and_the_next_run_tries_a
 
     asked = grid(["counting@8"], [0])
     with Store.begin(path, "model", CONFIGURATION) as store:
-        groups = asked.groups(store, None)  # type: ignore[arg-type]
-        lost = run(store, groups, Large(notes), lambda _: None)
+        lost = complete(store, asked, Large(notes))
         assert lost == [Skipped("counting@8", RECIPES[1], "memory was not enough")]
         assert len(store.done()) == 8 and not asked.is_done(store)
-        assert run(store, groups, Scripted(notes), lambda _: None) == []
+        assert complete(store, asked, Scripted(notes)) == []
         assert asked.is_done(store)
     assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), RuntimeError("a bug")])
-def test_what_ends_a_sweep_leaves_its_cells_and_no_claim(path: Path, notes: Path, error: BaseException) -> None:
+def test_what_ends_a_sweep_leaves_its_cells(path: Path, notes: Path, error: BaseException) -> None:
     class Ends(Scripted):
         def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
             for made in super().run(task, example, todo, seed):
@@ -257,8 +169,6 @@ def test_what_ends_a_sweep_leaves_its_cells_and_no_claim(path: Path, notes: Path
     with pytest.raises(type(error)):
         sweep(path, grid(), Ends(notes))
     assert cells(path) == expected(grid())[:5]
-    with Store.open(path) as store:
-        assert store._database.execute("SELECT count(*) FROM claims").fetchone() == (0,)
 
 
 def test_an_error_of_a_recipe_is_a_result(path: Path, notes: Path) -> None:
@@ -275,9 +185,9 @@ def test_is_done_when_every_cell_is_there(path: Path, notes: Path) -> None:
     with Store.begin(path, "model", CONFIGURATION) as store:
         assert not asked.is_done(store)
         groups = asked.groups(store, None)  # type: ignore[arg-type]
-        run(store, groups[1:], Scripted(notes), lambda _: None)
+        run(store, groups[1:], Scripted(notes), lambda: None)
         assert not asked.is_done(store)
-        run(store, groups, Scripted(notes), lambda _: None)
+        run(store, groups[:1], Scripted(notes), lambda: None)
         assert asked.is_done(store)
         assert not grid(seeds=[0, 1, 2]).is_done(store)
         assert not grid(recipes="random").is_done(store)
