@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 import keepset
 from keepset.hf.batch import go_together
-from keepset.hf.progress import Progress
+from keepset.hf.observed_cache import Progress
 from keepset.hf.store import EntryStore
 from on_gpu.kernels import ragged_counts
 from on_gpu.measuring import Bench

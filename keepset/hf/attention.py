@@ -1,37 +1,81 @@
-"""The attention function that keepset registers with transformers, for all architectures with its interface.
+"""The attention and the mask function that keepset registers with transformers, and what they are given.
 
-It is not given the cache, so a layer that has just been updated is handed over here.
+Every architecture that uses transformers' attention interface calls these two. Neither is given the cache, so both
+find it without global state:
+
+- A cache notes on the keys that it returns from `update` who attends to them (`set_pending_attention`). The attention
+  module passes these very keys on to the attention function, which reads the note.
+- transformers makes one mask for all layers, but layers that dropped different entries need different ones. So the
+  mask function returns a rule (`MaskRule`), and each layer applies it to what it holds.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Never
 
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.dynamo import uncompiled
-from keepset.hf.mask import MaskRule, mask_rule
+from keepset.hf.layer_input import LayerInput, QueryProbe
+from keepset.hf.rotation import Rotation
+from keepset.kernels.dispatch import upload
 
 NAME = "keepset"
-"""Name of the attention implementation."""
+"""Name of the attention implementation in transformers."""
+OTHER_PROMPT = "for another prompt make a new cache, because one serves one conversation"
+"""What to do instead of feeding a second prompt to a cache; part of several errors."""
 _SWITCHING = threading.Lock()
-"""Held while a model gets it: transformers marks the model's configurations meanwhile."""
+"""Held while a model is given the implementation: transformers marks the model's configurations meanwhile."""
+_NOTE = "_keepset_attention"
+"""Attribute of a tensor of keys that says who attends to them."""
+
+
+@dataclass(frozen=True, eq=False)
+class RealTokens:
+    """Which of some tokens are not padding, where some tokens are padding. The host has looked once for all layers.
+
+    Attributes:
+        mask: true for real tokens, on the device.
+        host_mask: the same on the host.
+        positions: counted from each request's first token, on the host; negative for padding.
+    """
+
+    mask: Bool[Tensor, "batch n"]
+    host_mask: Bool[Tensor, "batch n"]
+    positions: Int[Tensor, "batch n"]
+
+    def part(self, tokens: slice) -> RealTokens:
+        """Return the same for some of the tokens."""
+        return RealTokens(self.mask[:, tokens], self.host_mask[:, tokens], self.positions[:, tokens])
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Number of real tokens in each request."""
+        return self.host_mask.sum(-1).tolist()
+
+    @cached_property
+    def indices(self) -> list[Int[Tensor, " _"]]:
+        """Indices of each request's real tokens, on the device."""
+        return [upload(row.nonzero()[:, 0], self.mask.device) for row in self.host_mask]
 
 
 class BatchedAttention(NamedTuple):
-    """What was made of some requests' tokens in one go with those of others: they are stored and attended.
+    """What was done for new tokens of several caches at once: they are stored and attended already.
 
     Attributes:
-        output: of attention, `[batch, n, query_heads, value_dim]`.
-        positions: of the tokens, `[batch, n]`.
-        lengths: of the requests after them, `[batch]`.
+        output: attention's output, `[batch, n, query_heads, value_dim]`.
+        positions: positions of the tokens, `[batch, n]`.
+        lengths: tokens of each request, these included, `[batch]`.
     """
 
     output: Tensor
@@ -39,75 +83,123 @@ class BatchedAttention(NamedTuple):
     lengths: Tensor
 
     def row(self, index: int) -> BatchedAttention:
-        """One request's part."""
+        """Return the part of one request."""
         return BatchedAttention(*(part[index : index + 1] for part in self))
 
 
-class AttentionCall(NamedTuple):
-    """What transformers gives the attention function, for a layer that attends over its own entries.
+@dataclass(eq=False)
+class AttentionInput:
+    """`n` new tokens of some requests, as they come to one layer's attention.
 
-    Queries are `[batch, query_heads, n, head_dim]`, after rotation; keys and values, of the same tokens,
-    `[batch, kv_heads, n, dim]`. `rows` says which these requests are among those that the model was called with, and
-    `joint` what is made of them already.
+    The attention function fills in what transformers gives it. The cache adds how far it has come.
+
+    Attributes:
+        module: the model's attention module.
+        query, key, value: of the tokens, after rotation.
+        scaling: factor of the products of queries and keys.
+        mask: the rule of the mask; None where the model makes none.
+        position_ids: the model's own positions, if it passes them on.
+        rows: which of the requests that the model was called with these are.
+        batched: what was done for the tokens together with those of other caches, if anything.
+        positions: of the tokens, counted from each request's first token; padding has that of the token before.
+        real: which tokens are not padding; None if all are real.
+        start: logical length of the cache before the tokens.
+        padded: whether the cache has any padding, that of these tokens included.
+        layer_input: input of the attention module, if somebody looks at it.
+        rotation: rotation of the queries, if somebody looks at it.
+        lse: log-sum-exp of every query's logits, request by request, if attention has computed it.
     """
 
     module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: MaskRule | None
+    query: Float[Tensor, "batch query_heads n head_dim"]
+    key: Float[Tensor, "batch kv_heads n head_dim"]
+    value: Float[Tensor, "batch kv_heads n value_dim"]
     scaling: float
-    position_ids: Tensor | None
-    rows: slice = slice(None)
-    joint: BatchedAttention | None = None
+    mask: MaskRule | None = None
+    position_ids: Tensor | None = None
+    rows: slice = field(default_factory=partial(slice, None))
+    batched: BatchedAttention | None = None
+    positions: Int[Tensor, "batch n"] = field(init=False)
+    real: RealTokens | None = None
+    start: int = 0
+    padded: bool = False
+    layer_input: LayerInput | None = None
+    rotation: Rotation | None = None
+    lse: list[Tensor] | None = None
 
-    def row(self, index: int) -> AttentionCall:
-        """One request's part."""
-        rows = slice(index, index + 1)
-        query, key, value = self.query[rows], self.key[rows], self.value[rows]
-        at = None if self.position_ids is None else self.position_ids[rows]
-        joint = None if self.joint is None else self.joint.row(index)
-        return self._replace(query=query, key=key, value=value, position_ids=at, rows=rows, joint=joint)
+    @property
+    def valid(self) -> Bool[Tensor, "batch n"] | None:
+        """Mask of the tokens that are not padding; None if all are real."""
+        return None if self.real is None else self.real.mask
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, padding included."""
+        return self.query.shape[2]
+
+    @property
+    def end(self) -> int:
+        """Logical length of the cache after the tokens."""
+        return self.start + self.query.shape[2]
+
+    @property
+    def lengths(self) -> Int[Tensor, " batch"]:
+        """Tokens of each request after these, padding left out."""
+        return self.positions[:, -1] + 1
+
+    @property
+    def counts(self) -> list[int]:
+        """Number of these tokens in each request, padding left out."""
+        return [self.length] * len(self.query) if self.real is None else self.real.counts
+
+    def row(self, index: int, batched: BatchedAttention) -> AttentionInput:
+        """Return one request's part, before any cache has added to it.
+
+        Args:
+            index: of the request.
+            batched: what was done for all requests at once.
+        """
+        some, rows = copy.copy(self), slice(index, index + 1)
+        some.query, some.key, some.value = self.query[rows], self.key[rows], self.value[rows]
+        some.position_ids = None if self.position_ids is None else self.position_ids[rows]
+        some.rows, some.batched = rows, batched.row(index)
+        return some
+
+    def tokens(self, part: slice) -> AttentionInput:
+        """Return some of the tokens, neighbours of one another."""
+        some = copy.copy(self)
+        some.query, some.key, some.value = self.query[:, :, part], self.key[:, :, part], self.value[:, :, part]
+        some.positions, some.start = self.positions[:, part], self.start + (part.start or 0)
+        some.real = None if self.real is None else self.real.part(part)
+        some.rotation = None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part])
+        return some
+
+    def split(self, end: int) -> tuple[AttentionInput, AttentionInput | None]:
+        """Return the tokens up to a logical length of the cache, and those beyond it if there are any."""
+        if end >= self.end:
+            return self, None
+        return self.tokens(slice(0, end - self.start)), self.tokens(slice(end - self.start, None))
 
 
-Attend = Callable[[AttentionCall], Tensor]
-"""Gives the attention's output, `[batch, n, query_heads, value_dim]`."""
-
-
-class _Local(threading.local):
-    updated: tuple[Attend, Tensor, Tensor] | None = None
-    captured: list[Tensor] | None = None
-    passed_by: str | None = None
-
-
-_local = _Local()
+Attend = Callable[[AttentionInput], Tensor]
+"""Stores new tokens and returns attention's output, `[batch, n, query_heads, value_dim]`."""
 
 
 def switch(model: PreTrainedModel) -> None:
-    """Give the model this attention implementation."""
+    """Set the model's attention implementation to keepset's."""
     with _SWITCHING:
         model.set_attn_implementation(NAME)
 
 
 def set_pending_attention(attend: Attend, key: Tensor, value: Tensor) -> None:
-    """Says who attends in the next call of the attention function, if that is given these keys."""
-    _local.updated, _local.passed_by = (attend, key, value), None
+    """Note on new keys who attends to them.
 
-
-def passed_by() -> str | None:
-    """Return which attention module was given other keys than those handed over last; None if there was no such."""
-    return _local.passed_by
-
-
-@contextmanager
-def capturing() -> Iterator[list[Tensor]]:
-    """Attention modules called inside only report their queries, `[batch, query_heads, n, head_dim]`."""
-    captured: list[Tensor] = []
-    _local.captured = captured
-    try:
-        yield captured
-    finally:
-        _local.captured = None
+    Args:
+        attend: called by the attention function once it is given these keys.
+        key: what a cache returns as its keys, `[batch, kv_heads, n, head_dim]`.
+        value: what it returns as its values, `[batch, kv_heads, n, value_dim]`.
+    """
+    vars(key)[_NOTE] = attend, value
 
 
 @uncompiled
@@ -116,25 +208,42 @@ def keepset_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: MaskRule | Tensor | None,
+    attention_mask: MaskRule | QueryProbe | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention over what the layer kept; for every other cache, or none, transformers' own SDPA."""
-    if _local.captured is not None:
-        _local.captured.append(query)
+    """Attend to what the layer of a keepset cache holds; for any other cache, or none, run transformers' own SDPA.
+
+    Args:
+        module: the attention module that calls.
+        query: `[batch, query_heads, n, head_dim]`, after rotation.
+        key: what the cache has returned, or keys of the tokens, `[batch, kv_heads, n, head_dim]`.
+        value: likewise `[batch, kv_heads, n, value_dim]`.
+        attention_mask: what the mask function has returned, the caller's own mask, or a probe of a replayed module.
+        scaling: factor of the logits; None for head_dim ** -0.5.
+        dropout: of SDPA.
+        kwargs: other arguments of transformers' interface.
+
+    Returns:
+        The output, `[batch, n, query_heads, value_dim]`, and no weights.
+
+    Raises:
+        UnsupportedModelError: the model's attention is of a kind that keepset does not compress.
+        KeepsetError: the call asks for something that keepset's attention does not have.
+    """
+    if isinstance(attention_mask, QueryProbe):
+        attention_mask.queries = query
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     for feature, name in _UNSUPPORTED.items():
         if kwargs.get(feature) is not None:
             raise UnsupportedModelError(f"keepset's attention does not support {name}, which this model uses.")
-    updated, _local.updated = _local.updated, None
-    if updated is None or updated[1] is not key:
-        _local.passed_by = None if updated is None else type(module).__name__
+    noted = vars(key).pop(_NOTE, None)
+    if noted is None:
         mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
-    attend, _, cached = updated
-    # With a mask, its rule says so.
+    attend, cached = noted
+    # A mask's own rule says whether it is causal.
     if attention_mask is None and getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(
             f"{type(module).__name__} lets tokens see later ones, and keepset compresses causal attention alone: a "
@@ -154,7 +263,82 @@ def keepset_attention(
             "model without a keepset.Cache and with the attention implementation 'eager'."
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(AttentionCall(module, query, key, value, attention_mask, scaling, kwargs.get("position_ids"))), None
+    return attend(AttentionInput(module, query, key, value, scaling, attention_mask, kwargs.get("position_ids"))), None
+
+
+class KeepsetLength(int):
+    """Length of a keepset layer. It is all that the mask function is told about the cache."""
+
+
+class MaskRule:
+    """The arguments of one mask, evaluated when somebody needs it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments = arguments
+
+    @property
+    def dtype(self) -> Never:
+        """No type, because no layer may compute with a mask.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(
+            "This model changes its attention mask in every layer, by what it looks at, which keepset does not support."
+        )
+
+    @cached_property
+    def matrix(self) -> Bool[Tensor, "batch 1 q kv"] | None:
+        """The ordinary mask, for layers that hold everything; None where plain causality is enough."""
+        return sdpa_mask(**self._arguments)
+
+    @cached_property
+    def real(self) -> RealTokens | None:
+        """Which of the new tokens are not padding; None if all are real.
+
+        Raises:
+            UnsupportedModelError: the mask is not plain causal attention with padding.
+        """
+        if self._arguments["mask_function"] is not causal_mask_function:
+            raise UnsupportedModelError(
+                "keepset.Cache supports plain causal attention with padding; this model or call asks for another mask."
+            )
+        padding: Tensor | None = self._arguments.get("attention_mask")
+        if padding is None:
+            return None
+        offset = int(self._arguments["q_offset"])
+        end = offset + int(self._arguments["q_length"])
+        # The host looks once. Nobody asks for the positions of what came before a single token, which would be long.
+        first = offset if offset + 1 == end else 0
+        host_mask = padding[:, first:end].bool().cpu()
+        positions = (host_mask.cumsum(-1) - 1).masked_fill(~host_mask, -1)[:, offset - first :]
+        new = host_mask[:, offset - first :]
+        return None if new.all() else RealTokens(padding[:, offset:end], new, positions)
+
+
+@uncompiled
+def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
+    """Return the rule of a mask for keepset's own layers, and transformers' SDPA mask for all others.
+
+    Args:
+        arguments: of transformers' mask interface. `q_offset` is the length that a cache layer has told.
+
+    Raises:
+        KeepsetError: the input brings no new token, or the mask does not cover the cache and the input.
+    """
+    held, new = arguments["q_offset"], int(arguments["q_length"])
+    if not isinstance(held, KeepsetLength):
+        return sdpa_mask(**arguments)
+    if not new:
+        raise KeepsetError(f"The cache holds {int(held)} tokens and the input goes no further: {OTHER_PROMPT}.")
+    padding, end = arguments.get("attention_mask"), int(held) + new
+    if padding is not None and padding.shape[-1] < end:  # before any layer has stored a token
+        raise KeepsetError(
+            f"The attention mask covers {padding.shape[-1]} tokens but the cache and the input are {end}: "
+            f"give a mask for all tokens, cached ones included, and {OTHER_PROMPT}; chunked prefill onto a cache "
+            "that is not empty is not supported."
+        )
+    return MaskRule(arguments)
 
 
 _UNSUPPORTED = {
@@ -162,6 +346,7 @@ _UNSUPPORTED = {
     "s_aux": "attention sinks in the softmax",
     "position_bias": "additive position biases",
 }
+"""Arguments of transformers' interface that change attention in ways that keepset does not support."""
 
 AttentionInterface.register(NAME, keepset_attention)
-AttentionMaskInterface.register(NAME, mask_rule)
+AttentionMaskInterface.register(NAME, keepset_mask)

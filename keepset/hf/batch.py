@@ -16,12 +16,13 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicLayer
 
 from keepset.errors import KeepsetError
-from keepset.hf.attention import NAME, AttentionCall, BatchedAttention, set_pending_attention
+from keepset.hf.attention import NAME, AttentionInput, BatchedAttention, set_pending_attention
 from keepset.hf.cache import Cache
 from keepset.hf.dynamo import uncompiled
 from keepset.hf.layer import LogicalLayer
-from keepset.hf.store import EntryStore, append_together
+from keepset.hf.store import EntryStore
 from keepset.kernels.attention import ragged_attention
+from keepset.kernels.compaction import append_entries
 from keepset.kernels.dispatch import upload
 
 
@@ -80,20 +81,21 @@ class _Batch(TransformersCache):
         set_pending_attention(partial(self._attend, layer_idx), key_states, value_states)
         return key_states, value_states
 
-    def _attend(self, index: int, call: AttentionCall) -> Tensor:
+    def _attend(self, index: int, new: AttentionInput) -> Tensor:
         self._attending = False
-        n, device = call.query.shape[2], call.query.device
+        n, device = new.query.shape[2], new.query.device
         stores: dict[int, EntryStore] = {}
         for row, cache in enumerate(self._caches):
             if row not in self.errors:
                 with self._watching(row):
                     stores[row] = cache.kept_layers[index].make_room(n)
         positions, lengths = self._positions.to(device), self._lengths.to(device)
-        joint = BatchedAttention(_attend_together(stores, call, positions), positions, lengths)
+        batched = BatchedAttention(_attend_together(stores, new, positions), positions, lengths)
         for row in stores:
             with self._watching(row):
-                self._caches[row].attend(index, call._replace(joint=joint).row(row))
-        return joint.output
+                cache = self._caches[row]
+                cache.attend(cache.kept_layers[index], new.row(row, batched))
+        return batched.output
 
     @contextmanager
     def _watching(self, row: int) -> Iterator[None]:
@@ -105,21 +107,23 @@ class _Batch(TransformersCache):
 
 
 def _attend_together(
-    stores: Mapping[int, EntryStore], call: AttentionCall, positions: Int[Tensor, "rows n"]
+    stores: Mapping[int, EntryStore], new: AttentionInput, positions: Int[Tensor, "rows n"]
 ) -> Float[Tensor, "rows n query_heads value_dim"]:
     """Attention of these rows, each over its own store, which takes its new tokens; of all others it is zero."""
-    _, query_heads, n, _ = call.query.shape
+    _, query_heads, n, _ = new.query.shape
     by_kind: dict[torch.dtype, dict[int, EntryStore]] = defaultdict(dict)
     for row, store in stores.items():
         by_kind[store.heads.keys.dtype][row] = store
     if len(by_kind) != 1:  # of no row, or some are 8-bit integers, which are attended apart
-        output = call.value.new_zeros(len(call.query), n, query_heads, call.value.shape[-1])
-        return sum((_attend_together(rows, call, positions) for rows in by_kind.values()), output)
-    some = None if len(stores) == len(call.query) else upload(list(stores), call.query.device)
+        output = new.value.new_zeros(len(new.query), n, query_heads, new.value.shape[-1])
+        return sum((_attend_together(rows, new, positions) for rows in by_kind.values()), output)
+    some = None if len(stores) == len(new.query) else upload(list(stores), new.query.device)
     rows = slice(None) if some is None else some
-    query, key, value, at = (part[rows] for part in (call.query, call.key, call.value, positions))
-    append_together(list(stores.values()), key, value, at)
-    attended = ragged_attention(query, [s.heads for s in stores.values()], call.scaling, at if n > 1 else None)
+    query, key, value, at = (part[rows] for part in (new.query, new.key, new.value, positions))
+    append_entries([store.heads for store in stores.values()], key, value, at)
+    for store in stores.values():
+        store.count_appended(n)
+    attended = ragged_attention(query, [s.heads for s in stores.values()], new.scaling, at if n > 1 else None)
     if some is None:
         return attended
-    return attended.new_zeros(len(call.query), *attended.shape[1:]).index_copy(0, some, attended)
+    return attended.new_zeros(len(new.query), *attended.shape[1:]).index_copy(0, some, attended)

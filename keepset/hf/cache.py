@@ -24,18 +24,18 @@ from keepset.core.observation import Observation
 from keepset.core.quota_forecast import quotas_ahead
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.hf.layer import KeepLayer
-from keepset.hf.phases import LayerEvent
-from keepset.hf.progress import Event
-from keepset.hf.prompt_cache import PromptCache
+from keepset.hf.attention import AttentionInput
+from keepset.hf.event import Event
+from keepset.hf.layer import LayerState
+from keepset.hf.observed_cache import ObservedCache
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
 
 EventCallback = Callable[[Observation, Budget, KeepSet], None]
-"""Is told of every layer at every event: the observation as the method found it, the budget, and what it kept."""
+"""Called for every layer at every event with the observation as the method found it, the budget, and what it kept."""
 
 
-class Cache(PromptCache):
+class Cache(ObservedCache):
     """A cache for `model.generate(..., past_key_values=cache)` that keeps what a recipe says.
 
     Creating one sets the model's attention implementation to keepset's, which behaves as `sdpa` for every
@@ -87,14 +87,14 @@ class Cache(PromptCache):
         self.history = history
         self.observer = observer
         self._model = weakref.ref(model)
-        # Of events that some layers have not reached yet, by their lengths: what stays, entries, bytes and seconds.
+        # Events that some layers have not reached yet, by length: what stays, entries, bytes and seconds.
         self._unfinished: dict[int, list[tuple[list[LayerKeepSet], int, int, float]]] = {}
-        # What the newest answer of `_stays` follows from, and that answer.
-        self._ahead: tuple[tuple[Any, ...], list[list[int]]] | None = None
+        # What the newest answer of `_num_kept` follows from, and that answer.
+        self._forecast: tuple[tuple[Any, ...], list[list[int]]] | None = None
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
-        """The cache that `save` has written, which goes on from there.
+        """Return the cache that `save` has written, which goes on from there.
 
         Args:
             path: of the file.
@@ -111,9 +111,9 @@ class Cache(PromptCache):
 
     @classmethod
     def from_prompt(
-        cls, model: PreTrainedModel, recipe: str | Recipe, prompt: PromptCache, observations: Sequence[Observation]
+        cls, model: PreTrainedModel, recipe: str | Recipe, prompt: ObservedCache, observations: Sequence[Observation]
     ) -> Cache:
-        """The cache that this recipe would have left of a prompt that another cache has watched.
+        """Return the cache that this recipe would have left of a prompt that another cache has watched.
 
         Exact, because a prompt is compressed after its attention: one prefill serves any number of recipes.
 
@@ -154,7 +154,7 @@ class Cache(PromptCache):
 
     @property
     def nbytes_entries(self) -> int:
-        """Of `nbytes` those of entries that are there; the rest is for tokens to come and for the next event."""
+        """Bytes of the entries that are there; the rest of `nbytes` is for tokens to come and for the next event."""
         beside = 0
         for layer in self.kept_layers.values():
             if layer.store is not None:
@@ -178,13 +178,13 @@ class Cache(PromptCache):
         return self.events[-1].keep_set if self.events else None
 
     def trim(self) -> None:
-        """Gives back the places that are held for tokens to come; they are allocated again once there are such."""
+        """Free the places that are held for tokens to come; they are allocated again once there are such."""
         for layer in self.kept_layers.values():
             if layer.store is not None:
                 layer.store.trim()
 
     def fork(self) -> Cache:
-        """An independent copy: what is appended to one is not seen by the other."""
+        """Return an independent copy: what is appended to one is not seen by the other."""
         copied = copy.copy(self)
         copied.progress = copy.copy(self.progress)
         copied.events, copied._unfinished, copied._waiting = list(self.events), {}, []
@@ -210,7 +210,7 @@ class Cache(PromptCache):
         opening: int = 0,
         joint: Sequence[int] = (),
     ) -> None:
-        """Writes what is cached into one file, whole or not at all.
+        """Write what is cached into one file, whole or not at all.
 
         Args:
             path: of the file.
@@ -236,7 +236,7 @@ class Cache(PromptCache):
     def ask(
         self, input_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None
     ) -> dict[str, Any]:
-        """What `model.generate` takes to go on with these tokens, on a fork: the cache stays as it is.
+        """Return what `model.generate` takes to go on with these tokens, on a fork: the cache stays as it is.
 
         Args:
             input_ids: a cache of one request takes any number of rows, one with several takes a row for each.
@@ -277,30 +277,33 @@ class Cache(PromptCache):
         self.events.clear()
         self._unfinished.clear()
 
-    def _stays(self, layer: KeepLayer, event: LayerEvent) -> Sequence[int] | None:
-        """Not where the host knows no better than the device, which is itself."""
-        progress, method, keys = self.progress, self.recipe.method, event.keys
-        if not (is_async_device(keys.device) and method.count_known_on_host):
+    def _num_kept(self, layer: LayerState, until: AttentionInput) -> Sequence[int] | None:
+        """Return how many entries of each head will stay, so that the host need not wait for the device to say so.
+
+        None where looking at the device costs no wait, or where lengths alone do not tell.
+        """
+        progress, method = self.progress, self.recipe.method
+        if not (is_async_device(until.key.device) and method.count_known_on_host):
             return None
         assert progress is not None
-        held = event.held
-        if event.length > progress.prompt:
-            beyond = [0] * len(held) if event.beyond is None else event.beyond.counts
+        held = layer.held(until)
+        if until.end > progress.prompt:
+            beyond = [0] * len(held) if layer.beyond is None else layer.beyond.counts
             lengths = [tokens - later for tokens, later in zip(progress.tokens, beyond, strict=True)]
         else:  # nothing was dropped yet
             lengths = [heads[0] for heads in held]
-        if method.fixed_total:  # which tells of the average head
+        if method.fixed_total:  # the average head says the same of a layer
             held = [[sum(heads) // len(heads)] * len(heads) for heads in held]
         # Of all layers at once, since they hold the same, unless the event before has left them different numbers.
         layers = self.compressed_layers
-        of = held, lengths, progress.prompt_tokens, keys.shape[-1], layers, layers
-        if self._ahead is None or self._ahead[0] != of:
-            quotas = quotas_ahead(method, self.recipe.budget, *of, self._from_files)
-            self._ahead = of, quotas.unflatten(0, (len(layers), -1)).flatten(1).tolist()
-        return self._ahead[1][layers.index(layer.index)]
+        basis = held, lengths, progress.prompt_tokens, until.key.shape[-1], layers, layers
+        if self._forecast is None or self._forecast[0] != basis:
+            quotas = quotas_ahead(method, self.recipe.budget, *basis, self._from_files)
+            self._forecast = basis, quotas.unflatten(0, (len(layers), -1)).flatten(1).tolist()
+        return self._forecast[1][layers.index(layer.index)]
 
     def _choose(self, observations: list[Observation]) -> None:
-        """Compresses the observed layers: one by one, or together where the method looks across them."""
+        """Compress the observed layers: one by one, or together where the method looks across them."""
         if not observations:
             return
         assert self.progress is not None and self.progress.compressed_at is not None
@@ -335,5 +338,5 @@ class Cache(PromptCache):
             self.stop_watching()
 
     def _entry_bytes(self, observation: Observation) -> int:
-        """Of an observed entry as it is stored, which after an event before may be in 8 bits."""
+        """Return the bytes of an observed entry as it is stored, which after an event before may be in 8 bits."""
         return (observation if self.keep_set is None else self.keep_set.layer(observation.layer)).entry_bytes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Self
 
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+from keepset.errors import KeepsetError
 
 
 class KnownTokens(ABC):
@@ -25,7 +28,7 @@ class KnownTokens(ABC):
 
         Args:
             ids: of the input, padding included.
-            real: which tokens of the cache are no padding; None when all are.
+            real: which tokens of the cache are not padding; None if all are real.
         """
 
     @abstractmethod
@@ -36,13 +39,40 @@ class KnownTokens(ABC):
     def rows(self, rows: Int[Tensor, " rows"]) -> Self:
         """Return what is known of a batch of these requests."""
 
+    def check(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None, logical: int) -> None:
+        """Refuse an input that begins with other tokens.
+
+        Args:
+            ids: as for `first_other`.
+            real: likewise.
+            logical: tokens of the cache, padding included.
+
+        Raises:
+            KeepsetError: tokens that the caller gave before are others now. If `generate` had chosen them, it is a
+                warning, because a text that is tokenized again may come out otherwise.
+        """
+        other = self.first_other(ids, real)
+        if other is not None and other < self.given:
+            raise KeepsetError(
+                f"The cache holds {logical} tokens, and the input begins with others: make a new "
+                "keepset.Cache for each text, or ask several questions about one text on forks of its cache "
+                "(cache.fork())."
+            )
+        if other is not None:
+            warnings.warn(
+                "The input has other tokens than the cache in the place of those that were generated before, and the "
+                "cache keeps its own: add new tokens to the ids that generate has returned, or use a cache.fork() made "
+                "before it.",
+                stacklevel=4,
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class ToldTokens(KnownTokens):
     """Tokens whose ids are known.
 
     Attributes:
-        ids: of them.
+        ids: of the tokens.
     """
 
     ids: Int[Tensor, "batch n"]

@@ -1,25 +1,33 @@
-"""`KeepLayer`: one layer of the cache. What it tells transformers is logical, what it stores is physical."""
+"""`LayerState`: one layer of a cache, from the input of its attention to the observation at its next event.
+
+What it tells transformers is logical: it counts tokens. What it stores is physical: the entries that are kept.
+"""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from keepset.core.accumulator import Chunk, RequestKeys
+from keepset.core.accumulators import Accumulators
+from keepset.core.feature import Feature, Needs
+from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
+from keepset.hf.attention import AttentionInput, KeepsetLength
 from keepset.hf.dynamo import uncompiled
-from keepset.hf.forward import Forward
-from keepset.hf.mask import KeepsetLength
-from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
+from keepset.hf.passing import PassingQueries
 from keepset.hf.store import EntryStore
 from keepset.hf.stored_observation import StoredObservation
+from keepset.hf.window import QueryWindow
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_with_lse
 
@@ -38,18 +46,17 @@ class LogicalLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return KeepsetLength(self.logical)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The new keys and values alone: what else there is, the attention function gets from the layer."""
-        return key_states, value_states
 
-
-class KeepLayer(LogicalLayer):
-    """A layer that stores what it is told to keep, and attends over it.
+class LayerState(LogicalLayer):
+    """A layer that stores what it is told to keep, attends over it, and collects what the next event looks at.
 
     Attributes:
+        index: the layer's index in the model.
         store: the entries; None before the first, and while an event of them is undecided.
-        prompt: collects until the prompt is complete.
-        decoding: collects for the events after it, where the recipe has such.
+        prompt: collects until the prompt is complete, if the prompt is compressed.
+        decoding: collects for the events after the prompt, if the recipe has such.
+        beyond: tokens of the newest event's forward that come after the event, until they are stored.
+        seconds: time that each kind of feature took to collect over the prompt, once that is observed.
     """
 
     def __init__(self, index: int) -> None:
@@ -62,61 +69,110 @@ class KeepLayer(LogicalLayer):
         self.store: EntryStore | None = None
         self.prompt: PromptPhase | None = None
         self.decoding: DecodingPhase | None = None
-        self._beyond: Forward | None = None
+        self.beyond: AttentionInput | None = None
+        self.seconds: Mapping[Hashable, float] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated for this layer's entries, and for what the next event looks at beside them."""
-        beside = 0 if self.decoding is None else self.decoding.passing.nbytes
-        return beside + (0 if self.store is None else self.store.nbytes)
+        recorded = 0 if self.decoding is None else self.decoding.passing.nbytes
+        return recorded + (0 if self.store is None else self.store.nbytes)
 
     @property
     def nbytes_states(self) -> int:
-        """Bytes of what the layer holds that is no entry and is never compressed."""
+        """Bytes of what the layer holds that is not an entry and is never compressed."""
         return 0
 
-    @property
-    def phase(self) -> PromptPhase | DecodingPhase | None:
-        """What is under way; None when nothing more is compressed."""
-        return self.decoding if self.prompt is None else self.prompt
-
-    def attend(self, forward: Forward) -> tuple[Float[Tensor, "batch n query_heads value_dim"], LayerEvent | None]:
-        """Stores the new entries and attends over all that are kept; gives the event that is reached by that.
-
-        Who chooses calls `keep` then: until it does, the layer holds nothing.
-        """
-        self.logical = forward.end
-        if forward.call.joint is not None:
-            output = forward.call.joint.output
-        elif self.store is None:
-            output, forward = self._attend_first(forward)
-        else:
-            real = None if forward.real is None else forward.real.indices
-            self.store.append(forward.key, forward.value, forward.positions, real, self._room(forward.start))
-            at = forward.positions if forward.length > 1 else None
-            output = ragged_attention(forward.query, [self.store.heads], forward.call.scaling, at)
-        event = None
+    def looks_at(self, new: AttentionInput) -> bool:
+        """Return whether an event will look at these tokens' queries, or lies among the tokens."""
         if self.prompt is not None:
-            event = self.prompt.take(forward, self.store)
-            if self.decoding is not None:
-                self.decoding.record(forward, None)
-        elif self.decoding is not None:
-            self.store = self.store or forward.pack()
-            event = self.decoding.take(forward, self.store)
-        if event is not None:
-            self.store, self.prompt, self._beyond = None, None, event.beyond
-        elif self.store is None:
-            self.store = forward.pack()
-        return output, event
+            return True
+        return self.decoding is not None and self.decoding.looks_at(new)
 
-    def make_room(self, n: int) -> EntryStore:
-        """The store, with free places for `n` tokens, for whoever stores and attends them (`Joint`)."""
-        assert self.store is not None
-        self.store.make_room(n, self._room(self.logical))
-        return self.store
+    def attend(
+        self, new: AttentionInput
+    ) -> tuple[Float[Tensor, "batch n query_heads value_dim"], AttentionInput | None]:
+        """Store new tokens and attend over all that is kept.
+
+        Returns:
+            Attention's output, and the tokens up to the event that is reached by them, or None. If there is such an
+            event, `observe` and `keep` have to follow.
+        """
+        self.logical = new.end
+        if new.batched is not None:
+            output = new.batched.output
+        elif self.store is None:
+            output = self._attend_first(new)
+        else:
+            real = None if new.real is None else new.real.indices
+            self.store.append(new.key, new.value, new.positions, real, self._room(new.start))
+            at = new.positions if new.length > 1 else None
+            output = ragged_attention(new.query, [self.store.heads], new.scaling, at)
+        until = None
+        if self.prompt is not None:
+            if self.store is None and new.real is not None:
+                self.store = _packed(new)
+            self.prompt.add(new, self.store)
+            if self.decoding is not None:
+                self.decoding.passing.record(new, None, self.decoding.next)
+            until = new if new.end >= self.prompt.length else None
+        elif self.decoding is not None:
+            self.store = self.store or _packed(new)
+            if self.decoding.looks_at(new):
+                until, self.beyond = self.decoding.add(new, self.store)
+        if until is None and self.store is None:
+            self.store = _packed(new)
+        return output, until
+
+    def observe(
+        self,
+        until: AttentionInput,
+        *,
+        layers: Sequence[int],
+        prompts: Int[Tensor, " batch"],
+        longest: int,
+        num_kept: Sequence[int] | None,
+        features: Mapping[Feature[Any], Any],
+    ) -> Observation:
+        """Return the observation of an event. The layer then holds no entries until `keep` gives it some.
+
+        Args:
+            until: what `attend` has returned: the tokens up to the event.
+            layers: indices of all layers that are compressed.
+            prompts: tokens of each request's prompt, padding left out.
+            longest: tokens of the longest request, or more.
+            num_kept: how many entries of every head will stay, if the host knows it.
+            features: what does not come from this layer's tokens.
+        """
+        store, self.store = self.store, None
+        whole = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
+        whole |= {"lengths": until.lengths, "scaling": until.scaling}
+        if self.prompt is not None:
+            phase, self.prompt = self.prompt, None
+            observation = phase.observe(until, store, features, whole)
+            self.seconds = phase.seconds
+            return observation
+        assert self.decoding is not None and store is not None
+        return self.decoding.observe(until, store, features, whole)
+
+    def held(self, until: AttentionInput) -> list[list[int]]:
+        """Return how many entries each head of each request holds at an event.
+
+        Args:
+            until: what `attend` has returned.
+        """
+        if self.store is None:
+            return [[count] * until.key.shape[1] for count in until.counts]
+        counts, heads = self.store.counts, self.store.kv_heads
+        return [counts[first : first + heads] for first in range(0, len(counts), heads)]
 
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
-        """Store exactly these entries of the observed ones; `append_after_event` follows once all layers have."""
+        """Store exactly the kept entries of an observation; once all layers have, `append_after_event` has to follow.
+
+        Args:
+            observation: of this layer.
+            kept: which of its entries stay.
+        """
         others = {"positions": observation.positions.int(), **kept.state}
         if isinstance(observation, StoredObservation):
             self.store = observation.store.kept(others, kept.indices, kept.heads)
@@ -129,22 +185,34 @@ class KeepLayer(LogicalLayer):
             self.store.quantize()
 
     def append_after_event(self) -> None:
-        """Stores the tokens after an event that nobody looked at."""
-        if self._beyond is not None:
+        """Store the tokens after an event, which it did not look at."""
+        if self.beyond is not None:
             assert self.store is not None
-            beyond, real = self._beyond, None if self._beyond.real is None else self._beyond.real.indices
+            beyond, real = self.beyond, None if self.beyond.real is None else self.beyond.real.indices
             self.store.append(beyond.key, beyond.value, beyond.positions, real)
             if self.decoding is not None:
-                self.decoding.record(beyond, self.store)
-            self._beyond = None
+                self.decoding.passing.record(beyond, self.store, self.decoding.next)
+            self.beyond = None
+
+    def make_room(self, n: int) -> EntryStore:
+        """Return the store with free places for `n` tokens, for a caller that stores and attends to them itself."""
+        assert self.store is not None
+        self.store.make_room(n, self._room(self.logical))
+        return self.store
 
     def can_take_back(self, removed: int) -> bool:
-        """Whether the newest tokens, so many, can be forgotten."""
+        """Return whether the newest `removed` tokens can be forgotten."""
         decoding = self.decoding
         return decoding is None or decoding.passing.taken_back(self.logical - removed, decoding.next)
 
     def take_back(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
-        """Forgets the newest tokens, so many of each request; `lengths` is what they have then."""
+        """Forget the newest tokens.
+
+        Args:
+            removed: how many, padding included.
+            per_request: how many of each request, padding left out.
+            lengths: tokens that each request has afterwards.
+        """
         if self.store is not None:
             self.store.crop(per_request)
             self.logical -= removed
@@ -158,8 +226,8 @@ class KeepLayer(LogicalLayer):
             if self.decoding is not None:
                 self.decoding.passing.reorder(beam_idx)
 
-    def fork(self) -> KeepLayer:
-        """An independent copy."""
+    def fork(self) -> LayerState:
+        """Return an independent copy."""
         copied = copy.copy(self)
         copied.store = None if self.store is None else self.store.fork()
         copied.prompt = None if self.prompt is None else self.prompt.fork()
@@ -167,62 +235,193 @@ class KeepLayer(LogicalLayer):
         return copied
 
     def _room(self, start: int) -> int:
-        """Tokens from `start` to the next event; 0 where there is none."""
+        """Return the number of tokens from a logical length to the next event; 0 if there is none."""
         return 0 if self.decoding is None else self.decoding.next - start
 
-    def _attend_first(self, forward: Forward) -> tuple[Tensor, Forward]:
-        """Attention of the first tokens over themselves, and their log-sum-exp where it saves work."""
-        n, scaling, mask = forward.length, forward.call.scaling, forward.call.mask
-        if self.prompt is not None and self.prompt.needs.log_sum_exp and forward.valid is None:
-            rows = zip(forward.query, forward.key, forward.value, strict=True)
-            parts = [attention_with_lse(q, k, v, scaling) for q, k, v in rows]
-            output = torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()
-            return output, replace(forward, lse=[lse for _, lse in parts])
-        matrix = None if mask is None or mask.matrix is None else mask.matrix[:, :, :n, :n]
-        output, _ = sdpa_attention_forward(
-            forward.call.module, forward.query, forward.key, forward.value, matrix, 0.0, scaling
-        )
-        return output, forward
+    def _attend_first(self, new: AttentionInput) -> Tensor:
+        """Attend from the first tokens to themselves, and keep the log-sum-exp where that saves work."""
+        n = new.length
+        if self.prompt is not None and self.prompt.needs.log_sum_exp and new.valid is None:
+            rows = zip(new.query, new.key, new.value, strict=True)
+            parts = [attention_with_lse(q, k, v, new.scaling) for q, k, v in rows]
+            new.lse = [lse for _, lse in parts]
+            return torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()
+        matrix = None if new.mask is None or new.mask.matrix is None else new.mask.matrix[:, :, :n, :n]
+        return sdpa_attention_forward(new.module, new.query, new.key, new.value, matrix, 0.0, new.scaling)[0]
 
 
-class HybridKeepLayer(LinearAttentionLayer, KeepLayer):  # type: ignore[override]
-    """A layer whose attention is compressed, beside convolutional and recurrent states that stay as they are.
+class PromptPhase:
+    """Collects what a method looks at over the prompt, in one forward or in chunks. The prompt's end is an event.
 
     Args:
-        index: of the layer.
-        like: transformers' own layer, which is empty.
+        needs: what the method looks at beside the entries.
+        length: tokens of the prompt, padding included.
     """
 
-    is_compileable = False
-
-    def __init__(self, index: int, like: LinearAttentionAndFullAttentionLayer) -> None:
-        vars(self).update(vars(like))
-        KeepLayer.__init__(self, index)
+    def __init__(self, needs: Needs, length: int) -> None:
+        self.needs, self.length = needs, length
+        self._window, self._accumulators = QueryWindow(), Accumulators(needs)
 
     @property
-    def nbytes_states(self) -> int:
-        states = [*self.conv_states.values(), *self.recurrent_states.values()]
-        return sum(state.nbytes for state in states if state is not None)
+    def seconds(self) -> Mapping[Hashable, float]:
+        """Time that each kind of feature took to collect."""
+        return self._accumulators.seconds
 
-    def reset(self) -> None:
-        LinearAttentionLayer.reset(self)
-        KeepLayer.reset(self)
+    def add(self, new: AttentionInput, store: EntryStore | None) -> None:
+        """Take in one chunk of the prompt.
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-        KeepLayer.reorder_cache(self, beam_idx)
+        Args:
+            new: the chunk, once its attention is done.
+            store: all entries so far; None if there are no others than the chunk's, and no padding.
+        """
+        if not self.needs:
+            return
+        if size := self.needs.window:
+            with self._accumulators.timed(RecentQueries):
+                self._window.add(new.query, new.positions, new.valid, size)
+                self._window.keep(size)
+        start, on_host = None if new.padded else new.start, None if new.real is None else new.real.positions
+        chunk = Chunk(
+            queries=new.query,
+            entries=partial(_entry_rows, new, store),
+            positions=new.positions,
+            valid=new.valid,
+            scaling=new.scaling,
+            lse=new.lse,
+            source=new.layer_input,
+            start=start,
+            host_positions=on_host,
+        )
+        self._accumulators.add(chunk)
 
-    def fork(self) -> KeepLayer:
-        copied = super().fork()
-        vars(copied).update(states_of(self))
+    def observe(
+        self,
+        until: AttentionInput,
+        store: EntryStore | None,
+        features: Mapping[Feature[Any], Any],
+        whole: Mapping[str, Any],
+    ) -> Observation:
+        """Return the observation at the prompt's end.
+
+        Args:
+            until: the last chunk.
+            store: as for `add`.
+            features: what was not collected here.
+            whole: arguments of the observation that say nothing of single entries.
+        """
+        if store is None:
+            entries: dict[str, Any] = {"keys": until.key, "values": until.value}
+        else:
+            state, exists = store.padded()
+            if not exists.shape[-1]:  # of prompts without a token: no method meets a tensor of no entries
+                state = {
+                    name: column.new_zeros(*column.shape[:2], 1, *column.shape[3:]) for name, column in state.items()
+                }
+                exists = exists.new_zeros(*exists.shape[:2], 1)
+            entries = {name: state.pop(name) for name in ("keys", "values", "positions")}
+            entries |= {"state": state, "valid": exists, "count": store.entries}
+        collected = self._accumulators.values(until.lengths, entries["keys"].shape[2])
+        queries: dict[str, Any] = self._window.newest(self.needs.window)
+        return Observation(**entries, **queries, **whole, features={**features, **collected})
+
+    def fork(self) -> PromptPhase:
+        """Return an independent copy."""
+        copied = copy.copy(self)
+        copied._window, copied._accumulators = self._window.fork(), self._accumulators.fork()
         return copied
 
 
-def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dict[str, Any]:
-    """Return a copy of the states of some requests, and of what is noted about them, as a layer's attributes."""
+class DecodingPhase:
+    """Collects for the events after the prompt, which come after every so many tokens, whoever said them.
 
-    def copied(value: Any) -> Any:
-        return value[requests].clone() if isinstance(value, Tensor) else value
+    Attention sees what there was before the newest event that a forward reaches. Padding between events counts as
+    tokens: of a request that has some, fewer queries are in a window.
 
-    noted = {name: {key: copied(each) for key, each in x.items()} for name, x in vars(layer).items() if type(x) is dict}
-    return {**noted, "device": layer.device, "dtype": layer.dtype}
+    Args:
+        needs: what the method looks at beside the entries.
+        every: tokens from one event to the next.
+        next_event: logical length of the first event.
+
+    Attributes:
+        next: logical length of the next event; every token so far lies before it.
+        passing: what the queries before it leave behind.
+    """
+
+    def __init__(self, needs: Needs, every: int, next_event: int) -> None:
+        self._newest, self._every = needs.newest, every
+        self.next, self.passing = next_event, PassingQueries(needs, every)
+        self._span = max(self.passing.reach, 1)
+
+    def looks_at(self, new: AttentionInput) -> bool:
+        """Return whether the next event will look at these tokens' queries, or lies among the tokens."""
+        return new.end > self.next - self._span or (new.padded and self._newest > 0)
+
+    def add(self, new: AttentionInput, store: EntryStore) -> tuple[AttentionInput | None, AttentionInput | None]:
+        """Take in the tokens of one forward, once its attention is done.
+
+        Args:
+            new: the tokens.
+            store: all entries, theirs included. Entries beyond an event are taken out of it.
+
+        Returns:
+            The tokens up to the newest event that they reach, and those beyond it. Older events are passed over.
+        """
+        if new.end < self.next:
+            self.passing.record(new, store, self.next)
+            return None, None
+        point = new.end - (new.end - self.next) % self._every
+        until, beyond = new.split(point)
+        if beyond is not None:
+            store.crop((beyond.lengths - until.lengths).tolist())
+        if self.next < point:  # nobody looks at what was collected for the events that are passed over
+            self.passing.forget(store)
+            self.next = point
+        self.passing.record(until, store, point)
+        self.passing.add_up(until, store, point)
+        return until, beyond
+
+    def observe(
+        self, until: AttentionInput, store: EntryStore, features: Mapping[Feature[Any], Any], whole: Mapping[str, Any]
+    ) -> Observation:
+        """Return the observation at an event, and begin the interval to the next one.
+
+        Args:
+            until: the tokens up to the event, as `add` has returned them.
+            store: all entries.
+            features: what was not collected here.
+            whole: arguments of the observation that say nothing of single entries.
+        """
+        state = store.others
+        entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries}
+        queries = self.passing.window.newest(self._newest)
+        collected = self.passing.values(until, state)  # takes its columns out of the state
+        self.passing.begin(until.padded)
+        self.next += self._every
+        return StoredObservation(store, **entries, **queries, **whole, state=state, features={**features, **collected})
+
+    def fork(self) -> DecodingPhase:
+        """Return an independent copy."""
+        copied = copy.copy(self)
+        copied.passing = self.passing.fork()
+        return copied
+
+
+def _packed(new: AttentionInput) -> EntryStore:
+    """Return a store of all tokens that are not padding."""
+    batch, kv_heads, n, _ = new.key.shape
+    rows = [torch.arange(n, device=new.key.device)] * batch if new.real is None else new.real.indices
+    positions = new.positions.int()[:, None].expand(-1, kv_heads, -1)
+    columns = {"keys": new.key, "values": new.value, "positions": positions}
+    return EntryStore.packed_by(columns, [row for row in rows for _ in range(kv_heads)])
+
+
+def _entry_rows(new: AttentionInput, store: EntryStore | None) -> RequestKeys:
+    """Return every request's keys without holes, and which of a chunk's queries are real.
+
+    Args:
+        new: the chunk.
+        store: all entries so far; None if there are no others than the chunk's.
+    """
+    keys, counts = (new.key, new.counts) if store is None else (store.keys, store.counts[:: store.kv_heads])
+    own = [slice(None)] * len(keys) if new.real is None else new.real.indices
+    return [(row[:, :count], real) for row, count, real in zip(keys, counts, own, strict=True)]

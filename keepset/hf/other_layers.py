@@ -1,11 +1,78 @@
-"""What a cache does with layers that are transformers' own, such as sliding windows and linear attention."""
+"""Layers that hold something else than entries: transformers' own, such as sliding windows, and states of hybrids."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+from jaxtyping import Bool
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+
 from keepset.errors import KeepsetError
+from keepset.hf.layer import LayerState
+
+
+class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[override]
+    """A layer whose attention is compressed, beside convolutional and recurrent states that stay as they are.
+
+    Args:
+        index: of the layer.
+        like: transformers' own layer, which is empty.
+    """
+
+    is_compileable = False
+
+    def __init__(self, index: int, like: LinearAttentionAndFullAttentionLayer) -> None:
+        vars(self).update(vars(like))
+        LayerState.__init__(self, index)
+
+    @property
+    def nbytes_states(self) -> int:
+        states = [*self.conv_states.values(), *self.recurrent_states.values()]
+        return sum(state.nbytes for state in states if state is not None)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        LayerState.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        LayerState.reorder_cache(self, beam_idx)
+
+    def fork(self) -> LayerState:
+        copied = super().fork()
+        vars(copied).update(states_of(self))
+        return copied
+
+
+def compressible(index: int, layer: Any) -> LayerState | None:
+    """Return what stands for a layer of transformers in a keepset cache; None if the layer does not grow without end.
+
+    Args:
+        index: of the layer in the model.
+        layer: transformers' own, which is empty.
+    """
+    if type(layer) is LinearAttentionAndFullAttentionLayer:
+        return HybridLayerState(index, layer)
+    return LayerState(index) if type(layer) is DynamicLayer else None
+
+
+def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dict[str, Any]:
+    """Return a copy of the states of some requests, and of what is noted about them, as a layer's attributes."""
+
+    def copied(value: Any) -> Any:
+        return value[requests].clone() if isinstance(value, Tensor) else value
+
+    noted = {name: {key: copied(each) for key, each in x.items()} for name, x in vars(layer).items() if type(x) is dict}
+    return {**noted, "device": layer.device, "dtype": layer.dtype}
+
+
+def nbytes_of(layer: Any) -> int:
+    """Return the bytes that transformers' own layer holds: a sliding window may be a view of the whole prompt."""
+    values = [x for part in vars(layer).values() for x in (part.values() if isinstance(part, dict) else [part])]
+    storages = [tensor.untyped_storage() for tensor in values if isinstance(tensor, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def cropped(layer: Any, removed: int, length: int) -> dict[str, Any]:
@@ -17,22 +84,55 @@ def cropped(layer: Any, removed: int, length: int) -> dict[str, Any]:
         length: tokens that stay, padding included.
 
     Raises:
-        KeepsetError: the layer holds no longer what it would have to go back to.
+        KeepsetError: the layer no longer holds what it would have to go back to.
     """
     if not removed and not getattr(layer, "record_past", False):
         return {}
-    copied = copy.copy(layer)
-    vars(copied).update({name: dict(part) for name, part in vars(layer).items() if isinstance(part, dict)})
+    shorter = copy.copy(layer)
+    vars(shorter).update({name: dict(part) for name, part in vars(layer).items() if isinstance(part, dict)})
     try:
         goes_back = not removed or getattr(layer, "is_croppable", True)
-        copied.crop(-removed)
+        shorter.crop(-removed)
     except RuntimeError:
         goes_back = False
     if goes_back and getattr(layer, "is_sliding", False) and layer.is_initialized:
-        goes_back = copied.keys.shape[-2] >= min(layer.sliding_window - 1, length)
+        goes_back = shorter.keys.shape[-2] >= min(layer.sliding_window - 1, length)
     if not goes_back:
         raise KeepsetError(
             f"A {type(layer).__name__} among the model's layers cannot take back {removed} tokens, so no layer has: go "
             "on from a copy made before them (cache.fork())."
         )
-    return vars(copied)
+    return vars(shorter)
+
+
+def one_request(layer: Any, request: int, length: int, valid: Bool[Tensor, "batch tokens"] | None) -> Any:
+    """Return a copy of transformers' own layer that holds one request without its padding.
+
+    Args:
+        layer: of a transformers cache, at the end of the prompt.
+        request: which one.
+        length: tokens of the request, padding left out.
+        valid: which tokens of the prompt are not padding; None if all are real.
+
+    Raises:
+        KeepsetError: the layer is a sliding window, and there is padding in its midst.
+    """
+
+    def alone(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {name: alone(value) for name, value in part.items()}
+        return part[request : request + 1].clone() if isinstance(part, Tensor) and part.ndim else part
+
+    copied = copy.copy(layer)
+    for name, part in vars(layer).items():
+        setattr(copied, name, alone(part))
+    if getattr(layer, "is_sliding", False) and layer.is_initialized:
+        if valid is not None:
+            own = valid[request, valid.shape[1] - layer.keys.shape[2] :]
+            copied.keys, copied.values = copied.keys[:, :, own], copied.values[:, :, own]
+        if copied.keys.shape[2] != min(length, layer.sliding_window - 1):
+            raise KeepsetError(
+                "A second pass of a model with sliding windows needs its padding at the left, and only there."
+            )
+        copied.cumulative_length = length
+    return copied

@@ -14,7 +14,7 @@ from keepset.core.accumulator import Chunk
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.moments import QueryMoments
 from keepset.core.features.window import WindowAttention, WindowSums
-from keepset.hf.forward import Forward
+from keepset.hf.attention import AttentionInput
 from keepset.hf.store import EntryStore
 from keepset.hf.window import QueryWindow
 from keepset.kernels.moments import Moments
@@ -59,7 +59,7 @@ class PassingQueries:
         """How many of the newest queries before an event are looked at."""
         return max([self._newest, *(self._reach(feature) for feature in self._added)], default=0)
 
-    def record(self, forward: Forward, store: EntryStore | None, point: int) -> None:
+    def record(self, forward: AttentionInput, store: EntryStore | None, point: int) -> None:
         """Takes in those of a forward's queries that are looked at at the next point, which lies behind them."""
         everything = forward.padded and self._newest
         first = 0 if everything else max(point - self.reach - forward.start, 0)
@@ -83,11 +83,11 @@ class PassingQueries:
         if everything and self.window.size > bound + _MOST:
             self.window.keep(bound)
 
-    def add_up(self, forward: Forward, store: EntryStore, point: int) -> None:
+    def add_up(self, forward: AttentionInput, store: EntryStore, point: int) -> None:
         """Adds up all queries so far, the newest of which are this forward's."""
         self._add_up(forward, store, forward.end, forward.lengths, point)
 
-    def values(self, forward: Forward, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
+    def values(self, forward: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
         """What there is for an event at the forward's end; columns that are not a method's own leave its state."""
         values: dict[Feature[Any], Any] = {}
         for feature in self._sums:
@@ -188,7 +188,7 @@ class PassingQueries:
     def _reach(self, feature: WindowAttention | QueryMoments) -> int:
         return min(feature.window or feature.buffer, self._every)
 
-    def _limits(self, forward: Forward, store: EntryStore) -> tuple[int, int]:
+    def _limits(self, forward: AttentionInput, store: EntryStore) -> tuple[int, int]:
         """How many queries may wait to be added up; and before there are moments as many as weigh what these would."""
         if self._few is None:  # of the interval; its entries grow
             self._few = max(1, min(_MOST, store.entries * store.entry_bytes // (_SHARE * _nbytes(forward))))
@@ -197,10 +197,10 @@ class PassingQueries:
         requests, heads, _, size = forward.query.shape
         return self._few, max(self._few, 4 * requests * heads * (size * (size + 1) // 2 + size) // _nbytes(forward))
 
-    def _add(self, new: Forward) -> None:
+    def _add(self, new: AttentionInput) -> None:
         self.window.add(new.query, new.positions, new.valid, new.length, new.rotation if self._moments else None)
 
-    def _add_up(self, forward: Forward, store: EntryStore, end: int, lengths: Tensor, point: int) -> None:
+    def _add_up(self, forward: AttentionInput, store: EntryStore, end: int, lengths: Tensor, point: int) -> None:
         shifted = self.window.holes or forward.padded
         for feature in self._added:
             begin = max(self.until, point - self._reach(feature))
@@ -215,7 +215,7 @@ class PassingQueries:
                 last = feature.last_visible(at, lengths + (point - end)) if feature.history else at
                 last = last if exists is None else last.masked_fill(~exists, -1)
                 column = store.column(feature.column, feature.sums_of.shape(queries.shape[1] // store.kv_heads))
-                scaling = forward.call.scaling
+                scaling = forward.scaling
                 add_received(column, queries, store.heads, store.kv_heads, last, scaling, feature.sums_of)
             else:
                 self._add_moments(feature, forward, queries, at, exists)
@@ -230,19 +230,19 @@ class PassingQueries:
     def _add_moments(
         self,
         feature: QueryMoments,
-        forward: Forward,
+        forward: AttentionInput,
         queries: Tensor,
         at: Tensor,
         exists: Bool[Tensor, "batch n"] | None,
     ) -> None:
         assert forward.layer_input is not None
         source = forward.layer_input.rotated_by(self.window.rotation(queries.shape[2]))
-        chunk = Chunk(queries, list, at, exists, forward.call.scaling, source=source)
+        chunk = Chunk(queries, list, at, exists, forward.scaling, source=source)
         rows, counted = feature.rows(chunk, source), chunk.counted(feature.skip)
         self.moments.setdefault(feature, Moments()).add(rows, counted, feature.full)
 
 
-def _nbytes(forward: Forward) -> int:
+def _nbytes(forward: AttentionInput) -> int:
     """Of what is recorded of one token."""
     parts = (forward.query, forward.positions, *(forward.rotation or ()))
     return sum(part.nbytes for part in parts) // forward.length

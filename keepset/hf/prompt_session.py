@@ -17,13 +17,12 @@ from transformers import PreTrainedModel
 from keepset.core.feature import Needs
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
+from keepset.hf.attention import AttentionInput
 from keepset.hf.cache import Cache
-from keepset.hf.forward import Forward
-from keepset.hf.layer import KeepLayer
+from keepset.hf.event import Event
+from keepset.hf.layer import LayerState
 from keepset.hf.model_support import check_logits
-from keepset.hf.phases import LayerEvent
-from keepset.hf.progress import Event
-from keepset.hf.prompt_cache import PromptCache
+from keepset.hf.observed_cache import ObservedCache
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
 
@@ -63,7 +62,7 @@ class CachedPrompt:
         return self.model(ids, past_key_values=self.cache.fork(), use_cache=True).logits[0]
 
 
-class Recorder(PromptCache):
+class Recorder(ObservedCache):
     """Watches one prompt and drops nothing.
 
     Args:
@@ -112,10 +111,10 @@ class Recorder(PromptCache):
         """Seconds that a prefill takes which collects only for these needs."""
         return self.seconds + sum(self._collecting[cost] for cost in {feature.cost for feature in needs})
 
-    def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
+    def _reached(self, layer: LayerState, until: AttentionInput) -> None:
         self._on_layer()
-        self._collecting.update(event.seconds)
-        super()._reached(layer, forward, event)
+        super()._reached(layer, until)
+        self._collecting.update(layer.seconds)
 
     def _choose(self, observations: list[Observation]) -> None:
         self.observations += observations

@@ -31,12 +31,11 @@ from keepset.core.tensor_file import TensorFile
 from keepset.core.tensor_reader import TensorReader
 from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
 from keepset.hf import saved_schema
+from keepset.hf.event import Event
 from keepset.hf.fingerprint import difference, fingerprint
 from keepset.hf.known_tokens import KnownTokens
-from keepset.hf.layer import KeepLayer
-from keepset.hf.phases import DecodingPhase
-from keepset.hf.progress import Event, Progress
-from keepset.hf.prompt_cache import PromptCache
+from keepset.hf.layer import DecodingPhase, LayerState
+from keepset.hf.observed_cache import ObservedCache, Progress
 from keepset.hf.saved_schema import FIGURES, LAYER
 from keepset.hf.store import EntryStore
 from keepset.recipe import Recipe, in_full, in_short
@@ -116,13 +115,13 @@ class Saved(NamedTuple):
     decoding: tuple[int, int] | None
     layers: list[dict[str, Tensor]]
 
-    def restore(self, cache: PromptCache) -> None:
+    def restore(self, cache: ObservedCache) -> None:
         """Put it into an empty cache of its recipe, but for the event.
 
         Raises:
             CorruptFileError: the model has other layers, or something is missing that the next event looks at.
         """
-        kinds = [KeepLayer if "counts" in tensors else DynamicSlidingWindowLayer for tensors in self.layers]
+        kinds = [LayerState if "counts" in tensors else DynamicSlidingWindowLayer for tensors in self.layers]
         if [type(layer) for layer in cache.layers] != kinds:
             raise _FILE.corrupt(self.path)
         cache.progress = self.progress
@@ -141,7 +140,7 @@ class Saved(NamedTuple):
 
 def save(
     path: Path,
-    cache: PromptCache,
+    cache: ObservedCache,
     recipe: str,
     event: Event | None,
     model: PreTrainedModel,
@@ -357,7 +356,7 @@ class _SavedText(KnownTokens):
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:
     """All that a layer of a cache holds."""
-    if type(layer) is KeepLayer:
+    if type(layer) is LayerState:
         assert layer.store is not None
         tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
         if layer.decoding is not None:
@@ -376,7 +375,7 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
 
 def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
     """Puts into an empty layer of a cache what another one held; the phase of a kept layer is there already."""
-    if isinstance(layer, KeepLayer):
+    if isinstance(layer, LayerState):
         layer.store, layer.logical = EntryStore.of(_without(tensors, "columns."), tensors["counts"]), logical
         if layer.decoding is not None:
             layer.decoding.passing.restore(_without(tensors, "passing."), logical, layer.decoding.next)

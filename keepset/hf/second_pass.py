@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +21,11 @@ from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import AttentionCall, set_pending_attention
-from keepset.hf.attention_hooks import position_offset
+from keepset.hf.attention import AttentionInput, set_pending_attention
 from keepset.hf.hooks import ModelHooks, before_calls
-from keepset.hf.layer import HybridKeepLayer, LogicalLayer, states_of
-from keepset.hf.progress import Progress
+from keepset.hf.layer import LogicalLayer
+from keepset.hf.layer_input import position_offset
+from keepset.hf.other_layers import HybridLayerState, one_request, states_of
 from keepset.hf.repeat import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
@@ -38,13 +37,32 @@ KeysAndValues = tuple[
 
 
 class _Rotated(threading.local):
-    """What one thread has given to a rotary embedding last."""
+    """What one thread has given to a rotary embedding last; such a module is given no cache."""
 
     given: tuple[Any, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class _Prompt:
+    """A prompt that passes run on top of.
+
+    Attributes:
+        entries: of each observed layer, by its index.
+        ids: its tokens, or their embeddings, padding included.
+        valid: which tokens are not padding; None if all are real.
+        layers: all layers of the cache.
+        first: the model's position of the token that would follow each request.
+    """
+
+    entries: Mapping[int, KeysAndValues]
+    ids: Shaped[Tensor, "batch tokens *hidden"]
+    valid: Bool[Tensor, "batch tokens"] | None
+    layers: Sequence[Any]
+    first: Int[Tensor, " batch"]
+
+
 class SecondPasses(ModelHooks):
-    """Runs tokens on top of a prompt of which all layers still hold all entries, inside the last layer's attention.
+    """Run tokens on top of a prompt of which all layers still hold all entries, inside the last layer's attention.
 
     Requests run one by one, without padding, each as a call of the model's decoder with a cache that only looks at
     those entries. The prompt's tokens, or embeddings, are seen by a hook on the decoder.
@@ -67,19 +85,36 @@ class SecondPasses(ModelHooks):
         self._newest = _Rotated()
 
     def run(
-        self, entries: Mapping[int, KeysAndValues], progress: Progress, layers: Sequence[Any]
+        self,
+        entries: Mapping[int, KeysAndValues],
+        until: AttentionInput,
+        valid: Bool[Tensor, "batch tokens"] | None,
+        layers: Sequence[Any],
     ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
-        """What the entries of each observed layer receive in every pass; layers of another kind are never changed."""
+        """Run all passes at the end of a prompt.
+
+        Args:
+            entries: of each observed layer, by its index.
+            until: the prompt's newest tokens, as the last layer was given them.
+            valid: which tokens of the prompt are not padding; None if all are real.
+            layers: all layers of the cache; those of another kind are never changed.
+
+        Returns:
+            By layer what its entries receive in every pass.
+
+        Raises:
+            KeepsetError: a pass cannot be run.
+        """
         passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
-        assert progress.positions is not None
-        newest = None if progress.valid is None else progress.valid[:, -progress.positions.shape[1] :]
         # Before a pass rotates tokens of its own.
-        next_positions = progress.lengths + position_offset(self._newest.given, progress.positions, newest)
+        first = until.lengths + position_offset(self._newest.given, until.positions, until.valid)
+        ids = self._tokens(until.end)
+        prompt = _Prompt(entries, ids, valid, layers, first.to(ids.device))
         for kind in dict.fromkeys(needed.cost for needed in self._needs):
             together = [needed for needed in self._needs if needed.cost == kind]
             names = set[ColumnStatistic]().union(*(needed.statistics for needed in together))
             start = time.perf_counter()
-            per_layer = self._run(kind, names, entries, progress, layers, next_positions)
+            per_layer = self._run(kind, names, prompt)
             self.seconds = {**self.seconds, kind: time.perf_counter() - start}
             for index, columns in per_layer.items():
                 for needed in together:
@@ -89,57 +124,89 @@ class SecondPasses(ModelHooks):
 
     @torch.no_grad()
     def _run(
-        self,
-        kind: SecondPass,
-        names: Collection[ColumnStatistic],
-        entries: Mapping[int, KeysAndValues],
-        progress: Progress,
-        layers: Sequence[Any],
-        next_positions: Int[Tensor, " batch"],
+        self, kind: SecondPass, names: Collection[ColumnStatistic], prompt: _Prompt
     ) -> dict[int, SecondPassColumns]:
-        if sum(part.shape[1] for part in self._inputs) < progress.logical:
-            raise UnsupportedModelError(
-                "keepset could not see the prompt's tokens; this model cannot run a second pass."
-            )
-        prompt, valid, tasks = torch.cat(self._inputs, 1)[:, : progress.logical], progress.valid, self._tasks
-        batch = len(prompt)
-        for task in tasks:
+        """Run the passes of one kind.
+
+        Args:
+            kind: what to run.
+            names: statistics to collect of every entry's column.
+            prompt: to run on top of.
+
+        Returns:
+            The statistics by layer.
+        """
+        ids, entries, valid = prompt.ids, prompt.entries, prompt.valid
+        batch = len(ids)
+        for task in self._tasks:
             if batch % len(task):  # where beams repeat requests, they repeat their tasks
                 raise KeepsetError(
                     f"task_tokens has {len(task)} rows and the prompt {batch}: give one row, or one for every request."
                 )
         received: dict[int, list[dict[ColumnStatistic, Tensor]]] = {index: [] for index in entries}
-        tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=prompt.device)
+        tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=ids.device)
         for request in range(batch):
-            own = prompt[request] if valid is None else prompt[request][valid[request]]
+            own = ids[request] if valid is None else ids[request][valid[request]]
             if not len(own):
                 raise KeepsetError(
                     f"Request {request} has nothing but padding within the prompt, and a second pass needs a token of "
                     "every request: give a larger prompt_length."
                 )
-            parts = self._passes(kind, own, [task[request // (batch // len(task))].to(own.device) for task in tasks])
-            caches = {i: _entries(layers[i], layer, request, len(own), names) for i, layer in entries.items()}
-            caches[max(caches)].last = True
-            rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
-            states = any(isinstance(each, _HybridEntries) for each in caches.values())
-            # Layers that are not keepset's would let one part see another.
-            for together in _calls(parts, 1 if rest or states else _TOGETHER):
-                for i, each in caches.items():
-                    each.pieces = [PackedSequence(len(part), among) for part, among in together]
-                    if isinstance(each, _HybridEntries):
-                        vars(each).update(states_of(layers[i], slice(request, request + 1)))
-                copies = {i: _one_request(layer, request, len(own), valid) for i, layer in rest.items()}
-                of_layers = [(caches | copies)[i] for i in range(len(layers))]
-                self._call([part for part, _ in together], len(own), next_positions[request], of_layers)
+            tasks = [task[request // (batch // len(task))].to(own.device) for task in self._tasks]
+            parts = self._passes(kind, own, tasks)
+            for index, statistics in self._run_request(prompt, request, len(own), parts, names).items():
+                received[index].append(statistics)
             tokens[request] = sum(len(part) for part, _ in parts)
             opening[request] = parts[0][1].start if parts[0][1] else 0
-            for i, each in caches.items():
-                received[i].append(each.received)
         passes = {}
-        for i, rows in received.items():
-            statistics = {name: widened([row[name] for row in rows], entries[i][0].shape[2]) for name in names}
-            passes[i] = SecondPassColumns(statistics, tokens, opening)
+        for index, rows in received.items():
+            width = entries[index][0].shape[2]
+            statistics = {name: widened([row[name] for row in rows], width) for name in names}
+            passes[index] = SecondPassColumns(statistics, tokens, opening)
         return passes
+
+    def _run_request(
+        self, prompt: _Prompt, request: int, length: int, parts: list[Part], names: Collection[ColumnStatistic]
+    ) -> dict[int, dict[ColumnStatistic, Tensor]]:
+        """Run parts on top of one request.
+
+        Args:
+            prompt: of all requests.
+            request: which one.
+            length: tokens of the request, padding left out.
+            parts: tokens to run; each part sees the request and itself.
+            names: statistics to collect of every entry's column.
+
+        Returns:
+            The statistics by layer, each `[query_heads, entries]`.
+        """
+        layers = prompt.layers
+        caches = {i: _entries(layers[i], layer, request, length, names) for i, layer in prompt.entries.items()}
+        caches[max(caches)].last = True
+        rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
+        states = any(isinstance(each, _HybridEntries) for each in caches.values())
+        # Layers that are not keepset's would let one part see another.
+        for together in _calls(parts, 1 if rest or states else _TOGETHER):
+            for i, each in caches.items():
+                each.pieces = [PackedSequence(len(part), among) for part, among in together]
+                if isinstance(each, _HybridEntries):
+                    vars(each).update(states_of(layers[i], slice(request, request + 1)))
+            copies = {i: one_request(layer, request, length, prompt.valid) for i, layer in rest.items()}
+            of_layers = [(caches | copies)[i] for i in range(len(layers))]
+            self._call([part for part, _ in together], length, prompt.first[request], of_layers)
+        return {i: each.received for i, each in caches.items()}
+
+    def _tokens(self, length: int) -> Shaped[Tensor, "batch tokens *hidden"]:
+        """Return the prompt's token ids, or embeddings, of this length.
+
+        Raises:
+            UnsupportedModelError: some were not seen.
+        """
+        if sum(part.shape[1] for part in self._inputs) < length:
+            raise UnsupportedModelError(
+                "keepset could not see the prompt's tokens; this model cannot run a second pass."
+            )
+        return torch.cat(self._inputs, 1)[:, :length]
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
         decoder: Any = model
@@ -164,7 +231,13 @@ class SecondPasses(ModelHooks):
         self._newest.given = *args, *kwargs.values()
 
     def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[Part]:
-        """What runs after one request's prompt."""
+        """Return what runs after one request's prompt.
+
+        Args:
+            kind: of the pass.
+            own: tokens of the request, padding left out.
+            tasks: tokens of its questions, if there are any.
+        """
         if self._repeat is None or not kind.repeat:
             return [(part, None) for part in tasks or own.split(kind.chunk or len(own))]
         if own.ndim > 1:
@@ -174,7 +247,14 @@ class SecondPasses(ModelHooks):
     def _call(
         self, parts: list[Shaped[Tensor, " _ *hidden"]], length: int, first: Int[Tensor, ""], layers: list[Any]
     ) -> None:
-        """Run parts, each of which follows a request of this length, so that its first token has this position."""
+        """Run parts in one call of the model's decoder.
+
+        Args:
+            parts: tokens or embeddings; each part follows the request.
+            length: tokens of the request.
+            first: position of each part's first token.
+            layers: of the cache to run with.
+        """
         model = self._model()
         assert model is not None
         decoder, reached = model.get_decoder(), length + max(map(len, parts))
@@ -193,7 +273,7 @@ class SecondPasses(ModelHooks):
 
 
 def takes_task_tokens(needs: Needs) -> bool:
-    """Whether there is a second pass that can run a task's tokens: one that repeats the prompt is its own task."""
+    """Return whether a second pass can run a task's tokens. A pass that repeats the prompt is its own task."""
     passes = needs.of(SecondPass)
     return bool(passes) and not any(needed.repeat for needed in passes)
 
@@ -205,7 +285,7 @@ Part = tuple[Tensor, SoftmaxScope | None]
 
 
 def _calls(parts: list[Part], most: int) -> list[list[Part]]:
-    """Parts that run together: at most so many tokens, or one part."""
+    """Return parts in groups that run together: at most `most` tokens, or one part."""
     calls: list[list[Part]] = []
     for part in parts:
         if calls and sum(len(tokens) for tokens, _ in [*calls[-1], part]) <= most:
@@ -216,7 +296,7 @@ def _calls(parts: list[Part], most: int) -> list[list[Part]]:
 
 
 class _Done(Exception):  # noqa: N818
-    """The last layer has been looked at: what the model would make of it nobody needs."""
+    """Raised once the last layer has been looked at: nobody needs what the model would make of it."""
 
 
 class _Entries(LogicalLayer):
@@ -240,11 +320,11 @@ class _Entries(LogicalLayer):
         set_pending_attention(self._attend, key_states, value_states)
         return key_states, value_states
 
-    def _attend(self, call: AttentionCall) -> Tensor:
-        own = call.key[0], call.value[0]
-        output, new = second_pass_attention(call.query[0], self._entries, own, call.scaling, self._names, self.pieces)
+    def _attend(self, new: AttentionInput) -> Tensor:
+        own = new.key[0], new.value[0]
+        output, sums = second_pass_attention(new.query[0], self._entries, own, new.scaling, self._names, self.pieces)
         self.received = {
-            name: name.merge(self.received[name], new[name]) if self.received else new[name] for name in self._names
+            name: name.merge(self.received[name], sums[name]) if self.received else sums[name] for name in self._names
         }
         if self.last:
             raise _Done
@@ -252,7 +332,7 @@ class _Entries(LogicalLayer):
 
 
 class _HybridEntries(LinearAttentionLayer, _Entries):  # type: ignore[override]
-    """The same beside a copy of one request's recurrent states, which tokens change."""
+    """One request's entries beside a copy of its recurrent states, which tokens change."""
 
     def __init__(self, entries: KeysAndValues, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
         LinearAttentionLayer.__init__(self)
@@ -262,7 +342,7 @@ class _HybridEntries(LinearAttentionLayer, _Entries):  # type: ignore[override]
 def _entries(
     layer: Any, entries: KeysAndValues, request: int, length: int, names: Collection[ColumnStatistic]
 ) -> _Entries | _HybridEntries:
-    kind = _HybridEntries if isinstance(layer, HybridKeepLayer) else _Entries
+    kind = _HybridEntries if isinstance(layer, HybridLayerState) else _Entries
     return kind(entries, request, length, names)
 
 
@@ -275,36 +355,13 @@ def _check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"
     return task
 
 
-def _one_request(layer: Any, request: int, length: int, valid: Bool[Tensor, "batch tokens"] | None) -> Any:
-    """A copy of another kind of layer that holds one request without its padding."""
-
-    def alone(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {name: alone(value) for name, value in part.items()}
-        return part[request : request + 1].clone() if isinstance(part, Tensor) and part.ndim else part
-
-    copied = copy.copy(layer)
-    for name, part in vars(layer).items():
-        setattr(copied, name, alone(part))
-    if getattr(layer, "is_sliding", False) and layer.is_initialized:
-        if valid is not None:
-            own = valid[request, valid.shape[1] - layer.keys.shape[2] :]
-            copied.keys, copied.values = copied.keys[:, :, own], copied.values[:, :, own]
-        if copied.keys.shape[2] != min(length, layer.sliding_window - 1):
-            raise KeepsetError(
-                "A second pass of a model with sliding windows needs its padding at the left, and only there."
-            )
-        copied.cumulative_length = length
-    return copied
-
-
 def _rotary(model: nn.Module) -> Iterator[nn.Module]:
     return (module for module in model.modules() if "RotaryEmbedding" in type(module).__name__)
 
 
 @contextmanager
 def _unchanged_rotations(decoder: nn.Module) -> Iterator[None]:
-    """Some rotary embeddings adapt their frequencies to the longest position that they have seen: undoes that."""
+    """Restore rotary embeddings afterwards: some adapt their frequencies to the longest position so far."""
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in _rotary(decoder)]
     try:
         yield

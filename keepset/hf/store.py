@@ -123,10 +123,9 @@ class EntryStore:
 
     def takes(self, keys: Tensor, values: Tensor) -> bool:
         """Return whether tokens with these keys and values, `[batch, kv_heads, n, size]`, can be added to it."""
-        sizes = tuple(self._columns[name].shape[-1] for name in ("keys", "values"))
-        dtype = self._columns["keys"].dtype
-        fits = self.kv_heads == keys.shape[1] and sizes == (keys.shape[-1], values.shape[-1])
-        return fits and dtype in (keys.dtype, torch.int8)
+        held, held_values = self._columns["keys"], self._columns["values"]
+        fits = self.kv_heads == keys.shape[1] and held.shape[-1] == keys.shape[-1]
+        return fits and held_values.shape[-1] == values.shape[-1] and held.dtype in (keys.dtype, torch.int8)
 
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
         """Gives every entry another value; there must be no free places."""
@@ -157,28 +156,41 @@ class EntryStore:
         A store that must grow gets place for `room` tokens in all where that is known, if that is not too many.
         """
         if real is not None:
-            shape = self.batch, self.kv_heads, keys.shape[2]
-            new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
-            columns, _ = self.padded()
-            others = {name: column for name, column in columns.items() if name not in new}
-            new |= {name: column.new_zeros(*shape, *column.shape[3:]) for name, column in others.items()}
-            joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
-            before = torch.arange(columns["keys"].shape[2], device=keys.device)
-            heads = [(before[:count], real[head // self.kv_heads]) for head, count in enumerate(self.counts)]
-            packed = EntryStore.packed_by(joined, [torch.cat([old, len(before) + new]) for old, new in heads])
-            if self.heads.key_scale is not None:
-                packed.quantize()
-            self._columns, self._runs = packed._columns, packed._runs
-            self._moved()
+            self._append_real(keys, values, positions, real)
             return
         self.make_room(keys.shape[2], room)
-        append_together([self], keys, values, positions)
+        append_entries([self.heads], keys, values, positions)
+        self.count_appended(keys.shape[2])
+
+    def _append_real(
+        self,
+        keys: Float[Tensor, "batch kv_heads n head_dim"],
+        values: Float[Tensor, "batch kv_heads n value_dim"],
+        positions: Int[Tensor, "batch n"],
+        real: Sequence[Int[Tensor, " _"]],
+    ) -> None:
+        """Add those of some new tokens that are not padding; everything is packed anew."""
+        shape = self.batch, self.kv_heads, keys.shape[2]
+        new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
+        columns, _ = self.padded()
+        others = {name: column for name, column in columns.items() if name not in new}
+        new |= {name: column.new_zeros(*shape, *column.shape[3:]) for name, column in others.items()}
+        joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
+        before = torch.arange(columns["keys"].shape[2], device=keys.device)
+        heads = [(before[:count], real[head // self.kv_heads]) for head, count in enumerate(self.counts)]
+        packed = EntryStore.packed_by(joined, [torch.cat([old, len(before) + added]) for old, added in heads])
+        if self.heads.key_scale is not None:
+            packed.quantize()
+        self._columns, self._runs = packed._columns, packed._runs
+        self._moved()
 
     def make_room(self, n: int, room: int = 0) -> None:
         """Sees to free places for `n` tokens; a store that must grow gets them for `room` as `append` does."""
-        if any(run.count + n > run.capacity for run in self._runs):
-            most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
-            self._grow(max(n, min(room, most) if room else most))
+        for run in self._runs:
+            if run.count + n > run.capacity:
+                most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
+                self._grow(max(n, min(room, most) if room else most))
+                return
 
     def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, "places *rest"]:
         """A column beside the entries, of numbers of this shape, to be written to; zero where it is new."""
@@ -256,7 +268,7 @@ class EntryStore:
     def crop(self, removed: Sequence[int]) -> None:
         """Drops each request's newest entries, so many per request, from all of its heads."""
         if len(set(removed)) == 1:
-            self._count(-removed[0])
+            self.count_appended(-removed[0])
             for name in self._columns.keys() - set(_ENTRIES):
                 for run in self._runs:
                     run.behind(self._columns[name], removed[0]).zero_()
@@ -288,8 +300,8 @@ class EntryStore:
         """Heads lie elsewhere from now on."""
         vars(self).pop("heads", None)
 
-    def _count(self, n: int) -> None:
-        """There are so many entries more in every head."""
+    def count_appended(self, n: int) -> None:
+        """Count `n` entries more in every head, which were written behind those of each."""
         for run in self._runs:
             run.count += n
         self.heads.grown += n
@@ -314,15 +326,3 @@ def _dequantized(columns: dict[str, Tensor]) -> dict[str, Tensor]:
         if scale in columns:
             columns[name] = dequantize(columns[name], columns.pop(scale))
     return columns
-
-
-def append_together(
-    stores: Sequence[EntryStore],
-    keys: Float[Tensor, "batch kv_heads n head_dim"],
-    values: Float[Tensor, "batch kv_heads n value_dim"],
-    positions: Int[Tensor, "batch n"],
-) -> None:
-    """Adds new tokens, none of them padding, to every head of several stores, which have room for them."""
-    append_entries([store.heads for store in stores], keys, values, positions)
-    for store in stores:
-        store._count(keys.shape[2])

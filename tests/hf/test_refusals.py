@@ -102,7 +102,7 @@ def test_a_model_that_attends_over_other_values_than_it_caches() -> None:
 def test_a_model_that_attends_over_other_keys_than_it_caches() -> None:
     model = random_model("jetmoe", num_local_experts=4, kv_channels=16)
     past = keepset.Cache(model, "tova(keep=12)")
-    with refusal("JetMoeAttention attends over other keys than it caches"):
+    with refusal("JetMoeForCausalLM attends over other keys than it caches"):
         generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
 
 

@@ -18,7 +18,7 @@ from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import UnsupportedModelError
 from keepset.hf.fingerprint import sample
-from keepset.hf.prompt_cache import PromptCache
+from keepset.hf.observed_cache import ObservedCache
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.rotation import PROBE, measure_rotation
 
@@ -65,7 +65,7 @@ class _Layer:
         return LayerStatistics(direction.float(), mean.float(), covariance.float(), norm.float(), *self._rotation)
 
 
-class _ObservingCache(PromptCache):
+class _ObservingCache(ObservedCache):
     """A cache that passes every layer's observation to a function."""
 
     def __init__(self, model: PreTrainedModel, needs: Needs, observe: Callable[[Observation], None]) -> None:

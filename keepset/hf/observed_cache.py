@@ -1,58 +1,131 @@
-"""`PromptCache`: a cache whose layers are observed at events; a subclass says what becomes of the observations."""
+"""`ObservedCache`: a cache whose layers are observed at events; a subclass says what becomes of the observations."""
 
 from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import NAME, AttentionCall, passed_by, set_pending_attention, switch
+from keepset.hf.attention import NAME, OTHER_PROMPT, AttentionInput, set_pending_attention, switch
 from keepset.hf.attention_hooks import AttentionHooks
 from keepset.hf.dynamo import uncompiled
-from keepset.hf.forward import Forward
 from keepset.hf.generation import KnowsText
 from keepset.hf.hooks import ModelHooks
-from keepset.hf.known_tokens import ToldTokens
-from keepset.hf.layer import HybridKeepLayer, KeepLayer
-from keepset.hf.mask import OTHER_PROMPT, RealTokens
+from keepset.hf.known_tokens import KnownTokens, ToldTokens
+from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
 from keepset.hf.model_artifacts import statistics_for, tables_for
 from keepset.hf.model_support import check_model
-from keepset.hf.other_layers import cropped
+from keepset.hf.other_layers import HybridLayerState, compressible, cropped, nbytes_of
 from keepset.hf.perplexity import PerplexityHooks
-from keepset.hf.phases import DecodingPhase, LayerEvent, PromptPhase
-from keepset.hf.progress import Progress
 from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
-from keepset.hf.stored_observation import StoredObservation
 from keepset.recipe import Schedule
 
 
-class PromptCache(TransformersCache, KnowsText):
+@dataclass(eq=False)
+class Progress:
+    """How far a cache has come, the same in all layers between two forwards. The first layer of a forward moves it on.
+
+    No tensor is written into: copies share them.
+
+    Attributes:
+        logical, prompt: tokens of the cache and of its prompt, padding included.
+        lengths, prompts: tokens of each request and of its prompt, padding left out.
+        tokens, prompt_tokens: the same on the host.
+        valid: which tokens are not padding; None while all are real.
+        compressed_at: logical length at the newest event, if there was one.
+        positions: positions of the newest forward's tokens, counted from each request's first; padding has that of the
+            token before. None between two forwards.
+        known: what is known of the first tokens.
+    """
+
+    logical: int
+    prompt: int
+    lengths: Int[Tensor, " batch"]
+    prompts: Int[Tensor, " batch"]
+    tokens: list[int]
+    prompt_tokens: list[int]
+    valid: Bool[Tensor, "batch logical"] | None = None
+    compressed_at: int | None = None
+    positions: Int[Tensor, "batch n"] | None = None
+    known: KnownTokens | None = None
+
+    def advance(self, new: AttentionInput) -> None:
+        """Count new tokens, and find their positions."""
+        n, real = new.query.shape[2], new.real
+        valid = None if real is None else real.mask
+        if new.batched is None:
+            steps = torch.arange(n, device=self.lengths.device) if valid is None else valid.long().cumsum(-1) - 1
+            self.positions = self.lengths[:, None] + steps
+            self.lengths = self.positions[:, -1] + 1
+        else:
+            self.positions, self.lengths = new.batched.positions, new.batched.lengths
+        if valid is not None or self.valid is not None:
+            before, after = ((len(self.lengths), tokens) for tokens in (self.logical, n))
+            whole = self.lengths.new_ones(before, dtype=torch.bool) if self.valid is None else self.valid
+            self.valid = torch.cat([whole, whole.new_ones(after) if valid is None else valid], 1)
+        if (left := self.prompt - self.logical) > 0:
+            self.prompts = self.positions[:, min(left, n) - 1] + 1
+            counts = [min(left, n)] * len(self.tokens) if real is None else real.part(slice(0, left)).counts
+            self.prompt_tokens = [before + added for before, added in zip(self.tokens, counts, strict=True)]
+        counts = [n] * len(self.tokens) if real is None else real.counts
+        self.tokens = [before + added for before, added in zip(self.tokens, counts, strict=True)]
+        self.logical += n
+
+    def crop(self, removed: int) -> list[int]:
+        """Take back the newest tokens; return how many of them were real in each request."""
+        real = [removed] * len(self.tokens)
+        if self.valid is None:
+            self.lengths = self.lengths - removed
+        else:
+            gone = self.valid[:, self.logical - removed :].sum(-1)
+            self.valid = self.valid[:, : self.logical - removed]
+            self.lengths, real = self.lengths - gone, gone.tolist()
+        self.prompts = self.prompts.minimum(self.lengths)
+        self.tokens = [before - taken for before, taken in zip(self.tokens, real, strict=True)]
+        self.prompt_tokens = list(map(min, self.prompt_tokens, self.tokens))
+        self.logical -= removed
+        self.known = None if self.known is None else self.known.first(self.logical)
+        return real
+
+    def reorder(self, rows: Int[Tensor, " rows"]) -> None:
+        """Make the batch consist of these requests."""
+        self.lengths, self.prompts = self.lengths[rows], self.prompts[rows]
+        chosen = rows.tolist()
+        self.tokens = [self.tokens[row] for row in chosen]
+        self.prompt_tokens = [self.prompt_tokens[row] for row in chosen]
+        self.valid = None if self.valid is None else self.valid[rows]
+        self.known = None if self.known is None else self.known.rows(rows)
+
+
+class ObservedCache(TransformersCache, KnowsText):
     """A transformers cache whose growing layers are keepset's.
 
-    A layer is told of a forward, and answers with its attention and the event that it has reached. What waits then,
-    until an observation is complete, is a list: for the last layer, where second passes run over all of them or a
-    method chooses among all of them; for the end of the model's call, where its logits are looked at.
+    A layer attends to new tokens and says whether they reach an event. Its observation then waits until it is
+    complete: for the last layer, where second passes run over all of them or a method chooses among all of them; for
+    the end of the model's call, where its logits are looked at.
+
+    Args:
+        model: a decoder-only transformers model. Its attention implementation becomes keepset's.
+        needs: what a method looks at beside the entries.
+        prompt_length: tokens of the prompt, padding included; None: the first forward is the prompt.
+        schedule: when layers are observed; at the prompt's end unless it says otherwise.
+        tasks: tokens of questions for second passes, each `[batch, tokens]`.
 
     Attributes:
         needs: what its layers collect.
@@ -61,6 +134,9 @@ class PromptCache(TransformersCache, KnowsText):
             transformers' own.
         compressed_layers: their indices.
         progress: how far it has come; None before the first token.
+
+    Raises:
+        KeepsetError: the model or an argument cannot be used.
     """
 
     def __init__(
@@ -74,14 +150,14 @@ class PromptCache(TransformersCache, KnowsText):
         if prompt_length is not None and prompt_length < 1:
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
         check_model(model)
-        config = model.config.get_text_config(decoder=True)
+        self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
         switch(model)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
-        layers = DynamicCache(config=config).layers
-        self.kept_layers = {i: kept for i, layer in enumerate(layers) if (kept := _kept(i, layer)) is not None}
+        layers = DynamicCache(config=self._config).layers
+        self.kept_layers = {i: kept for i, layer in enumerate(layers) if (kept := compressible(i, layer)) is not None}
         if not self.kept_layers:
-            reason = _NOTHING_GROWS.format(model=type(model).__name__)
+            reason = _NOTHING_GROWS.format(model=self._model_name)
             if not any(isinstance(layer, CacheLayerMixin) for layer in layers):
                 raise UnsupportedModelError(f"{reason}, so keepset has nothing to compress.")
             warnings.warn(f"{reason}, so keepset compresses nothing.", stacklevel=3)
@@ -103,14 +179,14 @@ class PromptCache(TransformersCache, KnowsText):
             self._no_drafts = "A prompt's perplexity cannot be told together with drafted tokens"
         if self._second is not None:
             self._no_drafts = "A second pass over the prompt cannot take drafted tokens together with it"
-        self._waiting: list[tuple[KeepLayer, LayerEvent]] = []
+        self._waiting: list[Observation] = []
         self._attending = False
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, those of layers that keepset leaves alone included."""
         kept = self.kept_layers.values()
-        others = sum(_nbytes(layer) for layer in self.layers if not isinstance(layer, KeepLayer))
+        others = sum(nbytes_of(layer) for layer in self.layers if not isinstance(layer, LayerState))
         return others + sum(layer.nbytes + layer.nbytes_states for layer in kept)
 
     # --- transformers' side
@@ -119,34 +195,33 @@ class PromptCache(TransformersCache, KnowsText):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes a layer's new keys and values; a kept layer stores them when its attention follows."""
-        requests, known = len(key_states), None if self.progress is None else len(self.progress.lengths)
+        """Take a layer's new keys and values. A kept layer stores them when its attention follows."""
+        requests, known = len(key_states), None if self.progress is None else len(self.progress.tokens)
         if known not in (None, requests):
             raise KeepsetError(
                 f"The cache holds {known} requests, and the input has {requests}: call "
                 "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
             )
         kept = self.kept_layers.get(layer_idx)
-        if kept is not None and kept.store is not None and not kept.store.takes(key_states, value_states):
+        if kept is None:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if kept.store is not None and not kept.store.takes(key_states, value_states):
             raise KeepsetError(
                 f"What the cache holds of layer {layer_idx} does not fit the model: its heads are of another number, "
                 "size or precision. Use the model that the cache was made with."
             )
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if kept is None:
-            return keys, values
         if self._attending:
-            if (attended := passed_by()) is not None:
+            if self._config._attn_implementation == NAME:
                 raise UnsupportedModelError(
-                    f"{attended} attends over other keys than it caches, which keepset does not support."
+                    f"{self._model_name} attends over other keys than it caches, which keepset does not support."
                 )
             raise KeepsetError(
                 f"keepset.Cache needs the attention implementation {NAME!r}, but another one ran: do not change it "
                 f"after creating the cache, or call model.set_attn_implementation({NAME!r})."
             )
         self._attending = True
-        set_pending_attention(partial(self.attend, layer_idx), keys, values)
-        return keys, values
+        set_pending_attention(partial(self.attend, kept), key_states, value_states)
+        return key_states, value_states
 
     def reset(self) -> None:
         super().reset()
@@ -203,13 +278,13 @@ class PromptCache(TransformersCache, KnowsText):
                 f"What the newest {removed} tokens look at is added up for the next compression already, which "
                 "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
             )
-        if removed and any(isinstance(kept, HybridKeepLayer) for kept in self.kept_layers.values()):
+        if removed and any(isinstance(kept, HybridLayerState) for kept in self.kept_layers.values()):
             raise KeepsetError(
                 "The recurrent states of this model cannot take tokens back: go on from a copy made before them "
                 "(cache.fork())."
             )
         length = progress.logical - removed
-        others = [(each, cropped(each, removed, length)) for each in self.layers if not isinstance(each, KeepLayer)]
+        others = [(each, cropped(each, removed, length)) for each in self.layers if not isinstance(each, LayerState)]
         if removed:
             per_request = progress.crop(removed)
             for kept in self.kept_layers.values():
@@ -218,7 +293,11 @@ class PromptCache(TransformersCache, KnowsText):
             vars(layer).update(attributes)
 
     def activate_past_recording(self) -> None:
-        """What transformers calls before assisted generation, which drafts tokens with the prompt."""
+        """Check that assisted generation can draft tokens together with the prompt; transformers calls it before.
+
+        Raises:
+            KeepsetError: it cannot with this cache.
+        """
         if self.schedule.every is not None:
             raise KeepsetError(
                 "Assisted generation cannot go with compression while decoding (every=...), because its drafted "
@@ -234,106 +313,113 @@ class PromptCache(TransformersCache, KnowsText):
 
     # --- one forward of one layer
 
-    def attend(self, index: int, call: AttentionCall) -> Tensor:
-        """A kept layer's attention, and what follows from the events that it reaches by it."""
-        layer, self._attending = self.kept_layers[index], False
-        real = None if call.mask is None else call.mask.real
+    def attend(self, layer: LayerState, new: AttentionInput) -> Tensor:
+        """Return a kept layer's attention, after what follows from the events that it reaches.
+
+        Args:
+            layer: one of the cache's.
+            new: what the attention function was given.
+        """
+        self._attending = False
+        new.real = None if new.mask is None else new.mask.real
         if layer.index == self.compressed_layers[0]:
-            self._advance(call, real)
-        assert self.progress is not None and self.progress.positions is not None
-        positions, padded = self.progress.positions.to(call.query.device), self.progress.valid is not None
-        forward = Forward(call, call.query, call.key, call.value, positions, real, layer.logical, padded)
-        phase = layer.phase
-        if self._hooks is not None and phase is not None and phase.looks_at(forward):
-            layer_input = self._hooks.layer_input(call, positions, real)
-            forward = replace(forward, layer_input=layer_input, rotation=layer_input.rotation)
+            self._advance(new)
+        progress = self.progress
+        assert progress is not None and progress.positions is not None
+        new.positions, new.padded = progress.positions.to(new.query.device), progress.valid is not None
+        new.start = layer.logical
+        if self._hooks is not None and layer.looks_at(new):
+            new.layer_input = self._hooks.layer_input(new)
+            new.rotation = new.layer_input.rotation
         # Drafts of assisted generation that follow the prompt see what its compression has left.
-        parts = forward.split(self.progress.prompt) if isinstance(phase, PromptPhase) else (forward, None)
+        parts = (new, None) if layer.prompt is None else new.split(progress.prompt)
         outputs = []
         for part in filter(None, parts):
-            output, event = layer.attend(part)
+            output, until = layer.attend(part)
             outputs.append(output)
-            if event is not None:
-                self._reached(layer, part, event)
+            if until is not None:
+                self._reached(layer, until)
         if layer.index == self.compressed_layers[-1]:
-            self.progress.positions = None  # of the prompt these are as many as it has tokens
+            progress.positions = None  # of the prompt these are as many as it has tokens
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _advance(self, call: AttentionCall, real: RealTokens | None) -> None:
-        """The first layer's part of a forward: counts the tokens for all."""
-        n = call.query.shape[2]
+    def _advance(self, new: AttentionInput) -> None:
+        """Count the tokens of a forward for all layers, before the first of them attends."""
+        n = new.query.shape[2]
         if self.progress is None:
-            none = torch.zeros(len(call.query), dtype=torch.long, device=call.query.device)
+            none = torch.zeros(len(new.query), dtype=torch.long, device=new.query.device)
             prompt, every = self.prompt_length or n, self.schedule.every
             self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
             for layer in self.kept_layers.values():
                 layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
                 layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
-        elif n > 1 and call.joint is None and call.position_ids is not None and call.position_ids.ndim == 2:
-            again = call.position_ids < self.progress.lengths[:, None]
-            if bool((again if real is None else again & real.mask).any()):
+        elif n > 1 and new.batched is None and new.position_ids is not None and new.position_ids.ndim == 2:
+            again = new.position_ids < self.progress.lengths[:, None]
+            if bool((again if new.real is None else again & new.real.mask).any()):
                 raise KeepsetError(
                     f"The input repeats positions that the cache holds already: {OTHER_PROMPT}; chunked prefill and "
                     "assisted generation onto a cache that is not empty are not supported, because transformers feeds "
                     "them the past again."
                 )
-        self.progress.advance(n, real, call.joint)
+        self.progress.advance(new)
 
-    def _reached(self, layer: KeepLayer, forward: Forward, event: LayerEvent) -> None:
-        """Makes observations of a layer's event and of those that wait with it, once they can be complete."""
-        assert self.progress is not None
-        self.progress.compressed_at = event.length
+    def _reached(self, layer: LayerState, until: AttentionInput) -> None:
+        """Observe a layer at an event, and hand on the observations that are complete by that.
+
+        Args:
+            layer: that has attended.
+            until: its newest tokens up to the event.
+        """
+        progress = self.progress
+        assert progress is not None
+        progress.compressed_at = until.end
         if self._perplexity is not None and not self._perplexity.watching:
             raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
-        if self._no_drafts and event.length == self.progress.prompt < self.progress.logical:
+        if self._no_drafts and until.end == progress.prompt < progress.logical:
             raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
+        features = dict(self._from_files)
         for feature in self.needs.of(OutputProjection):
-            heads, size = forward.query.shape[1], forward.value.shape[-1]
-            event.features[feature] = output_projection(forward.call.module, heads, size)
-        self._waiting.append((layer, event))
+            features[feature] = output_projection(until.module, until.query.shape[1], until.value.shape[-1])
+        observation = layer.observe(
+            until,
+            layers=self.compressed_layers,
+            prompts=progress.prompts,
+            longest=max(progress.tokens),
+            num_kept=self._num_kept(layer, until),
+            features=features,
+        )
+        self._waiting.append(observation)
         if self._waits_for_all_layers and len(self._waiting) < len(self.kept_layers):
             return
         if self._second is not None:
-            entries = {kept.index: (each.observed["keys"], each.observed["values"]) for kept, each in self._waiting}
-            passes = self._second.run(entries, self.progress, self.layers)
-            for kept, each in self._waiting:
-                each.features.update(passes[kept.index])
+            entries = {each.layer: (each.keys, each.values) for each in self._waiting}
+            passes = self._second.run(entries, until, progress.valid, self.layers)
+            self._waiting = [each.with_features(passes[each.layer]) for each in self._waiting]
         if self._perplexity is None:
-            self._observe()
+            self._hand_on()
 
-    def _observe(self) -> None:
-        """What waits is complete."""
+    def _hand_on(self) -> None:
+        """Have the observations that wait chosen from: they are complete."""
         waiting, self._waiting = self._waiting, []
-        assert self.progress is not None
-        common: dict[str, Any] = {"prompts": self.progress.prompts, "layers": self.compressed_layers}
-        common["longest"] = max(self.progress.tokens)
-        observations = []
-        for layer, event in waiting:
-            features = {**self._from_files, **event.features}
-            own = {**common, **event.observed, "layer": layer.index, "num_kept": self._stays(layer, event)}
-            store = event.store
-            look = Observation if store is None else partial(StoredObservation, store)
-            observations.append(look(**own, features=features))
-        self._choose(observations)
+        self._choose(waiting)
 
     @abstractmethod
     def _choose(self, observations: list[Observation]) -> None:
-        """These observations of an event, in the order of their layers, are complete.
+        """Take complete observations of an event, in the order of their layers.
 
         They are of all layers where somebody looks at all of them, else of as many as have come.
         """
 
-    def _stays(self, layer: KeepLayer, event: LayerEvent) -> Sequence[int] | None:
-        """How many entries of each head will stay of a layer, where it is known before anybody chooses."""
+    def _num_kept(self, layer: LayerState, until: AttentionInput) -> Sequence[int] | None:
+        """Return how many entries of each head will stay of a layer, if the host knows it before anybody chooses."""
         return None
 
     # --- around the forwards
 
     def on_logits(self, perplexities: Mapping[Feature[Any], Tensor]) -> None:
-        """The model's call is over: completes the observations that waited for its logits."""
-        for _, event in self._waiting:
-            event.features.update(perplexities)
-        self._observe()
+        """Complete the observations that waited for the model's logits, once its call is over."""
+        self._waiting = [observation.with_features(perplexities) for observation in self._waiting]
+        self._hand_on()
 
     def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
         """Refuse the ids of a whole text if they begin with other tokens than the cache holds, as far as it knows them.
@@ -342,29 +428,14 @@ class PromptCache(TransformersCache, KnowsText):
             ids: as `generate` is given them, padding included.
 
         Raises:
-            KeepsetError: tokens that were given before are others now. Of those that were generated it is a warning,
-                because a text that is tokenized again may come out otherwise.
+            KeepsetError: tokens that were given before are others now. Of those that were generated it is a warning.
         """
         progress = self.progress
         if progress is None or progress.known is None or ids.shape[1] <= progress.logical:
             return
         requests, rows = len(progress.tokens), len(ids)
-        if requests % rows:  # `update` says so
-            return
-        other = progress.known.first_other(ids.repeat_interleave(requests // rows, 0), progress.valid)
-        if other is not None and other < progress.known.given:
-            raise KeepsetError(
-                f"The cache holds {progress.logical} tokens, and the input begins with others: make a new "
-                "keepset.Cache for each text, or ask several questions about one text on forks of its cache "
-                "(cache.fork())."
-            )
-        if other is not None:
-            warnings.warn(
-                "The input has other tokens than the cache in the place of those that were generated before, and the "
-                "cache keeps its own: add new tokens to the ids that generate has returned, or use a cache.fork() made "
-                "before it.",
-                stacklevel=3,
-            )
+        if requests % rows == 0:  # else `update` says so
+            progress.known.check(ids.repeat_interleave(requests // rows, 0), progress.valid, progress.logical)
 
     def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
         """Take in the ids of a whole text, of which the cache holds the first; the caller gave the first `given`."""
@@ -375,12 +446,16 @@ class PromptCache(TransformersCache, KnowsText):
         progress.known = ToldTokens(rows, given).first(progress.logical)
 
     def stop_watching(self) -> None:
-        """Removes the hooks on the model: nothing more is compressed."""
+        """Remove the hooks on the model: nothing more is compressed."""
         for hooks in self._all_hooks():
             hooks.close()
 
     def require_prompt(self) -> Progress:
-        """How far the cache has come, between two forwards; raises KeepsetError where it holds no whole prompt."""
+        """Return how far the cache has come, between two forwards.
+
+        Raises:
+            KeepsetError: it does not hold a whole prompt.
+        """
         if not self.kept_layers:
             raise KeepsetError(
                 f"{_NOTHING_GROWS.format(model='This model')}, so keepset has nothing to save or to ask."
@@ -400,7 +475,14 @@ class PromptCache(TransformersCache, KnowsText):
         return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]
 
     def _requests(self, rows: Tensor) -> list[int]:
-        """Return which requests these are, on the host; raises KeepsetError where there are no such."""
+        """Return the indices of requests, on the host.
+
+        Args:
+            rows: indices, also negative ones, or a mask over all requests.
+
+        Raises:
+            KeepsetError: there are no such requests.
+        """
         assert self.progress is not None
         requests = len(self.progress.tokens)
         if rows.dtype == torch.bool:
@@ -416,17 +498,3 @@ class PromptCache(TransformersCache, KnowsText):
 
 
 _NOTHING_GROWS = "{model} has no layer that caches the whole text, but only sliding windows or states of a fixed size"
-
-
-def _kept(index: int, layer: Any) -> KeepLayer | None:
-    """Return what stands for transformers' own layer; None for those that do not grow without end."""
-    if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return HybridKeepLayer(index, layer)
-    return KeepLayer(index) if type(layer) is DynamicLayer else None
-
-
-def _nbytes(layer: Any) -> int:
-    """Bytes that another kind of layer holds: a sliding window may be a view of the whole prompt."""
-    values = [x for part in vars(layer).values() for x in (part.values() if isinstance(part, dict) else [part])]
-    storages = [tensor.untyped_storage() for tensor in values if isinstance(tensor, Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

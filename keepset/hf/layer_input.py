@@ -1,0 +1,286 @@
+"""`LayerInput`: the input of one attention module, and the queries that the module makes of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from keepset.core.accumulator import QuerySource, Turn
+from keepset.core.rope import inverse, matches_unrotated, mean_rotation, positions_ahead
+from keepset.core.shapes import HiddenStates, Queries
+from keepset.errors import UnsupportedModelError
+from keepset.hf.rotation import RotaryLayout, Rotation
+
+_CACHES = ("past_key_values", "layer_past")
+"""Names under which attention modules take a cache."""
+_SAMPLES, _FAR = 2, 21
+"""Hidden states that a module is asked about, and powers of two as positions at which it may scale queries."""
+_LAYOUTS: WeakKeyDictionary[nn.Module, RotaryLayout] = WeakKeyDictionary()
+"""How each attention module that was asked rotates its queries."""
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """All arguments."""
+        return *self.args, *self.kwargs.values()
+
+
+class QueryProbe:
+    """Stands in the place of a mask: keepset's attention function then reports the queries and attends to nothing.
+
+    Attributes:
+        queries: `[batch, query_heads, n, head_dim]`, after rotation.
+    """
+
+    queries: Tensor
+
+
+class LayerInput(QuerySource):
+    """The input of one attention module in one forward, for some of its requests, and the queries made of it.
+
+    Args:
+        call: of the attention module.
+        rotary: the call of the rotary embedding that the module was given; None if it was given none.
+        query: what the module has made, after rotation.
+        positions: of the tokens, counted from each request's first.
+        valid: which tokens are not padding; None if all are real.
+        position_ids: what the attention function was given as the model's own positions.
+        rows: which of the requests that the model was called with these are.
+
+    Attributes:
+        rotation: rotation of this forward's positions; None where the layer does not rotate.
+
+    Raises:
+        UnsupportedModelError: the module rotates queries in a way that cannot be undone.
+    """
+
+    def __init__(
+        self,
+        call: ModuleCall,
+        rotary: ModuleCall | None,
+        query: Queries,
+        positions: Int[Tensor, "batch n"],
+        valid: Bool[Tensor, "batch n"] | None,
+        position_ids: Tensor | None,
+        rows: slice,
+    ) -> None:
+        # Without the cache: its observations may hold this.
+        kwargs = {name: None if name in _CACHES else value for name, value in call.kwargs.items()}
+        self._call, self._rows, self._positions, self._valid = replace(call, kwargs=kwargs), rows, positions, valid
+        self._rotary, self._tokens = rotary, query.shape[2]
+        self._given = (position_ids,) if rotary is None else rotary.given
+        known = _LAYOUTS.get(call.module)
+        self._layout = known or self._found_layout()
+        self.rotation = self._own_rotation()
+        if known is None:
+            self._check(query)
+            _LAYOUTS[call.module] = self._layout
+
+    @cached_property
+    def _offset(self) -> Int[Tensor, " batch"]:
+        return position_offset(self._given, self._positions, self._valid, self._rows)
+
+    @property
+    def hidden(self) -> HiddenStates:
+        """Hidden states that entered the module, `[batch, n, hidden]`."""
+        return self._all_hidden[self._rows]
+
+    @property
+    def _all_hidden(self) -> HiddenStates:
+        """Hidden states of all requests that the model was called with."""
+        hidden: HiddenStates | None = self._call.kwargs.get("hidden_states")
+        return self._call.args[0] if hidden is None else hidden
+
+    def rotated_by(self, rotation: Rotation | None) -> LayerInput:
+        """Return the same layer's input for queries of other forwards, which this rotation has rotated."""
+        other = copy.copy(self)
+        other.rotation = None if self.rotation is None else rotation
+        return other
+
+    def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
+        return self._unrotate(queries, 0)
+
+    def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
+        rotation = self._future_rotation(lengths, future)
+        return lambda rows: rows if rotation is None else self._layout.rotate(rows, rotation)
+
+    def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
+        return self.ahead(lengths, future)(self._replay(hidden).float())
+
+    def _unrotate(self, queries: Queries, first: int) -> Queries:
+        """Return queries before their rotation, in float32; `first` is the index of their first token."""
+        if self.rotation is None:
+            return queries.float()
+        cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
+        return self._layout.rotate(queries.float(), inverse(cos, sin))
+
+    def _own_rotation(self) -> Rotation | None:
+        """Return the rotation of this forward's tokens."""
+        if not self._layout.changes:
+            return None
+        given = self._call.kwargs.get("position_embeddings") or _no_rotation(self._positions, self.hidden)
+        cos, sin = (part if len(part) == 1 else part[self._rows] for part in given)
+        if not self._layout.scales:
+            return self._layout.rotation(cos, sin, None)
+        own = (self._positions + self._offset[:, None]).clamp(min=0)  # padding before the first token has none
+        return self._layout.rotation(cos, sin, self._scale(own))
+
+    def _future_rotation(self, lengths: Int[Tensor, " batch"], future: int) -> Rotation | None:
+        """Return the mean rotation of the `future` positions from `lengths` on."""
+        if self.rotation is None:
+            return None
+        positions = positions_ahead(lengths + self._offset, future)
+        cos, sin = self._embedded(positions) or _no_rotation(positions, self.hidden)
+        return mean_rotation(*self._layout.rotation(cos.float(), sin.float(), self._scale(positions)))
+
+    def _embedded(self, positions: Int[Tensor, "batch n"]) -> Rotation | None:
+        """Return cosines and sines of these positions, as the model makes them; None where it makes none."""
+        if self._rotary is None:
+            return None
+
+        def ahead(value: Any) -> Any:
+            # A rotary embedding takes type and device from hidden states: float32 angles are not rounded.
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value[:, :1].float()
+            return value if _length(value) is None else _at_positions(value, positions)
+
+        # A copy with buffers of its own: some rotary embeddings adapt their frequencies to the longest position
+        # that they have seen. `forward`, because calling the module would run the hooks that remember calls.
+        rotary = copy.copy(self._rotary.module)
+        rotary._buffers = dict(rotary._buffers)
+        args, kwargs = self._rotary.args, self._rotary.kwargs
+        cos, sin = rotary.forward(*map(ahead, args), **{name: ahead(value) for name, value in kwargs.items()})
+        return cos, sin
+
+    def _replay(
+        self, hidden: HiddenStates, positions: Int[Tensor, "batch n"] | None = None, rotation: Rotation | None = None
+    ) -> Queries:
+        """Return the queries that the module makes of other hidden states: it runs again, with norms, biases and all.
+
+        Args:
+            hidden: of any number of tokens and requests.
+            positions: of the tokens, for modules that look at them; None: all are at position 0.
+            rotation: cosines and sines as the model makes them, `[n, rotary_dim]`; None: the tokens are not rotated.
+
+        Returns:
+            Queries after the given rotation, `[batch, query_heads, n, head_dim]`.
+        """
+        batch, n, _ = hidden.shape
+        at = torch.zeros(batch, n, dtype=torch.long, device=hidden.device) if positions is None else positions
+        own, probe = self._all_hidden, QueryProbe()
+
+        def instead(name: str, value: Any) -> Any:
+            if value is own:  # which some modules take several times
+                return hidden.contiguous()
+            if name == "position_embeddings" and value is not None:
+                size = value[0].shape[-1]
+                given = rotation or (hidden.new_ones(n, size), hidden.new_zeros(n, size))
+                return tuple(part.to(hidden).expand(batch, -1, -1) for part in given)
+            if isinstance(value, dict):  # which the module may write to
+                return dict(value)
+            return _at_positions(value, at) if _length(value) == self._tokens else value
+
+        args = [instead("", value) for value in self._call.args]
+        kwargs = {name: instead(name, value) for name, value in self._call.kwargs.items()}
+        kwargs["attention_mask"] = probe
+        self._call.module.forward(*args, **kwargs)
+        return probe.queries
+
+    def _samples(self, count: int) -> HiddenStates:
+        """Return random hidden states of one token each."""
+        draw = torch.Generator().manual_seed(0)
+        return torch.randn(count, 1, self.hidden.shape[-1], generator=draw).to(self.hidden)
+
+    def _scale(self, positions: Int[Tensor, "batch n"]) -> Float[Tensor, "batch n"] | None:
+        """Return the factor of queries at these positions; None where the module has no such factor."""
+        if not self._layout.scales:
+            return None
+        sample = self._samples(1)
+        plain = self._replay(sample).float()
+        scaled = self._replay(sample.expand(*positions.shape, -1), positions).float()
+        return (scaled * plain).sum((1, 3)) / plain.square().sum((1, 3))
+
+    def _found_layout(self) -> RotaryLayout:
+        """Return how the module rotates queries, found by replaying it."""
+        samples, far = self._samples(_SAMPLES), 2 ** torch.arange(_FAR, device=self.hidden.device)
+        embeddings = self._call.kwargs.get("position_embeddings")
+
+        def probe(cos: Tensor, sin: Tensor) -> Queries:
+            return self._replay(samples.expand(-1, len(cos), -1), rotation=(cos, sin))
+
+        plain = self._replay(samples[:1]).float()
+        at_far = self._replay(samples[:1].expand(-1, _FAR, -1), far[None])
+        scales = not matches_unrotated(at_far, plain.expand_as(at_far), samples.dtype)
+        return RotaryLayout.found(probe, 1 if embeddings is None else embeddings[0].shape[-1], scales)
+
+    def _check(self, queries: Queries) -> None:
+        """Compare the newest queries, rotated back, with what the module itself makes without rotation."""
+        first = max(self._tokens - 4, 0)
+        undone = self._unrotate(queries[:, :, first:], first)
+        if not matches_unrotated(undone, self._replay(self.hidden[:, first : self._tokens]).float(), queries.dtype):
+            raise UnsupportedModelError(
+                f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
+                "that look at future queries do not support this model."
+            )
+
+
+def position_offset(
+    given: Iterable[Any],
+    positions: Int[Tensor, "batch n"],
+    valid: Bool[Tensor, "batch n"] | None,
+    rows: slice = slice(None),
+) -> Int[Tensor, " batch"]:
+    """Return how far the model's own position of each request's newest token is from the number of tokens before it.
+
+    An image takes fewer positions than tokens: the next one follows the largest along any axis. Padding may take some.
+
+    Args:
+        given: the arguments of a rotary embedding or an attention module, its position ids among them.
+        positions: of the tokens, counted from each request's first.
+        valid: which tokens are not padding; None if all are real.
+        rows: the requests, among those that the model was called with.
+    """
+    own = next((each for each in given if _length(each) == positions.shape[1]), None)
+    if own is None:
+        return positions.new_zeros(len(positions))
+    own = own[None] if own.ndim == 1 else own.flatten(0, -3).amax(0) if own.ndim > 2 else own
+    ahead = (own if len(own) == 1 else own[rows]).to(positions.device) - positions
+    if valid is None:
+        return ahead[:, -1]
+    order = torch.arange(positions.shape[1], device=positions.device)
+    return ahead.gather(1, (order * valid).argmax(-1, keepdim=True))[:, 0]
+
+
+def _no_rotation(positions: Int[Tensor, "batch n"], like: Tensor) -> Rotation:
+    """Return the one cosine and sine of tokens that are not rotated."""
+    ones = like.new_ones(*positions.shape, 1)
+    return ones, torch.zeros_like(ones)
+
+
+def _length(value: Any) -> int | None:
+    """Return the number of positions in a value; None if it holds no positions."""
+    if isinstance(value, Tensor) and value.ndim and not (value.is_floating_point() or value.is_complex()):
+        return None if value.dtype == torch.bool else value.shape[-1]
+    return None
+
+
+def _at_positions(value: Tensor, positions: Int[Tensor, "batch n"]) -> Tensor:
+    """Return these positions in the shape that the model gives its own: one row, one each, or one for each axis."""
+    return positions[0] if value.ndim == 1 else positions.expand(*value.shape[:-2], -1, -1)
