@@ -29,7 +29,7 @@ def main() -> int:
             walk.run()
         except Exception as error:
             failures += 1
-            if arguments.append_after_event:
+            if arguments.go_on:
                 about = f"{walk.plan.architecture} {walk.plan.recipe}"
                 last = walk.trace[-1][:60] if walk.trace else ""
                 print(f"--walk {number}: {type(error).__name__} {str(error)[:150]} | {last} | {about}", flush=True)
