@@ -1,4 +1,4 @@
-"""Admission: how many blocks must be free, so that a waiting request and all that run can go on side by side."""
+"""`Admission`: how many blocks must be free, so that a waiting request and all that run can go on together."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import numpy as np
 from keepset.paged.eviction_schedule import EvictionSchedule
 
 _PIECE = 128
-"""Steps by which a request's future is added at least: short ones are not worth a call."""
+"""The least number of steps by which a request's future is added: fewer are not worth a call."""
 
 
 @dataclass
 class _Course:
-    """A running request.
+    """A running request, and its coming steps.
 
     Attributes:
-        prompt, length: tokens of its prompt, and those processed so far.
-        step: in which it last said so.
-        base: it will have had `base + step` tokens in a coming step.
+        prompt, length: tokens of its prompt, and tokens that were processed.
+        step: the step in which `length` was known.
         schedule: when it is compressed.
-        end: the last step for which its blocks were added.
+        base: in a coming step `n` it will have had `base + n` tokens.
+        end: the last step for which its blocks are in the sums.
     """
 
     prompt: int
@@ -38,20 +38,20 @@ class _Course:
 class Admission:
     """Foresees the blocks of all running requests, each of which takes one token per step.
 
-    With compression every I tokens a request's blocks rise and fall. The sum of what all hold in each of the next steps
-    says what they need at the worst moment, which is less than the sum of everyone's worst. It reaches as far as events
-    and blocks take to fall together again; who still grows towards its budget then, grows on unforeseen.
+    With compression every I tokens a request's blocks rise and fall. The sum of what all requests hold in a step has
+    its maximum at the worst moment, and is less than the sum of all maxima. The sums reach as many steps ahead as
+    events and blocks take to fall together again. Requests that still grow towards their budget then are not foreseen.
 
-    The sums are kept, by step: a request is added when it starts, its future piece by piece, and moved only where it
-    did not do what was foreseen. So neither a step nor a look at the sums goes through all requests.
+    The sums are kept by step. A request is added when it starts, its future piece by piece, and changed only if it did
+    not do what was foreseen. So neither a step nor a question goes through all requests.
 
-    Within a step requests are scheduled one after another, and each frees what was emptied in its turn. Those before it
-    must do without, so a request counts with the blocks of the step before where those are more.
+    Within a step requests are scheduled one after another, and each frees its empty blocks in its turn. Requests before
+    it do not get these, so a request counts with the blocks of the step before if those are more.
 
     Args:
-        schedule: when requests are compressed that have no budget of their own.
-        tokens_per_step: that are computed at most, of all requests.
-        steps_ahead: that are scheduled before the tokens of one are processed (asynchronous scheduling).
+        schedule: when requests without a budget of their own are compressed.
+        tokens_per_step: tokens of all requests that are computed in a step, at most.
+        steps_ahead: steps that are scheduled before the tokens of one are processed (asynchronous scheduling).
     """
 
     def __init__(self, schedule: EvictionSchedule, tokens_per_step: int, steps_ahead: int = 0) -> None:
@@ -60,21 +60,21 @@ class Admission:
         self._schedule, self._tokens_per_step, self._steps_ahead = schedule, tokens_per_step, steps_ahead
         self._reach = math.lcm(every, schedule.block_size) + 2
         self._piece = max(self._reach, _PIECE)
-        # Of each coming step, around in a circle: what requests hold in their turns, and what they hold after it.
+        # For each coming step, in a ring: the blocks that requests hold in their turns, and those after the step.
         self._sums = np.zeros((2, self._reach + self._piece + 1), dtype=np.int64)
         self._step = 0
-        self._courses: OrderedDict[str, _Course] = OrderedDict()  # who was heard of longest ago is first
+        self._courses: OrderedDict[str, _Course] = OrderedDict()  # the least recently updated is first
         self._ends: defaultdict[int, set[str]] = defaultdict(set)
-        self._prompts: dict[str, int] = {}  # that are being computed
+        self._prompts: dict[str, int] = {}  # of requests whose prompts are being computed
 
     def update(self, name: str, prompt: int, length: int, own: EvictionSchedule | None = None) -> None:
-        """A request is scheduled again, or for the first time.
+        """Note that a request is scheduled, again or for the first time.
 
         Args:
-            name: the request's.
+            name: the engine's name of the request.
             prompt: tokens of its prompt.
             length: tokens that were processed.
-            own: when it is compressed, if not as the others; with as many tokens between events.
+            own: when it is compressed, if it has a budget of its own; with as many tokens between events.
         """
         course = self._courses.get(name)
         if course is None:
@@ -91,20 +91,20 @@ class Admission:
             self._move(name, course)
 
     def remove(self, name: str) -> None:
-        """A request ended or was preempted; or it never ran."""
+        """Forget a request that ended or was preempted, if it ever ran."""
         if (course := self._courses.pop(name, None)) is not None:
             self._take(name, course)
 
     def required_blocks(
         self, tokens: int, needed: int, held: Callable[[str], int], own: EvictionSchedule | None = None
     ) -> int:
-        """Blocks that must be free now for a request to be admitted, once those that run are scheduled.
+        """Return how many blocks must be free to admit a request, once those that run are scheduled.
 
         Args:
-            tokens: the newcomer's, all of which are computed in the next steps.
+            tokens: tokens of the waiting request, all of which are computed in the next steps.
             needed: blocks that it needs for them.
-            held: of a running request, the blocks that it has.
-            own: when the newcomer is compressed, if not as the others.
+            held: returns the blocks that a running request has, by its name.
+            own: when the waiting request is compressed, if it has a budget of its own.
         """
         schedule = own or self._schedule
         for name in self._late():
@@ -128,7 +128,7 @@ class Admission:
         return int((in_turns + newcomer).max() - now + missing)
 
     def _late(self) -> list[str]:
-        """Requests that were not scheduled in this step, and are where they were."""
+        """Return the requests that were not scheduled in this step."""
         late = []
         for name, course in self._courses.items():
             if course.step == self._step:
@@ -137,7 +137,7 @@ class Admission:
         return late
 
     def _steps_until_compressed(self, tokens: int) -> int:
-        """Steps that so many tokens of a prompt take beside the other requests, and until they are processed."""
+        """Return the steps until so many tokens of a prompt are processed beside the other requests."""
         return -(-tokens // max(self._tokens_per_step - len(self._courses), 1)) + self._steps_ahead
 
     def _advance(self) -> None:
@@ -168,7 +168,7 @@ class Admission:
         self._add(name, course)
 
     def _change(self, course: _Course, first: int, last: int, sign: int) -> None:
-        """Adds a request's blocks in these steps to the sums, or takes them away."""
+        """Add a request's blocks in steps `first` to `last` to the sums; with `sign` -1, subtract them."""
         blocks = self._blocks(course.schedule, course.prompt, course.base + first - 1, last - first + 2)
         held = sign * np.stack((np.maximum(blocks[:-1], blocks[1:]), blocks[1:]))
         size = self._sums.shape[1]
@@ -178,13 +178,13 @@ class Admission:
         self._sums[:, : held.shape[1] - front] += held[:, front:]
 
     def _blocks(self, schedule: EvictionSchedule, prompt: int, first: int, number: int) -> np.ndarray:
-        """Blocks of a request in the steps that bring it to `first` tokens and more; all of its prompt's until then."""
+        """Return a request's blocks in the steps that bring it to `first` tokens and more; at least its prompt's."""
         end = first + number
         tokens = np.arange(first, end)
         held = -(-(np.maximum(tokens, prompt) + self._steps_ahead) // schedule.block_size)
         done = first
         while done < end:
-            # What a step's event empties is freed when the next step is scheduled, and nothing between two events.
+            # What an event empties is freed when the next step is scheduled; between two events nothing is.
             event = schedule.next_event(prompt, done - 1)
             until = end if event is None else min(event + 1, end)
             held[done - first : until - first] -= schedule.freed(prompt, done - 1)

@@ -1,4 +1,4 @@
-"""Contexts: compressed prompts out of files, whose pages any number of requests begin with and none writes to."""
+"""Contexts: compressed prompts from files. Any number of requests begin with the pages of one, and none writes to it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class ContextPlacement:
     """Which logical blocks of a request hold the context that it begins with.
 
     Attributes:
-        tokens: of the context, kept or not.
-        first: leading blocks, which hold nothing.
-        own: the first block that is the request's own; those in between are the same for all, their pages any layer's.
-        shared: whether there are such; else a request has all pages for itself, because it compresses them further.
+        tokens: tokens of the context, kept or not.
+        first: the number of leading blocks, which hold nothing.
+        own: the first block that is the request's own. The blocks between are shared by all requests with this context,
+            and their pages may belong to any layer.
+        shared: whether blocks are shared. If not, a request has all pages for itself, because it compresses them.
     """
 
     tokens: int
@@ -34,14 +35,14 @@ class ContextPlacement:
     def of(
         cls, counts: Int[Tensor, "layers kv_heads"], tokens: int, block_size: int, ranks: int, shared: bool
     ) -> ContextPlacement:
-        """The same in all layers and on all ranks, each of which holds an equal part of the heads.
+        """Return the placement of a context, the same in all layers and on all ranks.
 
         Args:
             counts: entries of every head.
-            tokens: of the context.
-            block_size: tokens of a block.
-            ranks: processes that divide the heads among themselves.
-            shared: as the attribute.
+            tokens: tokens of the context.
+            block_size: tokens per block.
+            ranks: the number of processes, each of which holds an equal part of the heads.
+            shared: whether blocks are shared.
 
         Raises:
             UnsupportedEngineError: the entries need more blocks than the tokens have.
@@ -61,7 +62,12 @@ class ContextPlacement:
         return cls(tokens, first, own, shared)
 
     def layout(self, counts: Int[Tensor, "layers kv_heads"], block_size: int) -> PageLayout:
-        """What the pages of a request follow from, as the only row, on one rank with its part of the heads."""
+        """Return the layout of a request's pages on one rank, as the only row.
+
+        Args:
+            counts: entries of the rank's heads.
+            block_size: tokens per block.
+        """
         if not self.shared:
             first = _first_block(counts, self.tokens, block_size)
             return PageLayout(
@@ -74,17 +80,24 @@ class ContextPlacement:
 
 
 def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size: int) -> Int[Tensor, "*rows"]:
-    """The first of a request's last blocks that hold so many entries of heads of their own."""
+    """Return the first of the request's last blocks that hold the entries of heads with pages of their own.
+
+    Args:
+        counts: entries of each head.
+        tokens: tokens of the request.
+        block_size: tokens per block.
+    """
     lengths = torch.full(counts.shape[:-1], tokens)
     return -(-lengths // block_size) - page_layout.blocks_needed(counts, lengths, block_size)
 
 
 class EntryPlaces(NamedTuple):
-    """Which entries of a context go where.
+    """Where entries of a context go.
 
     Attributes:
-        chosen: of all of them.
-        layers, slots: of each that is chosen; slots go on into the caches of the layers that follow, as sub-pages do.
+        chosen: which of all entries of the context.
+        layers, slots: the layer and the slot of each chosen entry. Slots go on into the caches of the layers that
+            follow, as sub-pages do.
     """
 
     chosen: Int[Tensor, " n"]
@@ -95,14 +108,14 @@ class EntryPlaces(NamedTuple):
 def context_places(
     layout: PageLayout, block_table: Int[Tensor, " width"], block_size: int, blocks: int, own: bool = False
 ) -> EntryPlaces:
-    """Where the entries of a context go, packed layer after layer and head after head.
+    """Return where the entries of a context go, which are packed layer after layer and head after head.
 
     Args:
-        layout: as `ContextPlacement.layout` says it.
+        layout: the request's layout, as `ContextPlacement.layout` returns it.
         block_table: the request's blocks, by logical position.
-        block_size: tokens of a block.
-        blocks: of every layer's cache.
-        own: only those in pages that are the request's own.
+        block_size: tokens per block.
+        blocks: blocks of every layer's cache.
+        own: whether only entries in the request's own pages are chosen.
     """
     counts = layout.counts[0]
     layers, kv_heads = counts.shape

@@ -20,107 +20,109 @@ from keepset.paged.step import StepBatch, StepPlan
 class Pages(Protocol):
     """One layer's cache, by sub-pages, in each process that computes.
 
-    A block is `kv_heads` sub-pages, one of each head: sub-page `block * kv_heads + head`, and its slot
-    `subpage * block_size + offset`. Numbers go on into the caches of the layers that follow among those with the same
-    block tables, around in a circle: pages that requests share are dealt out through all of them.
+    A block is `kv_heads` sub-pages, one for each head. The sub-page of a head is `block * kv_heads + head`, and an
+    entry's slot is `subpage * block_size + offset`. Numbers go on into the caches of the layers that follow among those
+    with the same block tables, and after the last into the first: pages that requests share lie in all of them.
     """
 
     @property
     def slots(self) -> int:
-        """Entries that there is room for."""
+        """The number of entries that the layer's cache has room for."""
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a key, and of a value."""
+        """The size of a key, and of a value."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The type of keys and values as they are read."""
 
     @property
     def entry_bytes(self) -> int:
-        """Of an entry's key and value."""
+        """The bytes of an entry's key and value."""
 
     @property
     def eight_bits(self) -> EightBits | None:
-        """How the cache's numbers are read, where they are of 8 bits."""
+        """How the cache's numbers are read if they have 8 bits, else None."""
 
     @property
     def device(self) -> torch.device:
-        """Where the cache lies."""
+        """The device of the cache."""
 
     @property
     def block_size(self) -> int:
-        """Entries of a sub-page."""
+        """The number of entries of a sub-page."""
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Keys alone, in their own type."""
+        """Return keys alone, in their own type.
+
+        Args:
+            subpages: the numbers of whole sub-pages, in the order of the entries.
+        """
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
-        """Whole sub-pages, each row's pages joined.
+        """Return the keys and values of whole sub-pages, each row's pages joined.
 
         Args:
             subpages: their numbers, in the order of the entries.
 
         Returns:
-            Keys and values as they lie in the cache, `entries` being `pages * block_size`. What lies beyond a head's
-            own entries is whatever the page held before.
+            Keys and values as they are stored, `entries` being `pages * block_size`. Behind a head's own entries is
+            whatever the page held before.
         """
 
     def write(
         self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
-        """Puts entry `i` at `slots[i]`.
+        """Write entry `i` to `slots[i]`.
 
         Args:
-            keys, values: after rotation, as they lie in the cache.
+            keys, values: after rotation, as they are stored.
             slots: distinct and inside the cache: kernels check neither.
         """
 
 
 @runtime_checkable
 class StepAdapter(Protocol):
-    """Between the engine's metadata of a step and keepset's, for a group of layers that share block tables."""
+    """Translates the engine's metadata of a step for a group of layers that share block tables."""
 
     def batch(self, metadata: Any) -> StepBatch:
-        """The step as the engine scheduled it.
+        """Return the step as the engine scheduled it.
 
         Args:
             metadata: the engine's, with lengths and tables as if nothing had ever been dropped.
 
         Returns:
-            The same in keepset's words; without requests for a dummy run.
+            The step; without requests for a dummy run.
 
         Raises:
             UnsupportedEngineError: the engine does not say what keepset needs to know.
         """
 
     def planned(self, metadata: Any, plan: StepPlan) -> Any:
-        """The engine's metadata for what the layers really hold.
+        """Return the engine's metadata for what the layers really hold.
 
         Args:
             metadata: the engine's, as `batch` was given it.
-            plan: the step's.
+            plan: the step's plan.
 
         Returns:
-            The same with what `plan.shifted` says instead, where it says anything.
+            The metadata, with what `plan.shifted` says, if it says anything.
         """
 
 
 @runtime_checkable
 class LayerAdapter(Protocol):
-    """One attention layer of the engine, in each process that computes.
-
-    `layer`, `kv_cache` and `metadata` are whatever the engine gives its attention.
-    """
+    """One attention layer of the engine, in each process that computes."""
 
     def pages(self, layer: Any, kv_cache: Any) -> Pages:
-        """The layer's cache as sub-pages.
+        """Return the layer's cache as sub-pages.
 
         Args:
-            layer, kv_cache: the engine's.
+            layer: whatever the engine hands its attention as the layer.
+            kv_cache: the engine's cache of the layer.
         """
 
 
@@ -129,16 +131,16 @@ class QueryProjection(Protocol):
     """How a layer makes queries of hidden states; only recipes that look at hidden states need it."""
 
     hidden: Float[Tensor, "tokens hidden"] | None
-    """What entered the layer's attention in the forward under way."""
+    """The input of the layer's attention in the forward under way."""
 
     def queries(self, hidden: HiddenStates) -> Queries:
-        """Queries that the layer makes of other hidden states.
+        """Return the queries that the layer makes of other hidden states.
 
         Args:
-            hidden: as they enter the layer's attention, after its norm.
+            hidden: inputs of the layer's attention, after its norm.
 
         Returns:
-            The queries before rotation, after whatever norm the layer gives them.
+            The queries before rotation, after the layer's own norm of queries if it has one.
         """
 
 
@@ -147,9 +149,9 @@ class SchedulerAdapter(Protocol):
     """The blocks of one group of layers, in the process that schedules."""
 
     def release(self, request_id: str, blocks: int) -> None:
-        """Gives a request's first `blocks` blocks back to the pool, and keeps the others at their logical places.
+        """Give a request's first blocks back to the pool, and keep the others at their logical places.
 
         Args:
-            request_id: the engine's name of it.
-            blocks: from the request's first one on; those that went before are among them.
+            request_id: the engine's name of the request.
+            blocks: how many, counted from the first; blocks that were released before are among them.
         """

@@ -1,7 +1,7 @@
 """`EvictionSchedule`: when a request of a recipe is compressed, and how many of its entries are gone by then.
 
 All of it follows from the prompt's length, the tokens so far and the recipe. So the scheduler's process and every
-rank know it alone, and nothing is sent between them.
+rank compute it by themselves, and no message is needed.
 """
 
 from __future__ import annotations
@@ -11,29 +11,33 @@ from keepset.core.quota_forecast import quotas_ahead
 from keepset.recipe import Recipe
 
 _CACHED = 1 << 18
-"""Events of about a thousand requests: what each leaves is made from what the one before it left."""
+"""How many events are cached: those of about a thousand requests. What an event leaves follows from the one before."""
 
 _OTHERS = 256
-"""Budgets of requests' own that are remembered."""
+"""How many schedules of requests with budgets of their own are cached."""
 
 
 class EvictionSchedule:
     """The compression events of one layer under one recipe.
 
+    In all methods `prompt` is the tokens of a request's prompt, and `length` the tokens that it has had.
+
     Args:
+        recipe: the recipe.
+        layer: the layer, by its index in the model.
+        layers: all layers of the model that are compressed.
+        kv_heads: KV heads of each layer, in this process.
+        block_size: tokens per page.
         off: whether nothing is ever compressed.
-        per_head: whether heads are to be attended as if they kept different numbers, whether or not they do.
-        counted: whether what is dropped may be counted, if the recipe allows it.
+        per_head: whether heads are attended as if they kept different numbers of entries, even if they do not.
+        counted: whether dropped entries are counted, if the recipe allows it.
 
     Attributes:
-        recipe: what is executed.
-        block_size: tokens per page.
-        fixed: False where counts come from the data: then nothing is known about what is dropped.
-        ragged: whether heads keep different numbers of entries, or are attended as if they did, because no engine adds
-            biases.
+        recipe, layers, kv_heads, block_size: as given.
+        fixed: False where counts come from the data: then it is not known how many entries are dropped.
+        ragged: whether heads keep different numbers of entries, or are attended as if they did: also where entries have
+            biases, which no engine adds.
         whole_prompt: whether the recipe looks at every token of a prompt.
-        layers: all layers of the model that are compressed.
-        kv_heads: of each, in this process.
     """
 
     def __init__(
@@ -57,11 +61,11 @@ class EvictionSchedule:
         self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
 
     def under(self, recipe: Recipe | None, counted: bool = True) -> EvictionSchedule:
-        """That of a request with a budget of its own, by the same method.
+        """Return the schedule of a request with a budget of its own, and the same method.
 
         Args:
-            recipe: the request's; None: it is never compressed.
-            counted: False where what it has lost already is not known from its length.
+            recipe: the request's recipe; None if it is never compressed.
+            counted: False where the entries that it has lost do not follow from its length.
         """
         if len(self._others) > _OTHERS:
             self._others.clear()
@@ -73,7 +77,7 @@ class EvictionSchedule:
         return self._others[recipe, counted]
 
     def event(self, prompt: int, length: int) -> int:
-        """The newest event at or before `length` tokens; 0 when there was none."""
+        """Return the newest event at or before `length` tokens; 0 if there was none."""
         schedule = self.recipe.schedule
         if length < prompt or self._off:
             return 0
@@ -83,7 +87,7 @@ class EvictionSchedule:
         return prompt + passed * schedule.every if passed or schedule.prefill else 0
 
     def next_event(self, prompt: int, length: int) -> int | None:
-        """The first event after `length` tokens."""
+        """Return the first event after `length` tokens, if there is one."""
         schedule = self.recipe.schedule
         if self._off:
             return None
@@ -94,15 +98,15 @@ class EvictionSchedule:
         return prompt + (max(length - prompt, 0) // schedule.every + 1) * schedule.every
 
     def upcoming(self, prompt: int, length: int) -> int | None:
-        """The first event after `length` tokens, unless it is known that it will drop nothing."""
+        """Return the first event after `length` tokens; None if there is none, or if it is known to drop nothing."""
         event = self.next_event(prompt, length)
         return None if event is None or not self.due(prompt, event - 1, event) else event
 
     def dropped(self, prompt: int, length: int) -> int:
-        """Entries that the average KV head has lost once `length` tokens were processed.
+        """Return the number of entries that the average KV head has lost once `length` tokens were processed.
 
-        Heads of different lengths round up to whole pages, each by itself; one spare block absorbs that, so they
-        are not compressed before a whole block can go.
+        Heads of different lengths round up to whole pages, each by itself. One spare block absorbs that, so they are
+        not compressed before a whole block can be freed.
         """
         at = self.event(prompt, length)
         if not at or not self.fixed:
@@ -111,9 +115,9 @@ class EvictionSchedule:
         return 0 if self.ragged and dropped < self.block_size else dropped
 
     def compressed(self, prompt: int, length: int) -> int:
-        """The newest event at or before `length` tokens that dropped something; 0 when there was none.
+        """Return the newest event at or before `length` tokens that dropped something; 0 if there was none.
 
-        Where a layer's share grows with the text, some events drop nothing; those are not executed.
+        Where a layer's share grows with the text, some events drop nothing. They are not executed.
         """
         at = self.event(prompt, length) if self.dropped(prompt, length) else 0
         while at and self.dropped(prompt, at) == self.dropped(prompt, at - 1):
@@ -121,25 +125,25 @@ class EvictionSchedule:
         return at
 
     def due(self, prompt: int, before: int, after: int) -> int:
-        """The event that is executed in a step from `before` to `after` tokens; 0 where nothing is to drop."""
+        """Return the event that a step from `before` to `after` tokens brings due; 0 if it brings none."""
         at = (self.compressed if self.fixed else self.event)(prompt, after)
         return at if at > before else 0
 
     def was_compressed(self, prompt: int, length: int) -> bool:
-        """Whether a request of `length` tokens was compressed, as far as is known here."""
+        """Return whether a request of `length` tokens was compressed, or may have been if counts come from the data."""
         return (self.dropped if self.fixed else self.event)(prompt, length) > 0
 
     def freed(self, prompt: int, length: int) -> int:
-        """Leading blocks of the request that hold nothing any more."""
+        """Return the number of leading blocks of the request that hold nothing any more."""
         blocks = self.dropped(prompt, length) // self.block_size
         return max(blocks - 1, 0) if self.ragged else blocks
 
     def num_blocks(self, prompt: int, length: int) -> int:
-        """Blocks that a request of `length` tokens needs."""
+        """Return the number of blocks that a request of `length` tokens needs."""
         return -(-length // self.block_size) - self.freed(prompt, length)
 
     def untouched(self, prompt: int) -> int | None:
-        """First tokens whose pages no compression writes to, so that other requests may share them.
+        """Return the number of first tokens whose pages no compression writes to, so that requests may share them.
 
         None where nothing is ever compressed.
         """
@@ -152,9 +156,9 @@ class EvictionSchedule:
         return None if every is None else 0
 
     def shareable(self, prompt: int) -> int | None:
-        """First tokens of a prompt that may be taken from another request's pages; None for all of them.
+        """Return the number of a prompt's first tokens that may be taken from another request's pages; None for all.
 
-        Of such tokens no queries are seen, so those that the first compression looks at are not shared.
+        The queries of such tokens are not seen, so tokens that the first compression looks at are not shared.
         """
         untouched = self.untouched(prompt)
         if untouched is None:
@@ -162,11 +166,11 @@ class EvictionSchedule:
         return 0 if self.whole_prompt else max(min(untouched, prompt - self.recipe.method.needs.window), 0)
 
     def shares(self, prompt: int, length: int) -> bool:
-        """Whether other requests may have pages of this one: those of its prompt, until its first compression."""
+        """Return whether other requests may have pages of this one: of its prompt, until its first compression."""
         return self.untouched(prompt) != 0 and not self.was_compressed(prompt, length)
 
     def _kept_at(self, prompt: int, event: int) -> int:
-        """Entries per head that the event leaves, from those that the event before it left."""
+        """Return the entries per head that an event leaves; they follow from those that the event before it left."""
         if len(self._kept) > _CACHED:
             self._kept.clear()
         every = self.recipe.schedule.every or 0
@@ -181,7 +185,7 @@ class EvictionSchedule:
         return self._kept[prompt, event]
 
     def _quota(self, entries: int, prompt: int, length: int) -> int:
-        """Entries that the average head may keep of so many; what they hold plays no part."""
+        """Return how many of so many entries the average head may keep, whatever they hold."""
         budget = self.recipe.budget
         if budget.keep is None:
             return entries

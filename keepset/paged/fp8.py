@@ -1,4 +1,4 @@
-"""Caches whose numbers have 8 bits: how they are read. Entries are moved as they lie there, bit for bit."""
+"""How caches of 8-bit numbers are read. Entries are moved as they are stored, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class EightBits:
-    """How the numbers of a cache in 8 bits are read. They are moved as they are.
+    """How a layer's numbers of 8 bits are read.
 
     Attributes:
-        kind: of the numbers.
-        keys, values: what a layer's are multiplied with; looked at whenever it is read.
-        dtype: of what they are read as.
+        kind: the type of the stored numbers.
+        keys, values: the scales of keys and of values. They are looked up whenever the cache is read.
+        dtype: the type that they are read as.
     """
 
     kind: torch.dtype
@@ -25,5 +25,10 @@ class EightBits:
     dtype: torch.dtype
 
     def read(self, numbers: Tensor, scale: Float[Tensor, "*shape"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Numbers as what they stand for."""
+        """Return what stored numbers stand for.
+
+        Args:
+            numbers: the numbers as they are stored.
+            scale: their scale, broadcast to their shape.
+        """
         return numbers.view(self.kind).to(self.dtype).mul_(scale)

@@ -1,25 +1,31 @@
-"""Which layers share block tables: those that keep the same, so that a hungry one does not hold the others' pages."""
+"""Groups of layers that share block tables: those that keep equally many entries, so none holds another's pages."""
 
 from __future__ import annotations
 
 from keepset.recipe import Recipe
 
 GROUPS = 6
-"""Groups of neighbouring layers where the data say how much each keeps: more hold less, and cost more per step."""
+"""The number of groups where counts come from the data. More groups hold fewer pages, and cost more per step."""
 
 
 def one_table(recipe: Recipe) -> bool:
-    """Whether all layers keep equally many entries, and can share one table."""
+    """Return whether all layers keep equally many entries, and can share one block table."""
     return recipe.method.fixed_total and recipe.method.equal_layers
 
 
 def table_per_head(recipe: Recipe) -> bool:
-    """Whether keepset itself finds each head's pages: they may differ, or no engine adds their entries' biases."""
+    """Return whether keepset itself finds each head's pages: heads may differ, or entries have biases."""
     return not (recipe.method.fixed_total and recipe.method.equal_heads) or recipe.method.biased
 
 
 def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
-    """The first of the layers whose table this layer shares."""
+    """Return the first of the layers whose block table a layer shares.
+
+    Args:
+        recipe: the recipe that is served.
+        layer: the layer, by its index in the model.
+        layers: all layers of the model that are compressed.
+    """
     if one_table(recipe):
         return layers[0]
     if recipe.method.fixed_total:

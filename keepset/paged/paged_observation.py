@@ -1,4 +1,4 @@
-"""An event's entries, which stay in their pages until somebody looks at them or moves them."""
+"""An event's entries, which stay in their pages until a method reads them or they are moved."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from keepset.paged.fp8 import EightBits
 from keepset.paged.pages import StridedPages
 
 WORKSPACE = 1 << 26
-"""Bytes of entries that are taken out of pages at a time, if not of one head: 64 MiB."""
+"""Bytes of entries that are copied out of pages at a time, if they are of more than one head: 64 MiB."""
 
 
 class PagedEntries:
     """The entries of some sub-pages of several layers, layer after layer and row after row.
 
     Args:
-        pages: of the first layer of the group, through which sub-pages are numbered.
-        subpages: that hold each head's entries, in their order.
-        scales: of each layer, where numbers have 8 bits.
+        pages: the cache of the group's first layer, from which on sub-pages are numbered.
+        subpages: the sub-pages of each head, in the order of its entries.
+        scales: how each layer is read, where numbers have 8 bits.
 
     Attributes:
         pages: as given.
-        shape: layers and rows together, KV heads, and entries of each, with what lies behind them in their last page.
+        shape: `[layers_rows, kv_heads, entries]`, with what lies behind the entries in their last page.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class PagedEntries:
         self._few = self.shape.numel() * pages.entry_bytes <= WORKSPACE
 
     def keys(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
-        """Keys of some KV heads; where they are few all are read, once."""
+        """Return the keys of some KV heads. If all heads fit the workspace, they are read once."""
         if self._few or self._scales:
             return self._meant(self._stored(heads)[0], [one.keys for one in self._scales])
         return self.pages.read_keys(self._subpages[:, heads])
 
     def values(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
-        """Values likewise."""
+        """Return the values of some KV heads."""
         return self._meant(self._stored(heads)[1], [one.values for one in self._scales])
 
     def _stored(self, heads: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values as they lie there."""
+        """Return keys and values as they are stored."""
         if not self._few:
             return self.pages.read(self._subpages[:, heads])
         keys, values = self._all
         return keys[:, heads], values[:, heads]
 
     def _meant(self, stored: Tensor, scales: Sequence[Tensor]) -> Tensor:
-        """Keys or values in their own type; each layer has its scale."""
+        """Return stored keys or values in their own type; each layer has its scale."""
         if not scales:
             return stored
         of_rows = torch.stack(list(scales)).repeat_interleave(len(stored) // len(scales))
@@ -69,11 +69,11 @@ class PagedEntries:
         return self.pages.read(self._subpages)
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-        """Key and value of entries of some heads, as they lie in the cache.
+        """Return keys and values of entries of some heads, as they are stored.
 
         Args:
-            heads: counted over layers and rows.
-            index: of each entry, `head * entries + place`.
+            heads: the heads, counted over layers and rows.
+            index: `head * entries + place` of each entry.
         """
         if isinstance(self.pages, StridedPages):
             size = self.pages.block_size
@@ -89,16 +89,19 @@ class PagedEntries:
 
 
 class PagedObservation(Observation):
-    """An observation of the first `width` entries of each head.
+    """An observation of the first entries of each head. A method that reads `keys` or `values` has all of them copied.
 
-    Whoever looks at all keys or values at once has them all taken out of their pages.
+    Args:
+        entries: the entries in their pages.
+        width: how many of each head's places are observed.
+        parts: further arguments of `Observation`.
     """
 
     _entries: PagedEntries
 
     def __init__(self, entries: PagedEntries, width: int, **parts: Any) -> None:
         pages = entries.pages
-        # Of the right shape, and nowhere in memory.
+        # Tensors of the right shape that take no memory.
         nothing = torch.empty((), dtype=pages.dtype, device=pages.device)
         nothing = nothing.expand(*entries.shape[:2], width, pages.head_dim)
         super().__init__(keys=nothing, values=nothing, **parts)

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 class StridedPages:
     """Pages of backends that keep an entry's numbers in order, at any strides: those for GPUs.
 
+    Args:
+        caches: the caches of the layers that share block tables.
+        place: the layer's place among them.
+        eight_bits: how the cache is read, if its numbers have 8 bits.
+
     Attributes:
-        kv_heads, block_size, head_dim, slots, device: of the cache.
-        dtype: of keys and values.
-        entry_bytes: of an entry's key and value.
-        caches: of the layers that share block tables.
-        place: the layer's among these.
-        eight_bits: how it is read, where its numbers are not those of keys and values.
+        caches, place, eight_bits: as given.
+        kv_heads, block_size, head_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages` has them.
     """
 
     def __init__(
@@ -43,36 +44,44 @@ class StridedPages:
         self.dtype = cache.dtype if eight_bits is None else eight_bits.dtype
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Keys of whole sub-pages."""
+        """Return the keys of whole sub-pages."""
         keys = read_pages([cache[..., : self.head_dim] for cache in self.caches], self.place, subpages)
         return keys if self.eight_bits is None else self.eight_bits.read(keys, self.eight_bits.keys)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
-        """Keys and values of whole sub-pages, as they lie there: halves of one tensor."""
+        """Return keys and values of whole sub-pages, as they are stored: halves of one tensor."""
         keys, values = read_pages(self.caches, self.place, subpages).chunk(2, dim=-1)
         return keys, values
 
     def write(
         self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
-        """Puts entry `i` at `slots[i]`."""
+        """Write entry `i` to `slots[i]`."""
         write_entries(self.caches, keys, values, self._through(slots))
 
     def take(self, slots: Int[Tensor, " n"]) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
-        """Key and value of the entry at each of these slots."""
+        """Return the key and value of the entry at each of these slots."""
         return take_entries(self.caches, self._through(slots))
 
     def _through(self, slots: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """As they are counted from the first layer's on."""
+        """Return slots as they are counted from the first layer's on."""
         return (self.place * self.slots + slots) % (len(self.caches) * self.slots)
 
 
 def add_received(
     pages: Sequence[Pages], places: range, queries: RecordedQueries, entries: EntriesInPages, received: ColumnTarget
 ) -> None:
-    """Adds what entries receive of queries in some neighbouring layers, at these places of their group."""
+    """Add the attention that entries get from queries, in some neighbouring layers.
+
+    Args:
+        pages: the caches of these layers.
+        places: the layers, by their places in the group.
+        queries: the queries.
+        entries: where the entries lie.
+        received: what is added up, and where to.
+    """
     first = pages[0]
     if isinstance(first, StridedPages) and first.eight_bits is None:
         add_received_in_pages(first.caches, places, queries, entries, received)

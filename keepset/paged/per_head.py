@@ -1,4 +1,4 @@
-"""Heads as requests: for an engine's own kernel, where none of keepset's runs."""
+"""Heads as requests: for an engine's own attention kernel, where none of keepset's runs (CPUs)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from keepset.paged.step import RaggedStep
 
 
 class PerHeadBatch(NamedTuple):
-    """One layer's tokens, of which each KV head is a request with one KV head and one query.
+    """One layer's tokens. Each KV head of each token is a request of its own, with one KV head and one query.
 
     Attributes:
-        seq_lens, block_table: entries and sub-pages of each. These are counted through the caches of all layers that
-            share the engine's block table.
-        query_start_loc: first query of each, and the end of the last one's.
-        slot_mapping: slots of the new entries in these sub-pages.
+        seq_lens: entries of each request.
+        block_table: sub-pages of each, numbered through the caches of all layers that share the engine's block table.
+        query_start_loc: the first query of each, and the end of the last one's.
+        slot_mapping: the slot of each new entry in these sub-pages.
     """
 
     seq_lens: Int[Tensor, " tokens_heads"]
@@ -30,7 +30,11 @@ class PerHeadBatch(NamedTuple):
 
 
 class PerHeadSequences:
-    """The `PerHeadBatch` of every layer, made once in a step for all of them."""
+    """The `PerHeadBatch` of every layer of a group, made for all of them at once.
+
+    Args:
+        step: the step, which has tokens.
+    """
 
     def __init__(self, step: RaggedStep) -> None:
         tokens = step.tokens
@@ -60,18 +64,28 @@ class PerHeadSequences:
         ]
 
     def batch(self, place: int) -> PerHeadBatch:
-        """Of the layer at this place of its group."""
+        """Return the batch of the layer at this place of the group."""
         return self._batches[place]
 
     def split(self, rows: Float[Tensor, "n heads dim"], kv_heads: int) -> Float[Tensor, "tokens_heads group dim"]:
-        """Queries, keys or values of the step as those of the heads' requests."""
+        """Return queries, keys or values of the step as those of the heads' requests.
+
+        Args:
+            rows: of all tokens of the step.
+            kv_heads: KV heads of a layer.
+        """
         own = rows[: len(self._batches[0].seq_lens) // kv_heads] if self._places is None else rows[self._places]
         return own.reshape(len(own) * kv_heads, -1, own.shape[-1])
 
     def output_buffer(
         self, output: Float[Tensor, "n query_heads dim"], kv_heads: int
     ) -> Float[Tensor, "tokens_heads group dim"]:
-        """Where the attention's results go."""
+        """Return a tensor for the attention of the heads' requests: a view of `output` if it can be one.
+
+        Args:
+            output: the attention of all tokens of the step.
+            kv_heads: KV heads of a layer.
+        """
         if self._places is None:
             return self.split(output, kv_heads)
         return output.new_empty(len(self._places) * kv_heads, output.shape[1] // kv_heads, output.shape[2])
@@ -79,6 +93,11 @@ class PerHeadSequences:
     def merge(
         self, attended: Float[Tensor, "tokens_heads group dim"], output: Float[Tensor, "n query_heads dim"]
     ) -> None:
-        """Puts results where the step's are; needless where `output_buffer` was a view of them."""
+        """Write results to where the step's belong, unless `output_buffer` was a view.
+
+        Args:
+            attended: the filled buffer.
+            output: the attention of all tokens of the step.
+        """
         if self._places is not None:
             output[self._places] = attended.view(-1, *output.shape[1:])
