@@ -1,4 +1,4 @@
-"""Contexts: compressed prompts from files. Any number of requests begin with the pages of one, and none writes to it."""
+"""Contexts: compressed prompts from files. Any number of requests begin with a context's pages; none writes to them."""
 
 from __future__ import annotations
 

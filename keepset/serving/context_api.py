@@ -21,7 +21,7 @@ from keepset.errors import KeepsetError
 from keepset.vllm import stats
 from keepset.vllm.contexts import ContextLibrary
 from keepset.vllm.owned_contexts import EVERYBODY, SUFFIX, check_save, owner_of
-from keepset.vllm.request_options import Wishes, wishes_of
+from keepset.vllm.request_options import RequestOptions, parse_options
 from keepset.vllm.settings import KEY, contexts_of, is_compressed, is_signed, recipe_of, save_limit_of
 from keepset.vllm.signing import has_key
 
@@ -103,20 +103,20 @@ class _Contexts:
             request = None  # vLLM says so itself
         if isinstance(request, dict):
             try:
-                wishes = _wishes(request, honoured)
+                options = _options(request, honoured)
                 if honoured:
-                    wishes = replace(wishes, owner=self._owner(scope))
-                    await asyncio.to_thread(self._check, scope, wishes)
+                    options = replace(options, owner=self._owner(scope))
+                    await asyncio.to_thread(self._check, scope, options)
             except (KeepsetError, RecursionError) as error:
                 await _refuse(send, self._without_paths(scope, str(error)))
                 return
-            if wishes != Wishes():
-                wishes = replace(wishes, ticket=secrets.token_hex(16))
-                sealed = wishes.sealed()
+            if options != RequestOptions():
+                options = replace(options, ticket=secrets.token_hex(16))
+                sealed = options.to_signed()
                 request["vllm_xargs"] = {**(request.get("vllm_xargs") or {}), KEY: sealed}
                 body = json.dumps(request).encode()
                 scope = {**scope, "headers": _sized(scope["headers"], body)}
-                refusal = partial(self._refusal, scope, wishes.ticket)
+                refusal = partial(self._refusal, scope, options.ticket)
                 answer = _Answer(send, refusal, sealed.partition(" ")[0].encode())
                 await answer.by(self._app, scope, _repeated(body, receive))
                 return
@@ -128,20 +128,20 @@ class _Contexts:
         said = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
         return owner_of(said.decode("latin-1").partition(" ")[2])
 
-    def _check(self, scope: Scope, wishes: Wishes) -> None:
+    def _check(self, scope: Scope, options: RequestOptions) -> None:
         """Raises KeepsetError where it is known before the engine sees the request that it cannot be."""
         config = scope["app"].state.vllm_config
-        if wishes != Wishes() and not (is_signed(config) and has_key()):
+        if options != RequestOptions() and not (is_signed(config) and has_key()):
             raise KeepsetError("This server cannot sign requests: start it with keepset serve.")
-        if wishes.save is not None:
-            check_save(save_limit_of(config), wishes.save)
-        if wishes.context is not None:
+        if options.save is not None:
+            check_save(save_limit_of(config), options.save)
+        if options.context is not None:
             library = self._of(scope)
             if library is None:
-                raise KeepsetError(f"There is no context {wishes.context!r}: start the server with --contexts.")
-            library.checked(wishes.context, wishes.owner)
-        if wishes.is_own:
-            wishes.recipe(recipe_of(config) if is_compressed(config) else None)
+                raise KeepsetError(f"There is no context {options.context!r}: start the server with --contexts.")
+            library.checked(options.context, options.owner)
+        if options.is_own:
+            options.recipe(recipe_of(config) if is_compressed(config) else None)
 
     def _refusal(self, scope: Scope, ticket: str) -> str | None:
         """Why the engine has refused the request of this ticket, if it has."""
@@ -202,7 +202,7 @@ def _is_form(scope: Scope) -> bool:
     return said.lower().startswith(b"multipart/")
 
 
-def _wishes(request: dict[str, Any], honoured: bool) -> Wishes:
+def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
     """What a request asks for, taken out of it; raises KeepsetError where that cannot be."""
     more, sampling = request.get("vllm_xargs"), request.get("sampling_params")
     if honoured and more is not None and not isinstance(more, dict):
@@ -211,12 +211,12 @@ def _wishes(request: dict[str, Any], honoured: bool) -> Wishes:
     if any(isinstance(some, dict) and KEY in some for some in (more, sampling, extra)):
         raise KeepsetError(f"Give {KEY!r} at the top of the body, not among other arguments.")
     if KEY not in request:
-        return Wishes()
+        return RequestOptions()
     if not honoured:
         raise KeepsetError(f"This route takes no {KEY!r}: leave it out, or ask at one of {', '.join(HONOURED)}.")
     if request.get("use_beam_search"):
         raise KeepsetError(f"A beam search takes no {KEY!r}: leave one of the two out.")
-    return wishes_of(request.pop(KEY))
+    return parse_options(request.pop(KEY))
 
 
 def _name(path: re.Match[str]) -> str:

@@ -19,7 +19,12 @@ from keepset.vllm.engine_context import PlannedStep, active
 
 
 def eight_bits(layer: Any, kv_cache: Tensor) -> EightBits | None:
-    """How the numbers of a layer's cache are read; None where they are what they are."""
+    """Return how the numbers of a layer's cache are read; None if the cache is not quantised.
+
+    Args:
+        layer: vLLM's attention layer.
+        kv_cache: its cache.
+    """
     if kv_cache.dtype.itemsize > 1:
         return None
     config = active().config  # type: ignore[union-attr]
@@ -28,7 +33,7 @@ def eight_bits(layer: Any, kv_cache: Tensor) -> EightBits | None:
 
 
 class CompressedAttentionImpl:
-    """Attends to what is kept, and compresses right after.
+    """Attends to what is kept, and records what later events look at.
 
     What is not overridden suits backends that keep an entry's numbers in order: those for GPUs.
     """
@@ -47,19 +52,25 @@ class CompressedAttentionImpl:
         self._pages: tuple[Tensor, Pages] | None = None
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No: keepset's own attention has no scales for its output."""
+        """Return False: keepset's own attention has no scales for its output."""
         return False
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """No: what writes to the cache is `do_kv_cache_update`."""
+        """Return False: the cache is written by `do_kv_cache_update`."""
         return False
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
-        """The cache of one of the layers that share block tables, as sub-pages."""
+        """Return the cache of one of the layers that share block tables, as sub-pages.
+
+        Args:
+            layer: vLLM's attention layer.
+            caches: the caches of all these layers.
+            place: the layer's place among them.
+        """
         return StridedPages(caches, place, eight_bits(layer, caches[place]))
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
-        """The same, made once."""
+        """Return the layer's cache as sub-pages, which are made once."""
         if self._pages is None or self._pages[0] is not kv_cache:
             group, place = self._context.neighbours[layer.layer_name]
             caches = [kv_cache if each is layer else each.kv_cache for each in group]
@@ -67,13 +78,13 @@ class CompressedAttentionImpl:
         return self._pages[1]
 
     def forget_pages(self) -> None:
-        """There will be another cache: the one that there is would be held by its pages."""
+        """Forget the cache, which its pages would keep alive: there will be another one."""
         self._pages = None
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes new entries; where heads have tables of their own, each head's to its own place."""
+        """Write new entries; where heads have pages of their own, each head's entry to its own place."""
         metadata: Any = get_forward_context().attn_metadata
         known = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
         step = self._context.step(layer.layer_name, known)
@@ -86,13 +97,13 @@ class CompressedAttentionImpl:
             self.append_ragged(layer, step, key, value, kv_cache)
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        """Writes each head's new entries to its own place."""
+        """Write each head's new entries to its own place."""
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         append_to_pages(key, value, kv_cache, ragged.tokens, ragged.of_layer(step.places[layer.layer_name]))
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Attention of each head over entries of its own."""
+        """Compute the attention of each head over entries of its own."""
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         place = step.places[layer.layer_name]
@@ -102,7 +113,7 @@ class CompressedAttentionImpl:
         paged_attention(query, pages.caches, place, tokens, layout, self.scale, output, bias)
 
     def _whole(self, layer: Any, query: Tensor) -> Tensor:
-        """Queries as events look at them: some backends are given them in 8 bits, too."""
+        """Return queries as events look at them: some backends get them in 8 bits."""
         if query.dtype.itemsize > 1:
             return query
         dtype = cast(torch.dtype, self._context.config.model_config.dtype)
@@ -120,7 +131,7 @@ class CompressedAttentionImpl:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """vLLM's attention; then what the step's plan says."""
+        """Run vLLM's attention, then what the step's plan says of this layer."""
         step = self._context.step(layer.layer_name, attn_metadata)
         ragged = None if step is None else step.plan.ragged
         if ragged is None or ragged.others:

@@ -27,13 +27,18 @@ _LAYERS: dict[str, type[CompressedAttentionImpl]] = {
     "TRITON_ATTN": CompressedAttentionImpl,
     "CPU_ATTN": CPUMixin,
 }
-"""What is added to the layers of the backends that keepset knows."""
+"""What is mixed into the layers of each backend that keepset knows."""
 
 
 class KeepBackend(AttentionBackend):
     """Chooses between keepset's classes and vLLM's own.
 
-    A recipe that is silently ignored would be worse than an engine that does not start.
+    If the backend cannot serve the recipe the engine does not start, rather than ignore the recipe silently.
+
+    Attributes:
+        registered: vLLM's name of the backend.
+        plain: vLLM's own backend.
+        impl, builder: keepset's layer and metadata builder; None for backends that keepset does not know.
     """
 
     registered: ClassVar[str]
@@ -44,7 +49,7 @@ class KeepBackend(AttentionBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """vLLM passes over what cannot serve the recipe; one that was asked for by name says itself why not."""
+        """Return why vLLM must pass over this backend. One that was chosen by name raises an error of its own later."""
         reasons = super().validate_configuration(*args, **kwargs)
         config = get_current_vllm_config_or_none()
         recipe = recipe_of(config)
@@ -77,12 +82,12 @@ class KeepBackend(AttentionBackend):
 
     @classmethod
     def supports_rswa(cls) -> bool:
-        """Says yes, because the field that hands over prompt lengths is that feature's."""
+        """Return True, because prompt lengths are handed over in a field of this feature."""
         return True
 
 
 def __getattr__(name: str) -> type[AttentionBackend]:
-    """The backend that vLLM calls by this name."""
+    """Return the backend that vLLM calls by this name."""
     if name not in AttentionBackendEnum.__members__:
         raise AttributeError(name)
     return _backend(name)
@@ -90,7 +95,7 @@ def __getattr__(name: str) -> type[AttentionBackend]:
 
 @cache
 def _backend(name: str) -> type[AttentionBackend]:
-    """vLLM's backend with keepset's mixins. It is found by module and name again, so it bears those of this file."""
+    """Return vLLM's backend with keepset's mixins. Its classes are of this module, where vLLM looks them up by name."""
     plain = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
     place = {"__module__": __name__}
     classes: dict[str, Any] = {"registered": name, "plain": plain, "impl": None, "builder": None}

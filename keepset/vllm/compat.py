@@ -1,10 +1,10 @@
-"""What keepset borrows from the inside of vLLM, thing by thing. All of it was seen in 0.32.0 and 0.33.0.
+"""Everything that keepset borrows from the inside of vLLM, as of 0.32.0 and 0.33.0.
 
-All else that the plug-in uses is an interface that vLLM offers to plug-ins: backends, kinds of KV cache and their
-managers, KV connectors, `additional_config`.
+Everything else that the plug-in uses is an interface for plug-ins: backends, kinds of KV cache and their managers, KV
+connectors, `additional_config`.
 
-Methods that keepset's classes override or call are used elsewhere, but named in `BORROWED` and looked for when an
-engine starts. What that cannot see is checked where it is relied on:
+Methods that keepset's classes override or call are used elsewhere, but named in `BORROWED`, and checked when an engine
+starts. What this check cannot see is checked where it is relied on:
 
 - `AttentionBackend.customize_spec` is called layer after layer in the order of `static_forward_context`, and is not
   told for which layer (the metadata builder checks what came of it);
@@ -32,7 +32,7 @@ from keepset.core.rope import RotaryTable
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 
 SUPPORTED = ("0.32", "0.33")
-"""vLLM versions that keepset is tested with; 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
+"""The vLLM versions that keepset is tested with. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager."
 _METADATA = (
@@ -63,14 +63,14 @@ BORROWED: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.attention.attention.unified_attention_with_output": ("query", "layer_name"),
     "vllm.model_executor.layers.rotary_embedding._ROPE_DICT": (),
 }
-"""What must be there, and what it takes or has among others."""
+"""Names that must exist, and the parameters or fields that each must have."""
 
 ONE_ROTATION = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types of which it is known that all layers rotate, and with one table."""
+"""Model types in which all layers rotate, with the same table."""
 
 
 def changed() -> Iterator[str]:
-    """What this vLLM lacks of all that is borrowed, or has in another form."""
+    """Yield the borrowed names that this vLLM lacks, or has with other parameters."""
     for name, parts in BORROWED.items():
         try:
             thing = resolve_name(name)
@@ -82,27 +82,27 @@ def changed() -> Iterator[str]:
 
 
 def ask_for_prompt_lengths(config: VllmConfig) -> None:
-    """Makes the runner tell attention how long prompts are: a field of reference sliding windows (R-SWA).
+    """Make the runner tell attention how long prompts are, in a field of reference sliding windows (R-SWA).
 
-    It is filled where the model has such a window and the backend says that it supports them; its number plays no
-    part, since `MetadataAdapter.planned` hides the field from the backend.
+    The field is filled if the model has such a window and the backend says that it supports them. The window's size
+    has no effect, because `MetadataAdapter.planned` hides the field from the backend.
     """
     config.model_config.model_arch_config.rswa_window = 1
 
 
 class PromptLengths:
-    """Tokens of each row's prompt; 0 for rows of a dummy run, and for those that fill a graph's batch up.
+    """Reads the lengths of prompts.
 
-    Model runner V1 has them on the host, and zeros in a dummy run. V2 has them on the device, and nothing in a dummy
-    run or of rows that fill up. There they are fetched where a request is at its prompt, which each is at first:
-    decoding waits for nothing.
+    Model runner V1 has them on the host, with zeros in a dummy run. V2 has them on the device, with nothing in a dummy
+    run or for rows that pad a graph's batch. They are fetched while a request is at its prompt, as every request is
+    at first, so that decoding has no host sync.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, int] = {}
 
     def of(self, metadata: CommonAttentionMetadata) -> list[int]:
-        """Of the rows of a step.
+        """Return the tokens of each row's prompt; 0 for rows of a dummy run, and for padding.
 
         Raises:
             UnsupportedEngineError: this vLLM does not say it.
@@ -126,27 +126,32 @@ class PromptLengths:
 
 
 def lengths_on_host(metadata: CommonAttentionMetadata) -> list[int]:
-    """Tokens of each row after the step: the runner's upper bound, exact without speculative decoding."""
+    """Return the tokens of each row after the step: the runner's upper bound, exact without speculative decoding."""
     bound = metadata.seq_lens_cpu_upper_bound
     return (metadata.seq_lens if bound is None else bound)[: metadata.num_reqs].tolist()
 
 
 def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
-    """Name, layer and index of the model's attention layers, in the order in which they were built."""
+    """Yield name, layer and index of the model's attention layers, in the order in which they were built."""
     for name, layer in config.compilation_config.static_forward_context.items():
         if isinstance(layer, Attention):
             yield name, layer, extract_layer_index(name)
 
 
 def all_layers(config: VllmConfig, layer_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Indices of the model's attention layers, of which this process may have a pipeline's stage."""
+    """Return the indices of the model's attention layers.
+
+    Args:
+        config: the engine's configuration.
+        layer_ids: those of this process, which may be one stage of a pipeline.
+    """
     if config.parallel_config.pipeline_parallel_size == 1:
         return layer_ids
     return tuple(range(config.model_config.get_total_num_hidden_layers()))
 
 
 def captured_tokens(config: VllmConfig) -> int:
-    """The most tokens of a step whose attention a CUDA graph may hold; 0 where none does."""
+    """Return the most tokens of a step whose attention a CUDA graph may hold; 0 if none does."""
     compilation = config.compilation_config
     mode, most = compilation.cudagraph_mode, compilation.max_cudagraph_capture_size or 0
     if not mode or not mode.has_full_cudagraphs():
@@ -157,10 +162,15 @@ def captured_tokens(config: VllmConfig) -> int:
 
 
 def rotary_table(model_type: str, head_dim: int, dtype: torch.dtype) -> RotaryTable:
-    """The rotation of the model that this process has loaded, from vLLM's cache of rotary embeddings.
+    """Return the rotation of the model that this process has loaded, from vLLM's cache of rotary embeddings.
+
+    Args:
+        model_type: the type of the model, as its configuration says it.
+        head_dim: the size of a query.
+        dtype: the type of the model's numbers.
 
     Raises:
-        UnsupportedModelError: it cannot be told which one the queries got.
+        UnsupportedModelError: it cannot be told which rotation the queries got.
     """
     tables = {
         id(rope): rope

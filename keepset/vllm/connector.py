@@ -1,9 +1,9 @@
-"""`BlockCountConnector`: what scheduler and layers have to tell one another, by vLLM's way for it, a KV connector.
+"""`BlockCountConnector`: messages between the scheduler and the layers, through vLLM's interface of KV connectors.
 
-Most recipes need no message: what they drop follows from lengths. Where it does not, the number of emptied blocks must
-get from the processes that compute to the one that schedules. And a request with a budget of its own says so to the
-scheduler alone. Layers know requests by their pages, so it is given its first page a step before it begins, and they
-are told of that. No keys and values move.
+Most recipes need no message, because what they drop follows from lengths. Where it does not, the number of emptied
+blocks goes from the processes that compute to the one that schedules. And only the scheduler sees that a request has a
+budget of its own. Layers know requests by their pages, so such a request gets its first page a step before it begins,
+and the layers are told of that page. No keys and values move.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
-from keepset.vllm.request_options import Wishes, unsealed, wishes_of
+from keepset.vllm.request_options import RequestOptions, from_signed, parse_options
 from keepset.vllm.settings import KEY, is_compressed, is_signed, recipe_of
 from keepset.vllm.signing import SIGNING_KEY, has_key
 
@@ -43,7 +43,12 @@ logger = init_logger(__name__)
 
 
 class OwnBudget(NamedTuple):
-    """The budget of a request, None where nothing of it is dropped, and its first page in each group of layers."""
+    """A request's own budget.
+
+    Attributes:
+        budget: the budget; None if nothing is dropped.
+        pages: its first page in each group of layers.
+    """
 
     budget: Budget | None
     pages: list[int]
@@ -51,12 +56,12 @@ class OwnBudget(NamedTuple):
 
 @dataclass
 class ExpectedEvents(KVConnectorMetadata):
-    """To the workers.
+    """A message to the workers, with each step.
 
     Attributes:
-        keys: whose event it is, by the id of the page that holds the request's newest token.
+        keys: the requests that reach an event, by the page that holds their newest token.
         begin: requests with a budget of their own that begin with the next step.
-        ended: requests that do not go on.
+        ended: requests that have ended or were preempted.
         refused: requests that cannot have what they ask for.
     """
 
@@ -68,9 +73,9 @@ class ExpectedEvents(KVConnectorMetadata):
 
 @dataclass
 class FreedBlockCounts(KVConnectorWorkerMetadata):
-    """To the scheduler: leading blocks that a request's layers do not use any more.
+    """A message to the scheduler: how many leading blocks a request's layers do not use any more.
 
-    A group of layers is reported in the same step by all processes that have some of them.
+    All processes that have layers of a group report an event in the same step.
     """
 
     blocks: dict[RequestKey, int] = field(default_factory=dict)
@@ -83,7 +88,7 @@ class FreedBlockCounts(KVConnectorWorkerMetadata):
 
 
 class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
-    """The connector."""
+    """The KV connector of recipes whose counts come from the data, and of requests with budgets of their own."""
 
     requires_kv_delivery = False
 
@@ -95,7 +100,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._requests: dict[str, Request] = {}
         self._recipe = recipe_of(vllm_config) if is_compressed(vllm_config) else None
-        self._own: dict[str, Recipe | None] = {}  # of requests with budgets of their own
+        self._own: dict[str, Recipe | None] = {}  # recipes of requests with budgets of their own
         self._beginning: dict[str, OwnBudget] = {}
         self._tickets: dict[str, str] = {}
         self._waiting: set[str] = set()
@@ -111,14 +116,14 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """No keys and values come or go."""
+        """Do nothing: no keys and values are moved."""
 
     wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
     # --- in processes that compute
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Notes which requests begin with budgets of their own, and which end."""
+        """Note which requests begin with budgets of their own, and which end."""
         metadata, context = self._connector_metadata, active()
         assert isinstance(metadata, ExpectedEvents) and context is not None
         self._failed |= metadata.refused
@@ -134,12 +139,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
                 planner.requests.begin(pages[number], 0, RequestOverrides(name, own=own))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Refused requests end as those whose caches could not be fetched."""
+        """Return refused requests as requests whose caches could not be fetched: so they end."""
         failed, self._failed = self._failed, set()
         return KVConnectorTransferResults(set(), set(failed), failed)
 
     def build_connector_worker_meta(self) -> FreedBlockCounts | None:
-        """What the events before this step emptied; every rank reports every event."""
+        """Return what the events before this step emptied; every rank reports every event."""
         metadata, context = self._connector_metadata, active()
         assert context is not None
         if isinstance(metadata, ExpectedEvents):
@@ -150,59 +155,59 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     # --- in the process that schedules
 
     def on_new_request(self, request: Request) -> None:
-        """Takes note of what a request says of itself; what cannot be ends it with an error, and nothing else."""
+        """Note the options of a request. If they cannot be granted, this request ends with an error, and no other."""
         self._requests[request.request_id] = request
         try:
-            wishes = self._wishes(request)
-            self._tickets[request.request_id] = wishes.ticket
-            self._grant(request, wishes)
-        except Exception as error:  # whatever a request says, and whatever files come and go, the others are served
+            options = self._options(request)
+            self._tickets[request.request_id] = options.ticket
+            self._grant(request, options)
+        except Exception as error:  # whatever a request says and whatever happens to files, other requests are served
             known = isinstance(error, KeepsetError)
             logger.error("Request %s: %s", request.request_id, error, exc_info=not known)
             self._refuse(request, str(error) if known else "The server cannot do this; its log says why.")
             self._denied.add(request.request_id)
-            request.skip_reading_prefix_cache = False  # or vLLM would not ask about it
+            request.skip_reading_prefix_cache = False  # or vLLM would not ask for its tokens, and not end it
 
     def _refuse(self, request: Request, why: str) -> None:
-        """Says why to the front end, if that has asked."""
+        """Tell the front end why, if it has asked."""
         stats.refused(self._tickets.get(request.request_id, ""), why)
 
-    def _wishes(self, request: Request) -> Wishes:
-        """What a request says: of an engine behind a front end that signs, nothing but what that has signed."""
+    def _options(self, request: Request) -> RequestOptions:
+        """Return a request's options. Behind a front end that signs, only signed options count."""
         parameters = request.sampling_params
         said = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
         if said is None:
-            return Wishes()
-        return unsealed(said) if self._signed else wishes_of(said)
+            return RequestOptions()
+        return from_signed(said) if self._signed else parse_options(said)
 
-    def _grant(self, request: Request, wishes: Wishes) -> None:
-        """Prepares what a request asks for; raises KeepsetError where that cannot be."""
-        if wishes.context is not None:
-            raise KeepsetError(f"There is no context {wishes.context!r}: this engine has no folder of contexts.")
-        if wishes.save is not None:
+    def _grant(self, request: Request, options: RequestOptions) -> None:
+        """Prepare what a request asks for. Raises KeepsetError if it cannot be granted."""
+        if options.context is not None:
+            raise KeepsetError(f"There is no context {options.context!r}: this engine has no folder of contexts.")
+        if options.save is not None:
             raise KeepsetError("This engine saves no contexts: it has no folder for them.")
-        if wishes.is_own:
-            self._settle(request, wishes.recipe(self._recipe))
+        if options.is_own:
+            self._settle(request, options.recipe(self._recipe))
 
     def _settle(self, request: Request, recipe: Recipe | None) -> None:
-        """Has a request compressed by a recipe of its own; None: not at all."""
+        """Have a request compressed by a recipe of its own; None for no compression."""
         self._own[request.request_id] = recipe
         for manager in self._managers:
             manager.settle(request.request_id, recipe)
-        # Nobody else's pages are what this request would have, whatever its tokens.
+        # Whatever its tokens, it may not share the pages of requests with another budget.
         request.cache_salt = f"keepset {self._salt} {request.request_id}"
         request.block_hashes = []
         request.update_block_hashes()
         request.skip_reading_prefix_cache = False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """None has a request wait for a step; tokens that cannot be had end it."""
+        """Return None to have a request wait for a step, or tokens that cannot be loaded to end it."""
         name = request.request_id
         if name in self._denied:
             return request.num_tokens - num_computed_tokens, True
         if name not in self._own or self._managers[0].is_reserved(name):
             return 0, False
-        # One at a time: blocks that nobody uses must not keep those out who would.
+        # One at a time: reserved blocks that nobody uses must not keep other requests out.
         if not self._beginning and self._managers[0].block_pool.get_num_free_blocks() >= len(self._managers):
             recipe, pages = self._own[name], [manager.reserve(name) for manager in self._managers]
             self._beginning[name] = OwnBudget(None if recipe is None else recipe.budget, pages)
@@ -213,9 +218,9 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             self._refused.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExpectedEvents:
-        """Which of the scheduled requests reach an event."""
+        """Return the step's message to the workers: which requests reach an event, begin or have ended."""
         ended = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        # Who has not begun although it could have waits for its turn without a block.
+        # A request that could have begun and has not gives its block back, and waits for its turn without one.
         late = {name for name in self._waiting if self._managers[0].is_reserved(name)}
         for manager in self._managers:
             for name in late:
@@ -232,7 +237,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         return expected
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Frees what was emptied, unless the request ended or was preempted since: then its blocks are gone."""
+        """Free what was emptied, unless the request has ended or was preempted since: then its blocks are gone."""
         freed = connector_output.kv_connector_worker_meta
         if not isinstance(freed, FreedBlockCounts):
             return
@@ -242,7 +247,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
                 self._managers[group].release(name, blocks)
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets a request; its blocks may go at once."""
+        """Forget a request. Its blocks may be freed at once."""
         name = request.request_id
         self._requests.pop(name, None)
         self._own.pop(name, None)

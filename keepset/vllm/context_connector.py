@@ -1,9 +1,9 @@
-"""`ContextConnector`: lets requests begin with saved contexts, by vLLM's way to get a prompt's cache from elsewhere.
+"""`ContextConnector`: lets requests begin with saved contexts, through vLLM's interface for caches from elsewhere.
 
-A request that names a context has only its question as a prompt. It is given as many tokens in front as the context
-has, which nobody looks at; vLLM is told that a connector has their cache. So it allocates blocks, waits until they are
-filled, and caches those that are full under hashes that begin with the context's digest. Who comes later finds them as
-it finds any prefix, and only its own last blocks are filled for it.
+A request that names a context has only its question as a prompt. As many tokens as the context has are put in front,
+and vLLM is told that a connector has their cache; nobody reads these tokens. So vLLM allocates blocks, waits until they
+are filled, and caches full ones under hashes that begin with the context's digest. Later requests find them like any
+cached prefix, and only their own last blocks are filled for them.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ from keepset.vllm.contexts import ContextLibrary, SavedContext
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.owned_contexts import OwnedContexts, check_save
-from keepset.vllm.request_options import Wishes
+from keepset.vllm.request_options import RequestOptions
 from keepset.vllm.settings import contexts_of, save_limit_of
 
 logger = init_logger(__name__)
 
 
 _PLACEMENTS = 1024
-"""Contexts of which it is remembered where they lie."""
+"""How many contexts' placements are cached."""
 
 
 @dataclass
 class ContextLoads(ExpectedEvents):
-    """To the workers: contexts to load and to save besides."""
+    """A message to the workers: also contexts to load and to save."""
 
     jobs: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
 
 
 class _Asked(NamedTuple):
-    """A request's context, and where it lies."""
+    """A request's context, and its placement."""
 
     context: SavedContext
     placement: ContextPlacement
 
 
 class ContextConnector(BlockCountConnector):
-    """The connector."""
+    """The KV connector of engines with a folder of contexts."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -88,7 +88,7 @@ class ContextConnector(BlockCountConnector):
         if self._loader is None or self._saver is None:
             self._loader, self._saver = ContextLoader(context, self._cache), ContextSaver(context)
         idle = forward_context.attn_metadata is None
-        # First what may lie in blocks that others are given now.
+        # Saved first: blocks that were freed may be given to others in this very step.
         self._saver.start(metadata.saves, idle)
         self._loader.start(metadata.jobs, idle, metadata.ended)
 
@@ -105,21 +105,21 @@ class ContextConnector(BlockCountConnector):
 
     # --- in the process that schedules
 
-    def _grant(self, request: Request, wishes: Wishes) -> None:
-        if wishes.save is not None:
-            check_save(self._limit, wishes.save, _objection(request))
-        if wishes.context is not None:
-            self._ask(request, wishes)
-        elif wishes.is_own:
-            self._settle(request, wishes.recipe(self._recipe))
+    def _grant(self, request: Request, options: RequestOptions) -> None:
+        if options.save is not None:
+            check_save(self._limit, options.save, _objection(request))
+        if options.context is not None:
+            self._ask(request, options)
+        elif options.is_own:
+            self._settle(request, options.recipe(self._recipe))
         else:
-            self._find(request, wishes.owner)
-        if wishes.save is not None:
-            owned = OwnedContexts(self._library.folder, wishes.owner)
-            self._saves[request.request_id] = owned, owned.unfinished(wishes.save)
+            self._find(request, options.owner)
+        if options.save is not None:
+            owned = OwnedContexts(self._library.folder, options.owner)
+            self._saves[request.request_id] = owned, owned.unfinished(options.save)
 
     def _find(self, request: Request, owner: str) -> None:
-        """Has a request begin with the context that its prompt begins with, if there is one."""
+        """Have a request begin with the context that its prompt begins with, if there is one."""
         if not request.prompt_token_ids or _objection(request):
             return
         context = self._library.beginning(request.prompt_token_ids, owner)
@@ -129,28 +129,28 @@ class ContextConnector(BlockCountConnector):
         except KeepsetError as error:
             logger.error("Request %s: %s", request.request_id, error)
 
-    def _ask(self, request: Request, wishes: Wishes) -> None:
-        """Makes a context part of a request's prompt, which is a question to it."""
-        assert wishes.context is not None
-        context, prompt = self._library.named(wishes.context, wishes.owner), request.prompt_token_ids
+    def _ask(self, request: Request, options: RequestOptions) -> None:
+        """Put the tokens of a context in front of a request's prompt, which is a question about it."""
+        assert options.context is not None
+        context, prompt = self._library.named(options.context, options.owner), request.prompt_token_ids
         if objection := _objection(request):
             raise KeepsetError(f"A question to a context is {objection}.")
         assert prompt is not None
         question, begins = self._library.question(context, prompt)
         if not begins:
-            if wishes.save is not None:
+            if options.save is not None:
                 raise KeepsetError(
                     f"What follows context {context.name!r} cannot be saved, because a server does not know the text "
                     "of the context: send all of it, and then the question."
                 )
-            # Any tokens will do for the context's: nobody computes them.
+            # Any tokens will do for the context: nobody computes them.
             request.prompt_token_ids = [0] * context.tokens + question
             request._all_token_ids[:] = request.prompt_token_ids
             request.num_prompt_tokens = len(request.prompt_token_ids)
         self._begin(request, context)
 
     def _begin(self, request: Request, context: SavedContext) -> None:
-        """Has the context's blocks found by its digest, which takes the place of its tokens in their hashes."""
+        """Have the context's blocks found by its digest, which replaces its tokens in their hashes."""
         if len(self._placements) > _PLACEMENTS:
             self._placements.clear()
         if context.digest not in self._placements:
@@ -183,7 +183,7 @@ class ContextConnector(BlockCountConnector):
         asked = self._asked.get(request.request_id)
         if asked is None or request.request_id in self._denied:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
-        # While the first of them is loaded, others wait for its pages.
+        # While one request loads the context, others wait for its pages.
         missing = asked.placement.shared and num_computed_tokens < asked.placement.own * self._manager.block_size
         if missing and asked.context.digest in self._loading:
             return None, False
@@ -238,7 +238,7 @@ class ContextConnector(BlockCountConnector):
         return saves, None
 
     def _save(self, request: Request) -> bool:
-        """Whether a request's blocks must wait until they are saved."""
+        """Return whether a request's blocks must be kept until they are saved."""
         name, length = request.request_id, request.num_computed_tokens
         if name not in self._saves:
             return False
@@ -257,7 +257,7 @@ class ContextConnector(BlockCountConnector):
 
     @property
     def _used(self) -> set[Path]:
-        """Files that requests still load from."""
+        """The files that requests still load from."""
         return {asked.context.path for asked in self._asked.values()}
 
     @property
@@ -268,7 +268,7 @@ class ContextConnector(BlockCountConnector):
 
 
 def _objection(request: Request) -> str:
-    """Why a request cannot begin with a context, if it cannot."""
+    """Return what a request would have to be to begin with a context; empty if it can."""
     reasons = {
         "tokens, not embeddings": request.prompt_embeds is not None,
         "of the model itself, without LoRA": request.lora_request is not None,

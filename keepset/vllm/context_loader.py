@@ -1,4 +1,4 @@
-"""`ContextLoader`: brings the entries of saved contexts into a process's part of the pool, beside its steps."""
+"""`ContextLoader`: loads the entries of saved contexts into a process's part of the pool, while steps go on."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from keepset.vllm.contexts import SavedContext
 from keepset.vllm.engine_context import EngineContext
 
 _TAILS = 256
-"""Contexts whose last entries are remembered, because every request is given a copy of them."""
+"""How many contexts' last entries are cached, because every request gets a copy of them."""
 
 _PATIENCE = 0.01
-"""Seconds that a step without tokens waits for files, lest the engine's loop take the time that reading needs."""
+"""Seconds that a step without tokens waits for files, so that the engine's idle loop leaves time for reading."""
 
 ContextColumns = dict[str, Tensor]
-"""Columns of a context's entries, layer after layer and head after head."""
+"""The columns of a context's entries, packed layer after layer and head after head."""
 
 
 @dataclass(frozen=True)
 class LoadJob:
-    """A context for one request.
+    """A context to load for one request.
 
     Attributes:
-        request: its name.
-        context: its.
-        placement: of that.
-        blocks: of the request, by logical position.
-        whole: whether its shared pages are to be filled too; else its own alone.
+        request: the engine's name of the request.
+        context: the context.
+        placement: where the context is in the request's blocks.
+        blocks: the request's blocks, by logical position.
+        whole: whether shared pages are filled too; else only the request's own.
     """
 
     request: str
@@ -49,7 +49,12 @@ class LoadJob:
 
 
 class ContextLoader:
-    """Of one process; `context` has its layers, whose pages are like those of this cache."""
+    """Loads contexts in one process.
+
+    Args:
+        context: has the process's layers.
+        cache: the cache of one of these layers.
+    """
 
     def __init__(self, context: EngineContext, cache: Tensor) -> None:
         (self._group,), self._cache = context.groups.values(), cache
@@ -63,12 +68,12 @@ class ContextLoader:
         self._tails: OrderedDict[str, ContextColumns] = OrderedDict()
 
     def start(self, jobs: Sequence[LoadJob], idle: bool, ended: Collection[str]) -> None:
-        """Fills the blocks of requests, at once where nothing has to be read.
+        """Start to fill blocks of requests; those for which nothing has to be read are filled at once.
 
         Args:
-            jobs: what is to be filled.
-            idle: whether there is nothing else to do.
-            ended: requests of jobs before that do not go on.
+            jobs: what is to be loaded.
+            idle: whether the step computes nothing, so that there is time to wait.
+            ended: requests of earlier jobs that have ended.
         """
         self._gone |= {job.request for job, _ in self._reading} & set(ended)
         for job in jobs:
@@ -81,12 +86,12 @@ class ContextLoader:
             wait([read for _, read in self._reading], _PATIENCE)
 
     def finish(self) -> tuple[set[str], dict[str, str]]:
-        """Requests whose blocks have been filled since it was asked last, and why others' cannot be."""
+        """Return the requests whose blocks were filled since the last call, and by name why others' cannot be."""
         failed, reading = {}, []
         for job, read in self._reading:
             if not read.done():
                 reading.append((job, read))
-            elif (error := read.exception()) is not None:  # whatever is wrong with a file, the others are served
+            elif (error := read.exception()) is not None:  # whatever is wrong with a file, other requests are served
                 failed[job.request] = str(error)
             else:
                 self._arrived(job, read.result())
@@ -110,7 +115,7 @@ class ContextLoader:
         return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names if name in parts[0][0]}
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:
-        """Of this process's heads."""
+        """Return the entries of this process's heads."""
         return job.context.counts[:, self._rank * self._kv_heads :][:, : self._kv_heads]
 
     def _arrived(self, job: LoadJob, entries: ContextColumns) -> None:
@@ -128,8 +133,8 @@ class ContextLoader:
         return context_places(layout, torch.tensor(job.blocks), self._block_size, len(self._cache), own=not whole)
 
     def _put(self, job: LoadJob, entries: ContextColumns) -> None:
-        """Writes entries to the request's blocks; they are all of its context's, or those of its own blocks."""
-        self._events.run()  # those that are due may still read pages that were freed and are this request's now
+        """Write a context's entries to the request's blocks: all of them, or those of its own blocks."""
+        self._events.run()  # events that are due may still read freed pages, which are this request's now
         device, to = self._cache.device, self._cache
         _, layers, slots = self._places(job, job.whole)
         columns = {name: column.to(to if name in ("keys", "values") else device) for name, column in entries.items()}

@@ -1,4 +1,4 @@
-"""`ContextSaver`: writes what requests leave in the pool to files, beside a process's steps."""
+"""`ContextSaver`: saves what requests leave in the pool to files, while steps go on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ logger = init_logger(__name__)
 
 
 def at_rest(recipe: str | None) -> str:
-    """What a file says of entries that a recipe has kept, all of which are its prompt now; None has kept all."""
+    """Return the recipe of a saved file: all tokens so far are its prompt, and nothing of that is compressed.
+
+    Args:
+        recipe: the recipe that has kept the entries; None if all were kept.
+    """
     if recipe is None:
         return "streaming_llm(keep=1.0)"
     parsed = Recipe.parse(recipe)
@@ -34,16 +38,16 @@ def at_rest(recipe: str | None) -> str:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A request that has ended and whose blocks wait to be saved.
+    """A request that has ended, whose blocks wait to be saved.
 
     Attributes:
-        request: its name.
-        path: of the file.
-        recipe: that it was compressed by.
-        model: its name.
-        fingerprint: of it.
-        tokens: that the request has had.
-        blocks: of the request, by logical position.
+        request: the engine's name of the request.
+        path: the file to write.
+        recipe: the recipe of the saved file.
+        model: the name of the model.
+        fingerprint: the model's fingerprint.
+        tokens: the tokens that the request has had.
+        blocks: the request's blocks, by logical position.
     """
 
     request: str
@@ -56,7 +60,11 @@ class SaveJob:
 
 
 class ContextSaver:
-    """Of a process that computes; `context` has its layers. Of several ranks the first writes the heads of all."""
+    """Saves requests in a process that computes. Of several ranks the first writes the heads of all.
+
+    Args:
+        context: has the process's layers.
+    """
 
     def __init__(self, context: EngineContext) -> None:
         (self._group,) = context.groups.values()
@@ -65,7 +73,12 @@ class ContextSaver:
         self._writing: list[tuple[str, Future[None]]] = []
 
     def start(self, jobs: Sequence[SaveJob], idle: bool) -> None:
-        """Copies what these requests have left; `idle`: there is nothing else to do than to write it."""
+        """Copy what requests have left, and start to write it.
+
+        Args:
+            jobs: the requests.
+            idle: whether the step computes nothing; then wait until everything is written.
+        """
         if jobs:
             self._events.run()
         for job in jobs:
@@ -74,7 +87,7 @@ class ContextSaver:
             wait([written for _, written in self._writing])
 
     def _left(self, job: SaveJob) -> list[dict[int, saved.Columns] | str]:
-        """What every rank has of a request, or why it has lost it; nothing where another rank writes."""
+        """Return what every rank has of a request, or why it has nothing; an empty list if another rank writes."""
         try:
             own: dict[int, saved.Columns] | str = self._group.export_request(job.blocks, len(job.tokens))
         except RuntimeError as error:
@@ -85,7 +98,7 @@ class ContextSaver:
         return [_unpacked(part) for part in _gathered(_packed(own), ranks)]
 
     def finish(self) -> set[str]:
-        """Requests whose blocks are needed no more since it was asked last."""
+        """Return the requests that were written, or could not be, since the last call: their blocks may be freed."""
         done = {name for name, written in self._writing if written.done()}
         for name, written in self._writing:
             if written.done() and (error := written.exception()) is not None:
@@ -112,7 +125,7 @@ _LOST = "lost"
 
 
 def _packed(part: dict[int, saved.Columns] | str) -> Tensor:
-    """What a rank has, or why it has nothing, as bytes."""
+    """Return what a rank has, or why it has nothing, as bytes."""
     if isinstance(part, str):
         columns = {_LOST: torch.tensor(list(part.encode()), dtype=torch.uint8)}
     else:
@@ -132,7 +145,7 @@ def _unpacked(packed: Tensor) -> dict[int, saved.Columns] | str:
 
 
 def _gathered(own: Tensor, ranks: GroupCoordinator) -> list[Tensor]:
-    """Every rank's bytes at the first of them, and none elsewhere."""
+    """Return every rank's bytes on the first rank, and nothing on others."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
     torch.distributed.all_gather(sizes, torch.tensor([len(own)]), ranks.cpu_group)
     room = own.new_zeros(max(map(int, sizes)))

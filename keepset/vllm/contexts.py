@@ -1,4 +1,4 @@
-"""The contexts that an engine serves: files of a folder, looked for again at every request."""
+"""The contexts that an engine serves: the files of a folder, which is looked through at every request."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class SavedContext:
     """A file that requests to this model can begin with.
 
     Attributes:
-        name, path, nbytes: of the file.
-        owner: who has saved it; "" of those that all may name.
-        contents: what it says of itself.
+        name: the name of the context.
+        path, nbytes: the file, and its size in bytes.
+        contents: what the file says of itself.
         counts: entries of every head.
+        owner: who has saved it; "" for contexts that everybody may name.
     """
 
     name: str
@@ -50,33 +51,33 @@ class SavedContext:
 
     @property
     def digest(self) -> str:
-        """Of all that the file holds."""
+        """The digest of everything that the file holds."""
         return self.contents.digest
 
     @property
     def recipe(self) -> Recipe | None:
-        """By which requests compress it further; None if they do not."""
+        """The recipe by which requests compress the context further; None if they do not."""
         return Recipe.parse(self.contents.header.recipe) if self.contents.goes_on else None
 
     @property
     def title(self) -> str:
-        """What it is counted under: owners do not know of one another's names."""
+        """The name that it is counted under, which is different for each owner."""
         return f"{self.owner}/{self.name}" if self.owner else self.name
 
     @property
     def tokens(self) -> int:
-        """Of the context, kept or not."""
+        """The number of tokens of the context, kept or not."""
         return self.contents.header.tokens
 
 
 class ContextLibrary:
-    """Looks into a folder. A file is opened again once it has changed; its entries are read by who loads it.
+    """Finds contexts in a folder. A file is opened again once it has changed; its entries are read when it is loaded.
 
-    Whoever asks says for which owner: it has its own contexts, and those of the folder itself, which are everybody's.
+    An owner sees the contexts that it has saved, and those of the folder itself, which are everybody's.
 
     Args:
-        folder: of the files.
-        config: the engine's.
+        folder: the folder of the files.
+        config: vLLM's configuration.
     """
 
     def __init__(self, folder: Path, config: VllmConfig) -> None:
@@ -88,10 +89,14 @@ class ContextLibrary:
         self._listed: dict[Path, tuple[int, list[SavedContext]]] = {}
 
     def named(self, name: str, owner: str) -> SavedContext:
-        """The context of this name.
+        """Return the context of a name.
+
+        Args:
+            name: the name that a request has given.
+            owner: the owner whose request it is.
 
         Raises:
-            KeepsetError: there is none, or it cannot be served to this model; says why.
+            KeepsetError: there is none, or it cannot be served to this model.
         """
         own = OwnedContexts(self.folder, owner).newest().get(name)
         # A name is no path: nothing outside of the folder can be named.
@@ -103,7 +108,15 @@ class ContextLibrary:
         return context
 
     def checked(self, name: str, owner: str) -> SavedContext:
-        """The same, once it was read as a whole: a damaged one is found out here, too. Takes as long as reading it."""
+        """Return the context of a name, after the whole file was read once, so that damage is found.
+
+        Args:
+            name: the name that a request has given.
+            owner: the owner whose request it is.
+
+        Raises:
+            KeepsetError: there is none, it is damaged, or it cannot be served to this model.
+        """
         context = self.named(name, owner)
         if context.digest not in self._whole:
             try:
@@ -115,10 +128,18 @@ class ContextLibrary:
         return context
 
     def question(self, context: SavedContext, prompt: Sequence[int]) -> tuple[list[int], bool]:
-        """What of a prompt that names a context comes after it; and whether the prompt begins with its tokens.
+        """Return what comes after the context in the prompt of a request that names it.
 
-        That is what follows the context's own tokens, where it begins with them; else all of it, but for what every
-        message begins with. A context that a request has saved is gone on from by prompts that begin with it alone.
+        If the prompt begins with the context's tokens, that is what follows them. If not, it is the whole prompt,
+        without the tokens that every message begins with. A context that a request has saved is only served to
+        prompts that begin with its tokens.
+
+        Args:
+            context: the context.
+            prompt: the tokens of the prompt.
+
+        Returns:
+            The tokens after the context, and whether the prompt begins with the context's.
 
         Raises:
             KeepsetError: nothing is left to compute, or with the context it is too long for this server.
@@ -144,7 +165,12 @@ class ContextLibrary:
         return question, begins
 
     def beginning(self, tokens: Sequence[int], owner: str) -> SavedContext | None:
-        """The longest context that is this prompt's beginning; there must be a token left to compute."""
+        """Return the longest context that a prompt begins with, if there is one and a token is left to compute.
+
+        Args:
+            tokens: the tokens of the prompt.
+            owner: the owner whose request it is.
+        """
         fitting = [each for each in self.all(owner) if each.contents.text and each.tokens < len(tokens)]
         longest, text, done = None, hashlib.sha256(), 0
         for context in sorted(fitting, key=lambda context: context.tokens):
@@ -155,7 +181,7 @@ class ContextLibrary:
         return longest
 
     def all(self, owner: str) -> list[SavedContext]:
-        """All that can be served, by name; the owner's own first. A folder is looked through once it has changed."""
+        """Return all contexts that can be served to an owner, its own first, each part in the order of names."""
         own = OwnedContexts(self.folder, owner)
         contexts = self._in(own.folder, own.newest, owner)
         known = {context.name for context in contexts}
@@ -176,14 +202,14 @@ class ContextLibrary:
                 path: known for path, known in self._known.items() if path.parent != folder or path in there.values()
             }
             for name, path in there.items():
-                with suppress(KeepsetError):  # who names it is told
+                with suppress(KeepsetError):  # a request that names it gets the error
                     if (context := self._at(path, name, owner)) is not None:
                         contexts.append(context)
             self._listed[folder] = version, contexts
         return self._listed[folder][1]
 
     def _at(self, path: Path, name: str, owner: str) -> SavedContext | None:
-        """The context in a file, if there is one; raises KeepsetError where it cannot be served."""
+        """Return the context in a file, if there is one. Raises KeepsetError if it cannot be served."""
         try:
             stat = path.stat()
         except (OSError, ValueError):
@@ -204,7 +230,7 @@ class ContextLibrary:
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """Of the model; without its weights where those are not found in a folder."""
+        """The fingerprint of the model; without its weights if these are not in a folder."""
         model, dtype = self._model, cast(torch.dtype, self._model.dtype)
         weights = stored_weights(Path(model.model), model.hf_text_config, dtype) if Path(model.model).is_dir() else None
         if weights is None:
@@ -215,7 +241,7 @@ class ContextLibrary:
         return {**make(model.architecture, model.hf_text_config, dtype), **known}
 
     def _goes_on(self, contents: saved.Contents) -> bool:
-        """Whether requests can be compressed further: all that the next event looks at is then yet to come."""
+        """Return whether requests can compress a context further: all that the next event looks at is yet to come."""
         own, engine = Recipe.parse(contents.header.recipe), self._recipe
         same = engine is not None and (own.method, own.schedule.every) == (engine.method, engine.schedule.every)
         newest, every = own.method.needs.newest, own.schedule.every or 0

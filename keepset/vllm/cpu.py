@@ -15,9 +15,9 @@ from keepset.vllm.engine_context import PlannedStep
 
 
 class CPUMixin(CompressedAttentionImpl):
-    """Its cache is packed, and its kernel is called without what vLLM's class does around it.
+    """A mixin for layers whose cache is packed.
 
-    That would take as long as all that is done here.
+    The backend's kernel is called directly: what vLLM's class does around it would take as long as the rest.
     """
 
     head_size: int
@@ -35,7 +35,7 @@ class CPUMixin(CompressedAttentionImpl):
         pages.write_folded(keys, values, slots)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Attention by the backend's own kernel, which keepset has no quicker one for, unless entries have biases."""
+        """Compute attention by the backend's own kernel, which is the quickest, unless entries have biases."""
         place = step.places[layer.layer_name]
         pages, bias = self.pages(layer, kv_cache), step.group.columns.bias
         if bias is not None:

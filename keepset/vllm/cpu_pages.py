@@ -15,15 +15,20 @@ from keepset.paged.fp8 import EightBits
 
 
 class CPUPages:
-    """Pages of vLLM's CPU backend, which packs keys and values as its instruction set likes to read them.
+    """Pages of vLLM's CPU backend, which packs keys and values in the order that its instruction set reads.
+
+    Args:
+        caches: the caches of the layers that share block tables.
+        place: the layer's place among them.
+        isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
+        eight_bits: how the cache is read, if its numbers have 8 bits.
 
     Attributes:
-        kv_heads, block_size, head_dim, slots, device, dtype: of the cache.
-        entry_bytes: of an entry's key and value.
-        isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
-        folded: keys and values for the backend's kernels, `[subpages, 1, block_size, head_dim]`: every sub-page is a
-            block of one KV head, so that a page table has one row per (request, head), and each row its own length.
-            They are those of all layers with the same block tables.
+        isa, eight_bits: as given.
+        kv_heads, block_size, head_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages` has them.
+        folded: keys and values of all these layers for the backend's kernels, `[subpages, 1, block_size, head_dim]`:
+            every sub-page is a block of one KV head. So a page table has one row for each (request, head), and each row
+            a length of its own.
     """
 
     def __init__(
@@ -50,7 +55,7 @@ class CPUPages:
         self._key_order, self._value_order = packing(self.block_size, self.head_dim, kind, isa)
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Keys of whole sub-pages, unpacked."""
+        """Return the keys of whole sub-pages, unpacked."""
         *rows, pages = subpages.shape
         key_rows = 2 * ((subpages.flatten() + self._before) % self._all)
         keys = _unpacked(self._rows.index_select(0, key_rows), self._key_order)
@@ -60,7 +65,7 @@ class CPUPages:
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
-        """Keys and values of whole sub-pages, unpacked and in the cache's dtype."""
+        """Return keys and values of whole sub-pages, unpacked and in the cache's type."""
         *rows, pages = subpages.shape
         shape = (*rows, pages * self.block_size, self.head_dim)
         key_rows = 2 * ((subpages.flatten() + self._before) % self._all)
@@ -71,13 +76,19 @@ class CPUPages:
     def write(
         self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
-        """Puts entry `i` at `slots[i]`, by the backend's own kernel, which would scale what has 8 bits again."""
+        """Write entry `i` to `slots[i]`."""
         self.write_folded(keys, values, (slots + self._before * self.block_size) % (self._all * self.block_size))
 
     def write_folded(
         self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
-        """The same, where slots are counted from the first layer's on."""
+        """Write entry `i` to `slots[i]`, counted from the first layer's slots on.
+
+        The backend's own kernel writes them, except numbers of 8 bits, which it would scale again.
+
+        Raises:
+            KeepsetError: keys or values have another type than the cache.
+        """
         if keys.dtype != self._cache.dtype or values.dtype != self._cache.dtype:
             # The kernel goes by the dtype of the keys alone and would scribble over the pool.
             raise KeepsetError(f"The KV cache holds {self._cache.dtype}: keys and values must have the same dtype.")
@@ -91,7 +102,11 @@ class CPUPages:
 
 
 def _joined(caches: Sequence[Tensor]) -> Shaped[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
-    """The caches as one tensor, which their memory is already."""
+    """Return the caches as one tensor: they follow one another in memory.
+
+    Raises:
+        UnsupportedEngineError: they do not.
+    """
     first = caches[0]
     follow = all(cache.data_ptr() == first.data_ptr() + i * first.nbytes for i, cache in enumerate(caches))
     if not follow or not all(cache.is_contiguous() for cache in caches):
@@ -105,10 +120,21 @@ def _joined(caches: Sequence[Tensor]) -> Shaped[Tensor, "all_blocks kv_heads blo
 def packing(
     block_size: int, head_dim: int, dtype: torch.dtype, isa: str
 ) -> tuple[Int[Tensor, " numbers"] | None, Int[Tensor, " numbers"] | None]:
-    """Where in a packed sub-page the number of each (slot, channel) is, for keys and for values; None: in its place.
+    """Return where in a packed sub-page each number of (offset, channel) is, for keys and for values.
 
-    Found by having the backend's own kernel write numbers that tell where they came from: how it packs differs
-    between instruction sets and dtypes and is nobody's promise.
+    How numbers are packed differs between instruction sets and types, and is documented nowhere. So the backend's own
+    kernel is made to write numbers that tell where they came from.
+
+    Args:
+        block_size, head_dim: entries of a sub-page, and numbers of a key.
+        dtype: the type of the stored numbers.
+        isa: the instruction set.
+
+    Returns:
+        Two orders, each None if numbers are in their places.
+
+    Raises:
+        UnsupportedEngineError: the kernel does more than reorder numbers.
     """
     numbers = block_size * head_dim
     home = torch.arange(numbers)
@@ -143,7 +169,7 @@ def _pack(
     isa: str,
     cache_dtype: str = "auto",
 ) -> None:
-    # The kernel walks the slots by address, as 64-bit numbers, and takes the last axis of entries for dense.
+    # The kernel reads slots by address, as 64-bit numbers, and expects the last axis of entries to be dense.
     new = keys.contiguous().unsqueeze(1), values.contiguous().unsqueeze(1)
     slots = slots.long().contiguous()
     ops.cpu_attn_reshape_and_cache(*new, key_cache, value_cache, slots, isa, kv_cache_dtype=cache_dtype)

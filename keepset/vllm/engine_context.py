@@ -1,8 +1,7 @@
-"""`EngineContext`: all that keepset's classes in one process must know of one another under vLLM.
+"""`EngineContext`: what keepset's classes in one process share under vLLM.
 
-vLLM asks an attention backend for classes and for each layer's kind of cache without saying for which model or
-layer, and makes the objects itself. They share what this module holds; the only global is which context is
-current.
+vLLM asks an attention backend for classes and for each layer's kind of cache without saying for which model or layer,
+and makes the objects itself. So what they share is here. Only which context is the active one is global.
 """
 
 from __future__ import annotations
@@ -46,9 +45,10 @@ class PlannedStep:
     """The step that a group of layers is about to compute.
 
     Attributes:
-        group, plan: of them.
-        places: of the layers in it, by name.
-        metadata: that vLLM's attention gets for it.
+        group: the group of layers.
+        plan: the step's plan.
+        places: the places of the layers in the group, by their names.
+        metadata: the metadata that vLLM's attention gets for the step.
     """
 
     group: LayerGroup
@@ -58,21 +58,28 @@ class PlannedStep:
 
     @cached_property
     def per_head(self) -> PerHeadSequences:
-        """Heads as requests, where they have entries of their own; the layers share it."""
+        """Heads as requests, in a step with tokens of ragged heads; the layers share it."""
         assert self.plan.ragged is not None
         return PerHeadSequences(self.plan.ragged)
 
 
 class EngineContext:
-    """A configuration with a recipe.
+    """What classes share under one configuration with a recipe.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe that it names.
 
     Attributes:
-        config, recipe: they.
-        projections: of the layers, by name, where the recipe looks at hidden states.
-        freed_blocks: what events emptied, for the connector to fetch.
-        events: of all layers.
-        groups: of layers that share block tables, by the name of the first.
-        neighbours: those of each layer, by its name, and its place among them.
+        config, recipe: as given.
+        projections: how layers make queries, by the layers' names, where the recipe looks at hidden states.
+        freed_blocks: what events have emptied, for the connector to fetch.
+        events: plans the steps of all groups, and executes their events.
+        groups: the groups of layers that share block tables, by the name of each group's first layer.
+        neighbours: by a layer's name the layers that share its block tables, and its place among them.
+
+    Raises:
+        UnsupportedEngineError, UnsupportedModelError: the recipe cannot be served.
     """
 
     def __init__(self, config: VllmConfig, recipe: Recipe) -> None:
@@ -95,7 +102,7 @@ class EngineContext:
 
     @cached_property
     def layers(self) -> dict[str, int]:
-        """The model's attention layers that this process has, by name, and their indices."""
+        """The indices of the model's attention layers that this process has, by their names."""
         layers = {}
         for name, layer, index in attention_layers(self.config):
             check_layer(name, layer, unseen=self._watch is not None and name not in self.projections)
@@ -104,14 +111,24 @@ class EngineContext:
 
     @cached_property
     def recording(self) -> Recording:
-        """What layers hold of queries."""
-        model, parallel = self.config.model_config, self.config.parallel_config
-        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        """What layers record of queries."""
+        heads, head_dim, dtype = self._queries
+        group = heads // self.config.model_config.get_num_kv_heads(self.config.parallel_config)
+        return Recording.of(self.recipe, group, head_dim, dtype.itemsize)
+
+    @cached_property
+    def _queries(self) -> tuple[int, int, torch.dtype]:
+        """The query heads of a layer in this process, their size, and their type."""
+        model = self.config.model_config
         assert isinstance(model.dtype, torch.dtype)
-        return Recording.of(self.recipe, group, model.get_head_size(), model.dtype.itemsize)
+        return model.get_num_attention_heads(self.config.parallel_config), model.get_head_size(), model.dtype
 
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
-        """The kind of cache of the layer that is asked for now."""
+        """Return the kind of cache of the next layer: vLLM asks for one layer after another.
+
+        Args:
+            spec: the kind of cache that vLLM's backend has for it.
+        """
         if self._watch is not None:  # the model is built
             self._watch.remove()
         layer_ids = tuple(self.layers.values())
@@ -137,57 +154,63 @@ class EngineContext:
         )
 
     def passing(self, layers: Sequence[str]) -> PassingQueries:
-        """What a group of layers, by their names, holds of queries."""
+        """Return the room that a group of layers, given by their names, has for queries."""
         assert self._passing is not None
         self._reserve = None  # vLLM has measured
         taken = sum(map(len, self._parts))
         return self._parts.setdefault(tuple(layers), self._passing.part(taken, len(layers)))
 
     def _room(self, layers: int) -> PassingQueries:
-        model, requests = self.config.model_config, self.config.scheduler_config.max_num_seqs
-        heads = model.get_num_attention_heads(self.config.parallel_config)
-        assert isinstance(model.dtype, torch.dtype)
-        return PassingQueries(
-            self.recording, layers, slots_for(requests), heads, model.get_head_size(), model.dtype,
-            current_platform.device_type,
-        )  # fmt: skip
+        slots = slots_for(self.config.scheduler_config.max_num_seqs)
+        return PassingQueries(self.recording, layers, slots, *self._queries, current_platform.device_type)
 
     def _make_tape(self, layers: int) -> Tensor | None:
-        tokens, model = captured_tokens(self.config), self.config.model_config
+        tokens, (heads, head_dim, dtype) = captured_tokens(self.config), self._queries
         if not (tokens and self.recording):
             return None
-        heads = model.get_num_attention_heads(self.config.parallel_config)
-        assert isinstance(model.dtype, torch.dtype)
-        shape = layers, tokens, heads, model.get_head_size()
-        return torch.zeros(shape, dtype=model.dtype, device=current_platform.device_type)
+        return torch.zeros(layers, tokens, heads, head_dim, dtype=dtype, device=current_platform.device_type)
 
     def tape(self, layers: Sequence[str]) -> Tensor | None:
-        """Where neighbouring layers that are called while a graph captures them leave their queries."""
+        """Return where layers of these names leave their queries while a graph captures them; None if no graph does."""
         first = list(self.layers).index(layers[0])
         assert list(self.layers)[first : first + len(layers)] == list(layers)
         return None if self._tape is None else self._tape[first : first + len(layers)]
 
     def leave(self, layer: str, queries: Tensor) -> None:
-        """A layer is called in a step that a graph may capture; those beyond the tape only fill it up to a size."""
+        """Copy the queries of a step that a graph may capture to the tape.
+
+        Args:
+            layer: the layer's name.
+            queries: the step's queries; those beyond the tape's length only pad the step.
+        """
         if self._tape is not None:
             tape = self._tape[list(self.layers).index(layer)]
             tape[: len(queries)].copy_(queries[: len(tape)])
 
     def add(self, group: LayerGroup, layers: Sequence[str]) -> None:
-        """A group of these layers; if there is one, it was of a cache that vLLM had to measure what graphs take."""
+        """Add a group of layers, in place of an earlier one: that was of a cache with which vLLM measured graphs.
+
+        Args:
+            group: the group.
+            layers: the names of its layers.
+        """
         if (former := self.groups.get(layers[0])) is not None:
             self.events.steps.pop(former, None)
         self.groups[layers[0]] = group
 
     def begin(self, step: PlannedStep) -> None:
-        """What the next forward of these layers is to do."""
+        """Note the step that the next forward of a group's layers computes."""
         self._steps.update(dict.fromkeys(step.places, step))
 
     def step(self, layer: str, metadata: Any) -> PlannedStep | None:
-        """The step of a layer that was given this metadata; None for a run without.
+        """Return the step that a layer computes; None in a run without metadata.
+
+        Args:
+            layer: the layer's name.
+            metadata: the metadata that vLLM has given it.
 
         Raises:
-            UnsupportedEngineError: the metadata are not those that were made for it.
+            UnsupportedEngineError: these are not the metadata that were made for the layer.
         """
         if metadata is None:
             return None
@@ -201,7 +224,7 @@ _active: EngineContext | None = None
 
 
 def activate() -> EngineContext | None:
-    """What the current configuration says, from now on for all that is asked about its model."""
+    """Make the context of vLLM's current configuration the active one, and return it; None if that has no recipe."""
     global _active  # noqa: PLW0603
     config = get_current_vllm_config_or_none()
     if _active is None or _active.config is not config:
@@ -211,5 +234,5 @@ def activate() -> EngineContext | None:
 
 
 def active() -> EngineContext | None:
-    """What `activate` found for the model that was loaded last."""
+    """Return the context of the model that was loaded last, if that has a recipe."""
     return _active

@@ -1,4 +1,4 @@
-"""`KeepManager`: the scheduler's side. Frees the pages that a compression has emptied, and admits accordingly."""
+"""`KeepManager`: the scheduler's side. It frees blocks that compressions have emptied, and admits requests by that."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class RunningRequest:
     """A request that runs.
 
     Attributes:
-        prompt, length: tokens of its prompt, and those processed so far.
-        due: tokens from which on there is something to free again; None where there never is.
+        prompt, length: tokens of its prompt, and tokens that were processed.
         schedule: when it is compressed.
-        freed: blocks that were.
+        due: tokens from which on there are blocks to free; None if there never are.
+        freed: blocks that were freed.
     """
 
     prompt: int
@@ -38,14 +38,14 @@ class RunningRequest:
 
 
 class KeepManager(FullAttentionManager, SchedulerAdapter):
-    """Block tables stay indexed by logical position; blocks that a compression emptied become null blocks.
+    """vLLM's manager of blocks, which also frees blocks that compressions have emptied.
 
-    So everything else in the scheduler, from positions to preemption, stays as vLLM has it: for its bookkeeping
-    a compressed request looks like one with a sliding window.
+    Block tables stay indexed by logical position, and empty blocks become null blocks. To the rest of the scheduler a
+    compressed request looks like one with a sliding window, so nothing else changes, from positions to preemption.
     """
 
     supports_fine_grained_hash_lookup = False
-    """No copies of parts of pages: they would be made before a step is planned, while what it frees is still read."""
+    """No copies of parts of pages: they would be made before a step is planned, when events still read freed pages."""
 
     def __init__(self, kv_cache_spec: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)
@@ -61,40 +61,45 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._contexts: dict[str, tuple[ContextPlacement, Any]] = {}
         self._coming: tuple[str, RunningRequest] | None = None
         self._own: dict[str, EvictionSchedule] = {}
-        self._from: dict[str, int] = {}  # tokens that count as the prompts of requests that go on compressing
+        self._from: dict[str, int] = {}  # tokens that count as prompts, of requests after contexts
         self._reserved: dict[str, KVCacheBlock] = {}
 
     def schedule_of(self, request_id: str) -> EvictionSchedule:
-        """When a request is compressed."""
+        """Return when a request is compressed."""
         return self._own.get(request_id, self.schedule)
 
     def settle(self, request_id: str, recipe: Recipe | None) -> None:
-        """A request that is new is compressed by this recipe of the same method; None: not at all."""
+        """Have a new request compressed by a recipe of its own.
+
+        Args:
+            request_id: the engine's name of the request.
+            recipe: its recipe, of the same method; None if it is never compressed.
+        """
         self._own[request_id] = self.schedule.under(recipe)
 
     def due(self, request: Request, before: int, after: int) -> int:
-        """The event that a request has in a step from `before` to `after` tokens; 0 where there is none."""
+        """Return the event that a step from `before` to `after` tokens brings a request; 0 if it brings none."""
         prompt = self._from.get(request.request_id, request.num_prompt_tokens)
         return self.schedule_of(request.request_id).due(prompt, before, after)
 
     def reserve(self, request_id: str) -> int:
-        """The first block of a request that waits, which is known before it runs; there must be one."""
+        """Take a free block, of which there must be one, as the first of a waiting request, and return its id."""
         (self._reserved[request_id],) = self.block_pool.get_new_blocks(1)
         return self._reserved[request_id].block_id
 
     def withdraw(self, request_id: str) -> None:
-        """Frees the block, if the request has not begun with it."""
+        """Free the reserved block of a request that has not begun with it."""
         if (block := self._reserved.pop(request_id, None)) is not None:
             self.block_pool.free_blocks([block])
 
     def is_reserved(self, request_id: str) -> bool:
-        """Whether the request has not begun with it."""
+        """Return whether a request has a reserved block, and has not begun with it."""
         return request_id in self._reserved
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Frees what was emptied by the tokens that have been fully processed: never what a step in flight reads."""
+        """Free what fully processed tokens have emptied: never what a step in flight reads."""
         if num_prompt_tokens is None:
             return
         known = self._requests.get(request_id)
@@ -124,17 +129,17 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             stats.count(blocks_freed=freed)
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """As vLLM counts; a request that waits must also leave the room that those which run will grow into."""
+        """Return vLLM's count; for a waiting request, with the room that running requests will grow into."""
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
-        # Of a context's tokens most have no block.
+        # Most tokens of a context have no block.
         if self._admission is None or not kwargs.get("apply_admission_cap") or request_id in self._contexts:
             return needed
         held, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)
         return self._admission.required_blocks(num_tokens, needed, held, schedule)
 
     def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
-        """As vLLM does; from now on the request runs."""
+        """Allocate blocks as vLLM does, after the reserved one; from now on the request runs."""
         if self._coming is not None and self._coming[0] == request_id:
             self._requests[request_id] = footprint = self._coming[1]
             self._coming = None
@@ -148,7 +153,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return [reserved, *super().allocate_new_blocks(request_id, *args, **kwargs)]
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Forgets a request that ended, was aborted, or was preempted."""
+        """Return the blocks of a request that ended, was aborted or was preempted, and forget it."""
         footprint = self._requests.pop(request_id, None)
         if self._admission is not None:
             self._admission.remove(request_id)
@@ -158,7 +163,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return super().pop_blocks_for_free(request_id)
 
     def forget(self, request_id: str) -> None:
-        """A request is gone for good; the last one of a context takes with it what was known of that."""
+        """Forget a request for good, and its context once no other request has it."""
         self._own.pop(request_id, None)
         self._from.pop(request_id, None)
         _, first = self._contexts.pop(request_id, (None, None))
@@ -173,9 +178,14 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         recipe: Recipe | None,
         prompt: int,
     ) -> None:
-        """A request that waits begins with a context, whose blocks have these hashes.
+        """Have a waiting request begin with a context.
 
-        It is compressed further by the recipe, if there is one, from so many tokens on.
+        Args:
+            request_id: the engine's name of the request.
+            block_hashes: the hashes of its blocks.
+            placement: where the context is in them.
+            recipe: by which the request is compressed further; None if it is not.
+            prompt: tokens after which that begins.
         """
         self._contexts[request_id] = placement, block_hashes[0] if placement.own else None
         self._own[request_id] = self.schedule.under(recipe, counted=False)
@@ -184,18 +194,18 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             self._prefixes[block_hashes[0]] = placement
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Offers to other requests only blocks that no compression of this one writes to."""
+        """Offer to other requests only blocks that no compression of this one writes to."""
         if request.request_id in self._contexts:
             placement, _ = self._contexts[request.request_id]
             if not placement.shared:
                 return
             super().cache_blocks(request, min(num_tokens, placement.own * self.block_size), *args, **kwargs)
             return
-        if request.request_id in self._own:  # its tokens' hashes say nothing of its budget
+        if request.request_id in self._own:  # the hashes of its tokens do not say its budget
             return
         if num_tokens >= request.num_prompt_tokens:
-            # Preempted from here on, it starts again. Looking up then how much of its prompt may be shared needs
-            # the prompt's length, which a lookup is not told; so it is not made.
+            # If it is preempted after this it starts again. How much of its prompt may be shared then depends on the
+            # prompt's length, which a lookup is not told: so none is made.
             request.skip_reading_prefix_cache = True
         untouched = self.schedule.untouched(request.num_prompt_tokens)
         offered = num_tokens if untouched is None else min(num_tokens, untouched)

@@ -1,8 +1,8 @@
-"""What keepset will need of a GPU's memory once there is a cache, so that vLLM leaves room for it.
+"""Reserves the GPU memory that keepset needs once there is a cache, so that vLLM leaves room for it.
 
-vLLM measures what is taken before it decides how large the cache is. What is held of queries is there by then
-(`EngineContext`). Numbers of entries are as many as the cache has slots, and events take entries out of it for a
-while: for these as much is held, while vLLM measures, as they can come to.
+vLLM measures memory before it decides how large the cache is. The room for queries is allocated by then
+(`EngineContext`). Two things come later: columns, with a number for each slot of the cache, and the workspace of
+events. While vLLM measures, as many bytes are held as these can take.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from keepset.recipe import Recipe
 from keepset.vllm.settings import by_head
 
 _COPIES = 3
-"""What an event makes at most of keys and values that are looked at or moved at a time: those of one head of the
-longest prompt, or of all where a method looks at them together."""
+"""Copies that an event makes of keys and values that are read or moved at a time, at most: of one head of the longest
+prompt, or of all heads where a method reads them together."""
 _PER_ENTRY = 64
-"""Bytes that it makes of every entry that it chooses from: positions, scores, their order."""
+"""Bytes that an event makes for every entry that it chooses from: position, score, order."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model's caches in this process.
+    """The shape of a model's caches in this process.
 
     Attributes:
-        layers, kv_heads: how many.
-        entry_bytes: of an entry's key and value in one head.
+        layers, kv_heads: the number of layers, and of KV heads of each.
+        entry_bytes: bytes of an entry's key and value in one head.
         longest: tokens of a request, at most.
     """
 
@@ -47,17 +47,23 @@ class Shape:
 
 
 def column_bytes(numbers: int, pool: int, entry_bytes: int) -> int:
-    """Of so many numbers of each entry, of so many bytes for the cache and them together."""
+    """Return the bytes of columns.
+
+    Args:
+        numbers: numbers of each entry.
+        pool: bytes for the cache and the columns together.
+        entry_bytes: bytes of an entry's key and value.
+    """
     beside = numbers * COLUMN_BYTES
     return pool * beside // (entry_bytes + beside)
 
 
 def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
-    """Return what an event makes at most, of one prompt of the longest or of several others.
+    """Return the bytes that an event makes at most: of one of the longest prompts, or of several others.
 
     Args:
-        recipe: that is served.
-        shape: of the caches.
+        recipe: the recipe that is served.
+        shape: the shape of the caches.
         heads_differ: whether heads have pages of their own (`by_head`).
     """
     entries = shape.longest * shape.kv_heads
@@ -72,13 +78,27 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
 
 
 def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
-    """Of one request's own sums (`OwnSums`), which those of one prefix need whose windows are open at the same time."""
+    """Return the bytes of one request's own sums (`OwnSums`), which requests with one prefix and open windows need.
+
+    Args:
+        recipe: the recipe that is served.
+        group: query heads per KV head.
+        shape: the shape of the caches.
+    """
     sums = sum(math.prod(feature.sums_of.shape(group)) for feature in recipe.method.needs.of(WindowAttention))
     return sums * COLUMN_BYTES * shape.layers * shape.kv_heads * shape.longest
 
 
 def reserve(config: VllmConfig, recipe: Recipe, group: int, saves: bool, shape: Shape) -> Tensor | None:
-    """Holds so much; to be dropped as soon as vLLM has measured. None where it measures nothing."""
+    """Return a tensor of so many bytes, to be dropped once vLLM has measured; None if vLLM measures nothing.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe that is served.
+        group: query heads per KV head.
+        saves: whether requests are saved, which needs the positions of entries.
+        shape: the shape of the caches.
+    """
     cache = config.cache_config
     if not current_platform.is_cuda_alike() or cache.kv_cache_memory_bytes:
         return None

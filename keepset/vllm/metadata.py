@@ -1,26 +1,32 @@
-"""From vLLM's metadata of a step to keepset's and back, and the builder that plans in between."""
+"""Translates vLLM's metadata of a step to keepset's and back; and the metadata builder, which plans in between."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
 
+import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.engine import StepAdapter
+from keepset.paged.engine import Pages, StepAdapter
 from keepset.paged.grouping import group_leader
+from keepset.paged.layer_group import LayerGroup
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
-from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host
-from keepset.vllm.engine_context import PlannedStep, active
-from keepset.vllm.layers import layer_group
+from keepset.vllm import stats
+from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host, rotary_table
+from keepset.vllm.engine_context import EngineContext, PlannedStep, active
+from keepset.vllm.settings import save_limit_of
 from keepset.vllm.spec import KeepSpec
 
 
 class MetadataAdapter(StepAdapter):
-    """Common metadata of vLLM's attention."""
+    """Translates the common metadata of vLLM's attention."""
 
     def __init__(self) -> None:
         self._prompts = PromptLengths()
@@ -43,7 +49,7 @@ class MetadataAdapter(StepAdapter):
         )
 
     def planned(self, metadata: CommonAttentionMetadata, plan: StepPlan) -> CommonAttentionMetadata:
-        # Without the prompts' lengths, which the backend would take for a window.
+        # The lengths of prompts are left out: the backend would take them for a window.
         if plan.shifted is None:
             return metadata.replace(rswa_prefix_lens=None)
         shifted, bound = plan.shifted, metadata.seq_lens_cpu_upper_bound
@@ -57,10 +63,55 @@ class MetadataAdapter(StepAdapter):
         )
 
 
-class KeepBuilder:
-    """Makes metadata of what is in the cache, from metadata of what has been in it."""
+def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) -> LayerGroup:
+    """Return the group of vLLM's layers of these names.
 
-    supports_update_block_table = False  # Another group's layers have other lengths, too.
+    Args:
+        context: of this process.
+        planner: the group's planner.
+        names: the names of the layers, which share block tables.
+
+    Raises:
+        UnsupportedModelError: the recipe needs the model's rotation, which cannot be told.
+    """
+    config = context.config
+    layers = [config.compilation_config.static_forward_context[name] for name in names]
+    context.neighbours |= {name: (layers, place) for place, name in enumerate(names)}
+    for layer in layers:
+        layer.impl.forget_pages()
+    impl, rotary = layers[0].impl, None
+    if context.recipe.method.needs.unrotated:
+        dtype = cast(torch.dtype, config.model_config.dtype)
+        rotary = rotary_table(config.model_config.hf_text_config.model_type, impl.head_size, dtype)
+    projections = [context.projections[name] for name in names] if context.projections else ()
+    count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
+    pages = [partial(_pages, layer) for layer in layers]
+    tape, saves = context.tape(names), save_limit_of(config) is not None
+    passing = context.passing(names)
+    return LayerGroup(planner, pages, passing, impl.scale, rotary, projections, count, tape, saves)
+
+
+def _pages(layer: Any) -> Pages:
+    """Return a layer's cache, which vLLM makes once it knows how much room there is."""
+    return layer.impl.pages(layer, layer.kv_cache)
+
+
+class KeepBuilder:
+    """A mixin for metadata builders: they get metadata for what the cache holds, instead of what it has held.
+
+    Args:
+        kv_cache_spec: the kind of cache of the layers.
+        layer_names: the names of the layers, which share block tables.
+        vllm_config: vLLM's configuration.
+        device: the device of the cache.
+        kwargs: further arguments of vLLM's builder.
+
+    Raises:
+        UnsupportedEngineError: this vLLM divides blocks, or asks for layers in an unknown order.
+        UnsupportedModelError: the recipe needs the model's rotation, which cannot be told.
+    """
+
+    supports_update_block_table = False  # layers of another group also have other lengths
 
     def __init__(
         self, kv_cache_spec: KeepSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any, **kwargs: Any
@@ -92,7 +143,7 @@ class KeepBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """vLLM's own; where heads differ, of steps that only decode: prompts beside them have vLLM's attention."""
+        """Return vLLM's own answer; where heads differ, only decode steps are captured, without prompts beside them."""
         assert isinstance(kv_cache_spec, KeepSpec)
         support: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         if kv_cache_spec.schedule.ragged:
@@ -102,7 +153,7 @@ class KeepBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """vLLM's metadata of what is left, while the context learns what the layers are to do besides."""
+        """Return vLLM's metadata for what is left, and tell the context what the layers are to do besides."""
         plan = self._context.events.plan(self._group, self._adapter.batch(common_attn_metadata))
         common = self._adapter.planned(common_attn_metadata, plan)
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]

@@ -17,27 +17,29 @@ SUFFIX = ".safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _FOLDER = "saved"
 _UNFINISHED = ".unfinished"
-"""Beside the folders of owners. Nobody can be called so."""
+"""A folder beside those of owners. No owner can have this name."""
 _ABANDONED = 3600
-"""Seconds after which nobody writes to a file any more."""
+"""Seconds without a write after which an unfinished file is abandoned."""
 EVERYBODY = "everybody"
-"""Whose they are on a server without keys."""
+"""The owner of all saved contexts on a server without keys."""
 
 
 def owner_of(key: str) -> str:
-    """What stands for who has this key. Who does not know the key cannot know it either."""
+    """Return the owner that has an API key. It cannot be computed without the key."""
     return hashlib.sha256(f"keepset owner {key}".encode()).hexdigest()[:32]
 
 
 class OwnedContexts:
-    """One owner's. A version of a context is a file of its own, the newest counts: nobody reads what is being replaced.
+    """The contexts of one owner.
+
+    Each version of a context is a file of its own, and the newest counts. So nobody reads a file that is replaced.
 
     Args:
         contexts: the folder of all contexts.
-        owner: as `owner_of` says it, or `EVERYBODY`.
+        owner: the owner, as `owner_of` returns it, or `EVERYBODY`.
 
     Raises:
-        KeepsetError: nobody can be called so.
+        KeepsetError: no owner can have this name.
     """
 
     def __init__(self, contexts: Path, owner: str) -> None:
@@ -47,23 +49,23 @@ class OwnedContexts:
         self._unfinished = contexts / _FOLDER / _UNFINISHED
 
     def newest(self) -> dict[str, Path]:
-        """Of every name the version that counts. Names of versions are in the order of their times."""
+        """Return the newest version of every context, by name. Versions are named in the order of their times."""
         return {path.name.split("@")[0]: path for path in sorted(self._files())}
 
     def unfinished(self, name: str) -> Path:
-        """Return where a new version is to be written. It does not count yet."""
+        """Return a path for a new version of a context. It does not count before it is committed."""
         return self._unfinished / f"{name}@{time.time_ns():020d}-{uuid4().hex[:8]}{SUFFIX}"
 
     def commit(self, unfinished: Path, limit: int, used: Collection[Path]) -> None:
-        """Make the version count that was written there, if it is within the limit.
+        """Make a version count that was written.
 
         Args:
-            unfinished: as it was named before.
-            limit: bytes that all of the owner's contexts may have together; those that were used longest ago go first.
+            unfinished: its path, as `unfinished` has returned it.
+            limit: bytes that all of the owner's contexts may have together. The least recently used are deleted first.
             used: files that requests still need, which stay in any case.
 
         Raises:
-            KeepsetError: it alone is more.
+            KeepsetError: the version alone has more bytes.
         """
         size = unfinished.stat().st_size
         if size > limit:
@@ -75,12 +77,12 @@ class OwnedContexts:
         self.sweep(limit, used, finished)
 
     def sweep(self, limit: int | None, used: Collection[Path], last: Path | None = None) -> None:
-        """Delete versions that were replaced, and of the others what is beyond the limit.
+        """Delete versions that were replaced, and then others until the rest is within the limit.
 
         Args:
-            limit: bytes, as for `commit`; without one nothing is deleted.
+            limit: bytes, as for `commit`; with None nothing is deleted.
             used: files that requests still need, which stay in any case.
-            last: the version that goes after all others.
+            last: the version that is deleted after all others.
         """
         if limit is None:
             return
@@ -97,14 +99,14 @@ class OwnedContexts:
 
     @staticmethod
     def clear_unfinished(contexts: Path) -> None:
-        """Delete what a process has left that ended while it wrote."""
+        """Delete abandoned files of processes that ended while they wrote."""
         for path in (contexts / _FOLDER / _UNFINISHED).glob("*"):
             with suppress(OSError):
                 if path.stat().st_mtime < time.time() - _ABANDONED:
                     path.unlink()
 
     def touch(self, path: Path) -> None:
-        """Note that the context is used now."""
+        """Note that the context in this file is used now."""
         with suppress(OSError):
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
@@ -113,10 +115,15 @@ class OwnedContexts:
 
 
 def check_save(limit: int | None, name: str, objection: str = "") -> None:
-    """Refuses to save under this name.
+    """Check that a request can be saved.
+
+    Args:
+        limit: bytes that an owner's contexts may have; None if nothing is saved.
+        name: the name that the request has given.
+        objection: what a request must be to be saved, if it is not; else empty.
 
     Raises:
-        KeepsetError: nothing is saved here, nothing can be called so, or `objection` says what alone is saved.
+        KeepsetError: it cannot be saved.
     """
     if limit is None:
         raise KeepsetError("This server saves no contexts: start it with --save-bytes.")

@@ -1,10 +1,10 @@
-"""The plug-in's entry point: tells vLLM where keepset's classes are. Without a recipe vLLM stays as it is."""
+"""The plug-in's entry point, which registers keepset's classes. Without a recipe vLLM uses its own."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes."""
+    """Register keepset's backends. vLLM calls this in each of its processes."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 

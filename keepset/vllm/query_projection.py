@@ -1,7 +1,7 @@
-"""`VLLMQueryProjection`: the hidden states that enter a layer's attention. vLLM hands the layer no more than queries.
+"""`VLLMQueryProjection`: the hidden states that enter a layer's attention. vLLM gives the layer only its queries.
 
-The module that holds the attention layer knows both. It is found when it takes the layer in, while the model is
-built, by a hook that PyTorch offers for that.
+The module that holds the attention layer knows both. It is found while the model is built, when it registers the layer,
+by a hook of PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from keepset.paged.engine import QueryProjection
 
 
 class VLLMQueryProjection(QueryProjection):
-    """Of one layer: `module` holds it and its projection `qkv_proj`; where it has one, `q_norm`."""
+    """How one layer makes queries.
+
+    Args:
+        module: holds the layer, its projection `qkv_proj` and, if the model has one, its `q_norm`.
+        heads, head_dim: the layer's query heads, and their size.
+    """
 
     def __init__(self, module: Any, heads: int, head_dim: int) -> None:
         # Weakly, because the module holds the attention layer, which holds this.
@@ -43,7 +48,14 @@ class VLLMQueryProjection(QueryProjection):
 
 
 def watch_projections(projections: dict[str, VLLMQueryProjection]) -> RemovableHandle:
-    """From now on every attention layer that a module takes in has its projection here, under the layer's name."""
+    """Collect the projection of every attention layer that a module registers from now on.
+
+    Args:
+        projections: is filled, by the names of the layers.
+
+    Returns:
+        A handle to stop collecting.
+    """
     from vllm.model_executor.layers.attention import Attention
 
     def taken_in(module: nn.Module, name: str, child: nn.Module | None) -> None:

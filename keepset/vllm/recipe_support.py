@@ -1,4 +1,4 @@
-"""What of a recipe no vLLM serves, told without loading vLLM."""
+"""Reasons why a recipe cannot be served under any vLLM. vLLM is not loaded for that."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from keepset.recipe import Recipe, check_schedule
 
 
 def objections(recipe: Recipe) -> Iterator[str]:
-    """Why it cannot be served, a sentence each.
+    """Yield the reasons why a recipe cannot be served, a sentence each.
 
     Raises:
-        KeepsetError: its schedule or its statistics are none.
+        KeepsetError: the recipe's schedule is invalid, or its statistics cannot be read.
     """
     method, needs = recipe.method, recipe.method.needs
-    check_schedule(recipe)  # or its own sentence
+    check_schedule(recipe)
     for feature in needs:
         if feature.transformers_only:
             yield f"{method.name} {feature.transformers_only.format(engine='vLLM')}."
@@ -26,4 +26,4 @@ def objections(recipe: Recipe) -> Iterator[str]:
             "its class must say that counts come from the data (counts_from_data)."
         )
     for measured in needs.of(ModelStatistics):
-        statistics.load(measured.file)  # or its own sentence: the engine's processes know none but those in files
+        statistics.load(measured.file)  # the engine's processes know no statistics but those in files

@@ -1,4 +1,4 @@
-"""What a request may say of itself to keepset: in a server's requests, and in `SamplingParams(extra_args=...)`."""
+"""Options that a request gives keepset: in the body sent to a server, or in `SamplingParams(extra_args=...)`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from keepset.vllm.settings import KEY
 from keepset.vllm.signing import signed, verified
 
 MAX_BYTES = 2**16
-"""Bytes of JSON that one request may say. Twice what `MAX_RANGES` ranges of seven-digit tokens take."""
+"""The most bytes of JSON of one request's options: twice what `MAX_RANGES` ranges of seven-digit tokens take."""
 
 MAX_RANGES = 1024
-"""Ranges that one request may protect. Every layer looks at all of them at every event, which takes it 0.1 ms."""
+"""The most ranges that one request may protect. Every layer looks at all of them at every event, in 0.1 ms."""
 
 MAX_NAME = 255
-"""Characters of a context's name. No file system takes longer ones."""
+"""The most characters of a context's name. No file system takes longer names."""
 
 _FRONT_END = ("owner", "ticket")
 _ADVICE = (
@@ -32,20 +32,20 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """One request's.
+class RequestOptions:
+    """The options of one request.
 
     Attributes:
-        context: the name of what it goes on from.
-        keep: another budget than the engine's recipe has; see `Budget`.
+        context: the name of the context that it goes on from.
+        keep: another budget than that of the engine's recipe; see `Budget`.
         off: whether it is not compressed at all.
         protect: ranges of its tokens that always stay, besides those of the recipe.
         save: the name of the context that it leaves.
-        owner: whose contexts it sees and saves. Only a server's front end says so.
-        ticket: under which the engine notes for the front end why it refuses the request; "" if nobody asks.
+        owner: the owner whose contexts it sees and saves. Only a server's front end sets it.
+        ticket: the ticket under which the engine notes why it refuses the request; "" if nobody asks.
 
     Raises:
-        KeepsetError: some of these do not go together, are of the wrong kind, or are more than a request may say.
+        KeepsetError: options are of the wrong kind, too long, or do not go together.
     """
 
     context: str | None = None
@@ -75,7 +75,7 @@ class Wishes:
             raise KeepsetError(f"{KEY}: a context has a recipe of its own: leave keep, off and protect out.")
 
     def _check_ranges(self) -> None:
-        """Refuse too many ranges, and what is none."""
+        """Raise KeepsetError if `protect` has too many ranges, or something that is no range."""
         if not isinstance(self.protect, list | tuple):
             raise KeepsetError(
                 f"{KEY}: protect is {shortened(self.protect)}: give ranges of tokens, such as [[0, 512]]."
@@ -92,22 +92,22 @@ class Wishes:
 
     @property
     def is_own(self) -> bool:
-        """Whether the request is compressed otherwise than the engine's recipe says."""
+        """Whether the request is compressed in another way than the engine's recipe says."""
         return self.off or self.keep is not None or bool(self.protect)
 
-    def sealed(self) -> str:
-        """Return this as a signed text, which every interface of vLLM passes on and the engine takes."""
+    def to_signed(self) -> str:
+        """Return the options as a signed text, which every interface of vLLM passes on and the engine accepts."""
         fields = dataclasses.fields(self)
         return signed(json.dumps({f.name: value for f in fields if (value := getattr(self, f.name)) != f.default}))
 
     def recipe(self, engine: Recipe | None) -> Recipe | None:
-        """What the request is compressed by; None if not at all.
+        """Return the recipe by which the request is compressed; None if it is not compressed.
 
         Args:
-            engine: the engine's recipe; None where it has contexts alone.
+            engine: the engine's recipe; None if it only serves contexts.
 
         Raises:
-            KeepsetError: that cannot be.
+            KeepsetError: the recipe does not go with these options.
         """
         if engine is None and not self.off:
             raise KeepsetError(f"{KEY}: this server compresses no prompts: start it with a recipe, or leave keep out.")
@@ -119,35 +119,35 @@ class Wishes:
         return replace(engine, budget=replace(budget, keep=keep, protect=ranges)).require_budget()
 
 
-def wishes_of(said: Any) -> Wishes:
-    """Return what a client says, as an object or its text.
+def parse_options(said: Any) -> RequestOptions:
+    """Return the options that a client gives.
 
     Args:
-        said: by a client, who can name no owner.
+        said: an object, or its JSON; a client cannot set `owner` or `ticket`.
 
     Raises:
         KeepsetError: it is something else, or more than a request may say.
     """
     fields = _fields(said)
-    if fields is None or not fields.keys() <= {field.name for field in dataclasses.fields(Wishes)}:
+    if fields is None or not fields.keys() <= {field.name for field in dataclasses.fields(RequestOptions)}:
         raise KeepsetError(f"{KEY} is {shortened(said)}: {_ADVICE}.")
     for name in _FRONT_END:
         if name in fields:
             raise KeepsetError(f"{KEY}: whose contexts they are the API key says: leave {name} out.")
-    return Wishes(**fields)
+    return RequestOptions(**fields)
 
 
-def unsealed(said: Any) -> Wishes:
-    """Return the wishes that `Wishes.sealed` has signed.
+def from_signed(said: Any) -> RequestOptions:
+    """Return the options that `RequestOptions.to_signed` has signed.
 
     Raises:
-        KeepsetError: the text is something else, or was signed by nobody who has this server's key.
+        KeepsetError: the text is something else, or was not signed with this server's key.
     """
-    return Wishes(**json.loads(verified(said)))
+    return RequestOptions(**json.loads(verified(said)))
 
 
 def _fields(said: Any) -> dict[str, Any] | None:
-    """An object's fields; None if it is none, has none, or leaves one empty."""
+    """Return an object's fields; None if it is no object, has no fields, or a field is null."""
     try:
         text = said if isinstance(said, str) else json.dumps(said)
         size = len(text.encode(errors="replace"))

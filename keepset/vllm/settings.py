@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KEY = "keepset"
-"""Where `additional_config` holds the recipe's text."""
+"""The key of `additional_config` for the recipe's text."""
 
 CONNECTOR = {
     "kv_connector": "BlockCountConnector",
@@ -24,16 +24,16 @@ CONNECTOR = {
 
 
 CONTEXTS = "keepset_contexts"
-"""Where it holds the folder of saved contexts, whose files requests name."""
+"""Its key for the folder of saved contexts, whose files requests name."""
 
 SAVE_LIMIT = "keepset_save_bytes"
-"""Where it holds how many bytes of contexts each owner's requests may save; none where it does not."""
+"""Its key for the bytes of contexts that each owner's requests may save; without it nothing is saved."""
 
 SIGNED = "keepset_signed"
-"""Where it says that a front end signs what requests say to keepset, so that the engine takes nothing else."""
+"""Its key for whether a front end signs requests' options, so that the engine takes no others."""
 
 _WHOLE = "adakv(streaming_llm, keep=1.0)"
-"""Of an engine with contexts and without a recipe: drops nothing, and has a table for every head, as contexts need."""
+"""The recipe of an engine with contexts alone: nothing is dropped, and each head has pages of its own."""
 
 CONTEXT_CONNECTOR = {
     "kv_connector": "ContextConnector",
@@ -44,10 +44,10 @@ CONTEXT_CONNECTOR = {
 
 
 def contexts_of(config: VllmConfig | None) -> Path | None:
-    """The folder of saved contexts of a configuration, if it has one.
+    """Return the folder of saved contexts of a configuration, if it has one.
 
     Raises:
-        KeepsetError: it names something else.
+        KeepsetError: the configuration names something else.
     """
     additional = None if config is None else config.additional_config
     if not isinstance(additional, dict) or CONTEXTS not in additional:
@@ -59,15 +59,15 @@ def contexts_of(config: VllmConfig | None) -> Path | None:
 
 
 def by_head(config: VllmConfig, recipe: Recipe) -> bool:
-    """Return whether keepset itself finds each head's pages: a recipe's heads, or those of contexts, may differ."""
+    """Return whether heads have pages of their own, because those of the recipe or of contexts may differ."""
     return table_per_head(recipe) or contexts_of(config) is not None
 
 
 def save_limit_of(config: VllmConfig) -> int | None:
-    """Return how many bytes an owner's saved contexts may have; None where nothing is saved.
+    """Return how many bytes an owner's saved contexts may have; None if nothing is saved.
 
     Raises:
-        KeepsetError: it says something else, or there is no folder to save to.
+        KeepsetError: the configuration gives no number of bytes, or no folder to save to.
     """
     additional = config.additional_config
     if not isinstance(additional, dict) or SAVE_LIMIT not in additional:
@@ -81,7 +81,7 @@ def save_limit_of(config: VllmConfig) -> int | None:
 
 
 def is_signed(config: VllmConfig) -> bool:
-    """Return whether requests reach this engine through a front end that signs what they say to keepset.
+    """Return whether requests reach this engine through a front end that signs their options.
 
     Raises:
         KeepsetError: the configuration says neither true nor false.
@@ -94,15 +94,15 @@ def is_signed(config: VllmConfig) -> bool:
 
 
 def is_compressed(config: VllmConfig) -> bool:
-    """Whether a configuration has a recipe for requests that have no context."""
+    """Return whether a configuration has a recipe for requests without a context."""
     return isinstance(config.additional_config, dict) and KEY in config.additional_config
 
 
 def recipe_of(config: VllmConfig | None) -> Recipe | None:
-    """The recipe of a configuration; None where it has none, nor contexts, and everything stays vLLM's own.
+    """Return the recipe of a configuration; None if it has neither recipe nor contexts, and vLLM uses its own classes.
 
     Raises:
-        KeepsetError: there is one, and it cannot be used.
+        KeepsetError: the recipe cannot be used.
     """
     additional = None if config is None else config.additional_config
     if not isinstance(additional, dict):

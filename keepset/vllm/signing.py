@@ -1,8 +1,8 @@
-"""Signatures by which an engine knows that a server's front end has checked what a request says to keepset.
+"""Signatures that show an engine that a server's front end has checked a request's options.
 
-Whatever a client writes reaches the engine by many routes of vLLM, and later versions have more. So the front end signs
-what it has checked, with a key that `keepset serve` makes at its start and hands to its processes in the environment.
-No client knows the key, and an engine that has one takes nothing without a signature.
+What a client writes reaches the engine by many routes of vLLM, and later versions have more. So the front end signs the
+options that it has checked, with a key that `keepset serve` makes at its start and hands to its processes in the
+environment. No client knows the key, and an engine that has one accepts no options without a signature.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def has_key() -> bool:
 
 
 def signed(text: str) -> str:
-    """Return the text behind its signature."""
+    """Return a text with its signature in front."""
     return f"{_signature(text)} {text}"
 
 
 def verified(said: Any) -> str:
-    """Return the text of `signed`.
+    """Return the text that `signed` has signed.
 
     Raises:
-        KeepsetError: it is something else, or the signature is not this server's.
+        KeepsetError: it is something else, or the signature was made with another key.
     """
     signature, _, text = said.partition(" ") if isinstance(said, str) else ("", "", "")
     if not hmac.compare_digest(signature.encode(errors="replace"), _signature(text).encode()):

@@ -1,4 +1,4 @@
-"""`KeepSpec`: the kind of KV cache that vLLM's own registry knows keepset's layers by."""
+"""`KeepSpec`: the kind of KV cache that keepset's layers have in vLLM's registry."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class KeepSpec(FullAttentionSpec):
     """A growing cache that a recipe compresses.
 
     Layers with equal specs share block tables, so `layer` differs between layers that keep different numbers of
-    entries: a hungry layer then holds no other layer's pages.
+    entries: then a layer that keeps many holds no pages of others.
 
     Attributes:
         recipe: the recipe's text.
-        layer: the layer whose number of kept entries is this group's.
-        layers: all layers that are compressed.
+        layer: the first layer of the group, whose number of kept entries is the group's.
+        layers: all layers of the model that are compressed.
         tokens_per_step, steps_ahead: of the engine's scheduler, as `Admission` has them.
-        per_head: as `EvictionSchedule` has it.
+        per_head: whether heads have pages of their own, as `EvictionSchedule` has it.
     """
 
     recipe: str
@@ -41,12 +41,12 @@ class KeepSpec(FullAttentionSpec):
 
     @classmethod
     def wrap(cls, spec: FullAttentionSpec, **more: Any) -> Self:
-        """vLLM's own spec, and what keepset adds."""
+        """Return vLLM's own spec with keepset's fields, which are given by name."""
         return cls(**{field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec)}, **more)
 
     @cached_property
     def schedule(self) -> EvictionSchedule:
-        """When this group's requests are compressed."""
+        """The schedule by which this group's requests are compressed."""
         recipe = Recipe.parse(self.recipe)
         return EvictionSchedule(
             recipe, self.layer, self.layers, self.num_kv_heads, self.block_size, per_head=self.per_head
@@ -54,16 +54,16 @@ class KeepSpec(FullAttentionSpec):
 
     @cached_property
     def contexts(self) -> dict[Any, ContextPlacement]:
-        """Where contexts are in the blocks of requests, by the hash of the first one: the scheduler's."""
+        """The placements of contexts, by the hash of a request's first block, in the process that schedules."""
         return {}
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Whether one block table could serve all of these layers."""
+        """Return whether all of these layers can share one block table."""
         return all(_same_group(self, spec) for spec in kv_cache_specs.values())
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """One spec for a group; an AssertionError tells vLLM that these layers are not one."""
+        """Return one spec for a group. An AssertionError tells vLLM that these layers are no group."""
         first, names = specs[0], [field.name for field in fields(FullAttentionSpec)]
         assert all(_same_group(first, spec) for spec in specs)
         plain = [FullAttentionSpec(**{name: getattr(spec, name) for name in names}) for spec in specs]

@@ -1,7 +1,7 @@
-"""Counters that leave the engine's processes: for `/metrics`, and for who runs vLLM offline.
+"""Counters over all processes of an engine: for `/metrics`, and for programs that run vLLM offline.
 
-Every process that compresses or frees adds to a small file of its own, in a folder that the front process names in
-the environment before it starts the others; reading is adding the files up. Nothing is sent, nothing waits.
+Every process that compresses or frees adds to a small file of its own, in a folder that the front process names in the
+environment before it starts the others. To read counters the files are added up. No process sends or waits.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ COUNTERS = {
     "blocks_freed": "KV-cache blocks that compressions returned to the pool.",
     "seconds": "Seconds that compressions took.",
 }
-"""What is counted."""
+"""The counters, and what each counts."""
 
 _RECIPE = "recipe"
 
 REQUESTS = 1024
-"""How many of the newest requests are remembered."""
+"""How many of the newest requests are kept."""
 
 CONTEXTS = 1024
-"""Of how many contexts it is counted who used them."""
+"""For how many contexts requests are counted."""
 
 _COUNTER = np.dtype([(name, "f8") for name in COUNTERS])
 _REQUEST = np.dtype(
@@ -45,14 +45,14 @@ _CONTEXT = np.dtype([("name", "S255"), ("requests", "i8"), ("loads", "i8")])
 
 
 REFUSALS = 1024
-"""How many refusals are remembered until the front end has read them."""
+"""How many of the newest refusals are kept for the front end to read."""
 
 _SENTENCE = 1000
 _REFUSAL = np.dtype([("number", "i8"), ("ticket", "S32"), ("why", f"S{_SENTENCE}")])
 
 
 def count(**more: float) -> None:
-    """Adds to this process's counters."""
+    """Add to this process's counters, which are given by name."""
     counters = _array("counters", _COUNTER, 1)
     shared = _shared_metrics()
     for name, value in more.items():
@@ -63,7 +63,7 @@ def count(**more: float) -> None:
 
 @cache
 def _shared_metrics() -> dict[str, Any]:
-    """The counters in files that Prometheus' client adds up, which is all that several API servers show."""
+    """Return counters in files of Prometheus' client, which adds them up for several API servers."""
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         return {}
     from prometheus_client.values import MultiProcessValue
@@ -77,14 +77,21 @@ def _shared_metrics() -> dict[str, Any]:
 
 
 def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:
-    """A request ended or was preempted, as the first group of layers saw it; the newest are remembered."""
+    """Note a request that ended or was preempted, as the first group of layers saw it.
+
+    Args:
+        name: the engine's name of the request.
+        prompt, tokens: tokens of its prompt, and tokens that it has had.
+        dropped: entries that the average head has lost.
+        blocks_freed: blocks that compressions have freed.
+    """
     rows = _array("requests", _REQUEST, REQUESTS)
     number = int(rows["number"].max())
     rows[number % REQUESTS] = (number + 1, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
 
 
 def serving(recipe: str) -> None:
-    """Says which recipe this engine serves."""
+    """Note which recipe this engine serves."""
     if FOLDER in os.environ:
         path = Path(os.environ[FOLDER]) / _RECIPE
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +99,7 @@ def serving(recipe: str) -> None:
 
 
 def context_used(name: str, loaded: bool) -> None:
-    """A request began with this context; `loaded`: its pages came from the file."""
+    """Count a request that begins with a context; `loaded` says whether its pages came from the file."""
     rows = _array("contexts", _CONTEXT, CONTEXTS)
     places = np.flatnonzero((rows["name"] == name.encode()) | (rows["name"] == b""))
     if len(places):
@@ -100,13 +107,13 @@ def context_used(name: str, loaded: bool) -> None:
 
 
 def contexts() -> dict[str, dict[str, int]]:
-    """How many requests each context has had, and how often it was loaded for that, by their names."""
+    """Return by context how many `requests` it has had, and how many `loads` from its file."""
     rows = [row for row in _rows("contexts", _CONTEXT) if row["name"]]
     return {row["name"].decode(): {name: int(row[name]) for name in ("requests", "loads")} for row in rows}
 
 
 def refused(ticket: str, why: str) -> None:
-    """Note why a request is refused, for the front end that has given it this ticket; the newest are remembered."""
+    """Note why a request is refused, for the front end that has given it this ticket."""
     if ticket:
         rows = _array("refusals", _REFUSAL, REFUSALS)
         number = int(rows["number"].max())
@@ -114,14 +121,14 @@ def refused(ticket: str, why: str) -> None:
 
 
 def refusal(ticket: str) -> str | None:
-    """Return why the request of this ticket was refused; None if it was not, or by an engine on another machine."""
+    """Return why the request of a ticket was refused; None if it was not, or by an engine on another machine."""
     said = (row["why"] for row in _rows("refusals", _REFUSAL) if row["ticket"] == ticket.encode())
     why = next(said, None)
     return None if why is None else why.decode(errors="ignore")
 
 
 def name_folder() -> None:
-    """Says where this process and those that it starts will count; the folder goes when this process does."""
+    """Name the folder for this process and those that it starts. It is deleted when this process ends."""
     if FOLDER in os.environ:
         return
     folder = Path(tempfile.gettempdir()) / f"keepset-{os.getpid()}-{os.urandom(4).hex()}"
@@ -132,7 +139,7 @@ def name_folder() -> None:
 
 @cache
 def _array(name: str, dtype: np.dtype, length: int) -> np.ndarray:
-    """Zeros of this process: in a file, or in memory where no folder is named."""
+    """Return an array of zeros of this process: in a file, or in memory if no folder is named."""
     if FOLDER not in os.environ:
         return np.zeros(length, dtype)
     path = Path(os.environ[FOLDER]) / f"{name}-{os.getpid()}"
@@ -141,13 +148,13 @@ def _array(name: str, dtype: np.dtype, length: int) -> np.ndarray:
 
 
 def _rows(name: str, dtype: np.dtype) -> list[Any]:
-    """What the engine's processes have in their files."""
+    """Return the rows of all processes' files."""
     files = sorted(Path(os.environ[FOLDER]).glob(f"{name}-*")) if FOLDER in os.environ else []
     return [row for file in files for row in np.fromfile(file, dtype=dtype)]
 
 
 def totals() -> dict[str, float]:
-    """All counters, over all processes of this engine."""
+    """Return all counters, added up over the processes of this engine."""
     rows = _rows("counters", _COUNTER)
     return {name: float(sum(row[name] for row in rows)) for name in COUNTERS}
 
@@ -171,7 +178,7 @@ class PrometheusCollector:
     """The counters as Prometheus metrics, `keepset:<name>_total`, beside vLLM's own; none without a recipe."""
 
     def collect(self) -> Iterator[Any]:
-        """Reads them."""
+        """Yield the metrics, as Prometheus' client asks for them."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         folder = os.environ.get(FOLDER)
@@ -186,7 +193,7 @@ class PrometheusCollector:
 
 @cache
 def expose() -> None:
-    """Adds them to what this process answers at `/metrics`, if it is the one that does."""
+    """Add the counters to the metrics that this process serves at `/metrics`, if it does."""
     from prometheus_client import REGISTRY
 
     REGISTRY.register(PrometheusCollector())  # type: ignore[arg-type]

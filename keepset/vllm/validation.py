@@ -1,4 +1,4 @@
-"""What keepset cannot serve, said in one sentence when the engine starts."""
+"""Refuses configurations and models that keepset cannot serve, in one sentence, when the engine starts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, by_head, context
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 _EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_e5m2")
-"""Of one scale for a layer's keys, and one for its values."""
+"""Types of caches with one scale for a layer's keys, and one for its values."""
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
-    """Refuses a recipe that cannot be served with this configuration.
+    """Refuse a recipe that cannot be served.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: the recipe.
 
     Raises:
         UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
@@ -41,10 +45,15 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
 
 
 def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
-    """Refuses a layer that cannot be compressed; `unseen`: the recipe looks at what enters it, and that was not found.
+    """Refuse a layer that cannot be compressed.
+
+    Args:
+        name: the layer's name.
+        layer: vLLM's attention layer.
+        unseen: whether the recipe looks at hidden states, and the layer's were not found.
 
     Raises:
-        UnsupportedModelError: says why.
+        UnsupportedModelError: the layer cannot be compressed.
     """
     impl = layer.impl
     reasons = {
@@ -64,10 +73,10 @@ def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
 
 
 def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
-    """The same, unless a layer's cache is not of whole keys and values of all tokens.
+    """Return the kind of a layer's cache if that holds whole keys and values of all tokens.
 
     Raises:
-        UnsupportedModelError: says why.
+        UnsupportedModelError: it does not.
     """
     reasons = {
         f"is of the kind {type(spec).__name__}": type(spec) is not FullAttentionSpec,
@@ -135,7 +144,7 @@ def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """What is drafted comes after the prompt: to take it back is nothing to what was compressed at the prompt's end."""
+    """Drafts can be taken back if only the prompt was compressed: drafted tokens come after it."""
     drafts = config.speculative_config
     if drafts is None:
         return
@@ -168,7 +177,7 @@ def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """CUDA graphs replay kernels, and nothing of what decides where heads that differ read and write."""
+    """CUDA graphs replay kernels, but not the Python code that decides where ragged heads read and write."""
     compilation = config.compilation_config
     if not compilation.cudagraph_mode or not by_head(config, recipe):
         return

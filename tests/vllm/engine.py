@@ -34,14 +34,14 @@ SIGNING = {"KEEPSET_SIGNING_KEY": "5" * 64}
 """What engines have whose requests are signed."""
 
 
-def sealed(**wishes: Any) -> dict[str, Any]:
+def sealed(**options: Any) -> dict[str, Any]:
     """Extra arguments of a request, as a server's front end signs them for an engine with that key."""
-    from keepset.vllm.request_options import Wishes
+    from keepset.vllm.request_options import RequestOptions
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SIGNING.items():
             patch.setenv(name, value)
-        return {"keepset": Wishes(**wishes).sealed()}
+        return {"keepset": RequestOptions(**options).to_signed()}
 
 
 @dataclass(frozen=True)

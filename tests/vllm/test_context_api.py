@@ -21,7 +21,7 @@ from keepset.hf import saved
 from keepset.serving.context_api import HONOURED, ContextMiddleware
 from keepset.vllm import owned_contexts as owned
 from keepset.vllm import signing, stats
-from keepset.vllm.request_options import MAX_BYTES, MAX_RANGES, Wishes, unsealed, wishes_of
+from keepset.vllm.request_options import MAX_BYTES, MAX_RANGES, RequestOptions, from_signed, parse_options
 from tests.hf.damage import flipped
 
 
@@ -50,9 +50,9 @@ class Inner:
         self.bodies: list[Any] = []
         self.answer = answer or (lambda body: (200, [b"{}"]))
 
-    def said(self) -> Wishes:
+    def said(self) -> RequestOptions:
         """What the newest request says to the engine."""
-        return replace(unsealed(self.bodies[-1]["vllm_xargs"]["keepset"]), ticket="")
+        return replace(from_signed(self.bodies[-1]["vllm_xargs"]["keepset"]), ticket="")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
@@ -121,12 +121,12 @@ def test_what_is_said_goes_on_signed_as_an_argument_of_vllm(folder: Path, tiny_m
     inner = Inner()
     ask = server(folder, tiny_model, inner)
     for path in HONOURED:
-        wish = {"prompt": "What?", "keepset": {"context": "manual"}, "vllm_xargs": {"more": 1}}
-        assert ask("POST", path, wish)[0] == 200
+        request = {"prompt": "What?", "keepset": {"context": "manual"}, "vllm_xargs": {"more": 1}}
+        assert ask("POST", path, request)[0] == 200
         assert inner.bodies[-1].keys() == {"prompt", "vllm_xargs"} and inner.bodies[-1]["vllm_xargs"]["more"] == 1
-        assert inner.said() == Wishes(context="manual")
+        assert inner.said() == RequestOptions(context="manual")
         assert ask("POST", path, {"prompt": "What?", "keepset": {"off": True}})[0] == 200
-        assert inner.said() == Wishes(off=True)
+        assert inner.said() == RequestOptions(off=True)
         assert ask("POST", path, {"prompt": "What?"})[0] == 200
         assert inner.bodies[-1] == {"prompt": "What?"}
 
@@ -144,24 +144,24 @@ def test_why_the_engine_refuses_is_the_answer(
     ]
 
     def refuse(body: Any, status: int, pieces: list[bytes]) -> Any:
-        ticket = unsealed(body["vllm_xargs"]["keepset"]).ticket
+        ticket = from_signed(body["vllm_xargs"]["keepset"]).ticket
         stats.refused(ticket, f"Context {str(folder / 'saved' / 'one' / 'chat@12-ab.safetensors')!r} is too long.")
         return status, pieces
 
-    wish = {"keepset": {"off": True}}
+    request = {"keepset": {"off": True}}
     for status, said in ((500, pieces), (200, chunks[1:])):
         ask = server(folder, tiny_model, Inner(partial(refuse, status=status, pieces=said)))
-        assert ask("POST", "/v1/completions", wish)[0] == 400
-        assert ask("POST", "/v1/completions", wish)[1]["error"]["message"] == "Context 'chat' is too long."
+        assert ask("POST", "/v1/completions", request)[0] == 400
+        assert ask("POST", "/v1/completions", request)[1]["error"]["message"] == "Context 'chat' is too long."
     answers: list[Any] = []
     ask = server(folder, tiny_model, Inner(partial(refuse, status=200, pieces=chunks)), answers=answers)
     with pytest.raises(json.JSONDecodeError):
-        ask("POST", "/v1/completions", wish)
+        ask("POST", "/v1/completions", request)
     assert [piece["type"] for piece in answers] == ["http.response.start"] + ["http.response.body"] * 2
     assert json.loads(answers[2]["body"].removeprefix(b"data: "))["error"]["message"] == "Context 'chat' is too long."
     assert answers[2]["more_body"] is False
     # An error that is not the engine's refusal stays what it is.
-    assert server(folder, tiny_model, Inner(lambda body: (500, pieces)))("POST", "/v1/completions", wish)[0] == 500
+    assert server(folder, tiny_model, Inner(lambda body: (500, pieces)))("POST", "/v1/completions", request)[0] == 500
     stats._array.cache_clear()
 
 
@@ -173,8 +173,8 @@ def test_no_client_sees_a_signature(folder: Path, tiny_model: PreTrainedModel) -
 
 
 def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    sealed = Wishes(save="a", owner="1" * 32).sealed()
-    assert unsealed(sealed) == Wishes(save="a", owner="1" * 32)
+    sealed = RequestOptions(save="a", owner="1" * 32).to_signed()
+    assert from_signed(sealed) == RequestOptions(save="a", owner="1" * 32)
     signature, _, text = sealed.partition(" ")
     forged = [
         text,
@@ -189,13 +189,13 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
     forged += [{"save": "a"}, "\ud800 " + text, signature]
     for said in forged:
         with pytest.raises(KeepsetError, match="does not check it"):
-            unsealed(said)
+            from_signed(said)
     for words in ({"save": "a", "owner": "1" * 32}, {"ticket": "a"}, json.dumps({"owner": "everybody"})):
         with pytest.raises(KeepsetError, match=r"leave (owner|ticket) out"):
-            wishes_of(words)
+            parse_options(words)
     monkeypatch.setenv(signing.SIGNING_KEY, signing.new_key())
     with pytest.raises(KeepsetError, match="does not check it"):
-        unsealed(sealed)
+        from_signed(sealed)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_a_request_says_no_more_than_is_right(said: Any, sentence: str) -> None:
     with pytest.raises(KeepsetError, match=sentence) as refused:
-        wishes_of(said)
+        parse_options(said)
     assert len(str(refused.value)) < 500
 
 
@@ -260,11 +260,11 @@ def test_a_key_sees_its_own(folder: Path, tiny_model: PreTrainedModel) -> None:
     names = {key: [each["id"] for each in ask("GET", "/v1/contexts", key=key)[1]["data"]] for key in ("one", "two")}
     assert "mine" in names["one"] and "mine" not in names["two"]
     assert ask("POST", "/v1/completions", {"prompt": "", "keepset": {"save": "a"}}, key="one")[0] == 200
-    assert inner.said() == Wishes(save="a", owner=owned.owner_of("one"))
+    assert inner.said() == RequestOptions(save="a", owner=owned.owner_of("one"))
     refused = ask("POST", "/v1/completions", {"prompt": "", "keepset": {"context": "mine"}}, key="two")
     assert refused[0] == 400 and "There is no context 'mine'" in refused[1]["error"]["message"]
     assert ask("POST", "/v1/completions", {"prompt": "", "keepset": {"context": "mine"}}, key="one")[0] == 200
-    assert inner.said() == Wishes(context="mine", owner=owned.owner_of("one"))
+    assert inner.said() == RequestOptions(context="mine", owner=owned.owner_of("one"))
 
 
 def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("wishes", "sentence"),
+    ("options", "sentence"),
     [
         ({"context": "nowhere"}, "There is no context 'nowhere' on this server; it has eight bits, flipped, manual."),
         ({"context": "../manual"}, "There is no context '../manual' on this server"),
@@ -347,10 +347,10 @@ def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: 
     ],
 )
 def test_what_is_wrong_is_answered_with_a_sentence(
-    wishes: Any, sentence: str, folder: Path, tiny_model: PreTrainedModel
+    options: Any, sentence: str, folder: Path, tiny_model: PreTrainedModel
 ) -> None:
     inner = Inner()
-    status, answer = server(folder, tiny_model, inner)("POST", "/v1/chat/completions", {"keepset": wishes})
+    status, answer = server(folder, tiny_model, inner)("POST", "/v1/chat/completions", {"keepset": options})
     assert status == answer["error"]["code"] == 400 and sentence in answer["error"]["message"]
     assert not inner.bodies and str(folder) not in answer["error"]["message"]
 

@@ -102,17 +102,17 @@ def mixed(draw: random.Random, chats: dict[tuple[str, int], list[Turn]]) -> list
         kind = draw.choice(["context", "chat", "chat", "stranger", "own"])
         if kind == "context":
             name = draw.choice([*STEADY, "coming", "flipped", "nowhere"])
-            wishes = {"context": name, "owner": draw.choice(TENANTS)}
+            options = {"context": name, "owner": draw.choice(TENANTS)}
             asked, what = question(draw.randrange(8), draw.choice([1, 9, 33])), name
         elif kind == "own":
-            asked, wishes, what = IDS[2000:2100], {"keep": draw.choice([30, 60]), "protect": [[0, 9]]}, kind
+            asked, options, what = IDS[2000:2100], {"keep": draw.choice([30, 60]), "protect": [[0, 9]]}, kind
         else:
             owner, chat = draw.choice(list(chats))
             place = draw.randrange(TURNS)
             asked, what = chats[owner, chat][place].said, (kind, owner, chat, place)
             asks = owner if kind == "chat" else next(tenant for tenant in TENANTS if tenant != owner)
-            wishes = {"owner": asks} | ({"save": f"chat{chat}"} if kind == "chat" else {})
-        some.append((Ask(asked, ANSWER, add=add, abort=aborted(draw, add), extra=sealed(**wishes)), what))
+            options = {"owner": asks} | ({"save": f"chat{chat}"} if kind == "chat" else {})
+        some.append((Ask(asked, ANSWER, add=add, abort=aborted(draw, add), extra=sealed(**options)), what))
     return some
 
 

@@ -19,7 +19,7 @@ from tests.vllm.oracle import Oracle
 from tests.vllm.test_tiny import ENGINE, EQUAL, FROM_DATA, IDS
 
 settings = Late("keepset.vllm.settings")
-wishes = Late("keepset.vllm.request_options")
+options = Late("keepset.vllm.request_options")
 
 OWN: list[dict[str, Any] | None] = [
     None,
@@ -35,8 +35,8 @@ FRACTIONS = [None, {"keep": 0.5}, {"off": True}, {"protect": [[3, 60]]}, {"keep"
 
 def asks(own: list[dict[str, Any] | None], tokens: int = 40, **more: Any) -> list[Ask]:
     return [
-        Ask(IDS[311 * i : 311 * i + size], tokens, extra=None if wish is None else {"keepset": wish}, **more)
-        for i, (wish, size) in enumerate(zip(own, (90, 150, 120, 200, 131, 160, 33), strict=False))
+        Ask(IDS[311 * i : 311 * i + size], tokens, extra=None if request is None else {"keepset": request}, **more)
+        for i, (request, size) in enumerate(zip(own, (90, 150, 120, 200, 131, 160, 33), strict=False))
     ]
 
 
@@ -48,8 +48,8 @@ TURMOIL = [
     Ask(IDS[:150], 30, add=36),
 ]
 REFUSED = [
-    Ask(IDS[:40], 5, extra={"keepset": wish})
-    for wish in (
+    Ask(IDS[:40], 5, extra={"keepset": request})
+    for request in (
         {"keep": 0.5},
         {"keep": 4},
         {"keep": "half"},
@@ -131,7 +131,7 @@ def requests_of(name: str) -> list[Ask]:
 
 def own_recipe(recipe: str, one: Ask) -> Recipe | None:
     engine = Recipe.parse(recipe)
-    return engine if one.extra is None else wishes.wishes_of(one.extra["keepset"]).recipe(engine)
+    return engine if one.extra is None else options.parse_options(one.extra["keepset"]).recipe(engine)
 
 
 @torch.no_grad()

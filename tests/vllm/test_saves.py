@@ -81,8 +81,8 @@ def chat(model: PreTrainedModel, recipe: str | None) -> Chat:
     third = [*second.said, *second.answer, *IDS[500:506]]
     whole = Ask(IDS[700:777], TOKENS, add=5)
 
-    def ask(said: list[int], add: int, **wishes: Any) -> Ask:
-        return Ask(said, TOKENS, add=add, extra=sealed(**wishes) if wishes else None)
+    def ask(said: list[int], add: int, **options: Any) -> Ask:
+        return Ask(said, TOKENS, add=add, extra=sealed(**options) if options else None)
 
     asks = [
         ask(first.said, 0, save="chat", owner=ONE),
