@@ -14,7 +14,8 @@ from keepset.hf.window import QueryWindow
 
 _NOT_STATE = {
     *("_hooks", "_second", "_perplexity", "_model", "_forecast", "_few", "_from_files", "_waiting"),
-    *("recipe", "observer", "schedule", "needs", "seconds", "positions", "_seconds", "kept_layers", "_config", "_model_name"),
+    *("recipe", "observer", "schedule", "needs", "seconds", "positions", "_seconds", "kept_layers", "_config"),
+    "_model_name",
 }
 """Attributes that say nothing of what is cached, or, as positions of the newest forward, nothing any more."""
 
