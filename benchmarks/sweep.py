@@ -20,9 +20,8 @@ from keepset.bench.candidate import candidates
 from keepset.bench.cell import Cell
 from keepset.bench.sweep.prompts import Prompts
 from keepset.bench.sweep.runner import Runner
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Example, Generation
+from keepset.bench.tasks.task import Example, Generation, TaskSettings
 
 RECIPES = "snapkv,knorm,tova,expected_attention,adakv(snapkv)"
 KEEPS = (0.5, 0.25, 0.1)
@@ -45,7 +44,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = models.load()
-    [task] = find([args.task], Settings(lengths=(args.tokens,)))
+    [task] = find([args.task], TaskSettings(lengths=(args.tokens,)))
     examples = task.examples(tokenizer, limit=args.limit)
     recipes = [Recipe.parse(text) for text in args.recipes]
     runner = Runner(model, tokenizer, mode="agnostic", chat=True)

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import keepset
 from keepset import KeepsetError, Recipe, models, registry, texts
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
+from keepset.bench.tasks.task import TaskSettings
 from keepset.cli import app
 from tests.cli.conftest import tiny_model
 from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, tiny
@@ -208,7 +208,7 @@ def test_layouts_are_those_of_the_allocators() -> None:
 def test_the_benchmark_is_found_made_and_judged(embedded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module_of("keepset.bench.tasks.passwords", "   ", tmp_path, monkeypatch)
     monkeypatch.setattr("keepset.bench.tasks.find.MODULES", ("needle", "passwords"))
-    (task,) = find(["passwords"], Settings())
+    (task,) = find(["passwords"], TaskSettings())
     first, second = task.examples(embedded[1], limit=2, seed=1)
     assert task.examples(embedded[1], limit=1, seed=1) == [first] != task.examples(embedded[1], limit=1)
     for example in (first, second):
@@ -221,5 +221,5 @@ def test_the_benchmark_is_found_made_and_judged(embedded: Any, tmp_path: Path, m
 
 def test_who_adds_a_benchmark_reads_less_than_150_lines() -> None:
     guide = GUIDE[GUIDE.index("## Add a benchmark") : GUIDE.index("## Set up")]
-    files = [(ROOT / "keepset/bench/tasks" / name).read_text(encoding="utf-8") for name in ("task.py", "catalogue.py")]
+    files = [(ROOT / "keepset/bench/tasks" / name).read_text(encoding="utf-8") for name in ("task.py", "__init__.py")]
     assert sum(text.count("\n") for text in (guide, *files)) < 150

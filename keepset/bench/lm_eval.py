@@ -1,6 +1,7 @@
-"""EleutherAI's lm-evaluation-harness under a recipe: `python -m keepset.bench.lm_eval --model keepset ...`.
+"""A model for lm-evaluation-harness (EleutherAI) that compresses by a recipe.
 
-The harness finds models by import only, so this runs its own command line, which then knows one model more.
+`python -m keepset.bench.lm_eval --model keepset ...` runs the harness's own command line. The harness finds models by
+import only, so this module is imported first.
 """
 
 import logging
@@ -26,27 +27,30 @@ logger = logging.getLogger(__name__)
 _EXAMPLE = 'write --model_args pretrained=FOLDER,recipe="snapkv(keep=0.25)"'
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What was asked, the context's tokens, the continuation's."""
+"""What was asked, the tokens of the context, and the tokens of the continuation."""
 
 
 @register_model("keepset")
 class KeepsetLM(HFLM):
-    """The harness's own transformers model, whose prompts are compressed by a recipe.
+    """The harness's own transformers model, with prompts that a recipe compresses.
 
-    What is generated follows a compressed batch of prompts. A continuation is scored on what its context was compressed
-    to, and the context never sees it. Its first token is predicted by the whole context, before anything is dropped,
-    as when decoding: where answers are one token long, no recipe changes a score.
+    Answers are generated after a compressed batch of prompts. A continuation is scored after its compressed context,
+    which never sees it. Its first token is predicted by the whole context, before anything is dropped, as when decoding:
+    no recipe changes the score of an answer that is one token long.
 
-    Contexts run one by one, each once for all of its continuations, which follow it on forks, `batch_size` at a time.
-    With `every=` they are fed so that each compression comes where it would when decoding. What does not fit the
-    model's context is cut from the left, as the harness does. From Python, give `model_args` as a dict: the harness
-    splits a text at every comma, also inside a recipe.
+    Contexts run one by one, each once for all of its continuations. These follow it on forks, `batch_size` at a time.
+    With `every=` they are fed so that each compression comes where it would when decoding. A context that is too long
+    for the model is cut from the left, as in the harness. From Python, give `model_args` as a dict: the harness splits a
+    text at every comma, also inside a recipe.
 
     Args:
         pretrained: a folder, a hub name or a model.
         recipe: a text such as `"snapkv(keep=0.25)"`, or a `Recipe`.
         batch_size: prompts that generate together, and continuations of one context that are scored together.
-        options: whatever else the harness's `hf` takes.
+        options: any other arguments of the harness's `hf` model.
+
+    Raises:
+        KeepsetError: if model or recipe is missing or cannot be used, or `batch_size` is no whole number.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class KeepsetLM(HFLM):
             cause = re.split(r"\. |\n", str(error).strip())[0].rstrip(".")
             name = pretrained if isinstance(pretrained, str) else type(pretrained).__name__
             raise KeepsetError(f"The model {name!r} cannot be loaded ({cause}): check --model_args.") from error
-        self._cache().stop_watching()  # refuses now what it would refuse after the tasks were made
+        self._cache().stop_watching()  # refuses a model or recipe now, not after the tasks were made
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         raise KeepsetError(
@@ -99,9 +103,9 @@ class KeepsetLM(HFLM):
 
         answers: dict[int, tuple[float, bool]] = {}
         mixed = self.mixed_precision_dtype
-        # The longest first, so that what does not fit into memory is known at once.
+        # The longest first, so that a lack of memory shows at once.
         for context in tqdm(sorted(groups, key=len, reverse=True), disable=disable_tqdm or self.rank != 0):
-            # As the harness calls its models.
+            # The harness calls its models so.
             with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
                 scored = self._score(context, [requests[index][2] for index in groups[context]])
                 for index, answer in zip(groups[context], scored, strict=True):
@@ -111,7 +115,7 @@ class KeepsetLM(HFLM):
         return [answers[index] for index in range(len(requests))]
 
     def _score(self, context: tuple[int, ...], continuations: Sequence[Sequence[int]]) -> list[tuple[float, bool]]:
-        """The log-likelihood of every continuation of the context, and whether greedy decoding would say it."""
+        """Return the log-likelihood of every continuation, and whether greedy decoding would say it."""
         cache = self._cache()
         prompt = torch.tensor([context], device=self.device)
         first = self.model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1]
@@ -125,7 +129,7 @@ class KeepsetLM(HFLM):
 
 
 def main() -> None:
-    """Runs the harness's command line; bad input is one sentence on standard error and exit code 2."""
+    """Run the harness's command line; bad input is one sentence on standard error, and exit code 2."""
     try:
         cli_evaluate()
     except KeepsetError as error:

@@ -123,11 +123,11 @@ def evaluate(
     from keepset.bench.sweep.cost import cost
     from keepset.bench.sweep.prompts import checked_mode
     from keepset.bench.sweep.sweep import Grid
-    from keepset.bench.tasks.catalogue import Settings
     from keepset.bench.tasks.find import find
+    from keepset.bench.tasks.task import TaskSettings
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
-    chosen = find(names, Settings(data, tuple(parse_whole(prompt_tokens, "prompt-tokens"))))
+    chosen = find(names, TaskSettings(data, tuple(parse_whole(prompt_tokens, "prompt-tokens"))))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     each = _EVERY if every is None else every

@@ -16,9 +16,8 @@ from keepset.bench.cell import FULL, Cell
 from keepset.bench.sweep import runner
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
-from keepset.bench.tasks import catalogue
 from keepset.bench.tasks import find as finding
-from keepset.bench.tasks.task import Example, Task
+from keepset.bench.tasks.task import Example, Task, TaskSettings
 from keepset.cli import eval as command
 from tests.bench.sweep.sweeping import Counting, cell
 from tests.cli.conftest import Forked, Run
@@ -106,7 +105,7 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
 
     # What is in the file is what the runner makes of the same examples by itself.
     by_itself = Runner(*tiny, mode="prompt", chat=True)
-    (task,) = finding.find(["needle"], catalogue.Settings(lengths=(300,)))
+    (task,) = finding.find(["needle"], TaskSettings(lengths=(300,)))
     again = [
         made
         for example in task.examples(tiny[1], limit=2, seed=0)

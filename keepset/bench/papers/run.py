@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from keepset.bench.papers.entry import Options, Sweep
 from keepset.bench.sweep.sweep import Grid
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Task
+from keepset.bench.tasks.task import Task, TaskSettings
 
 
 def grid(sweep: Sweep, options: Options) -> Grid:
@@ -19,7 +18,7 @@ def grid(sweep: Sweep, options: Options) -> Grid:
     Raises:
         KeepsetError: if a task is unknown or an option out of range.
     """
-    tasks = find(sweep.tasks, Settings(options.data, options.lengths or sweep.lengths))
+    tasks = find(sweep.tasks, TaskSettings(options.data, options.lengths or sweep.lengths))
     for task in tasks:
         tokens = sweep.answer_tokens.get(_name(task))
         if tokens is not None:

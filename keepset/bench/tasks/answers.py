@@ -1,7 +1,7 @@
-"""Whether a solution's final answer is the right one, by math-verify.
+"""Comparison of a solution's final answer with the right one, by math-verify.
 
-math-verify stops what takes too long by a signal, which only a process's main thread can have. So it runs in a process
-of its own, whoever asks: threads, Ray's workers, notebooks.
+math-verify stops what takes too long by a signal, which only the main thread of a process can have. It therefore runs
+in a process of its own, so that threads, Ray's workers and notebooks can ask it.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import IO, cast
 from keepset.errors import KeepsetError
 
 _SECONDS = 60.0
-"""Then its process is killed. Its own limit is 5 for every expression, but some operations let no signal through."""
+"""After so long its process is killed. Its own limit is 5 seconds an expression, but some operations block signals."""
 
 _PROGRAM = """
 import json, sys
@@ -32,10 +32,18 @@ _process: subprocess.Popen[str] | None = None
 
 
 def agree(gold: str, solution: str) -> bool:
-    """Whether a solution's final answer equals that of the gold text.
+    """Return whether the final answers of two texts are equal.
 
     The final answer is what the last box holds. Without a box it is what math-verify finds, after the last `####` if
-    there is one: what is called the answer, else the last expression or number. What takes too long is no answer.
+    there is one: what is called the answer, or else the last expression or number. A comparison that takes too long is
+    false.
+
+    Args:
+        gold: the text with the right answer.
+        solution: the text that is judged.
+
+    Raises:
+        KeepsetError: if math-verify does not start.
     """
     with _lock:
         process = start()
@@ -46,11 +54,15 @@ def agree(gold: str, solution: str) -> bool:
 
 
 def start() -> subprocess.Popen[str]:
-    """Starts the process, unless it runs, so that what is missing is known before hours of answers."""
+    """Start math-verify's process unless it runs, so that a missing package is known before hours of answers.
+
+    Raises:
+        KeepsetError: if it does not start.
+    """
     global _process  # noqa: PLW0603
     with _lock:
         if _process is None or _process.poll() is not None:
-            # -P: what lies in the working directory must not pass for a package.
+            # -P: a file in the working directory must not pass for a package.
             command = [sys.executable, "-P", "-c", _PROGRAM]
             pipe, null = subprocess.PIPE, subprocess.DEVNULL
             _process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, encoding="ascii")
@@ -62,7 +74,7 @@ def start() -> subprocess.Popen[str]:
 
 
 def _line(process: subprocess.Popen[str]) -> str:
-    """What it says next; nothing where it ended or takes too long, which ends it."""
+    """Return the process's next line; an empty one if it ended, or took too long and was killed."""
     stdout = cast(IO[str], process.stdout)
     ready, _, _ = select.select([stdout], [], [], _SECONDS)
     line = stdout.readline() if ready else ""
@@ -73,6 +85,6 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def _final(text: str) -> str:
-    """From the last box on, since math-verify joins the boxes of a text to one set; else from GSM8K's mark on."""
+    """Return the text from the last box on, or else after GSM8K's mark; math-verify would join several boxes."""
     box = text.rfind("\\boxed")
     return text[box:] if box >= 0 else text.rpartition("####")[2]

@@ -1,30 +1,36 @@
-"""Items of a data set, from a user's JSONL file or from the hub, with where each stands for messages."""
+"""Items of a data set, from a user's JSONL file or from the Hugging Face hub."""
 
-import random
-import warnings
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-
+from keepset.bench.tasks.harness_imports import import_extra
 from keepset.errors import CorruptFileError, KeepsetError
+from keepset.hub import offline_if_unreachable
 from keepset.texts import json_lines
 
 
 @dataclass(frozen=True)
 class DataRecord:
-    """One item's fields, and where it stands, as messages name it: file and line."""
+    """One item of a data set.
+
+    Attributes:
+        where: the item's place as messages name it: file and line.
+        fields: its values by name.
+    """
 
     where: str
     fields: Mapping[str, Any]
 
     def first(self, *names: str) -> Any:
-        """The first of these fields that is there."""
+        """Return the first of these fields that is there.
+
+        Raises:
+            KeepsetError: if the item has none of them.
+        """
         for name in names:
             if self.fields.get(name) is not None:
                 return self.fields[name]
@@ -33,8 +39,48 @@ class DataRecord:
         raise KeepsetError(f"{self.where} lacks the field {wanted}: it has {there}.")
 
 
-def records(folder: Path, name: str) -> list[DataRecord]:
-    """The lines of `<name>.jsonl` in a folder; empty ones are left out."""
+class HubData(NamedTuple):
+    """A data set on the hub: its path there, subset and split."""
+
+    path: str
+    subset: str | None
+    split: str
+
+
+def load_records(name: str, folder: Path | None, hub: HubData) -> list[DataRecord]:
+    """Return the items of a data set.
+
+    Args:
+        name: names the file, and the data in messages.
+        folder: a user's folder, which is asked first for `<name>.jsonl`; None for none.
+        hub: where the data lie if the folder has no such file.
+
+    Raises:
+        KeepsetError: if the file is damaged, or the hub cannot be reached.
+    """
+    own = find_records(folder, name)
+    if own is not None:
+        return own
+    with loading(name):
+        items = import_extra("datasets").load_dataset(hub.path, hub.subset, split=hub.split)
+        return [DataRecord(f"{hub.path}, item {index},", item) for index, item in enumerate(items)]
+
+
+def find_records(folder: Path | None, name: str) -> list[DataRecord] | None:
+    """Return the items of `<name>.jsonl` in a user's folder; None without a folder or such a file.
+
+    Raises:
+        KeepsetError: if the file is damaged.
+    """
+    return read_records(folder, name) if folder is not None and (folder / f"{name}.jsonl").is_file() else None
+
+
+def read_records(folder: Path, name: str) -> list[DataRecord]:
+    """Return the items of `<name>.jsonl` in a folder; empty lines are left out.
+
+    Raises:
+        KeepsetError: if there is no such file, or a line is not a JSON object.
+    """
     path = folder / f"{name}.jsonl"
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -55,31 +101,36 @@ def records(folder: Path, name: str) -> list[DataRecord]:
     return items
 
 
-def own_records(folder: Path | None, name: str) -> list[DataRecord] | None:
-    """The same of a user's folder; None without one, or where it has no such file."""
-    return records(folder, name) if folder is not None and (folder / f"{name}.jsonl").is_file() else None
-
-
 @contextmanager
-def seeded(seed: int | str, numpy_seed: int | None = None) -> Iterator[None]:
-    """The harness draws from generators that everybody shares: they are lent to it, with these seeds."""
-    before, numpy_before = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(random.getrandbits(32) if numpy_seed is None else numpy_seed)
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(numpy_before)
+def loading(name: str) -> Iterator[None]:
+    """Turn whatever goes wrong while the data of a task are loaded into one sentence.
 
+    If the hub does not answer, its libraries use what was downloaded before, and wait for nothing.
 
-def extra(module: str) -> ModuleType:
-    """A module that `keepset[eval]` installs."""
+    Args:
+        name: names the task's file in the message.
+
+    Raises:
+        KeepsetError: in place of any other error.
+    """
+    datasets = import_extra("datasets")
+    before = datasets.config.HF_HUB_OFFLINE
     try:
-        with warnings.catch_warnings(action="ignore"):  # what its libraries miss is nothing that a user asked for
-            return import_module(module)
+        with offline_if_unreachable() as asked:
+            datasets.config.HF_HUB_OFFLINE = before or not asked
+            yield
+    except KeepsetError:
+        raise
     except ImportError as error:
+        raise KeepsetError(f"{name} needs a package that is missing ({_cause(error)}): install it.") from error
+    except Exception as error:
         raise KeepsetError(
-            f"This task needs {module.partition('.')[0]}, which cannot be imported ({error}): run "
-            '`pip install "keepset[eval]"`.'
+            f"{name} cannot be loaded ({_cause(error)}): check the connection to the hub, or give a folder "
+            f"with {name}.jsonl as data."
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+
+
+def _cause(error: Exception) -> str:
+    return re.split(r"\. |\n", str(error).strip())[0].rstrip(".") or type(error).__name__

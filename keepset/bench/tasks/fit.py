@@ -1,4 +1,4 @@
-"""Texts that are made to a length: as long as they may be, never longer."""
+"""Examples that are made to a length: as long as they may be, never longer."""
 
 import math
 from collections.abc import Callable
@@ -6,11 +6,17 @@ from collections.abc import Callable
 from keepset.bench.tasks.task import Example, Tokenizer
 
 _FULL = 0.97
-"""What fills so much of the room is not made longer."""
+"""An example that fills this share of the room is not made longer."""
 
 
 def room(tokenizer: Tokenizer, length: int, answer: int) -> int:
-    """How many of `length` tokens are left for an example, less its answer and a chat template's own."""
+    """Return how many tokens an example may have.
+
+    Args:
+        tokenizer: its chat template, if there is one, takes its own part.
+        length: tokens of prompt and answer together.
+        answer: tokens of the answer.
+    """
     if not tokenizer.chat_template:
         return length - answer
     empty = [{"role": "user", "content": ""}]
@@ -19,10 +25,13 @@ def room(tokenizer: Tokenizer, length: int, answer: int) -> int:
 
 
 def measure(tokenizer: Tokenizer, example: Example) -> int:
-    """Tokens of an example with its longest question, each part encoded by itself: joined they are no more."""
+    """Return the tokens of an example with its longest question.
+
+    Each part is encoded by itself; joined they have no more tokens.
+    """
 
     def count(text: str) -> int:
-        # verbose=False: the model may take more than the tokenizer knows of.
+        # verbose=False: the tokenizer would warn of texts longer than it knows the model to take.
         return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     special = tokenizer.num_special_tokens_to_add()
@@ -38,9 +47,18 @@ def fit(
     largest: int | None = None,
     guess: int | None = None,
 ) -> tuple[int, Example] | None:
-    """The size whose example fills the room, and that example; None where not even the smallest fits.
+    """Find the size whose example fills the room.
 
-    Examples grow about evenly with their size, which need not be tokens. `guess` is where to begin.
+    Args:
+        make: makes an example of a size, about in proportion to it. A size need not be in tokens.
+        count: counts the tokens of an example.
+        room: tokens that the example may have.
+        smallest: the smallest size.
+        largest: the largest size; None without an end.
+        guess: the size to try first.
+
+    Returns:
+        The size and its example; None if not even the smallest fits.
     """
     low, best, high = smallest - 1, None, math.inf if largest is None else largest + 1
     size, over = int(max(smallest, min(guess or smallest, high - 1))), False
@@ -53,7 +71,7 @@ def fit(
                 break
         else:
             high, over = size, True
-        # In proportion until there is one that fits and one that does not, then halfway between the two.
+        # The next size is in proportion, until one fits and one does not; then it is halfway between the two.
         step = (low + high) / 2 if best is not None and over else size * room / max(tokens, 1)
         size = int(max(low + 1, min(step, high - 1)))
     return best

@@ -5,38 +5,38 @@ from collections.abc import Sequence
 from functools import partial
 
 from keepset import texts
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.fit import fit, measure, room
-from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
 from keepset.errors import KeepsetError
 
 NAMES = ("needle",)
 EXAMPLES = 50
-"""So many there are where no limit is given: five at every depth."""
+"""How many examples there are without a limit: five at every depth."""
 
 _DEPTHS = (0.05, 0.35, 0.65, 0.95, 0.25, 0.55, 0.85, 0.15, 0.45, 0.75)
 """The middles of ten equal parts, in an order in which the first few are spread as well."""
 _CHARACTERS = 100
+"""Characters of the shortest haystack."""
 _TOKENS = 10
 
 
-def make(name: str, settings: Settings) -> list[Task]:
-    """One task for every length."""
+def make(name: str, settings: TaskSettings) -> list[Task]:
+    """Return one task for every length."""
     return [NeedleTask(length) for length in settings.lengths]
 
 
 class NeedleTask(Task):
-    """Which number belongs to a city, said once in essays of `length` tokens, the answer's included (Kamradt, 2023).
+    """The number of a city, said once in essays of `length` tokens, which include the answer (Kamradt, 2023).
 
-    Essays and depths take turns, an example's city and number are drawn by the seed.
+    Essays and depths take turns. An example's city and number are drawn by the seed.
     """
+
+    metric, generation = "found", Generation(_TOKENS)
 
     def __init__(self, length: int) -> None:
         self.length, self.name = length, f"needle@{length}"
-        self.metric, self.generation = "found", Generation(_TOKENS)
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """Refuses a length that is too short."""
         space, count = room(tokenizer, self.length, _TOKENS), partial(measure, tokenizer)
         examples, guess = [], None
         for index in range(EXAMPLES if limit is None else limit):
@@ -60,7 +60,7 @@ class NeedleTask(Task):
 
 
 def _haystack(index: int, size: int) -> str:
-    """About `size` characters of whole words: essays one after another, beginning with another one each time."""
+    """Return about `size` characters of whole words: essays one after another, from the one at this index on."""
     names, text = texts.essays(), ""
     while len(text) < size:
         text += texts.essay(names[index % len(names)]) + "\n\n"

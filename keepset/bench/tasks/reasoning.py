@@ -1,26 +1,29 @@
-"""Problems that are solved by long reasoning: GSM8K, MATH-500, AIME 2024 and 2025."""
+"""Problems that are solved by long reasoning: GSM8K, MATH-500, AIME 2024 and 2025.
+
+lm-evaluation-harness has tasks on these data. They ask after worked examples or without a request for a box, and
+compare answers as texts.
+"""
 
 from collections.abc import Sequence
 
 from keepset.bench.tasks import answers
-from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import DataRecord, own_records
-from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
+from keepset.bench.tasks.data import DataRecord, HubData, load_records
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
 
-_SOURCES: dict[str, tuple[str, str | None, str, int]] = {
-    "gsm8k": ("openai/gsm8k", "main", "test", 1024),
-    "math500": ("HuggingFaceH4/MATH-500", None, "test", 16384),
-    "aime24": ("Maxwell-Jia/AIME_2024", None, "train", 32768),
-    "aime25": ("math-ai/aime25", None, "test", 32768),
+_SOURCES: dict[str, tuple[HubData, int]] = {
+    "gsm8k": (HubData("openai/gsm8k", "main", "test"), 1024),
+    "math500": (HubData("HuggingFaceH4/MATH-500", None, "test"), 16384),
+    "aime24": (HubData("Maxwell-Jia/AIME_2024", None, "train"), 32768),
+    "aime25": (HubData("math-ai/aime25", None, "test"), 32768),
 }
-"""Where a data set lies on the hub (where lm-evaluation-harness finds it): path, subset, split; tokens of an answer."""
+"""Data as lm-evaluation-harness finds them, and tokens of an answer."""
 _ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 NAMES = tuple(_SOURCES)
 
 
-def make(name: str, settings: Settings) -> list[Task]:
-    """The task, if math-verify is there to judge its answers."""
+def make(name: str, settings: TaskSettings) -> list[Task]:
+    """Return the task, if math-verify is there to judge its answers."""
     answers.start()
     return [Reasoning(name, settings)]
 
@@ -29,46 +32,44 @@ class Reasoning(Task):
     """A problem whose final answer is an expression: Cobbe and others 2021 (arXiv:2110.14168), Lightman and others 2023
     (arXiv:2305.20050), and the American Invitational Mathematics Examination.
 
-    All of a problem is the question, asked as reasoning models are (DeepSeek-R1, arXiv:2501.12948); `accuracy` is
-    pass@1. Longest answers are those of lm-evaluation-harness; of MATH-500, which has none there, those of R-KV's
-    scripts (arXiv:2505.24133).
+    The whole problem is the question, asked as reasoning models are (DeepSeek-R1, arXiv:2501.12948); `accuracy` is
+    pass@1. The longest answers are those of lm-evaluation-harness. It has none for MATH-500: there they are those of
+    R-KV's scripts (arXiv:2505.24133).
     """
 
-    def __init__(self, name: str, settings: Settings) -> None:
-        self.name = name
-        self.metric = "accuracy"
-        self.generation = Generation(_SOURCES[name][-1])
-        self.decodes = True
-        self._folder = settings.data
+    metric = "accuracy"
+    decodes = True
+
+    def __init__(self, name: str, settings: TaskSettings) -> None:
+        self.name, self._folder = name, settings.data
+        self._hub, tokens = _SOURCES[name]
+        self.generation = Generation(tokens)
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """From the folder's file, or where there is none from the hub; in the order of the data, whatever the seed."""
-        from keepset.bench.tasks.hub import download  # loads what only a download takes
-
-        items = own_records(self._folder, self.name) or download(self.name, *_SOURCES[self.name][:3])
+        """Return the items of the folder's file, or else of the hub, in the order of the data."""
         return [
-            Example(str(index), "", (Question(_prompt(row), target=_gold(row)),), _facts(row))
-            for index, row in enumerate(items[:limit])
+            Example(str(index), "", (Question(_prompt(item), target=_gold(item)),), _facts(item))
+            for index, item in enumerate(load_records(self.name, self._folder, self._hub)[:limit])
         ]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
         return {"accuracy": float(answers.agree(question.target, str(reply)))}
 
 
-def _prompt(row: DataRecord) -> str:
-    if row.fields.get("prompt") is not None:
-        return str(row.fields["prompt"])
-    return str(row.first("question", "problem", "Problem")) + _ASK
+def _prompt(item: DataRecord) -> str:
+    if item.fields.get("prompt") is not None:
+        return str(item.fields["prompt"])
+    return str(item.first("question", "problem", "Problem")) + _ASK
 
 
-def _facts(row: DataRecord) -> dict[str, float | str]:
-    """MATH's subject and level."""
-    facts = {name: row.fields.get(name) for name in ("subject", "level")}
+def _facts(item: DataRecord) -> dict[str, float | str]:
+    """Return MATH's subject and level."""
+    facts = {name: item.fields.get(name) for name in ("subject", "level")}
     return {name: fact for name, fact in facts.items() if isinstance(fact, str | int)}
 
 
-def _gold(row: DataRecord) -> str:
-    answer = str(row.first("answer", "Answer", "solution"))
-    # GSM8K's ends a solution.
+def _gold(item: DataRecord) -> str:
+    answer = str(item.first("answer", "Answer", "solution"))
+    # GSM8K's answer is the end of a solution.
     answer = answer.rpartition("####")[2].strip()
     return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"

@@ -3,20 +3,19 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import seeded
 from keepset.bench.tasks.fit import fit, measure, room
-from keepset.bench.tasks.ruler_documents import read
-from keepset.bench.tasks.ruler_draws import CommonWords, Draws, FrequentWords, Variables
-from keepset.bench.tasks.ruler_files import draws_of
+from keepset.bench.tasks.harness_imports import seeded
+from keepset.bench.tasks.ruler_documents import load_documents
+from keepset.bench.tasks.ruler_files import read_prompts
 from keepset.bench.tasks.ruler_needles import Needles
-from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
+from keepset.bench.tasks.ruler_prompts import CommonWords, FrequentWords, PromptMaker, Variables
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
 from keepset.errors import KeepsetError
 
 EXAMPLES = 500
-"""So many there are where no limit is given: as in the paper."""
+"""How many examples there are without a limit, as in the paper."""
 
-_TASKS: dict[str, tuple[int, Callable[[int, Settings], Draws]]] = {
+_TASKS: dict[str, tuple[int, Callable[[int, TaskSettings], PromptMaker]]] = {
     "niah_single_1": (128, lambda length, settings: Needles("noise")),
     "niah_single_2": (128, lambda length, settings: Needles("essays")),
     "niah_single_3": (128, lambda length, settings: Needles("essays", value="uuids")),
@@ -28,60 +27,66 @@ _TASKS: dict[str, tuple[int, Callable[[int, Settings], Draws]]] = {
     "ruler_vt": (30, lambda length, settings: Variables()),
     "ruler_cwe": (120, lambda length, settings: CommonWords(length)),
     "ruler_fwe": (50, lambda length, settings: FrequentWords(length)),
-    "ruler_qa_squad": (32, lambda length, settings: read("squad", settings.data)),
-    "ruler_qa_hotpot": (32, lambda length, settings: read("hotpot", settings.data)),
+    "ruler_qa_squad": (32, lambda length, settings: load_documents("squad", settings.data)),
+    "ruler_qa_hotpot": (32, lambda length, settings: load_documents("hotpot", settings.data)),
 }
+"""Tokens of an answer, and what makes the prompts of a length."""
 NAMES = (*_TASKS, "ruler")
 PARTS = {
     "needles": tuple(name for name in _TASKS if name.startswith("niah")),
     "aggregation": ("ruler_cwe", "ruler_fwe"),
     "QA": ("ruler_qa_squad", "ruler_qa_hotpot"),
 }
-"""Kinds of tasks, as KVCompose (section 4.1) shows them; there is one more, of the variables alone."""
+"""Tasks by kind, as KVCompose (section 4.1) shows them; the variables alone are one more kind."""
 
 
-def make(name: str, settings: Settings) -> list[Task]:
-    """One task for every length; `ruler` is all thirteen."""
+def make(name: str, settings: TaskSettings) -> list[Task]:
+    """Return one task for every length; `ruler` is all thirteen."""
     names = list(_TASKS) if name == "ruler" else [name]
     return [RulerTask(one, length, settings) for one in names for length in settings.lengths]
 
 
 class RulerTask(Task):
-    """One of RULER's tasks at one length: tokens of the whole prompt, a chat template's and the answer's included.
+    """One of RULER's tasks at one length.
 
-    Prompts and answers are those of lm-evaluation-harness, made longer until they fill the length. The same index and
-    seed have the same needles at every length.
+    The length counts the tokens of the whole prompt, those of a chat template and of the answer included. Prompts and
+    answers are those of lm-evaluation-harness, made longer until they fill the length. Its own tasks make all examples
+    of all lengths as soon as they are named, and fetch essays and questions from the network. The same index and seed
+    have the same needles at every length.
     """
 
-    def __init__(self, name: str, length: int, settings: Settings) -> None:
+    def __init__(self, name: str, length: int, settings: TaskSettings) -> None:
         self.name = f"{name}@{length}"
         self.metric, self._base = "match", name
-        tokens, self._draws = _TASKS[name]
+        tokens, self._maker = _TASKS[name]
         self.generation = Generation(tokens)
         self._any = name.startswith("ruler_qa")
         self.length, self._settings = length, settings
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """The user's own, or such as are made. Made ones refuse a length that is too short.
+        """Return the examples of a user's file, or else made ones.
 
         Questions whose own documents do not fit are left out.
+
+        Raises:
+            KeepsetError: if the length is too short for a made example.
         """
-        own = draws_of(self._settings.data, self._base, self.length)
+        own = read_prompts(self._settings.data, self._base, self.length)
         if own is not None:
-            return [self._made(index, *draw) for index, draw in enumerate(own[:limit])]
-        draws = self._draws(self.length, self._settings)
+            return [self._example(index, *prompt) for index, prompt in enumerate(own[:limit])]
+        maker = self._maker(self.length, self._settings)
         space = room(tokenizer, self.length, self.generation.tokens)
         examples: list[Example] = []
         count = partial(measure, tokenizer)
         index, guess, wanted = 0, None, EXAMPLES if limit is None else limit
-        while len(examples) < wanted and index != draws.questions:
-            make = partial(self._example, draws, index, seed)
-            fitted = fit(make, count, space, smallest=draws.smallest, largest=draws.largest, guess=guess)
+        while len(examples) < wanted and index != maker.questions:
+            make = partial(self._made, maker, index, seed)
+            fitted = fit(make, count, space, smallest=maker.smallest, largest=maker.largest, guess=guess)
             if fitted is not None:
                 guess, example = fitted
                 examples.append(example)
-            elif draws.questions is None or (index == draws.questions - 1 and not examples):
-                least = count(make(draws.smallest)) + self.length - space
+            elif maker.questions is None or (index == maker.questions - 1 and not examples):
+                least = count(make(maker.smallest)) + self.length - space
                 raise KeepsetError(
                     f"{self.name} is too short: such an example takes {least} tokens with this tokenizer, its answer "
                     "and a chat template included; ask for a longer one."
@@ -90,17 +95,18 @@ class RulerTask(Task):
         return examples
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """The share of the answers that are in the reply, in any case; of several answers to a question one is enough.
+        """Return the share of the answers that are in the reply, in upper or lower case.
 
-        That is the paper's metric. lm-evaluation-harness asks for all answers to a question.
+        One of several answers to a question about documents is enough. That is the paper's metric;
+        lm-evaluation-harness asks for all of them.
         """
         text = str(reply).lower()
         hits = [float(answer.lower() in text) for answer in question.target]
         return {"match": max(hits) if self._any else sum(hits) / len(hits)}
 
-    def _example(self, draws: Draws, index: int, seed: int, size: int) -> Example:
+    def _made(self, maker: PromptMaker, index: int, seed: int, size: int) -> Example:
         with seeded(f"{index} {seed}"):
-            return self._made(index, *draws.draw(size, index, seed))
+            return self._example(index, *maker.make(size, index, seed))
 
-    def _made(self, index: int, context: str, question: Question) -> Example:
+    def _example(self, index: int, context: str, question: Question) -> Example:
         return Example(str(index), context, (question,), {"length": self.length})

@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from keepset import texts
-from keepset.bench.tasks.data import extra
-from keepset.bench.tasks.ruler_draws import Draw, Draws, cut
+from keepset.bench.tasks.harness_imports import import_extra
+from keepset.bench.tasks.ruler_prompts import Prompt, PromptMaker, cut
 from keepset.errors import KeepsetError
 
 _ASKED = "\n\nAnswer the question based on the given documents."
-Entry = tuple[str, list[str], list[str], list[str]]
+DocumentQuestion = tuple[str, list[str], list[str], list[str]]
 """A question, its answers, the documents that it needs, and others that are preferred to the rest."""
 
 
-class Documents(Draws):
+class Documents(PromptMaker):
     """A question, and the documents that answer it among others.
 
-    Questions come in an order that the seed draws; the authors' program takes them in the file's order, that is, all
-    of one article first.
+    The seed draws the order of the questions. The authors' program takes them in the file's order, all of one article
+    first.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[DocumentQuestion]) -> None:
         if not entries:
             raise ValueError("no questions")
         self._documents = sorted({document for entry in entries for group in entry[2:] for document in group})
@@ -39,18 +39,26 @@ class Documents(Draws):
             for query, answers, needed, related in entries
         ]
         self.largest, self.questions = len(self._documents), len(self._questions)
-        self._qa = extra("lm_eval.tasks.ruler.qa_utils")
+        self._qa = import_extra("lm_eval.tasks.ruler.qa_utils")
 
-    def draw(self, size: int, index: int, seed: int) -> Draw:
-        """The question among so many documents, or those that it needs if they are more."""
+    def make(self, size: int, index: int, seed: int) -> Prompt:
+        """Return the question with `size` documents, or with all that it needs if they are more."""
         chosen = random.Random(seed).sample(range(len(self._questions)), len(self._questions))[index]
-        # A list of its own: where all documents fit, the harness shuffles what it is given.
+        # The harness shuffles the list that it is given if all documents fit, so it gets a copy.
         text, answers = self._qa.generate_input_output(chosen, size, self._questions, list(self._documents))
         return cut(f"{text} Answer:", _ASKED, answers)
 
 
-def read(name: str, folder: Path | None) -> Documents:
-    """The documents and questions of `squad` or `hotpot`: a user's file, else what the harness downloads."""
+def load_documents(name: str, folder: Path | None) -> Documents:
+    """Return documents and questions.
+
+    Args:
+        name: `squad` or `hotpot`.
+        folder: a user's folder with `<name>.json`; the harness downloads the file if there is none.
+
+    Raises:
+        KeepsetError: if the file has another format, or cannot be downloaded.
+    """
     parse = _PARSERS[name]
     path = None if folder is None else folder / f"{name}.json"
     if path is None or not path.is_file():
@@ -64,7 +72,7 @@ def read(name: str, folder: Path | None) -> Documents:
         ) from error
 
 
-def _squad(data: Any) -> list[Entry]:
+def _squad(data: Any) -> list[DocumentQuestion]:
     entries = []
     for article in data["data"]:
         documents = [paragraph["context"] for paragraph in article["paragraphs"]]
@@ -77,7 +85,7 @@ def _squad(data: Any) -> list[Entry]:
     return entries
 
 
-def _hotpot(data: Any) -> list[Entry]:
+def _hotpot(data: Any) -> list[DocumentQuestion]:
     return [
         (item["question"], [item["answer"]], [f"{title}\n{''.join(text)}" for title, text in item["context"]], [])
         for item in data
@@ -85,7 +93,7 @@ def _hotpot(data: Any) -> list[Entry]:
 
 
 def _download(name: str) -> Any:
-    qa, requests = extra("lm_eval.tasks.ruler.qa_utils"), extra("requests")
+    qa, requests = import_extra("lm_eval.tasks.ruler.qa_utils"), import_extra("requests")
     reader = qa.read_squad if name == "squad" else qa.read_hotpotqa
     url = inspect.signature(reader).parameters["url"].default
     try:
@@ -97,5 +105,5 @@ def _download(name: str) -> Any:
         ) from error
 
 
-_PARSERS: dict[str, Callable[[Any], list[Entry]]] = {"squad": _squad, "hotpot": _hotpot}
+_PARSERS: dict[str, Callable[[Any], list[DocumentQuestion]]] = {"squad": _squad, "hotpot": _hotpot}
 _OFFICIAL = {"squad": "SQuAD's dev-v2.0.json", "hotpot": "HotpotQA's hotpot_dev_distractor_v1.json"}

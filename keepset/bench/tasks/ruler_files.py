@@ -1,10 +1,10 @@
-"""RULER's examples where a user has them: as the authors' program writes them, or as kvpress' data set has them."""
+"""RULER's prompts from a user's files: as the authors' program writes them, or as kvpress' data set has them."""
 
 import re
 from pathlib import Path
 
-from keepset.bench.tasks.data import DataRecord, own_records
-from keepset.bench.tasks.ruler_draws import Draw
+from keepset.bench.tasks.data import DataRecord, find_records
+from keepset.bench.tasks.ruler_prompts import Prompt
 from keepset.bench.tasks.task import Question
 from keepset.errors import CorruptFileError
 
@@ -22,28 +22,35 @@ _NEEDLES_ANSWER = re.compile(r"\s*The special magic")
 _ANSWER = re.compile(r"\s*Answer:")
 
 
-def draws_of(folder: Path | None, name: str, length: int) -> list[Draw] | None:
-    """A task's examples of one length; None where the folder has none.
+def read_prompts(folder: Path | None, name: str, length: int) -> list[Prompt] | None:
+    """Return a task's prompts of one length; None if the folder has none.
 
-    `<length>/<task>/validation.jsonl` is what the authors' program writes, for a model without a chat template, under
-    the authors' names (`vt`, `qa_1`, ...). `ruler@<length>.jsonl` has all tasks, as the data set simonjegou/ruler.
+    Args:
+        folder: may have `<length>/<task>/validation.jsonl`, which the authors' program writes for a model without a
+            chat template, under the authors' names (`vt`, `qa_1`, ...); or `ruler@<length>.jsonl` with all tasks, as
+            the data set simonjegou/ruler has them.
+        name: the task.
+        length: tokens of a prompt.
+
+    Raises:
+        KeepsetError: if a line is something else.
     """
     if folder is None:
         return None
     authors = _AUTHORS_NAMES.get(name, name)
-    if (items := own_records(folder / str(length) / authors, "validation")) is not None:
+    if (items := find_records(folder / str(length) / authors, "validation")) is not None:
         return [_split(item, name) for item in items]
-    items = [item for item in own_records(folder, f"ruler@{length}") or () if item.first("task") == authors]
+    items = [item for item in find_records(folder, f"ruler@{length}") or () if item.first("task") == authors]
     return [_parts(item) for item in items] or None
 
 
-def _parts(item: DataRecord) -> Draw:
+def _parts(item: DataRecord) -> Prompt:
     question, prefix = str(item.first("question")), str(item.fields.get("answer_prefix") or "")
     return str(item.first("context")), Question(question, target=_answers(item, "answer"), prefix=prefix)
 
 
-def _split(item: DataRecord, name: str) -> Draw:
-    """A whole prompt, cut where its last question begins, and again where the answer does."""
+def _split(item: DataRecord, name: str) -> Prompt:
+    """Return a whole prompt, cut where its last question begins, and where the answer begins."""
     text = str(item.first("input")) + str(item.fields.get("answer_prefix") or "")
     is_needle = name.startswith("niah")
     asks = _NEEDLE if is_needle else _DOCUMENTS if name.startswith("ruler_qa") else _WORDS

@@ -10,17 +10,25 @@ from typing import Literal
 from uuid import UUID
 
 from keepset import texts
-from keepset.bench.tasks.data import extra
-from keepset.bench.tasks.ruler_draws import Draw, Draws
+from keepset.bench.tasks.harness_imports import import_extra
+from keepset.bench.tasks.ruler_prompts import Prompt, PromptMaker
 from keepset.bench.tasks.task import Question
 
 
 @dataclass(frozen=True)
-class Needles(Draws):
-    """Values of keys that are asked for, in a haystack of noise, of essays, or of other needles.
+class Needles(PromptMaker):
+    """Needles in a haystack: sentences that give keys their values, of which some are asked for.
 
-    The harness's own is not used, because importing it fetches data for a tokenizer of sentences; what it says is what
-    the paper says.
+    The sentences are those of the paper and of lm-evaluation-harness. The harness's own module is not used, because
+    importing it downloads data for a tokenizer of sentences.
+
+    Attributes:
+        haystack: repeated sentences, essays, or needles that nobody asks for.
+        key: the kind of keys.
+        value: the kind of values.
+        keys: how many keys there are.
+        values: how many values each key has.
+        queries: how many keys are asked for.
     """
 
     haystack: Literal["noise", "essays", "needles"]
@@ -34,7 +42,7 @@ class Needles(Draws):
     def smallest(self) -> int:
         return self.keys * self.values
 
-    def draw(self, size: int, index: int, seed: int) -> Draw:
+    def make(self, size: int, index: int, seed: int) -> Prompt:
         chance = random.Random(f"{self} {index} {seed}")
         known: dict[str, list[str]] = {}
         while len(known) < self.keys:
@@ -46,7 +54,7 @@ class Needles(Draws):
         for place, needle in zip(sorted(chance.sample(places, len(needles)), reverse=True), needles, strict=True):
             hay.insert(place, needle)
         chosen = chance.sample(list(known), self.queries)
-        return self._draw(chosen, (" " if self.haystack == "essays" else "\n").join(hay), known)
+        return self._prompt(chosen, (" " if self.haystack == "essays" else "\n").join(hay), known)
 
     def _hay(self, size: int, chance: random.Random) -> list[str]:
         if self.haystack == "essays":
@@ -58,7 +66,7 @@ class Needles(Draws):
     def _needle(self, key: str, value: str) -> str:
         return f"One of the special magic {self.value} for {key} is: {value}."
 
-    def _draw(self, chosen: Sequence[str], hay: str, known: dict[str, list[str]]) -> Draw:
+    def _prompt(self, chosen: Sequence[str], hay: str, known: dict[str, list[str]]) -> Prompt:
         single = self.queries * self.values == 1
         what = self.value[:-1] if single else self.value
         some, all_of, are = ("A", "is", "is") if single else ("Some", "are all", "are")
@@ -87,7 +95,7 @@ def _value(kind: str, chance: random.Random) -> str:
 
 @cache
 def _words() -> tuple[Sequence[str], Sequence[str]]:
-    wonderwords = extra("wonderwords").RandomWord()
+    wonderwords = import_extra("wonderwords").RandomWord()
     adjectives, nouns = (wonderwords.filter(include_categories=[kind]) for kind in ("adjective", "noun"))
     return sorted(adjectives), sorted(nouns)
 

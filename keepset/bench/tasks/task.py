@@ -3,37 +3,59 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
     import transformers
 
 Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
-"""Of transformers, which nobody has to load for its name."""
+"""A tokenizer of transformers, which its name alone does not load."""
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What tasks are made from.
+
+    Attributes:
+        data: a folder with data as `<task>.jsonl`; None for what a task brings, makes or finds on the hub.
+        lengths: tokens of prompts, for tasks that are made to a length.
+    """
+
+    data: Path | None = None
+    lengths: tuple[int, ...] = (4096,)
+
+    def __post_init__(self) -> None:
+        if self.data is not None and not self.data.is_dir():
+            raise KeepsetError(f"There is no folder {str(self.data)!r} to take data from: give one that exists.")
+        if not self.lengths or min(self.lengths) < 1:
+            raise KeepsetError(f"lengths={self.lengths} are no lengths in tokens: give whole numbers such as 4096.")
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a context."""
+    """A question about a context."""
 
     text: str
-    """What follows the context, verbatim: with all white space that stands between the two."""
+    """What follows the context, verbatim, with all white space between the two."""
     target: Any
     """What `Task.judge` compares an answer with; only the task knows its type."""
     prefix: str = ""
-    """How the model's answer begins, given to it."""
+    """The beginning of the answer, which is given to the model."""
     choices: tuple[str, ...] = ()
-    """Continuations whose likelihoods are compared, instead of an answer that is generated."""
+    """Continuations whose likelihoods are compared, in place of a generated answer."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A context and what is asked of it."""
+    """A context, and questions about it."""
 
     id: str
-    """The same in every run with the same data, settings and seed, and only this example's."""
+    """The same in every run with the same data, settings and seed, and no other example's."""
     context: str
-    """What can be compressed before a question is known; without one, the text that comes first."""
+    """The text that can be compressed before a question is known; empty if there is none."""
     questions: tuple[Question, ...]
     """At least one; each is asked of the same context."""
     facts: Mapping[str, float | str] = field(default_factory=dict)
@@ -42,33 +64,39 @@ class Example:
 
 @dataclass(frozen=True)
 class Generation:
-    """How an answer is generated: `tokens` at most, ended by a text of `until`, which does not belong to it."""
+    """How an answer is generated: at most `tokens`, ended by any text of `until`, which is not part of it."""
 
     tokens: int
     until: tuple[str, ...] = ()
 
 
 Reply = str | list[tuple[float, bool]]
-"""A generated answer, or of every choice its log-likelihood and whether greedy decoding would say it."""
+"""A generated answer, or for every choice its log-likelihood and whether greedy decoding would say it."""
 
 
 class Task(ABC):
     """A benchmark."""
 
     name: str
-    """As it was asked for, with `@` and the length where a task has lengths: `niah_single_1@4096`."""
+    """The name that was asked for, with `@` and the length if the task has lengths: `niah_single_1@4096`."""
     metric: str
-    """Which of the judge's scores tables show."""
+    """The judge's score that tables show."""
     generation: Generation
     decodes: bool = False
-    """Answers are long, and what a recipe is worth shows while decoding."""
+    """Whether answers are long, so that compression while decoding shows."""
     chat: bool = True
-    """Whether it is asked in the model's chat template, where there is one."""
+    """Whether it is asked in the model's chat template, if there is one."""
 
     @abstractmethod
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """The first `limit` examples, or all; generated ones are drawn by the seed, whatever the limit."""
+        """Return the first examples.
+
+        Args:
+            tokenizer: counts the tokens of tasks that are made to a length.
+            limit: how many; None for all.
+            seed: draws generated examples, which do not depend on the limit.
+        """
 
     @abstractmethod
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """The reply's scores by name, from 0 to 1; higher is better."""
+        """Return the reply's scores by name, from 0 to 1; higher is better."""

@@ -19,9 +19,8 @@ from keepset.bench.sweep.ray_sweep import RunnerSource
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, Skipped
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Example, Task
+from keepset.bench.tasks.task import Example, Task, TaskSettings
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from tests.bench.sweep.sweeping import CONFIGURATION, Scripted, cell, grid
@@ -167,7 +166,7 @@ def test_an_error_that_is_ours_ends_the_sweep_in_its_sentence(tmp_path: Path) ->
 def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "tiny")
     embedded[1].save_pretrained(tmp_path / "tiny")
-    tasks = find(["needle"], Settings(lengths=(256,)))
+    tasks = find(["needle"], TaskSettings(lengths=(256,)))
     asked = Grid(tasks, [0], {"needle@256": candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])}, 3)
     asking = {"mode": "agnostic", "chat": True, "temperature": 0.0}
     model, tokenizer = models.load(str(tmp_path / "tiny"))

@@ -17,9 +17,8 @@ from keepset.bench.cell import FULL
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, run
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Generation
+from keepset.bench.tasks.task import Generation, TaskSettings
 from tests.bench.sweep.sweeping import CONFIGURATION
 from tests.cli.conftest import tiny_model
 
@@ -90,7 +89,7 @@ def test_judged_cut_off_and_gone_on_with(model: Any, embedded: Any, tmp_path: Pa
     for name in TASKS:
         items = (item for task, item, *_ in PROBLEMS if task == name)
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, items)))
-    tasks = find(TASKS, Settings(data=tmp_path))
+    tasks = find(TASKS, TaskSettings(data=tmp_path))
     for task in tasks:
         assert task.generation.tokens >= 1024
         task.generation = Generation(MOST, task.generation.until)

@@ -11,8 +11,8 @@ import pytest
 
 from keepset.bench.candidate import candidates
 from keepset.bench.sweep.runner import Runner
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
+from keepset.bench.tasks.task import TaskSettings
 from keepset.recipe import Recipe
 from tests.bench.harness import WITH_HARNESS
 from tests.bench.sweep.letters import letters
@@ -79,7 +79,7 @@ def test_cells_of_a_task_have_the_harness_s_answers_and_its_scores(tmp_path: Pat
     todo = candidates(Recipe.parse_list("snapkv(keep=1.0), adakv(expected_attention, keep=1.0)"), [])
     runner = Runner(model, tokenizer, mode="prompt", chat=False)
     for name, path in paths.items():
-        [task] = find([path], Settings())
+        [task] = find([path], TaskSettings())
         examples = task.examples(tokenizer)
         rows = [list(runner.run(task, example, todo, seed=0)) for example in examples]
         for cells in zip(*rows, strict=True):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import KeepsetError
-from keepset.bench.tasks.data import DataRecord, records
+from keepset.bench.tasks.data import DataRecord, read_records
 
 JSON = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
 
@@ -20,12 +20,12 @@ def test_what_was_written_is_read(
     folder = tmp_path_factory.mktemp("data")
     lines = [json.dumps(item, ensure_ascii=ascii_only) for item in items]
     folder.joinpath("a.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
-    assert [row.fields for row in records(folder, "a")] == items
+    assert [row.fields for row in read_records(folder, "a")] == items
 
 
 def test_empty_lines_and_byte_order_marks_do_not_count_but_line_numbers_do(tmp_path: Path) -> None:
     tmp_path.joinpath("a.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n \r\n{"a": "x\xe2\x80\xa8y"}\r\n')
-    assert records(tmp_path, "a") == [
+    assert read_records(tmp_path, "a") == [
         DataRecord("a.jsonl, line 1,", {"a": 1}),
         DataRecord("a.jsonl, line 4,", {"a": "x\u2028y"}),
     ]
@@ -47,14 +47,14 @@ def test_bad_files_are_one_sentence(tmp_path: Path, content: bytes | None, sente
     if content is not None:
         tmp_path.joinpath("a.jsonl").write_bytes(content)
     with pytest.raises(KeepsetError, match=sentence) as caught:
-        records(tmp_path, "a")
+        read_records(tmp_path, "a")
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
 
 
 def test_a_folder_in_a_file_s_place_is_one_sentence(tmp_path: Path) -> None:
     tmp_path.joinpath("a.jsonl").mkdir()
     with pytest.raises(KeepsetError, match=r"There is no a\.jsonl that can be read"):
-        records(tmp_path, "a")
+        read_records(tmp_path, "a")
 
 
 def test_a_missing_field_is_named_with_its_line() -> None:

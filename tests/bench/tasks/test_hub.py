@@ -9,16 +9,15 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.find import find
 
 pytest.importorskip("datasets", reason='pip install "keepset[eval]"')
 
 import datasets
 from huggingface_hub import constants
 
-from keepset.bench.tasks import hub
+from keepset.bench.tasks.data import HubData, load_records, loading
 from keepset.hub import answers
+from tests.bench.tasks.scaffold import examples_of, make_task
 
 
 @pytest.fixture(autouse=True)
@@ -58,19 +57,19 @@ def test_a_hub_that_answers_is_asked(address: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", address)
     assert answers()
-    with hub.loading("a"):
+    with loading("a"):
         assert not constants.HF_HUB_OFFLINE
 
 
 def test_one_that_does_not_answer_is_not_waited_for(unreachable: None) -> None:
-    with hub.loading("a"):
+    with loading("a"):
         assert constants.HF_HUB_OFFLINE and datasets.config.HF_HUB_OFFLINE
     assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
 
 
 def test_data_that_cannot_be_had_are_one_sentence(unreachable: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeepsetError) as caught:
-        hub.download("gsm8k", "no-such-owner/no-such-data", "main", "test")
+        load_records("gsm8k", None, HubData("no-such-owner/no-such-data", "main", "test"))
     assert str(caught.value).startswith("gsm8k cannot be loaded (Couldn't reach 'no-such-owner/no-such-data'")
     assert str(caught.value).endswith("or give a folder with gsm8k.jsonl as data.") and "\n" not in str(caught.value)
 
@@ -89,7 +88,7 @@ def test_data_that_cannot_be_had_are_one_sentence(unreachable: None, monkeypatch
     ],
 )
 def test_whatever_goes_wrong_is_one_sentence(unreachable: None, error: Exception, sentence: str) -> None:
-    with pytest.raises(KeepsetError) as caught, hub.loading("a"):
+    with pytest.raises(KeepsetError) as caught, loading("a"):
         raise error
     assert str(caught.value).startswith(sentence)
 
@@ -104,7 +103,6 @@ def test_problems_come_from_the_hub_where_no_folder_is_given(monkeypatch: pytest
 
     monkeypatch.setattr("keepset.hub.answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load)
-    [task] = find(["aime24"], Settings())
     with pytest.raises(KeepsetError, match=r"Maxwell-Jia/AIME_2024, item 1, lacks the field 'answer'"):
-        task.examples(None)  # type: ignore[arg-type]
+        examples_of(make_task("aime24"))
     assert asked == [("Maxwell-Jia/AIME_2024", None, "train")]

@@ -11,10 +11,10 @@ import pytest
 
 from keepset import KeepsetError
 from keepset.bench.tasks import longbench
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Task
+from keepset.bench.tasks.task import Task, TaskSettings
 from tests.bench.harness import WITH_HARNESS
+from tests.bench.tasks.scaffold import make_task, write_items
 
 pytestmark = WITH_HARNESS
 
@@ -24,8 +24,7 @@ FIRST_LINES = ["longbench_trec", "longbench_triviaqa", "longbench_samsum"]
 
 
 def task(name: str, data: Path | None = MINIATURE) -> Task:
-    [found] = find([name], Settings(data=data))
-    return found
+    return make_task(name, data)
 
 
 def records(name: str) -> list[dict[str, Any]]:
@@ -103,12 +102,12 @@ def test_the_best_of_several_answers_counts(tokenizer: Any) -> None:
 
 
 def test_longbench_is_sixteen_tasks() -> None:
-    found = find(["longbench"], Settings(data=MINIATURE))
+    found = find(["longbench"], TaskSettings(MINIATURE))
     assert [made.name for made in found] == list(TASKS) and len(TASKS) == 16
 
 
 def test_examples_and_code_are_asked_without_a_chat_template() -> None:
-    verbatim = [made.name for made in find(["longbench"], Settings(data=MINIATURE)) if not made.chat]
+    verbatim = [made.name for made in find(["longbench"], TaskSettings(MINIATURE)) if not made.chat]
     assert sorted(verbatim) == sorted([*FIRST_LINES, "longbench_lcc", "longbench_repobench-p"])
 
 
@@ -166,6 +165,6 @@ def test_no_hub(data: str | None, tmp_path: Path, tokenizer: Any, monkeypatch: p
 )
 def test_damaged_records(name: str, change: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any) -> None:
     record = {**records(name)[0], **change}
-    (tmp_path / f"{name}.jsonl").write_text(json.dumps(record), encoding="utf-8")
+    write_items(tmp_path / f"{name}.jsonl", record)
     with pytest.raises(KeepsetError, match=message):
         task(f"longbench_{name}", tmp_path).examples(tokenizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ import pytest
 
 from keepset import KeepsetError
 from keepset.bench.tasks import longbench2
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Example, Question
+from keepset.bench.tasks.task import Example, Question, TaskSettings
+from tests.bench.tasks.scaffold import examples_of, make_task, write_items
 
 RECORD = {
     "_id": "66f3",
@@ -44,10 +44,9 @@ Choices:
 Format your response as follows: "The correct answer is (insert answer here)"."""
 
 
-def examples(folder: Path, *records: dict[str, Any], name: str = "longbench2_multi") -> list[Example]:
-    folder.joinpath("longbench2.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    [task] = find([name], Settings(data=folder))
-    return list(task.examples(None))  # type: ignore[arg-type]
+def examples(folder: Path, *records: dict[str, Any], name: str = "longbench2_multi") -> Sequence[Example]:
+    write_items(folder / "longbench2.jsonl", *records)
+    return examples_of(make_task(name, folder))
 
 
 def test_the_prompt_is_the_authors_and_the_text_is_its_context(tmp_path: Path) -> None:
@@ -75,14 +74,13 @@ def test_the_prompt_is_the_authors_and_the_text_is_its_context(tmp_path: Path) -
     ],
 )
 def test_an_answer_is_found_as_the_authors_find_it(reply: str, right: bool) -> None:
-    [task] = find(["longbench2_single"], Settings())
-    assert task.judge(Question("?", target="B"), reply) == {"accuracy": float(right)}
+    assert make_task("longbench2_single").judge(Question("?", target="B"), reply) == {"accuracy": float(right)}
 
 
 def test_longbench2_is_six_domains_with_generated_answers() -> None:
-    tasks = find(["longbench2"], Settings())
-    assert [task.name for task in tasks] == list(longbench2.NAMES[:-1]) and len(tasks) == 6
-    assert all(task.generation.tokens == 128 and not task.decodes for task in tasks)
+    tasks = find(["longbench2"], TaskSettings())
+    assert [made.name for made in tasks] == list(longbench2.NAMES[:-1]) and len(tasks) == 6
+    assert all(made.generation.tokens == 128 and not made.decodes for made in tasks)
 
 
 def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:

@@ -10,15 +10,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset import KeepsetError
-from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Task
 from keepset.texts import chat_parts, essay, essays
+from tests.bench.tasks.scaffold import make_task
 
 
 def needle(length: int) -> Task:
-    [task] = find(["needle"], Settings(lengths=(length,)))
-    return task
+    return make_task("needle", length=length)
 
 
 def prompt(tokenizer: Any, example: Example) -> str:
@@ -28,14 +26,10 @@ def prompt(tokenizer: Any, example: Example) -> str:
     return before + after.replace("\n\n" + question.text, question.text) + question.prefix
 
 
-def test_one_task_for_every_length() -> None:
-    assert [task.name for task in find(["needle"], Settings(lengths=(256, 512)))] == ["needle@256", "needle@512"]
-
-
 @pytest.mark.parametrize("length", [192, 600, 1500])
 def test_examples_fill_their_length_and_hold_the_fact_at_its_depth(length: int, tokenizer: Any) -> None:
-    task = needle(length)
-    for example in task.examples(tokenizer, limit=10):
+    made = needle(length)
+    for example in made.examples(tokenizer, limit=10):
         [question] = example.questions
         said = f"{question.prefix.strip()} {question.target}."
         before, after = example.context.split(said)
@@ -45,7 +39,7 @@ def test_examples_fill_their_length_and_hold_the_fact_at_its_depth(length: int, 
         assert len(before) / len(before + after) == pytest.approx(
             example.facts["depth"], abs=0.05 if length > 1e3 else 0.3
         )
-        taken = len(tokenizer(prompt(tokenizer, example))["input_ids"]) + task.generation.tokens
+        taken = len(tokenizer(prompt(tokenizer, example))["input_ids"]) + made.generation.tokens
         assert 0.9 * length < taken <= length
         assert example.facts["length"] == length
 
@@ -68,17 +62,17 @@ def test_depths_take_turns_so_that_few_examples_are_spread_as_well(tokenizer: An
 
 
 def test_examples_depend_on_index_and_seed_only(tokenizer: Any) -> None:
-    task = needle(256)
-    assert task.examples(tokenizer, limit=6)[:2] == task.examples(tokenizer, limit=2)
-    assert task.examples(tokenizer, limit=2, seed=1) != task.examples(tokenizer, limit=2)
-    assert len({example.id for example in task.examples(tokenizer)}) == 50
+    made = needle(256)
+    assert made.examples(tokenizer, limit=6)[:2] == made.examples(tokenizer, limit=2)
+    assert made.examples(tokenizer, limit=2, seed=1) != made.examples(tokenizer, limit=2)
+    assert len({example.id for example in made.examples(tokenizer)}) == 50
 
 
 def test_a_number_in_the_reply_is_found(tokenizer: Any) -> None:
-    task = needle(256)
-    [question] = task.examples(tokenizer, limit=1)[0].questions
-    assert task.judge(question, f" {question.target}.\nMore") == {"found": 1.0}
-    assert task.judge(question, f" {question.target[:3]} {question.target[3]}") == {"found": 0.0}
+    made = needle(256)
+    [question] = made.examples(tokenizer, limit=1)[0].questions
+    assert made.judge(question, f" {question.target}.\nMore") == {"found": 1.0}
+    assert made.judge(question, f" {question.target[:3]} {question.target[3]}") == {"found": 0.0}
 
 
 def test_a_length_that_is_too_short(tokenizer: Any) -> None:
@@ -89,10 +83,10 @@ def test_a_length_that_is_too_short(tokenizer: Any) -> None:
 @pytest.mark.full
 def test_the_embedded_model_finds_it(embedded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = embedded
-    task = needle(256)
-    for example in task.examples(tokenizer, limit=2):
+    made = needle(256)
+    for example in made.examples(tokenizer, limit=2):
         ids = torch.tensor([tokenizer(prompt(tokenizer, example), add_special_tokens=False)["input_ids"]])
         answer = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=task.generation.tokens, do_sample=False
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=made.generation.tokens, do_sample=False
         )
-        assert task.judge(example.questions[0], str(tokenizer.decode(answer[0, ids.shape[1] :]))) == {"found": 1.0}
+        assert made.judge(example.questions[0], str(tokenizer.decode(answer[0, ids.shape[1] :]))) == {"found": 1.0}

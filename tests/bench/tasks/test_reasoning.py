@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +11,9 @@ import pytest
 
 from keepset import KeepsetError
 from keepset.bench.tasks import answers, reasoning
-from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Example, Question, Task
+from keepset.bench.tasks.data import HubData
+from keepset.bench.tasks.task import Example, Question
+from tests.bench.tasks.scaffold import examples_of, make_task, write_items
 
 pytest.importorskip("math_verify", reason='pip install "keepset[eval]"')
 pytest.importorskip("datasets", reason='pip install "keepset[eval]"')
@@ -25,14 +24,8 @@ ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}.
 
 
 def examples(folder: Path, name: str, *items: dict[str, Any], limit: int | None = None) -> Sequence[Example]:
-    folder.joinpath(f"{name}.jsonl").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
-    [task] = find([name], Settings(data=folder))
-    return task.examples(None, limit=limit)  # type: ignore[arg-type]
-
-
-def task(name: str) -> Task:
-    [found] = reasoning.make(name, Settings())
-    return found
+    write_items(folder / f"{name}.jsonl", *items)
+    return examples_of(make_task(name, folder), limit=limit)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +47,8 @@ def test_data_in_the_forms_that_there_are(
     [example] = examples(tmp_path, name, item)
     [question] = example.questions
     assert (example.id, example.context, question.text, question.prefix, question.choices) == ("0", "", prompt, "", ())
-    assert task(name).judge(question, f"So it is \\boxed{{{gold}}}.") == {"accuracy": 1.0}
-    assert task(name).judge(question, f"So it is \\boxed{{{gold} + 1}}.") == {"accuracy": 0.0}
+    assert make_task(name).judge(question, f"So it is \\boxed{{{gold}}}.") == {"accuracy": 1.0}
+    assert make_task(name).judge(question, f"So it is \\boxed{{{gold} + 1}}.") == {"accuracy": 0.0}
 
 
 def test_an_example_has_maths_subject_and_level(tmp_path: Path) -> None:
@@ -74,7 +67,7 @@ def test_examples_come_in_order_and_a_limit_cuts_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name, tokens", [("gsm8k", 1024), ("math500", 16384), ("aime24", 32768), ("aime25", 32768)])
 def test_answers_are_long_and_decoded(name: str, tokens: int) -> None:
-    made = task(name)
+    made = make_task(name)
     assert (made.name, made.metric, made.decodes) == (name, "accuracy", True)
     assert (made.generation.tokens, made.generation.until) == (tokens, ())
 
@@ -117,7 +110,7 @@ WRONG = [
 
 @pytest.mark.parametrize("gold, reply, right", [*((*pair, 1.0) for pair in RIGHT), *((*pair, 0.0) for pair in WRONG)])
 def test_answers_by_hand(gold: str, reply: str, right: float) -> None:
-    assert task("math500").judge(Question("?", target=f"\\boxed{{{gold}}}"), reply) == {"accuracy": right}
+    assert make_task("math500").judge(Question("?", target=f"\\boxed{{{gold}}}"), reply) == {"accuracy": right}
 
 
 def test_answers_are_judged_in_threads_too() -> None:
@@ -158,7 +151,7 @@ def test_without_math_verify_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(answers, "_process", None)
     monkeypatch.setattr(answers, "_PROGRAM", "import no_such_package_at_all")
     with pytest.raises(KeepsetError, match=r'math-verify, which does not start: pip install "keepset\[eval\]"'):
-        find(["gsm8k"], Settings())
+        make_task("gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +169,7 @@ def test_missing_fields_are_one_sentence(tmp_path: Path, name: str, item: dict[s
 def test_without_file_and_hub_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepset.hub.answers", lambda: False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setitem(reasoning._SOURCES, "gsm8k", ("no-owner/no-data", "main", "test", 1024))
-    [made] = find(["gsm8k"], Settings(data=tmp_path))
+    monkeypatch.setitem(reasoning._SOURCES, "gsm8k", (HubData("no-owner/no-data", "main", "test"), 1024))
+    made = make_task("gsm8k", tmp_path)
     with pytest.raises(KeepsetError, match=r"gsm8k cannot be loaded .*or give a folder with gsm8k\.jsonl as data"):
-        made.examples(None)  # type: ignore[arg-type]
+        examples_of(made)

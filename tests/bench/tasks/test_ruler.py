@@ -15,12 +15,12 @@ import pytest
 
 from keepset import KeepsetError, texts
 from keepset.bench.tasks import ruler, ruler_needles
-from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import seeded
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.ruler_draws import FrequentWords
-from keepset.bench.tasks.task import Example, Question, Task
+from keepset.bench.tasks.harness_imports import seeded
+from keepset.bench.tasks.ruler_prompts import FrequentWords
+from keepset.bench.tasks.task import Example, Question, Task, TaskSettings
 from tests.bench.harness import WITH_HARNESS
+from tests.bench.tasks.scaffold import make_task, prompt_of
 
 pytestmark = WITH_HARNESS
 
@@ -33,13 +33,7 @@ SHORTEST = {"ruler_vt": 700, "ruler_cwe": 1000}
 
 
 def task(name: str, length: int, data: Path | None = None) -> Task:
-    [found] = find([name], Settings(data=data, lengths=(length,)))
-    return found
-
-
-def whole(example: Example) -> str:
-    [question] = example.questions
-    return example.context + question.text + question.prefix
+    return make_task(name, data, length)
 
 
 def taken(tokenizer: Any, made: Task, example: Example) -> int:
@@ -73,7 +67,7 @@ def test_examples_depend_on_index_and_seed_only(name: str, tokenizer: Any) -> No
     random.seed(8)
     assert made.examples(tokenizer, limit=2) == first[:2]
     other = made.examples(tokenizer, limit=5, seed=1)
-    prompts = {whole(example) for example in (*first, *other)}
+    prompts = {prompt_of(example) for example in (*first, *other)}
     assert len(prompts) == 10 and len({example.id for example in first}) == 5
 
 
@@ -181,13 +175,13 @@ def test_frequent_words_are_the_most_frequent_after_the_dots(length: int, tokeni
 
 
 def test_the_third_most_frequent_word_is_known_at_every_size() -> None:
-    draws = FrequentWords(1000)
-    for size in range(draws.smallest - 1, 300):
+    maker = FrequentWords(1000)
+    for size in range(maker.smallest - 1, 300):
         with seeded("0 0"):
-            context, question = draws.draw(size, 0, 0)
+            context, question = maker.make(size, 0, 0)
         ranked = Counter(context.split("coded words. ")[1].split()).most_common()
-        assert (ranked[3][1] > ranked[4][1]) == (size >= draws.smallest)
-        assert size < draws.smallest or [word for word, _ in ranked[1:4]] == list(question.target)
+        assert (ranked[3][1] > ranked[4][1]) == (size >= maker.smallest)
+        assert size < maker.smallest or [word for word, _ in ranked[1:4]] == list(question.target)
 
 
 def squad(folder: Path) -> None:
@@ -233,7 +227,7 @@ def test_documents_hold_what_is_asked_for(name: str, write: Any, length: int, tm
     examples = made.examples(tokenizer)
     # Those of the long documents are left out, unless all fit.
     questions = 12 if write is squad else 8 if length == 8000 else 7
-    assert len({whole(example) for example in examples}) == len(examples) == questions
+    assert len({prompt_of(example) for example in examples}) == len(examples) == questions
     for example in examples:
         [question] = example.questions
         documents = re.split(r"Document \d+:\n", example.context)
@@ -278,7 +272,7 @@ def test_scores(reply: str, answers: tuple[str, ...]) -> None:
 
 
 def test_ruler_is_thirteen_tasks_at_every_length() -> None:
-    found = find(["ruler"], Settings(lengths=(512, 1024)))
+    found = find(["ruler"], TaskSettings(lengths=(512, 1024)))
     assert len({made.name for made in found}) == 26
     assert {made.name.partition("@")[0] for made in found} == {*MADE, *DOCUMENTS}
     # The paper's, by task.

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Example
+from tests.bench.tasks.scaffold import examples_of, make_task, write_items
 
 OWN: dict[str, tuple[str, tuple[str, str, str]]] = {
     "niah_multivalue": (
@@ -49,16 +45,6 @@ OWN: dict[str, tuple[str, tuple[str, str, str]]] = {
 }
 
 
-def examples(folder: Path, name: str, length: int = 64, limit: int | None = None) -> list[Example]:
-    [task] = find([name], Settings(data=folder, lengths=(length,)))
-    return list(task.examples(None, limit=limit))  # type: ignore[arg-type]
-
-
-def write(path: Path, *items: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
-
-
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("apart", [False, True])
 def test_what_the_authors_program_wrote_is_cut_before_question_and_answer(
@@ -68,12 +54,12 @@ def test_what_the_authors_program_wrote_is_cut_before_question_and_answer(
     whole = {"index": 0, "input": context + question + prefix, "outputs": ["1", "2"], "length": 64}
     if apart:
         whole |= {"input": context + question, "answer_prefix": prefix}
-    write(tmp_path / "64" / theirs / "validation.jsonl", whole, whole)
-    first, _ = examples(tmp_path, name)
+    write_items(tmp_path / "64" / theirs / "validation.jsonl", whole, whole)
+    first, _ = examples_of(make_task(name, tmp_path, 64))
     [asked] = first.questions
     assert (first.context, asked.text, asked.prefix) == (context, question, prefix)
     assert asked.target == ("1", "2") and (first.id, first.facts) == ("0", {"length": 64})
-    assert examples(tmp_path, name, limit=1) == [first]
+    assert examples_of(make_task(name, tmp_path, 64), limit=1) == [first]
 
 
 def test_kvpress_data_set_has_all_tasks_in_one_file(tmp_path: Path) -> None:
@@ -84,11 +70,11 @@ def test_kvpress_data_set_has_all_tasks_in_one_file(tmp_path: Path) -> None:
         "answer": ["7"],
         "max_new_tokens": 9,
     }
-    write(tmp_path / "ruler@64.jsonl", {**item, "task": "qa_2"}, {**item, "task": "fwe", "context": "Dots.\n"})
-    [example] = examples(tmp_path, "ruler_fwe")
+    write_items(tmp_path / "ruler@64.jsonl", {**item, "task": "qa_2"}, {**item, "task": "fwe", "context": "Dots.\n"})
+    [example] = examples_of(make_task("ruler_fwe", tmp_path, 64))
     [asked] = example.questions
     assert (example.context, asked.text, asked.prefix, asked.target) == ("Dots.\n", "What? ", "Answer:", ("7",))
-    assert [one.context for one in examples(tmp_path, "ruler_qa_hotpot")] == ["Text.\n"]
+    assert [one.context for one in examples_of(make_task("ruler_qa_hotpot", tmp_path, 64))] == ["Text.\n"]
 
 
 def test_lines_that_are_something_else_are_refused(tmp_path: Path) -> None:
@@ -102,6 +88,6 @@ def test_lines_that_are_something_else_are_refused(tmp_path: Path) -> None:
         ({"input": "Question: x Answer:", "outputs": "1"}, "line 1, has outputs that are no list of answers"),
         ({"outputs": ["1"]}, "line 1, lacks the field 'input'"),
     ]:
-        write(path, item)
+        write_items(path, item)
         with pytest.raises(KeepsetError, match=sentence):
-            examples(tmp_path, "ruler_vt")
+            examples_of(make_task("ruler_vt", tmp_path, 64))

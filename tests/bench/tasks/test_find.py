@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
+from keepset.bench.tasks.task import TaskSettings
 from tests.bench.harness import WITH_HARNESS
 
 pytestmark = WITH_HARNESS
@@ -20,33 +20,33 @@ def few_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """Reading the harness's thousands of own tasks takes seconds."""
     from lm_eval.tasks import TaskManager
 
-    from keepset.bench.tasks import lm_eval
+    from keepset.bench.tasks import harness
 
     tmp_path.joinpath("a.yaml").write_text("{task: hellaswag, dataset_path: x}")
     tmp_path.joinpath("b.yaml").write_text("{task: gsm8k, dataset_path: x}")
     monkeypatch.setattr(
-        lm_eval, "TaskManager", partial(TaskManager, include_path=str(tmp_path), include_defaults=False)
+        harness, "TaskManager", partial(TaskManager, include_path=str(tmp_path), include_defaults=False)
     )
-    lm_eval._manager.cache_clear()
+    harness._manager.cache_clear()
     yield
-    lm_eval._manager.cache_clear()
+    harness._manager.cache_clear()
 
 
 def test_tasks_come_in_the_order_of_their_names_and_each_once() -> None:
-    settings = Settings(lengths=(512, 1024))
+    settings = TaskSettings(lengths=(512, 1024))
     names = [task.name for task in find(["needle", "aime24", "needle", "gsm8k", "aime24"], settings)]
     assert names == ["needle@512", "needle@1024", "aime24", "gsm8k"]
 
 
 def test_a_group_stands_for_its_tasks() -> None:
-    every = [task.name for task in find(["ruler"], Settings())]
+    every = [task.name for task in find(["ruler"], TaskSettings())]
     assert "niah_single_1@4096" in every
-    mixed = [task.name for task in find(["niah_single_1", "ruler"], Settings())]
+    mixed = [task.name for task in find(["niah_single_1", "ruler"], TaskSettings())]
     assert mixed[0] == "niah_single_1@4096" and sorted(mixed) == sorted(every)
 
 
 def test_keepset_s_own_come_before_the_harness_s() -> None:
-    assert find(["gsm8k"], Settings())[0].metric == "accuracy"
+    assert find(["gsm8k"], TaskSettings())[0].metric == "accuracy"
 
 
 @pytest.mark.parametrize(
@@ -62,26 +62,26 @@ def test_keepset_s_own_come_before_the_harness_s() -> None:
 )
 def test_an_unknown_name_is_one_sentence_with_the_nearest(name: str, sentence: str) -> None:
     with pytest.raises(KeepsetError) as caught:
-        find(["aime24", name], Settings())
+        find(["aime24", name], TaskSettings())
     assert sentence in str(caught.value)
 
 
 def test_no_name_is_one_sentence() -> None:
     with pytest.raises(KeepsetError, match="There is no task to evaluate: name one, such as gsm8k"):
-        find([], Settings())
+        find([], TaskSettings())
 
 
 def test_without_the_harness_it_is_said_where_other_tasks_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(KeepsetError) as caught:
-        find(["hellaswag"], Settings())
+        find(["hellaswag"], TaskSettings())
     assert "no task 'hellaswag' without lm-evaluation-harness: pip install \"keepset[eval]\"" in str(caught.value)
-    assert find(["needle"], Settings())[0].name == "needle@4096"
+    assert find(["needle"], TaskSettings())[0].name == "needle@4096"
 
 
 def test_settings_out_of_range_are_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(KeepsetError, match=r"There is no folder '.*nowhere' to take data from"):
-        Settings(data=tmp_path / "nowhere")
+        TaskSettings(data=tmp_path / "nowhere")
     for lengths in ((), (4096, 0)):
         with pytest.raises(KeepsetError, match=r"lengths=.* are no lengths in tokens"):
-            Settings(lengths=lengths)
+            TaskSettings(lengths=lengths)

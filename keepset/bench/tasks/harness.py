@@ -1,4 +1,4 @@
-"""Every task of lm-evaluation-harness: its prompts verbatim, its filters and its metrics."""
+"""Tasks of lm-evaluation-harness, with its prompts verbatim, its filters and its metrics."""
 
 from __future__ import annotations
 
@@ -17,39 +17,45 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 
-from keepset.bench.tasks.catalogue import Settings
-from keepset.bench.tasks.data import extra, records, seeded
-from keepset.bench.tasks.hub import loading
-from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, Tokenizer
+from keepset.bench.tasks.data import loading, read_records
+from keepset.bench.tasks.harness_imports import import_extra, seeded
+from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
 from keepset.errors import KeepsetError
 
 _log = logging.getLogger("lm_eval")
 _SEED = 1234
-"""The harness's own for few-shot examples, whatever the sweep's: prompts are always the harness's."""
+"""The harness's seed for few-shot examples. Prompts are always the harness's, whatever the sweep's seed."""
 _DOCUMENTS = ("context", "passage", "article", "document", "story", "paragraph")
-"""Fields of an item that hold a text about which something is asked."""
+"""Names of fields that hold a text about which something is asked."""
 _LONG = 1024
-"""Answers of so many tokens are counted among long ones."""
+"""An answer of so many tokens is long."""
 
 
-def names(settings: Settings) -> list[str]:
-    """Those of tasks, groups and tags."""
+def names(settings: TaskSettings) -> list[str]:
+    """Return the names of tasks, groups and tags."""
     return list(_manager(settings.data).all_tasks)
 
 
-def knows(name: str, settings: Settings) -> bool:
-    """Whether the harness has such a task, group or tag, or the name is that of a YAML file."""
+def knows(name: str, settings: TaskSettings) -> bool:
+    """Return whether the name is that of a task, group or tag of the harness, or of a YAML file."""
     return _is_file(name) or name in _manager(settings.data).task_index
 
 
-def make(name: str, settings: Settings) -> list[HarnessTask]:
-    """The harness's task, or all of a group or tag.
+def make(name: str, settings: TaskSettings) -> list[HarnessTask]:
+    """Return the harness's task, or all tasks of a group or tag.
 
-    With `settings.data`, a task whose `<name>.jsonl` lies there takes its items from it. The examples before a question
-    then come from `<name>.<split>.jsonl`, with the name of the split that the task takes them from, or where there is
-    no such file from the other items.
+    A task takes its items from `<name>.jsonl` if the folder `settings.data` has that file. The few-shot examples then
+    come from `<name>.<split>.jsonl`, with the name of the split that the task takes them from. Without that file they
+    come from the other items.
+
+    Args:
+        name: the task, group or tag, or the path of a YAML file.
+        settings: what the tasks are made from.
+
+    Raises:
+        KeepsetError: if the data cannot be loaded, or a task cannot be compared item by item.
     """
-    # A file is a task by itself; reading the harness's thousands takes seconds.
+    # A file is a task by itself, and the harness takes seconds to read its thousands of tasks.
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
     with loading(name), _prepared():
         loaded = manager.load(name)["tasks"]
@@ -59,16 +65,16 @@ def make(name: str, settings: Settings) -> list[HarnessTask]:
 class HarnessTask(Task):
     """A task of lm-evaluation-harness (Gao and others, 2021): context, question and choices are its prompt, verbatim.
 
-    The context ends with the passage that an item brings, where one is in the prompt; else with the examples before the
+    The context ends with the passage that an item brings, if it is in the prompt, or else with the examples before the
     question. The metric is the first of the task's that is a mean over items and higher when better, by its first
-    filter. Where it is sent to another process, that one makes it anew, from the name and settings of `source`.
+    filter. Another process that the task is sent to makes it anew, from the name and settings of `source`.
     """
 
-    def __init__(self, name: str, task: Any, source: tuple[str, Settings]) -> None:
+    def __init__(self, name: str, task: Any, source: tuple[str, TaskSettings]) -> None:
         _check_kind(name, task)
         self.name = name
         self._task, self._source = task, source
-        # Otherwise the task asks about every choice without a prompt, too.
+        # With this metric the task would ask about every choice without a prompt, too.
         getattr(task, "_metric_fn_list", {}).pop("acc_mutual_info", None)
         higher = task.higher_is_better()
         self._metrics = [
@@ -88,17 +94,17 @@ class HarnessTask(Task):
         self.decodes = task.OUTPUT_TYPE == "generate_until" and self.generation.tokens >= _LONG
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Its functions come from files, which another process would not find, and its data may be large.
+        # Its functions come from files that another process would not find, and its data may be large.
         return _made, (self.name, *self._source, self.generation)
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """In the order of the data, whatever the seed."""
+        """Return the items in the order of the data, whatever the seed."""
         self._task.set_fewshot_seed(_SEED)
         with loading(self.name), _prepared():
             return [self._example(*item) for item in itertools.islice(self._task.doc_iterator(), limit)]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """All metrics that are means over items, by every filter of the task: `exact_match,strict-match`."""
+        """Return all metrics that are means over items, by every filter of the task: `exact_match,strict-match`."""
         replies = [reply] if isinstance(reply, str) else reply
         instances = [Instance("", question.target, (), index, resps=[one]) for index, one in enumerate(replies)]
         figures: dict[str, float] = {}
@@ -132,7 +138,7 @@ class HarnessTask(Task):
 
 
 @functools.cache
-def _made(own: str, name: str, settings: Settings, generation: Generation) -> Task:
+def _made(own: str, name: str, settings: TaskSettings, generation: Generation) -> Task:
     known = next(task for task in _every(name, settings) if task.name == own)
     task = HarnessTask(own, known._task, (name, settings))
     task.generation = generation
@@ -157,9 +163,9 @@ def _check_kind(name: str, task: Any) -> None:
 
 
 def _split(prompt: str, question: str, doc: Any) -> tuple[str, str]:
-    """Context and text, which begins with the white space between the two."""
+    """Return context and question of a prompt; the question begins with the white space between the two."""
     end = start = max(prompt.rfind(question), 0) if question else 0
-    # Elsewhere an input is the question.
+    # An item without a question has it as its input.
     fields = (*_DOCUMENTS, "input") if "question" in doc else _DOCUMENTS
     for passage in (doc[field].strip() for field in fields if isinstance(doc.get(field), str)):
         at = prompt.find(passage, start)
@@ -171,7 +177,7 @@ def _split(prompt: str, question: str, doc: Any) -> tuple[str, str]:
 
 @functools.cache
 def _manager(data: Path | None) -> TaskManager:
-    """One for every folder, since it reads thousands of files."""
+    """Return the harness's tasks, with a folder's data; kept, because it reads thousands of files."""
     manager = TaskManager()
     if data is not None:
         manager._factory = _Factory(data)
@@ -183,7 +189,7 @@ def _is_file(name: str) -> bool:
 
 
 class _Factory(TaskFactory):
-    """Makes tasks whose data lie in a folder from there, wherever they are named: alone, in a group, by a tag."""
+    """Makes tasks with a folder's data, whether they are named alone, in a group or by a tag."""
 
     def __init__(self, data: Path) -> None:
         super().__init__()
@@ -209,10 +215,10 @@ def _from_folder(data: Path, name: str, config: dict[str, Any]) -> dict[str, Any
         files["shots"] = f"{name}.{shots}"
         shots = "shots"
     else:
-        # Where both are one split, the harness leaves an item out of its own examples.
+        # If both are one split, the harness leaves an item out of its own examples.
         shots = "test"
     return {
-        # Not its loader of JSON files, which makes dates of texts that look like dates.
+        # The harness's own loader of JSON files would make dates of texts that look like dates.
         "custom_dataset": functools.partial(_read, data, files),
         **dict.fromkeys(("dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split")),
         "test_split": "test",
@@ -221,21 +227,21 @@ def _from_folder(data: Path, name: str, config: dict[str, Any]) -> dict[str, Any
 
 
 def _read(data: Path, files: dict[str, str], **_: Any) -> Any:
-    """A data set for every split; every line must have the first one's fields."""
+    """Return a data set for every split, whose items all have the fields of the first one."""
     splits = {}
     for split, name in files.items():
-        items = records(data, name)
+        items = read_records(data, name)
         for item in items:
             if missing := items[0].fields.keys() - item.fields.keys():
                 item.first(*sorted(missing))
-        splits[split] = extra("datasets").Dataset.from_list([dict(item.fields) for item in items])
+        splits[split] = import_extra("datasets").Dataset.from_list([dict(item.fields) for item in items])
     return splits
 
 
 @contextmanager
 def _prepared() -> Iterator[None]:
-    """Tasks that shuffle do it as under the harness's own command line; advice to their authors is not shown."""
-    datasets = extra("datasets")
+    """Seed tasks that shuffle as the harness's own command line does, and hide its advice to their authors."""
+    datasets = import_extra("datasets")
     level, bars = _log.level, not datasets.are_progress_bars_disabled()
     _log.setLevel(logging.ERROR)
     datasets.disable_progress_bars()

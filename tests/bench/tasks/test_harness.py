@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks.catalogue import Settings
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Question, Reply, Task
+from keepset.bench.tasks.task import Example, Reply, TaskSettings
 from tests.bench.harness import WITH_HARNESS
+from tests.bench.tasks.scaffold import examples_of, make_task, prompt_of, write_items
 
 pytestmark = WITH_HARNESS
 
@@ -94,14 +94,10 @@ METRICS = {
 }
 
 
-def lines(path: Path, items: list[dict[str, Any]]) -> str:
-    path.write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
-    return str(path)
-
-
 def define(folder: Path, name: str, **changes: Any) -> str:
     """The path of a task's definition, beside its data."""
-    files = {"test": lines(folder / "items.jsonl", ITEMS), "train": lines(folder / "shots.jsonl", SHOTS)}
+    splits = {"test": ITEMS, "train": SHOTS}
+    files = {split: str(write_items(folder / f"{split}.jsonl", *items)) for split, items in splits.items()}
     own = {"dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")}}
     path = folder / f"{name}.yaml"
     # JSON is YAML.
@@ -145,14 +141,9 @@ def likelihood(prompt: str, choice: str) -> tuple[float, bool]:
     return -(drawn % 1000) / 10, drawn % 2 == 0
 
 
-def reply(context: str, question: Question) -> Reply:
-    prompt = context + question.text + question.prefix
+def reply(example: Example) -> Reply:
+    [question], prompt = example.questions, prompt_of(example)
     return [likelihood(prompt, choice) for choice in question.choices] if question.choices else answer(prompt)
-
-
-def single(name: str, settings: Settings | None = None) -> Task:
-    [task] = find([name], settings or Settings())
-    return task
 
 
 @pytest.mark.parametrize("shots", [pytest.param(0, marks=pytest.mark.full), 2])
@@ -165,15 +156,14 @@ def test_prompts_and_scores_are_those_of_the_harness_s_own_evaluator(tmp_path: P
     own: Any = simple_evaluate(stub, tasks=list(KINDS), task_manager=manager, bootstrap_iters=0)
     asked: list[Any] = []
     for name, path in paths.items():
-        task, totals = single(path), dict.fromkeys((f"{metric},{rule}" for metric, rule in METRICS[name]), 0.0)
+        task, totals = make_task(path), dict.fromkeys((f"{metric},{rule}" for metric, rule in METRICS[name]), 0.0)
         assert task.metric == next(iter(totals))
-        examples = task.examples(None)  # type: ignore[arg-type]
+        examples = examples_of(task)
         assert len({example.id for example in examples}) == len(examples) == len(ITEMS)
         for example in examples:
-            [question] = example.questions
-            prompt = example.context + question.text + question.prefix
+            [question], prompt = example.questions, prompt_of(example)
             asked += [(prompt, choice) for choice in question.choices] or [(prompt,)]
-            for key, score in task.judge(question, reply(example.context, question)).items():
+            for key, score in task.judge(question, reply(example)).items():
                 totals[key] += score
         assert max(totals.values()) > 0
         for key, total in totals.items():
@@ -187,8 +177,8 @@ def test_what_comes_before_the_question_is_context(tmp_path: Path) -> None:
     found = {}
     for name in KINDS:
         for shots in (0, 2):
-            task = single(define(tmp_path, name, num_fewshot=shots))
-            [example] = task.examples(None, limit=1)  # type: ignore[arg-type]
+            task = make_task(define(tmp_path, name, num_fewshot=shots))
+            [example] = examples_of(task, limit=1)
             [question] = example.questions
             found[name, shots] = (example.context[-21:], question.text, question.prefix)
     passage, asked = " Passage 0: kept and\nkept.", " \nQ: Which is number 0?\nA:"
@@ -213,37 +203,37 @@ def test_what_comes_before_the_question_is_context(tmp_path: Path) -> None:
     ],
 )
 def test_where_a_prompt_is_cut(doc: dict[str, Any], asked: str, context: str) -> None:
-    from keepset.bench.tasks import lm_eval
+    from keepset.bench.tasks import harness
 
     prompt = "Shown\n\nA text.\nWhy?"
-    assert lm_eval._split(prompt, asked, doc) == (context, prompt[len(context) :])
+    assert harness._split(prompt, asked, doc) == (context, prompt[len(context) :])
 
 
 def test_how_answers_are_generated_is_the_task_s(tmp_path: Path) -> None:
-    write, prefixed = single(define(tmp_path, "write")), single(define(tmp_path, "prefixed"))
+    write, prefixed = make_task(define(tmp_path, "write")), make_task(define(tmp_path, "prefixed"))
     assert (write.generation.tokens, write.generation.until, write.decodes) == (7, (".", "Q:"), False)
     assert (prefixed.generation.tokens, prefixed.generation.until, prefixed.decodes) == (256, ("\n",), False)
-    long = single(define(tmp_path, "write", generation_kwargs={"max_gen_toks": 2048}))
+    long = make_task(define(tmp_path, "write", generation_kwargs={"max_gen_toks": 2048}))
     assert (long.generation.tokens, long.generation.until, long.decodes) == (2048, ("\n\n",), True)
 
 
 def test_a_limit_changes_no_prompt_and_chance_goes_on_as_before(tmp_path: Path) -> None:
     path = define(tmp_path, "choose", num_fewshot=2)
     state = random.getstate()
-    every = single(path).examples(None)  # type: ignore[arg-type]
-    task = single(path)
+    every = examples_of(make_task(path))
+    task = make_task(path)
     for limit in (3, 0, 1, 100):
         assert task.examples(None, limit=limit, seed=limit) == every[:limit]  # type: ignore[arg-type]
     assert random.getstate() == state
 
 
 def test_a_task_that_was_sent_is_the_same(tmp_path: Path) -> None:
-    task = single(define(tmp_path, "choose", num_fewshot=2))
+    task = make_task(define(tmp_path, "choose", num_fewshot=2))
     sent = pickle.dumps(task)
     assert len(sent) < 1000
     again = pickle.loads(sent)
     assert again.name == task.name and again is not task
-    assert again.examples(None) == task.examples(None)  # type: ignore[arg-type]
+    assert examples_of(again) == examples_of(task)
     assert pickle.loads(sent) is again
     task.generation = replace(task.generation, tokens=3)
     assert pickle.loads(pickle.dumps(task)).generation == task.generation != again.generation
@@ -254,23 +244,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for data, and a harness that knows the four tasks, a group and a tag."""
     from lm_eval.tasks import TaskManager
 
-    from keepset.bench.tasks import lm_eval
+    from keepset.bench.tasks import harness
 
-    harness, data = tmp_path / "harness", tmp_path / "data"
-    harness.mkdir()
+    own, data = tmp_path / "harness", tmp_path / "data"
+    own.mkdir()
     data.mkdir()
     for name in KINDS:
-        define(harness, name, num_fewshot=2, **({"tag": "some"} if name in ("write", "choose") else {}))
+        define(own, name, num_fewshot=2, **({"tag": "some"} if name in ("write", "choose") else {}))
     group = {"group": "all", "task": ["write", "choose", {"task": "prefixed", "num_fewshot": 1}]}
-    harness.joinpath("all.yaml").write_text(json.dumps(group), encoding="utf-8")
-    monkeypatch.setattr(lm_eval, "TaskManager", partial(TaskManager, include_path=str(harness), include_defaults=False))
-    lm_eval._manager.cache_clear()
+    own.joinpath("all.yaml").write_text(json.dumps(group), encoding="utf-8")
+    monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_path=str(own), include_defaults=False))
+    harness._manager.cache_clear()
     yield data
-    lm_eval._manager.cache_clear()
+    harness._manager.cache_clear()
 
 
 def test_groups_and_tags_stand_for_their_tasks_and_each_comes_once(folder: Path) -> None:
-    settings = Settings()
+    settings = TaskSettings()
     assert [task.name for task in find(["all"], settings)] == ["write", "choose", "prefixed"]
     assert [task.name for task in find(["some"], settings)] == ["choose", "write"]
     names = ["predict", "some", "write", "all", "predict"]
@@ -279,23 +269,23 @@ def test_groups_and_tags_stand_for_their_tasks_and_each_comes_once(folder: Path)
 
 def test_items_come_from_a_folder_and_an_item_is_never_its_own_example(folder: Path) -> None:
     items = [{"passage": f"P{n}", "question": f"20{n}0-01-01", "answer": f"A{n}", "extra": n} for n in range(4)]
-    lines(folder / "write.jsonl", items)
-    lines(folder / "unknown.jsonl", [{}])
-    task = single("write", Settings(data=folder))
-    for n, example in enumerate(task.examples(None)):  # type: ignore[arg-type]
+    write_items(folder / "write.jsonl", *items)
+    write_items(folder / "unknown.jsonl", {})
+    task = make_task("write", folder)
+    for n, example in enumerate(examples_of(task)):
         assert example.context.endswith(f"P{n}") and example.questions[0].text == f"\nQ: 20{n}0-01-01\nA:"
         shown = [m for m in range(4) if f"P{m}\nQ: 20{m}0-01-01\nA: A{m}" in example.context]
         assert len(shown) == 2 and n not in shown
-    [other] = single("choose", Settings(data=folder)).examples(None, limit=1)  # type: ignore[arg-type]
+    [other] = examples_of(make_task("choose", folder), limit=1)
     assert other.context.endswith(ITEMS[0]["passage"].rstrip())
 
 
 def test_examples_come_from_the_folder_s_file_of_their_split(folder: Path) -> None:
-    lines(folder / "prefixed.jsonl", ITEMS[:1])
-    lines(folder / "prefixed.train.jsonl", SHOTS[2:4])
-    [grouped] = [task for task in find(["all"], Settings(data=folder)) if task.name == "prefixed"]
-    for task, count in ((single("prefixed", Settings(data=folder)), 2), (grouped, 1)):
-        [example] = task.examples(None)  # type: ignore[arg-type]
+    write_items(folder / "prefixed.jsonl", *ITEMS[:1])
+    write_items(folder / "prefixed.train.jsonl", *SHOTS[2:4])
+    [grouped] = [task for task in find(["all"], TaskSettings(data=folder)) if task.name == "prefixed"]
+    for task, count in ((make_task("prefixed", folder), 2), (grouped, 1)):
+        [example] = examples_of(task)
         assert sum(f"Q: Example {n}? The answer is" in example.context for n in (2, 3)) == count
         assert example.context.count("Q:") == count
 
@@ -313,19 +303,19 @@ def test_examples_come_from_the_folder_s_file_of_their_split(folder: Path) -> No
     ],
 )
 def test_bad_data_are_one_sentence(folder: Path, items: list[dict[str, Any]], sentence: str) -> None:
-    lines(folder / "choose.jsonl", items)
+    write_items(folder / "choose.jsonl", *items)
     with pytest.raises(KeepsetError, match=sentence) as caught:
-        find(["choose"], Settings(data=folder))
+        find(["choose"], TaskSettings(data=folder))
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
-    assert single("write", Settings(data=folder)).name == "write"
+    assert make_task("write", folder).name == "write"
 
 
 def test_a_task_that_is_a_program_takes_no_data_from_a_folder(folder: Path) -> None:
     folder.parent.joinpath("harness", "own.py").write_text("class Own: ...", encoding="utf-8")
     folder.parent.joinpath("harness", "own.yaml").write_text("task: own\nclass: !function own.Own\n", encoding="utf-8")
-    lines(folder / "own.jsonl", ITEMS)
+    write_items(folder / "own.jsonl", *ITEMS)
     with pytest.raises(KeepsetError, match=r"own is a program .*: take own\.jsonl out of the folder"):
-        find(["own"], Settings(data=folder))
+        find(["own"], TaskSettings(data=folder))
 
 
 @pytest.mark.parametrize(
@@ -348,18 +338,18 @@ def test_other_kinds_of_tasks_are_refused_in_one_sentence(
     tmp_path: Path, changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(KeepsetError, match=sentence):
-        find([define(tmp_path, "write", **changes)], Settings())
+        find([define(tmp_path, "write", **changes)], TaskSettings())
 
 
 def test_choices_inside_prompts_are_refused(tmp_path: Path) -> None:
-    task = single(define(tmp_path, "choose", doc_to_text="{{label}}", doc_to_target="{{answer}}"))
+    task = make_task(define(tmp_path, "choose", doc_to_text="{{label}}", doc_to_target="{{answer}}"))
     with pytest.raises(KeepsetError, match="choose asks for the answers to several prompts at once"):
-        task.examples(None)  # type: ignore[arg-type]
+        examples_of(task)
 
 
 def test_a_score_that_is_no_share_is_refused(tmp_path: Path) -> None:
-    task = single(define(tmp_path, "write", filter_list=None))
-    [example] = task.examples(None, limit=1)  # type: ignore[arg-type]
+    task = make_task(define(tmp_path, "write", filter_list=None))
+    [example] = examples_of(task, limit=1)
     task._task.process_results = lambda doc, results: {"exact_match": 37.5}  # type: ignore[attr-defined]
     with pytest.raises(KeepsetError, match=r"write scores an answer with exact_match,none of 37\.5"):
         task.judge(example.questions[0], "It")
