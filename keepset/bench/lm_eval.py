@@ -35,13 +35,13 @@ class KeepsetLM(HFLM):
     """The harness's own transformers model, with prompts that a recipe compresses.
 
     Answers are generated after a compressed batch of prompts. A continuation is scored after its compressed context,
-    which never sees it. Its first token is predicted by the whole context, before anything is dropped, as when decoding:
-    no recipe changes the score of an answer that is one token long.
+    which never sees it. Its first token is predicted by the whole context, before anything is dropped, as when
+    decoding: no recipe changes the score of an answer that is one token long.
 
     Contexts run one by one, each once for all of its continuations. These follow it on forks, `batch_size` at a time.
     With `every=` they are fed so that each compression comes where it would when decoding. A context that is too long
-    for the model is cut from the left, as in the harness. From Python, give `model_args` as a dict: the harness splits a
-    text at every comma, also inside a recipe.
+    for the model is cut from the left, as in the harness. From Python, give `model_args` as a dict: the harness splits
+    a text at every comma, also inside a recipe.
 
     Args:
         pretrained: a folder, a hub name or a model.

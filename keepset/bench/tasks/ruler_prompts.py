@@ -20,7 +20,6 @@ class PromptMaker(ABC):
     Attributes:
         largest: the largest size; None without an end.
         questions: how many prompts there are; None without an end.
-        smallest: the smallest size, in words, sentences or documents, whatever makes a context longer.
     """
 
     largest: int | None = None
@@ -28,6 +27,7 @@ class PromptMaker(ABC):
 
     @property
     def smallest(self) -> int:
+        """Return the smallest size, in words, sentences or documents, whatever makes a context longer."""
         return 1
 
     @abstractmethod
