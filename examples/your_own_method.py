@@ -17,9 +17,9 @@ class LoudValues(keepset.Method):
     """Keeps the entries with the longest values, and the newest tokens."""
 
     name = "loud_values"
+    traits = keepset.Traits(recent=16)
 
     power: float = keepset.parameter(1.0, minimum=0.0)
-    recent = 16
 
     def score(self, observation: keepset.Observation) -> Float[Tensor, "batch kv_heads entries"]:
         return observation.values.float().norm(dim=-1) ** self.power

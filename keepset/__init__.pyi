@@ -19,6 +19,7 @@ from keepset.core.method import Method as Method
 from keepset.core.method import parameter as parameter
 from keepset.core.observation import Observation as Observation
 from keepset.core.select import Ranking as Ranking
+from keepset.core.traits import Traits as Traits
 from keepset.errors import KeepsetError as KeepsetError
 from keepset.hf.cache import Cache as Cache
 from keepset.recipe import Recipe as Recipe

@@ -1,4 +1,4 @@
-"""`Recipe`: method, budget and `Schedule`, and the one text form that they have everywhere."""
+"""`Recipe`: a method, a budget and a `Schedule`, and their one text form."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Schedule:
     """When compression happens.
 
     Attributes:
-        prefill: once, at the prompt's end; a prefill in chunks counts as one.
-        every: after every so many decoded tokens; None for never.
+        prefill: whether to compress at the prompt's end; a prefill in chunks counts as one.
+        every: how many decoded tokens lie between events after the prompt; None for no such events.
 
     Raises:
-        BudgetError: when it is made so that nothing is ever compressed, or of what is no number of tokens.
+        BudgetError: if nothing would ever be compressed, or `every` is no number of tokens.
     """
 
     prefill: bool = True
@@ -50,17 +50,17 @@ class Schedule:
 class Recipe:
     """What to keep, how much of it, and when.
 
-    The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its
-    parameters, then those of the budget (`keep`, `sinks`, `recent`, `protect_prompt`, `protect`) and of the schedule
-    (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
+    The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its parameters, then the
+    options of the budget (`keep`, `sinks`, `recent`, `protect_prompt`, `protect`) and of the schedule (`prefill`,
+    `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
 
     Attributes:
-        method: what to keep.
-        budget: how much of it.
-        schedule: when.
+        method: decides what to keep.
+        budget: how much to keep.
+        schedule: when to compress.
 
     Raises:
-        BudgetError: when it is made of a budget and a schedule that do not go together.
+        BudgetError: if budget and schedule do not go together.
     """
 
     method: Method
@@ -79,7 +79,7 @@ class Recipe:
                     "protect_prompt=True keeps the whole prompt, so that only what follows it can be dropped: add "
                     "every=256, or another number of tokens, or leave it out."
                 )
-            # At the prompt's end there is nothing to drop yet.
+            # At the prompt's end there is nothing to drop.
             object.__setattr__(self, "schedule", replace(self.schedule, prefill=False))
 
     @classmethod
@@ -95,31 +95,36 @@ class Recipe:
         prefill: bool = True,
         every: int | None = None,
     ) -> Recipe:
-        """A recipe with the method's own sinks and recent suffix where none are given.
+        """Return a recipe with the method's own sinks and recent suffix where none are given.
 
         Args:
-            method: with its parameters.
-            keep, sinks, recent, protect_prompt, protect: of the budget; see `Budget`.
-            prefill, every: of the schedule; see `Schedule`.
+            method: the method with its parameters.
+            keep: see `Budget`.
+            sinks: see `Budget`; None for the method's own.
+            recent: see `Budget`; None for the method's own.
+            protect_prompt: see `Budget`.
+            protect: see `Budget`.
+            prefill: see `Schedule`.
+            every: see `Schedule`.
 
         Raises:
-            BudgetError: these do not go together.
+            BudgetError: if these do not go together.
         """
-        sinks = method.sinks if sinks is None else sinks
-        recent = method.recent if recent is None else recent
+        sinks = method.traits.sinks if sinks is None else sinks
+        recent = method.traits.recent if recent is None else recent
         return cls(method, Budget(keep, sinks, recent, protect_prompt, protect), Schedule(prefill, every))
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
-        """The recipe that a text describes.
+        """Return the recipe that a text describes.
 
         Args:
             text: a call expression, such as `adakv(snapkv(window=32), keep=512)`; methods may have former names.
 
         Raises:
-            RecipeError: the text is none, or no call expression, or a name or value in it is unknown or out of
-                range; the message names the nearest one.
-            BudgetError: budget or schedule cannot be.
+            RecipeError: if this is no text or no call expression, or a name or value in it is unknown or out of
+                range; the message names the nearest known one.
+            BudgetError: if budget and schedule do not go together.
         """
         if not isinstance(text, str):
             raise RecipeError(f"A recipe is a text, and this is {text!r:.80}: {_EXAMPLE}.")
@@ -131,13 +136,13 @@ class Recipe:
 
     @classmethod
     def parse_list(cls, text: str) -> list[Recipe]:
-        """Recipes separated by commas.
+        """Return the recipes in a text, which are separated by commas.
 
         Args:
             text: such as `"snapkv, adakv(snapkv)"`.
 
         Raises:
-            RecipeError: as `parse` does, or when there is none.
+            RecipeError: as `parse` does, or if there is none.
         """
         node = _expression(f"[{text.strip()}]")
         if not isinstance(node, ast.List) or not node.elts:
@@ -148,72 +153,71 @@ class Recipe:
         return self.text(self.budget.keep)
 
     def text(self, keep: int | float | None) -> str:
-        """The recipe's text with another budget, whether that suits the recipe or not.
+        """Return the recipe's text with another `keep`, whether that suits the recipe or not.
 
         Args:
-            keep: see `Budget`; None to leave it out.
+            keep: see `Budget`; None leaves it out.
         """
         return _short(self.method, {**vars(self.budget), **vars(self.schedule), "keep": keep})
 
     def with_keep(self, keep: int | float) -> Recipe:
-        """The same recipe with another budget.
+        """Return the same recipe with another `keep`.
 
         Args:
             keep: see `Budget`.
 
         Raises:
-            BudgetError: it does not suit the recipe.
+            BudgetError: if it does not suit the recipe.
         """
         return replace(self, budget=replace(self.budget, keep=keep))
 
     def with_always(self, sinks: int, recent: int) -> Recipe:
-        """The same recipe with at least so many tokens that always stay, where it says no other number than its method.
+        """Return the same recipe with at least so many tokens that always stay.
+
+        A number that differs from the method's own was chosen for the recipe and does not change.
 
         Args:
-            sinks: of the first tokens.
-            recent: of the newest tokens.
+            sinks: how many first tokens.
+            recent: how many newest tokens.
 
         Raises:
-            BudgetError: it is more than the recipe keeps.
+            BudgetError: if that is more than the recipe keeps.
         """
-        budget, own = self.budget, self.method
+        budget, own = self.budget, self.method.traits
         sinks = max(own.sinks, sinks) if budget.sinks == own.sinks else budget.sinks
         recent = max(own.recent, recent) if budget.recent == own.recent else budget.recent
         return replace(self, budget=replace(budget, sinks=sinks, recent=recent))
 
     def without_budget(self) -> Recipe:
-        """The same recipe without its `keep`: what rows with different budgets have in common."""
+        """Return the same recipe without its `keep`, as a common name for different budgets."""
         return replace(self, budget=replace(self.budget, keep=None))
 
     @property
     def advice(self) -> str:
-        """A sentence on what to write instead, where this is a method with bare defaults that do badly; else ""."""
+        """Return a sentence on what to write instead if this is a method whose bare defaults do badly; else ""."""
         if not self.method.advice or self.without_budget() != Recipe.of(type(self.method)()):
             return ""
         return f"{self.method.name} {self.method.advice}."
 
     def select(self, observation: Observation) -> KeepSet:
-        """What stays of one layer.
+        """Return what stays of one layer.
 
         Args:
-            observation: the layer, with all that the method needs.
-
-        Returns:
-            A KeepSet of this layer.
+            observation: the layer, with everything that the method needs.
 
         Raises:
-            BudgetError: the method needs a budget and the recipe has none.
-            KeepsetError: the observation lacks something that the method needs.
+            BudgetError: if the method needs a budget and the recipe has none.
+            KeepsetError: if the observation lacks something that the method needs.
         """
         return self.require_budget().method.select(observation, self.budget)
 
     def require_budget(self) -> Recipe:
-        """This recipe.
+        """Return this recipe.
 
         Raises:
-            BudgetError: its method needs a budget and it has none.
+            BudgetError: if its method needs a budget and it has none.
         """
-        if self.method.needs_budget and self.budget.keep is None:
+        if self.method.traits.needs_budget and self.budget.keep is None:
             if self.schedule.every is not None:
                 example = self.text(max(512, self.budget.sinks + self.budget.recent))
                 raise BudgetError(f"{self} says not how much to keep: write {example}.")
@@ -222,32 +226,37 @@ class Recipe:
 
 
 def check_schedule(recipe: Recipe) -> None:
-    """Refuses to compress while decoding by a method that looks at what is gone by then: RecipeError says at what.
+    """Check that a recipe's method can work at the events of its schedule.
 
-    And only then by one that does nothing there.
+    Raises:
+        RecipeError: if the method needs something that no longer exists while decoding and the recipe compresses then;
+            or if one of its steps works at the prompt's end alone and the recipe compresses nothing there.
     """
     if recipe.schedule.every is None:
         return
-    steps = [recipe.method, *(recipe.method.inner() if isinstance(recipe.method, Allocator) else ())]
-    if not recipe.schedule.prefill and (resting := [step.name for step in steps if step.prefill_only]):
+    traits = recipe.method.traits
+    if not recipe.schedule.prefill and traits.prefill_only:
+        step = traits.prefill_only[0]
         raise RecipeError(
-            f"{recipe} compresses nothing at the prompt's end, and {resting[0]} does nothing at any other: leave "
-            f"{resting[0]} out, or prefill=False or protect_prompt=True."
+            f"{recipe} compresses nothing at the prompt's end, and {step} does nothing at any other: leave "
+            f"{step} out, or prefill=False or protect_prompt=True."
         )
-    for feature in recipe.method.needs:
+    for feature in traits.needs:
         if feature.prompt_only:
             raise RecipeError(f"{recipe} {feature.prompt_only}: leave every= out.")
 
 
 @cache
 def in_full(text: str) -> str:
-    """A recipe's text with all that it leaves out: what files hold, so that no later default changes what they mean.
+    """Return a recipe's text with everything that it leaves out.
+
+    Files hold this text, so that no later default changes their meaning.
 
     Args:
-        text: as for `Recipe.parse`; whether budget and schedule go together does not matter.
+        text: a recipe's text; budget and schedule need not go together.
 
     Raises:
-        RecipeError: as `Recipe.parse`.
+        RecipeError: as `Recipe.parse` does.
     """
     method, options = _read(text)
     options = {**_implied(method, options), **options}
@@ -256,16 +265,17 @@ def in_full(text: str) -> str:
 
 @cache
 def in_short(text: str) -> str:
-    """What `in_full` has written, without what goes without saying today: what people read.
+    """Return a text of `in_full` without what is today's default, for people to read.
 
     Raises:
-        RecipeError: as `Recipe.parse`, and where something is left out: nobody knows what that meant in a file.
+        RecipeError: as `Recipe.parse` does, and if the text leaves something out: its default may have been another
+            when the file was written.
     """
     return _short(*_read(text, in_full=True))
 
 
 def shown(text: str) -> str:
-    """What people read of a text in a file: in short, or as it is where this version cannot say it so."""
+    """Return a text from a file in short; or as it is if this version cannot read it."""
     with suppress(RecipeError):
         return in_short(text)
     return text
@@ -276,7 +286,7 @@ _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or ada
 
 
 def _expression(text: str) -> ast.expr | None:
-    """What stands in a text; None where that is no expression."""
+    """Return the expression in a text; None if it is none."""
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -284,7 +294,7 @@ def _expression(text: str) -> ast.expr | None:
 
 
 def _read(text: str, *, in_full: bool = False) -> tuple[Method, dict[str, Any]]:
-    """The method that a text describes, and the options of budget and schedule that it names."""
+    """Return the method that a text describes, and the options of budget and schedule that it names."""
     text = text.strip()
     node = _expression(text)
     method = _method(node, text, _OPTIONS, in_full=in_full)
@@ -305,20 +315,25 @@ def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
 
 
 def _implied(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What options of budget and schedule are where a text does not name them."""
-    implied = {"keep": None, "sinks": method.sinks, "recent": method.recent, "protect_prompt": False}
+    """Return the options of budget and schedule that hold if a text does not name them."""
+    own = method.traits
+    implied = {"keep": None, "sinks": own.sinks, "recent": own.recent, "protect_prompt": False}
     return implied | {"protect": (), "prefill": not options.get("protect_prompt", False), "every": None}
 
 
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that say something: files from before there was the last one of these do not name it."""
+    """Return the options that have a value: older files do not name options that came later."""
     return {name: value for name, value in options.items() if value is not None and value != ()}
 
 
 def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in_full: bool = False) -> Method:
-    """The method that a call describes, which may have these options beside the method's parameters.
+    """Return the method that a call describes.
 
-    `in_full` says that it names all of them, and so do methods inside it.
+    Args:
+        node: the call.
+        text: the recipe's text, for errors.
+        options: names that the call may have beside the method's parameters.
+        in_full: whether the call, and the calls inside it, must name every parameter.
     """
     name, arguments, keywords = _call(node, text)
     kind = find(name)
@@ -350,7 +365,7 @@ def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in
 
 
 def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[str, ast.expr]]:
-    """Name, arguments and named arguments of a call; a name alone is one without any."""
+    """Return the name, arguments and named arguments of a call; a name alone is a call without arguments."""
     if isinstance(node, ast.Name):
         return node.id, [], {}
     keywords: dict[str, ast.expr] = {}
@@ -366,7 +381,7 @@ def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[s
 
 
 def _literal(node: ast.expr, name: str, text: str) -> Any:
-    """A number, truth value or text written out; anything else is refused."""
+    """Return a number, truth value or text that is written out; anything else raises RecipeError."""
     operand, sign = node, 1
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         operand, sign = node.operand, -1
@@ -382,15 +397,15 @@ def _literal(node: ast.expr, name: str, text: str) -> Any:
 
 
 def _source(node: ast.expr, text: str) -> str:
-    """What stands in the text for a node. It reads the whole text, so ask once, for an error.
+    """Return a node's part of the text, for an error; it reads the whole text.
 
-    It is cut from the text: unparsing recurses, and Python refuses to print integers of thousands of digits.
+    It is cut from the text, because unparsing recurses, and Python refuses to print integers of thousands of digits.
     """
     return _shorten(" ".join((ast.get_source_segment(text, node) or "").split()))
 
 
 def _ranges(node: ast.expr, name: str, text: str) -> Any:
-    """Lists of lists of plain values."""
+    """Return lists of lists of plain values."""
     if isinstance(node, ast.List | ast.Tuple):
         return tuple(_ranges(element, name, text) for element in node.elts)
     return _literal(node, name, text)

@@ -1,4 +1,4 @@
-"""Which methods there are. A new one is a file in `methods/` or `allocators/` and its name here."""
+"""The registered methods. A new one is a file in `methods/` or `allocators/` and its name here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from keepset.allocators.composite import Composite
 from keepset.allocators.criticalkv import CriticalKV
 from keepset.allocators.dynamic import Dynamic
 from keepset.allocators.int8 import Int8
-from keepset.allocators.kvcompose import KVCompose
-from keepset.allocators.kvzip import KVZip
 from keepset.allocators.match import Match
 from keepset.allocators.pool import Pool
-from keepset.allocators.presets import Glance, Reread
+from keepset.allocators.presets import Glance, KVCompose, KVZip, Reread
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag
@@ -52,7 +50,7 @@ _BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
     (KVCompose, KVZip, Glance, Reread, CompilerKV),
     (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool, Match, Int8),
 )
-"""By what they look at: positions; keys and values; the newest queries; all queries; all layers. Last, allocators."""
+"""Grouped by what they look at: positions; keys and values; newest queries; all queries; all layers; allocators."""
 
 _methods = {method.name: method for group in _BUILT_IN for method in group}
 
@@ -60,20 +58,20 @@ METHODS: Mapping[str, type[Method]] = MappingProxyType(_methods)
 """Every registered method by its name in recipes."""
 
 _FORMER_NAMES = {"received": "second_pass", "echo": "prompt_queries"}
-"""What methods were called in recipes that somebody may have saved."""
+"""Former names of methods, which saved recipes may have."""
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Adds a method of your own; its name is then known in recipe texts.
+    """Add a method of your own; its name is then known in recipe texts.
 
     Args:
-        method: with a name that no other has.
+        method: a class with a name that no other has.
 
     Returns:
         The method, so that this can be a class decorator.
 
     Raises:
-        RecipeError: another method has this name.
+        RecipeError: if another method has this name.
     """
     if METHODS.get(method.name, method) is not method:
         raise RecipeError(f"A method named {method.name!r} is registered already: choose another name.")
@@ -82,46 +80,47 @@ def register(method: type[Method]) -> type[Method]:
 
 
 def find(name: str) -> type[Method] | None:
-    """The method of this name, or that was of this name once; None where there is none."""
+    """Return the method that has or had this name; None if there is none."""
     return METHODS.get(name) or METHODS.get(_FORMER_NAMES.get(name, ""))
 
 
 def catalogue() -> list[dict[str, Any]]:
-    """One entry per method, as `keepset methods --json` writes it.
+    """Return one entry per method, as `keepset methods --json` writes it.
 
-    Name, family, layout, needs, parameters with their defaults and ranges, paper, summary; first and newest tokens that
-    always stay; whether a recipe must say how much to keep, can compress while decoding (`every`) and be served under
-    vLLM; passes over a prompt; advice where bare defaults do badly. A parameter without a default (an allocator's
-    scorer) is None; what follows from a scorer is that of `knorm`, which looks at keys alone.
+    An entry has name, family, layout, needs, parameters with their defaults and ranges, paper and summary; the numbers
+    of first and newest tokens that always stay; whether a recipe must say how much to keep, can compress while decoding
+    (`every`) and can be served under vLLM; the passes over a prompt; and advice if bare defaults do badly. A parameter
+    without a default (an allocator's scorer) is None. What follows from a scorer is given for `knorm`, which looks at
+    keys alone.
     """
     return [_entry(kind) for kind in METHODS.values()]
 
 
 def _entry(kind: type[Method]) -> dict[str, Any]:
     divides = issubclass(kind, Allocator)
-    method = kind(Knorm()) if divides else kind()  # type: ignore[call-arg]
+    traits = (kind(Knorm()) if divides else kind()).traits  # type: ignore[call-arg]
     fields = dataclasses.fields(kind)
     return {
         "name": kind.name,
         "family": kind.family,
-        "layout": kind.layout,
-        "needs": ["what its scorer needs"] if divides else method.needs.names(),
+        "layout": traits.layout,
+        "needs": ["what its scorer needs"] if divides else traits.needs.names(),
         "parameters": {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields},
         "ranges": {f.name: _range(f.metadata) for f in fields if f.metadata},
         "paper": kind.paper,
         "summary": (kind.__doc__ or "").strip().partition("\n")[0],
-        "sinks": method.sinks,
-        "recent": method.recent,
-        "needs_budget": method.needs_budget,
-        "every": not any(feature.prompt_only for feature in method.needs),
-        "vllm": not any(feature.transformers_only for feature in method.needs),
-        "passes": 2 if method.needs.of(SecondPass) else 1,
+        "sinks": traits.sinks,
+        "recent": traits.recent,
+        "needs_budget": traits.needs_budget,
+        "every": not any(feature.prompt_only for feature in traits.needs),
+        "vllm": not any(feature.transformers_only for feature in traits.needs),
+        "passes": 2 if traits.needs.of(SecondPass) else 1,
         "advice": kind.advice,
     }
 
 
 def _range(allowed: Mapping[str, Any]) -> str:
-    """What a parameter may be, in words."""
+    """Return what a parameter may be, in words."""
     if allowed["choices"]:
         return " or ".join(map(repr, allowed["choices"]))
     ends = [("from", allowed["minimum"]), ("to", allowed["maximum"])]

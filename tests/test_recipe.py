@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepsetError, Method, Observation, Recipe, Schedule, register, registry
 from keepset.allocators.adakv import AdaKV
-from keepset.allocators.preset import Preset
+from keepset.allocators.presets import Preset
 from keepset.allocators.pyramid import Pyramid
 from keepset.core.method import Allocator
 from keepset.methods.expected_attention import ExpectedAttention
@@ -71,8 +71,8 @@ def methods(draw: st.DrawFn, depth: int = 3) -> Method:
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     method = draw(methods())
-    sinks = draw(st.just(method.sinks) | st.integers(0, 100))
-    recent = draw(st.just(method.recent) | st.integers(0, 100))
+    sinks = draw(st.just(method.traits.sinks) | st.integers(0, 100))
+    recent = draw(st.just(method.traits.recent) | st.integers(0, 100))
     fraction = st.floats(0, 1, exclude_min=True)
     number = st.integers(max(1, sinks + recent), 2**63 - 1) if sinks + recent < 2**63 else fraction
     every = draw(st.none() | st.integers(1, 10_000))

@@ -6,30 +6,31 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from keepset.core.keep_set import LayerKeepSet, Layout
+from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, Method, parameter
 from keepset.core.select import Ranking, round_to_total, top_mask
 from keepset.core.shapes import Quotas
+from keepset.core.traits import Traits
 
 
 @dataclass(frozen=True)
 class AdaKV(Allocator):
     """Divides a layer's budget among its heads by where the best scores are (Feng et al. 2024, arXiv:2407.11550).
 
-    Algorithm 1: the best entries of all heads together give each head's adaptive number; a share `floor`
-    of every head's budget stays uniform (the safeguard, 0.2 in the authors' program). A layer keeps exactly
-    heads x budget, and each request is divided by itself. After an event a head may hold less than its share;
-    what it cannot take goes to the others.
+    Algorithm 1: the best entries of all heads together give each head's adaptive number. A share `floor` of every
+    head's budget stays uniform (the safeguard, 0.2 in the authors' program). A layer keeps exactly heads x budget, and
+    each request is divided by itself. After an event a head may hold less than its share; what it cannot take goes to
+    the others.
     """
 
     name = "adakv"
-    layout = Layout.HEAD_RAGGED
     paper = "arXiv:2407.11550"
+    own_traits = Traits(equal_heads=False)
 
     floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
 
     def objection(self, inner: Method) -> str:
-        # A head that is given less than others would pass for one that holds less (`_filled`).
+        # A head that is given less than others would be taken for one that holds less (`_filled`).
         twice = "adakv: one inside another would divide again what its heads were given: use it once."
         return twice if isinstance(inner, AdaKV) else ""
 
@@ -37,7 +38,7 @@ class AdaKV(Allocator):
         scores = ranking.scores
         quotas = _filled(ranking.quotas, scores.isneginf().logical_not().sum(-1))
         total = quotas.sum(-1)
-        # Entry after entry, all heads of each: equal scores are then shared, not taken by the last head.
+        # Entry after entry, all heads of each: heads then share equal scores, and the last head does not take them all.
         pool = scores.transpose(1, 2)
         adaptive = top_mask(pool.flatten(1), total).view_as(pool).sum(1)
         shares = torch.lerp(adaptive.double(), quotas.double(), self.floor)
@@ -45,10 +46,14 @@ class AdaKV(Allocator):
 
 
 def _filled(quotas: Quotas, existing: Quotas) -> Quotas:
-    """Quotas that sum to what all heads may keep together, though some hold less than their share.
+    """Return quotas that sum to what all heads may keep together, though some hold less than their share.
 
-    The largest is everybody's share, cut to what a head holds. Without this, heads that were given little at one
-    event would shrink the layer at the next.
+    The largest quota is everybody's share, cut to what a head holds. Without this, heads that were given little at
+    one event would shrink the layer at the next.
+
+    Args:
+        quotas: entries that each head may keep.
+        existing: entries that each head holds.
     """
     total = torch.minimum(quotas.amax(-1) * quotas.shape[-1], existing.sum(-1))
     quotas = quotas.minimum(existing)

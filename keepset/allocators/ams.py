@@ -18,17 +18,18 @@ from keepset.core.method import Allocator, Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, finite
 from keepset.core.shapes import Quotas, Scores
+from keepset.core.traits import Traits
 from keepset.errors import RecipeError
 
 _EPSILON = 1e-12
 
 
 class Segments(NamedTuple):
-    """What AMS makes of one layer at an event.
+    """How AMS divides one layer at an event.
 
     Attributes:
-        mass: of every entry, 1 in sum over a head; 0 at holes.
-        segment: of every entry, counted from 0.
+        mass: the mass of every entry; it sums to 1 over a head and is 0 at holes.
+        segment: the number of every entry's segment, counted from 0.
         quotas: entries that every segment keeps; segments that do not exist keep none.
     """
 
@@ -41,20 +42,20 @@ class Segments(NamedTuple):
 class AMS(Allocator):
     """Cuts each head's text into segments of equal attention mass and gives each a quota (Yang and Shen 2026).
 
-    Adaptive Mass-Segmented compression, algorithm 1 with the values of table 15. What the last `window` queries
-    attend to is a head's mass, eq. 1: the mean over them and the query group, average-pooled over `kernel` entries.
-    It is mixed with the entries' credit, c <- `decay` c + (1 - `decay`) m from c = 0 (section 3.3), so that what is
-    attended to at one event after another counts for more than what is new. The text is cut where every further
-    `segment_mass` is full; segments get `min_quota` entries and of the rest what is in proportion to their mass, all of
-    the budget in sum; inside a segment the best by the scorer are chosen. Sinks and the recent suffix join them, and
-    what is then too much goes, the lowest scores first (lines 38 to 41). Where the minima do not fit, segments of least
-    mass go without.
+    Adaptive Mass-Segmented compression, algorithm 1 with the values of table 15. A head's mass is the attention of the
+    last `window` queries (equation 1): their mean, over the query group as well, average-pooled over `kernel` entries.
+    It is mixed with the entries' credit, c <- `decay` c + (1 - `decay`) m from c = 0 (section 3.3), so that entries
+    that are attended to at one event after another count for more than new ones. The text is cut where every further
+    `segment_mass` is full. Each segment gets `min_quota` entries, and of the rest a share in proportion to its mass, so
+    that all of the budget is given out. Inside a segment the best entries by the scorer are chosen. Sinks and the
+    recent suffix join them, and what is then too much goes, the lowest scores first (lines 38 to 41). If the minima do
+    not fit, the segments of least mass go without.
 
-    Where the authors' program differs the text decides: masses are of each request and head alone; cuts include the
+    Where the authors' program differs, the text decides: masses are of each request and head alone; cuts include the
     entry that fills a segment; what a segment cannot take is shared in proportion to mass. The text names no pooling
     width and no length of the suffix; 5 and 32 are the program's.
 
-    `padding` says what an entry gets for queries of the window that came before it (B.4). With "observations" each of
+    `padding` says what an entry gets for queries of the window that came before it (B.4). With "observations", each of
     these missing observations counts as the most that an entry of the window got. With "positions", the program's way,
     every entry of the window gets the most that any entry got; that is mostly the first token's, and then hardly any
     mass is left for the rest.
@@ -98,21 +99,9 @@ class AMS(Allocator):
         return sentence if inner.chooses else ""
 
     @property
-    def needs(self) -> Needs:
-        return self.scorer.needs | Needs(*([WindowAttention(self.window)] if self._uses_mass else []))
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return (*super().state_names, "credit")
-
-    @property
-    def sinks(self) -> int:
-        """Four, as in table 15."""
-        return max(4, self.scorer.sinks)
-
-    @property
-    def recent(self) -> int:
-        return max(32, self.scorer.recent)
+    def own_traits(self) -> Traits:
+        needs = Needs(WindowAttention(self.window)) if self._uses_mass else Needs()
+        return Traits(needs=needs, sinks=4, recent=32, state_names=("credit",))  # 4 sinks as in table 15
 
     @property
     def _uses_mass(self) -> bool:
@@ -132,18 +121,23 @@ class AMS(Allocator):
         mask = segments.trimmed(ranking.scores, chosen | always & observation.valid, quotas, most)
         if credit is None:
             return ranking.keep(mask)
-        # Where all may stay there was no event.
+        # If all may stay, there was no event.
         eventful = (quotas < observation.valid.sum(-1))[..., None]
         return ranking.keep(mask, credit=credit.where(eventful, observation.state.get("credit", 0.0)))
 
     def segments(self, observation: Observation, budget: Budget) -> Segments:
-        """Mass, segments and quotas at this event, for who wants to look at them."""
+        """Return mass, segments and quotas at this event, for diagnostics and tests.
+
+        Args:
+            observation: one layer, of all requests of a batch.
+            budget: the recipe's budget.
+        """
         mass, _ = self._mass(observation)
-        segment, _, parts = self._divided(observation, mass, self.quotas(observation, budget))
+        segment, _, parts = self._divided(observation, mass, self.quotas(observation.sizes, budget))
         return Segments(mass, segment, parts)
 
     def _mass(self, observation: Observation) -> tuple[Scores, Scores | None]:
-        """The mass that counts, and the entries' new credit."""
+        """Return the mass that counts, and the entries' new credit."""
         valid = observation.valid
         if not self._uses_mass:
             return _distribution(valid.float()), None
@@ -155,7 +149,7 @@ class AMS(Allocator):
         return self.mix * mass + (1 - self.mix) * _distribution(credit), credit
 
     def _usage(self, observation: Observation) -> Scores:
-        """Mean attention of the window's queries; for those that came before an entry, the window's best counts."""
+        """Return the mean attention of each entry from the window's queries, with `padding` for earlier queries."""
         sums = observation[WindowAttention(self.window)]
         received = sums.mean.nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
         if self.padding == "positions":
@@ -172,13 +166,13 @@ class AMS(Allocator):
     def _divided(
         self, observation: Observation, mass: Scores, quotas: Quotas
     ) -> tuple[PerEntry, PerSegment, PerSegment]:
-        """Segments, where they end, and their quotas."""
+        """Return the segment of every entry, where segments end, and their quotas."""
         order, filled = observation.valid.cumsum(-1), mass.double().cumsum(-1)
         if self.adaptive:
             ends = segments.cut_by_mass(filled, order, self.segment_mass, self.min_segment, self.max_segment)
         else:
             ends = segments.cut_by_length(order, self.FIXED_LENGTH)
-        segment = torch.searchsorted(ends, order)  # of a hole some segment
+        segment = torch.searchsorted(ends, order)  # a hole gets any segment
         length = ends.diff(dim=-1, prepend=torch.zeros_like(ends[..., :1])).double()
         weight = segments.sums(filled, order, ends) if self.weighted else length
         parts = segments.divide(quotas, weight, length, length.clamp(max=self.min_quota))

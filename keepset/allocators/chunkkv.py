@@ -15,11 +15,11 @@ from keepset.core.select import RECENT_RANK, Ranking, top_mask
 class ChunkKV(Allocator):
     """Keeps whole chunks, those with the best mean score first (Liu et al. 2025, arXiv:2502.00299).
 
-    What is there is cut into chunks of `chunk` consecutive entries. The chunk that would exceed the quota gives its
-    best entries of each head, so that the number is exact. What always stays is taken first and counts in no chunk's
-    mean. KV heads rank chunks together, by the mean over them, as in the authors' program (which adds them up); heads
-    that hold different entries, as inside `adakv` after an event, each for itself. The paper's reuse of chosen chunks
-    in neighbouring layers, which saves time and not memory, is left out.
+    The entries that exist are cut into chunks of `chunk` consecutive ones. The chunk that would exceed the quota gives
+    the best entries of each head, so that the number is exact. What always stays is taken first and counts in no
+    chunk's mean. KV heads rank chunks together, by the mean over heads, as in the authors' program (which adds them
+    up). Heads that hold different entries, as inside `adakv` after an event, rank chunks by themselves. The paper's
+    reuse of chosen chunks in neighbouring layers is left out: it saves time and no memory.
     """
 
     name = "chunkkv"

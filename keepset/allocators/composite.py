@@ -19,16 +19,16 @@ from keepset.core.shapes import Scores
 class Composite(LayerAllocator):
     """Divides one budget among layers by composite tokens (KVCompose 2025, arXiv:2509.05165, section 3.3).
 
-    Every head sorts its entries; those of one rank, over all heads of a layer, make a composite token, which is worth
-    their mean (equation 19). The best composite tokens of all layers say how many each layer keeps (20 to 22), and
-    every head keeps as many of its own best (23, 24). Scores should be comparable across layers, as attention is.
+    Every head sorts its entries. The entries of one rank, over all heads of a layer, make a composite token, which is
+    worth their mean (equation 19). The best composite tokens of all layers say how many each layer keeps (20 to 22),
+    and every head keeps that many of its own best (23, 24). Scores should be comparable across layers, as attention is.
 
-    Chosen here: what always stays, and one entry in any case, is the same in every layer and outside the pool; of
-    equal tokens those of better rank come first, over all layers.
+    Where the paper is silent: what always stays, and at least one entry, is the same in every layer and outside the
+    pool. Of equal tokens those of better rank come first, over all layers.
 
     Attributes:
         aggregate_head: what a composite token is worth; a sum would order as the mean does.
-        floor: share of the even budget that every layer has in any case. The paper's pool has none.
+        floor: share of the even budget that every layer keeps in any case. The paper's pool has none.
     """
 
     name = "composite"
@@ -38,7 +38,6 @@ class Composite(LayerAllocator):
     floor: float = parameter(0.0, minimum=0.0, maximum=1.0)
 
     def divided(self, rankings: Sequence[Ranking], rest: PerRequest, room: PerLayer) -> PerLayer:
-        """By the best composite tokens of all layers; those that always stay are the first of each."""
         padded_scores = padded([ranking.scores for ranking in rankings])
         ranked = [(ranking.observation, scores) for ranking, scores in zip(rankings, padded_scores, strict=True)]
         values = torch.cat([each.split_layers(self._composite(scores)) for each, scores in ranked], 1)
@@ -53,7 +52,10 @@ class Composite(LayerAllocator):
         return pooled_counts(values, rest, least)
 
     def _composite(self, ranked: Scores) -> Float[Tensor, "batch entries"]:
-        """What each rank is worth, best first; -inf where no head has one. In double: many of the largest floats."""
+        """Return what each rank is worth, best first; -inf where no head has an entry of that rank.
+
+        In double, because scores of what always stays are near the largest float32.
+        """
         best_first = ranked.double().sort(dim=-1, descending=True).values
         if self.aggregate_head == "max":
             return best_first.amax(1)

@@ -1,4 +1,4 @@
-"""CriticalKV: half of a head's entries by score, half by what they change in the layer's output."""
+"""CriticalKV: half of a head's entries by score, half by how much they change the layer's output."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, parameter
 from keepset.core.select import LARGEST_SCORE, RECENT_RANK, Ranking, top_mask
+from keepset.core.traits import Traits
 
 _EPSILON = 1e-4
 
@@ -18,22 +19,19 @@ _EPSILON = 1e-4
 class CriticalKV(Allocator):
     """Chooses in two stages, so that what is dropped perturbs the output little (Feng et al. 2025, arXiv:2502.03805).
 
-    Algorithm 1: a share `alpha` of a head's entries are the best by the scorer, the rest the best by score times the
-    L1 norm of the projected value `W_O v`. As in the authors' program the norm is the mean over the query heads that
-    share a KV head, 1e-4 is added to the score, what always stays counts towards the first stage, and around it AdaKV
-    divides a layer by the scores alone: `adakv(criticalkv(snapkv))`. The first stage is rounded down. Scores of other
-    kinds than attention may be negative: those of a head are raised until none is.
+    Algorithm 1: a share `alpha` of a head's entries are the best by the scorer. The rest are the best by score times
+    the L1 norm of the projected value `W_O v`. As in the authors' program, the norm is the mean over the query heads
+    that share a KV head, 1e-4 is added to the score, and what always stays counts towards the first stage. AdaKV
+    around it divides a layer by the scores alone: `adakv(criticalkv(snapkv))`. The first stage is rounded down. Scores
+    that are no attention may be negative: a head's scores are then raised until none is.
     """
 
     name = "criticalkv"
     paper = "arXiv:2502.03805"
     chooses_alone = True
+    own_traits = Traits(needs=Needs(OutputProjection()))
 
     alpha: float = parameter(0.5, minimum=0.0, maximum=1.0)
-
-    @property
-    def needs(self) -> Needs:
-        return self.scorer.needs | Needs(OutputProjection())
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         ranked, observation = ranking.scores, ranking.observation

@@ -16,14 +16,15 @@ from keepset.core.select import RECENT_RANK, Ranking
 class Dynamic(LayerAllocator):
     """Budgets of layers from a pool of their scores, updated every few layers (Zhou et al. 2024, arXiv:2412.14838).
 
-    Algorithm 1: a layer holds `r_max` times the mean budget at first. After every `interval` layers the best scores of
-    all layers and heads so far, as many as these layers have budget on average, are counted; the budget of all
-    layers is divided among those so far in proportion to the counts, and what an update cut does not come back. The
+    Algorithm 1: a layer first holds `r_max` times the mean budget. After every `interval` layers, the best scores of
+    all layers and heads so far are counted, as many as these layers have budget on average. The budget of all layers
+    is divided among the layers so far in proportion to the counts, and what an update cut does not come back. The
     authors score with `dynamic(snapkv(window=8, kernel=7))`.
 
-    Chosen here: the last layers are updated too where their number is no multiple of `interval`, so that the total
-    is exact; what a layer cannot take goes to the others in proportion, where the authors' program gives all
-    that rounding leaves to the newest. The runtime holds the prompt until its last layer: an update saves no memory.
+    Where the paper is silent: the last layers are updated too if their number is no multiple of `interval`, so that
+    the total is exact. What a layer cannot take goes to the others in proportion; the authors' program gives
+    everything that rounding leaves to the newest. The runtime holds the prompt until its last layer, so an update
+    saves no memory.
     """
 
     name = "dynamic"
@@ -36,10 +37,10 @@ class Dynamic(LayerAllocator):
         layers, heads = room.shape[1], rankings[0].scores.shape[1]
         mean = rest.double() / layers
         held = (mean[:, None] * self.r_max).ceil().long().minimum(room)
-        # Of every head of every layer, without what always stays.
+        # Scores of every head of every layer, without what always stays.
         divisible = padded([each.scores.masked_fill(each.scores >= RECENT_RANK, float("-inf")) for each in rankings])
-        apart = [each.observation.split_layers(scores) for each, scores in zip(rankings, divisible, strict=True)]
-        values = torch.cat(apart, 1).flatten(1, 2)
+        by_layer = [each.observation.split_layers(scores) for each, scores in zip(rankings, divisible, strict=True)]
+        values = torch.cat(by_layer, 1).flatten(1, 2)
         shares = torch.zeros_like(mean)[:, None]
         for so_far in sorted({*range(self.interval, layers, self.interval), layers}):
             most = (mean * so_far * heads).floor().long()

@@ -1,4 +1,4 @@
-"""Match: what stays makes up for what was dropped."""
+"""Match: the entries that stay make up for those that were dropped."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from keepset.core.features.runtime_features import EntryBiases, RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import parameter
 from keepset.core.observation import BIAS, Observation
+from keepset.core.traits import Traits
 from keepset.kernels.dispatch import upload
 from keepset.kernels.matching import FitProblem, match_attention
 
@@ -22,25 +23,25 @@ from keepset.kernels.matching import FitProblem, match_attention
 class Match(PostProcessor):
     """Fits what stays, so that attention over it is as it was over all (Zweiger et al. 2026, arXiv:2602.16284).
 
-    A last step of a recipe, after any other method has chosen: `match(reread, keep=0.1)`. Entries that stay keep
+    It is a last step of a recipe, after any other method has chosen: `match(reread, keep=0.1)`. Entries that stay keep
     their keys. Each gets a bias, the logarithm of how many dropped entries it stands for, and another value. Both are
     fitted to reference queries, for a KV head's whole query group together (`kernels/matching.py`).
 
-    Reference queries are the prompt's own, at equal distances, as if they came once more right after it; those of a
-    second pass, which cost more, were a worse reference (docs/results.md). What attention pays to an entry includes its
-    bias, with the methods inside, too.
+    Reference queries are the prompt's own, at equal distances, as if they came once more right after it. Those of a
+    second pass cost more and were a worse reference (docs/results.md). The attention that an entry receives includes
+    its bias, for the methods inside as well.
 
-    At events after the prompt entries that stay keep what they got at its end. To fit them anew, to the newest `window`
-    queries, made answers worse with every event where these come often: what those queries look at is near to them, and
-    to no later one, but what is fitted stays (docs/results.md).
+    At events after the prompt, entries that stay keep what they got at its end. Fitting them anew to the newest
+    `window` queries made answers worse with every event where these come often: those queries look at what is near to
+    them, later ones do not, but what is fitted stays (docs/results.md).
 
     Attributes:
-        biases: whether entries get biases; without them other values alone do what they can, under any engine's own
+        biases: whether entries get biases. Without them the new values alone do what they can, under any engine's own
             attention.
-        queries: how many reference queries of each query head, at most.
-        ridge: how much it costs to leave the values that were, and one bias for all, in parts of the normal equations'
-            mean diagonal.
-        window: how many of the newest queries are the reference at events after the prompt; 0: nothing is fitted then.
+        queries: the most reference queries of each query head.
+        ridge: the cost of leaving the old values, and one bias for all, relative to the normal equations' mean
+            diagonal.
+        window: how many of the newest queries are the reference at events after the prompt; 0 fits nothing then.
     """
 
     name = "match"
@@ -53,48 +54,45 @@ class Match(PostProcessor):
     window: int = parameter(0, minimum=0)
 
     @property
-    def needs(self) -> Needs:
+    def own_traits(self) -> Traits:
         biases = [EntryBiases()] if self.biases else []
         newest = [RecentQueries(self.window)] if self.window else []
-        return self.scorer.needs | Needs(ReferenceQueries(self.queries), *newest, *biases)
+        return replace(
+            super().own_traits,
+            needs=Needs(ReferenceQueries(self.queries), *newest, *biases),
+            state_names=(BIAS,) if self.biases else (),
+            prefill_only=() if self.window else (self.name,),
+        )
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return (*super().state_names, BIAS) if self.biases else super().state_names
-
-    @property
-    def prefill_only(self) -> bool:
-        return not self.window
-
-    def rewritten(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
+    def processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
         if not self.window and ReferenceQueries(self.queries) not in observation.features:
             return kept
-        everything, device = self._heads(observation), observation.valid.device
+        problem, device = self._problem(observation), observation.valid.device
         bias = observation.valid.new_zeros(observation.valid.shape, dtype=torch.float32)
         if observation.bias is not None:
             bias += observation.bias
-        by_head = bias.flatten(0, 1)
+        bias_by_head = bias.flatten(0, 1)
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
-        known = observation.num_kept if self.equal_heads else None
+        known = observation.num_kept if self.traits.equal_heads else None
         first, sizes = kept.cu_seqlens, kept.heads.host_values if known is None else known
-        for rows in _alike(sizes):
+        for rows in _groups_of_similar_size(sizes):
             together = upload(rows, device)
             place = torch.arange(sizes[rows[-1]], device=device)
             exists = place < kept.counts.flatten()[together, None]
             packed = (first[together, None] + place).where(exists, 0)
             chosen = kept.indices[packed]
             more, fitted = match_attention(
-                everything.of(together), chosen, exists, observation.scaling, self.ridge, self.biases
+                problem.of(together), chosen, exists, observation.scaling, self.ridge, self.biases
             )
-            # Places that hold nothing add nothing to the first entry: to look for them would wait for the device.
-            by_head[together] = by_head[together].scatter_add(1, chosen, more)
+            # Empty places add zero to the first entry: looking for them would wait for the device.
+            bias_by_head[together] = bias_by_head[together].scatter_add(1, chosen, more)
             fitted = fitted.to(values.dtype).masked_fill(~exists[..., None], 0.0)
             values.index_add_(0, packed.flatten(), fitted.flatten(0, 1))
         state = {**kept.state, BIAS: bias} if self.biases else kept.state
         return replace(kept, state=state, values=values)
 
-    def _heads(self, observation: Observation) -> FitProblem:
-        """All heads of all requests, and what they are asked."""
+    def _problem(self, observation: Observation) -> FitProblem:
+        """Return the entries of all heads of all requests, and the reference queries."""
         reference = ReferenceQueries(self.queries)
         if reference in observation.features:
             asked = observation[reference].at_most(self.queries)
@@ -106,13 +104,19 @@ class Match(PostProcessor):
         exists = asked.exists.repeat(1, asked.queries.shape[1] // kv_heads).repeat_interleave(kv_heads, 0)
         bias = torch.zeros((), device=queries.device) if observation.bias is None else observation.bias
         added = bias.to(queries.device).where(observation.valid, float("-inf"))
-        return FitProblem(
-            queries, exists, *(part.flatten(0, 1) for part in (observation.keys, observation.values, added))
-        )
+        parts = (part.flatten(0, 1) for part in (observation.keys, observation.values, added))
+        return FitProblem(queries, exists, *parts)
 
 
-def _alike(counts: Sequence[int]) -> Iterator[list[int]]:
-    """Heads that keep about as many entries, the most last: few places are empty where they are fitted together."""
+def _groups_of_similar_size(counts: Sequence[int]) -> Iterator[list[int]]:
+    """Yield groups of heads that keep about as many entries; fitted together they leave few places empty.
+
+    Args:
+        counts: how many entries each head keeps.
+
+    Yields:
+        Indices of heads, those that keep the most last.
+    """
     group: list[int] = []
     for row in sorted(range(len(counts)), key=counts.__getitem__):
         if group and counts[row] > 1.25 * counts[group[0]] + 4:

@@ -1,6 +1,7 @@
 """Segments of a text: where to cut it by mass, and how to divide a head's quota among the pieces.
 
-All of it for every request and KV head at once: no loop over heads or segments, nothing that waits for a device.
+Every function works on all requests and KV heads at once: it neither loops over heads or segments nor waits for a
+device.
 """
 
 from __future__ import annotations
@@ -25,18 +26,26 @@ Weights = Float[Tensor, "batch kv_heads segments"]
 """A number for every segment, in double."""
 
 _BY_RADIX = 1 << 15
-"""So many whole numbers torch sorts by radix on a CPU, if they are a single row; fewer are sorted sooner in rows."""
+"""From this many whole numbers on, torch sorts a single row by radix on a CPU; fewer sort faster as several rows."""
 
 
 def cut_by_mass(filled: Scores, order: PerEntry, share: float, shortest: int, longest: int) -> PerSegment:
-    """Where segments end: how many entries there are up to there.
+    """Return where segments of about equal mass end, as the number of entries up to there.
 
-    Of every entry, `order` is that number, and `filled` the mass up to there, in double. A head is cut wherever another
-    `share` of its mass is full, behind the entry that fills it. Then a segment that is shorter than `shortest` is
-    joined with the next one (the last with the one before), and one that is longer than `longest` is divided into as
-    few equal parts as it takes; as long as `longest` is twice `shortest` or more, all segments of longer texts are
-    within these lengths. AMS, section 3.3 and algorithm 1, lines 13 to 23. Segments that a head has not end where its
-    last one does.
+    A head is cut wherever another `share` of its mass is full, after the entry that fills it (AMS, section 3.3 and
+    algorithm 1, lines 13 to 23). Then a segment shorter than `shortest` is joined with the next one, the last with the
+    one before. A segment longer than `longest` is divided into as few equal parts as possible. If `longest` is at least
+    twice `shortest`, all segments of texts longer than `shortest` are within these lengths.
+
+    Args:
+        filled: the mass up to and including every entry, in double.
+        order: the number of entries up to and including every entry.
+        share: the mass of a segment, as a part of the head's mass.
+        shortest: the fewest entries of a segment.
+        longest: the most entries of a segment.
+
+    Returns:
+        An end for as many segments as any head may have; segments that a head lacks end where its last one does.
     """
     count = order[..., -1:]
     thresholds = share * torch.arange(1, ceil(1 / share - 1e-9), device=filled.device, dtype=torch.double)
@@ -46,24 +55,40 @@ def cut_by_mass(filled: Scores, order: PerEntry, share: float, shortest: int, lo
 
 
 def cut_by_length(order: PerEntry, length: int) -> PerSegment:
-    """The same for segments of a fixed length."""
+    """Return where segments of a fixed length end, as the number of entries up to there.
+
+    Args:
+        order: the number of entries up to and including every entry.
+        length: entries per segment.
+    """
     ends = length * torch.arange(1, -(-order.shape[-1] // length) + 1, device=order.device)
     return order[..., -1:].minimum(ends)
 
 
 def sums(filled: Scores, order: PerEntry, ends: PerSegment) -> Weights:
-    """The mass of every segment."""
+    """Return the mass of every segment.
+
+    Args:
+        filled: the mass up to and including every entry, in double.
+        order: the number of entries up to and including every entry.
+        ends: where segments end.
+    """
     last = torch.searchsorted(order, ends)
     return filled.gather(-1, last).diff(dim=-1, prepend=torch.zeros_like(filled[..., :1]))
 
 
 def divide(quotas: Quotas, mass: Weights, length: Weights, minimum: Weights) -> PerSegment:
-    """How many entries every segment keeps: exactly `quotas` in sum.
+    """Return how many entries every segment keeps; they sum to `quotas` exactly.
 
-    Every segment gets its `minimum`, and of the rest what is in proportion to its mass, but not more than its
-    `length`; what does not fit into one the others share in the same proportion. Whole numbers next to these shares
-    sum to the quota. Where not even the minima fit, the segments of least mass go without. AMS, section 3.3 and
-    algorithm 1, lines 24 to 29.
+    Every segment gets its minimum, and a part of the rest in proportion to its mass, but no more than its length (AMS,
+    section 3.3 and algorithm 1, lines 24 to 29). What does not fit a segment goes to the others in the same proportion.
+    The shares are rounded to whole numbers. If not even the minima fit, the segments of least mass go without.
+
+    Args:
+        quotas: entries that each head keeps.
+        mass: the mass of every segment.
+        length: entries of every segment.
+        minimum: the fewest entries that every segment keeps.
     """
     total = quotas.double().minimum(length.sum(-1))[..., None]
     minimum = _affordable(total, mass, minimum)
@@ -72,10 +97,16 @@ def divide(quotas: Quotas, mass: Weights, length: Weights, minimum: Weights) -> 
 
 
 def top_of_segments(ranked: Scores, segment: PerEntry, ends: PerSegment, quotas: PerSegment) -> Mask:
-    """The `quotas` best entries of every segment; of equal ones the later, and of holes (-inf) none.
+    """Return which entries are the best of their segment; of equal ones the later, and never a hole.
 
-    One sort of whole numbers, which are in the order of (segment, score); floating-point numbers of one sign are in
-    the order of their bits.
+    This is one sort of whole numbers that are in the order of (segment, score): floating-point numbers of one sign are
+    in the order of their bits.
+
+    Args:
+        ranked: scores; -inf at holes.
+        segment: the segment of every entry.
+        ends: where segments end, as the number of entries up to there.
+        quotas: how many entries every segment keeps.
     """
     mine = segment.where(ranked > float("-inf"), quotas.shape[-1])  # holes behind all segments
     keys, worst_first = _sorted_rows((mine << 32) + _rising(ranked), (quotas.shape[-1] + 1) << 32)
@@ -85,9 +116,15 @@ def top_of_segments(ranked: Scores, segment: PerEntry, ends: PerSegment, quotas:
 
 
 def trimmed(ranked: Scores, chosen: Mask, quotas: Quotas, most: int) -> Mask:
-    """The `quotas` best of the `chosen` entries, which are `most` too many at most; of equal ones the later.
+    """Return the best of the chosen entries; of equal ones the later.
 
     AMS, algorithm 1, line 40. There is never anything to fill up (line 41): the segments' quotas sum to the head's.
+
+    Args:
+        ranked: scores, with what always stays above the rest.
+        chosen: entries to choose from.
+        quotas: how many of them stay in each head.
+        most: the most entries by which a head may exceed its quota.
     """
     entries = ranked.shape[-1]
     place = torch.arange(entries, device=ranked.device)
@@ -99,13 +136,13 @@ def trimmed(ranked: Scores, chosen: Mask, quotas: Quotas, most: int) -> Mask:
 
 
 def _rising(ranked: Scores) -> PerEntry:
-    """Whole numbers of 32 bits in the order of these floating-point ones."""
+    """Return whole numbers of 32 bits in the order of these floating-point numbers."""
     bits = (ranked.float() + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
 def _sorted_rows(keys: PerEntry, span: int) -> tuple[PerEntry, PerEntry]:
-    """Every row's keys (within one span of numbers) in rising order, and their places; of equal ones the first."""
+    """Return every row's keys, which lie within `span` numbers, in rising order, and their places; stable."""
     if keys.numel() < _BY_RADIX:
         return torch.sort(keys, dim=-1, stable=True)
     row = torch.arange(keys[..., 0].numel(), device=keys.device).view(*keys.shape[:2], 1)
@@ -116,10 +153,10 @@ def _sorted_rows(keys: PerEntry, span: int) -> tuple[PerEntry, PerEntry]:
 def _far_enough(
     cuts: Int[Tensor, "batch kv_heads cuts"], count: Int[Tensor, "batch kv_heads 1"], shortest: int
 ) -> Int[Tensor, "batch kv_heads cuts"]:
-    """Cuts of which each is `shortest` entries behind the one before, the first that are; the others are `count`.
+    """Return the first cuts that are at least `shortest` entries apart; the others become `count`.
 
-    From every cut there is one next that is far enough. Which of them the way from the beginning passes is found by
-    doubling its steps.
+    From every cut there is one next cut that is far enough. Doubling the steps finds which cuts the path from the
+    beginning passes.
     """
     number = cuts.shape[-1]
     targets = torch.cat([cuts, torch.zeros_like(count)], -1) + shortest
@@ -134,7 +171,7 @@ def _far_enough(
 
 
 def _divided(ends: Int[Tensor, "batch kv_heads pieces"], longest: int, entries: int) -> PerSegment:
-    """Pieces in as few equal parts of at most `longest` entries as it takes."""
+    """Return where pieces end once each is divided into as few equal parts of at most `longest` as possible."""
     begins = F.pad(ends[..., :-1], (1, 0))
     parts = (ends - begins + longest - 1) // longest
     after = parts.cumsum(-1)
@@ -146,7 +183,7 @@ def _divided(ends: Int[Tensor, "batch kv_heads pieces"], longest: int, entries: 
 
 
 def _affordable(total: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum: Weights) -> Weights:
-    """The minima that `total` pays for, those of most mass first."""
+    """Return the minima that `total` pays for, those of most mass first."""
     order = mass.argsort(dim=-1, descending=True, stable=True)
     paid = minimum.gather(-1, order).cumsum(-1) <= total
     return minimum.where(torch.zeros_like(paid).scatter(-1, order, paid), 0.0)
@@ -155,9 +192,9 @@ def _affordable(total: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum
 def _level(
     total: Float[Tensor, "batch kv_heads 1"], mass: Weights, minimum: Weights, length: Weights
 ) -> Float[Tensor, "batch kv_heads 1"]:
-    """The factor of the masses for which minimum + factor x mass, but at most the length, sums to `total`.
+    """Return the factor for which minimum + factor x mass, limited to the length, sums to `total`.
 
-    Segments are full one after another as the factor rises; between two of these points the sum is a straight line.
+    Segments fill up one after another as the factor rises. Between two of these points the sum is a straight line.
     """
     room = length - minimum
     full, order = (room / mass.clamp(min=1e-300)).sort(-1)

@@ -1,4 +1,4 @@
-"""Uniform: every head of every layer gets the same."""
+"""Uniform: every head of every layer gets the same number of entries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from keepset.core.method import Allocator
 
 @dataclass(frozen=True)
 class Uniform(Allocator):
-    """The same number for every layer and head: what a scorer does by itself, under its own name."""
+    """Gives every layer and head the same number, as a scorer does by itself; a name for that choice."""
 
     name = "uniform"

@@ -75,7 +75,7 @@ def grid(
     unique: dict[str, Candidate] = {}
     for recipe in recipes:
         interval = None if recipe.schedule.every is not None else every
-        fixed = recipe.budget.keep is not None or not recipe.method.needs_budget or not keeps
+        fixed = recipe.budget.keep is not None or not recipe.method.traits.needs_budget or not keeps
         for keep in [None] if fixed else keeps:
             candidate = Candidate.of(recipe, keep, interval, always)
             unique.setdefault(candidate.text, candidate)

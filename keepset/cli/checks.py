@@ -94,7 +94,9 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
     from keepset.hf.cache import Cache
 
     for recipe in recipes:
-        if recipe is not None and any(isinstance(need, ModelStatistics | ModelTables) for need in recipe.method.needs):
+        if recipe is not None and any(
+            isinstance(need, ModelStatistics | ModelTables) for need in recipe.method.traits.needs
+        ):
             Cache(model, recipe).stop_watching()
 
 

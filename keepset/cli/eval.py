@@ -168,7 +168,7 @@ def _candidates(
     interval = (every or None) if task.decodes else None
     requested = Recipe.parse_list((DECODING if interval else RECIPES) if recipes is None else recipes)
     budgets = parse_budgets((DECODING_KEEPS if interval else KEEPS) if keeps is None else keeps)
-    open_ended = [recipe for recipe in requested if recipe.budget.keep is None and recipe.method.needs_budget]
+    open_ended = [recipe for recipe in requested if recipe.budget.keep is None and recipe.method.traits.needs_budget]
     named = [recipe.budget.keep for recipe in requested if recipe.budget.keep is not None]
     if interval:
         budgets = [keep for keep in budgets if isinstance(keep, int)]

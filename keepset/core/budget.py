@@ -11,29 +11,30 @@ from torch import Tensor
 
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Quotas
+from keepset.core.sizes import Sizes
 from keepset.errors import BudgetError
 from keepset.kernels.dispatch import upload
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
-    """Entries per KV head, exact: a method asked for n keeps n, or all when there are fewer.
+    """The number of entries that each KV head keeps, and the tokens that always stay.
 
-    Its methods say what that comes to in one layer: each is given the layer's observation, of all requests of a batch.
+    The number is exact: a method that is asked for n entries keeps n, or all where there are fewer.
 
     Attributes:
-        keep: a float in (0, 1] is a fraction of the entries, an int is entries per KV head, None leaves the
+        keep: a float in (0, 1] is a fraction of the entries, an int is entries per KV head, and None leaves the
             number to the method.
         sinks: first tokens that always stay; they count towards `keep`.
-        recent: newest tokens that always stay. Where a fraction of a short text is less than both, both stay, and of
-            a text that is no longer than that everything.
-        protect_prompt: the request's prompt always stays, like sinks. It counts towards `keep`, too; where both it and
-            the recent suffix are more than that, they are what stays.
-        protect: ranges of tokens `(first, end)`, without the one at the end, that always stay as a protected prompt
-            does; in order and apart from one another, however they were given.
+        recent: newest tokens that always stay; they count towards `keep`. Where a fraction of a short text is fewer
+            entries than sinks and recent tokens together, all of these stay.
+        protect_prompt: whether the request's prompt always stays, as sinks do. It counts towards `keep`. Where prompt
+            and recent tokens are more than that, they are what stays.
+        protect: ranges of tokens `(first, end)` that always stay, as a protected prompt does; `end` is not part of
+            the range. They are stored in order, and ranges that meet are joined.
 
     Raises:
-        BudgetError: when it is made of something that is out of range, or does not fit together.
+        BudgetError: if a value is out of range, or the values contradict one another.
     """
 
     keep: int | float | None = None
@@ -63,7 +64,7 @@ class Budget:
             )
 
     def __eq__(self, other: object) -> bool:
-        # 1 == 1.0, but one entry is not everything.
+        # keep=1 is one entry and keep=1.0 is everything, though 1 == 1.0.
         return isinstance(other, Budget) and self._key == other._key
 
     def __hash__(self) -> int:
@@ -73,51 +74,60 @@ class Budget:
     def _key(self) -> tuple[object, ...]:
         return type(self.keep), self.keep, self.sinks, self.recent, self.protect_prompt, self.protect
 
-    def quotas(self, observation: Observation) -> Quotas:
-        """Entries that stay of every request and KV head; all where there are fewer, and never none."""
-        existing = observation.valid.sum(-1)
+    def quotas(self, sizes: Sizes) -> Quotas:
+        """Return how many entries each KV head keeps: at least one, and all where there are fewer than asked for.
+
+        Args:
+            sizes: lengths and entry counts of the rows.
+        """
         if self.keep is None:
-            return existing
-        always = self.always(observation)[:, None]
-        wanted = share_of(existing, self.keep) if isinstance(self.keep, float) else self.aim(observation)[:, None]
-        return wanted.maximum(always).clamp(min=1).minimum(existing)
+            return sizes.entries
+        always = self.always(sizes)[:, None]
+        wanted = share_of(sizes.entries, self.keep) if isinstance(self.keep, float) else self.aim(sizes)[:, None]
+        return wanted.maximum(always).clamp(min=1).minimum(sizes.entries)
 
-    def first(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """How many of the first tokens always stay: the sinks, or the whole prompt where that is protected."""
-        sinks = observation.lengths.clamp(max=self.sinks)
-        return sinks.maximum(observation.prompts) if self.protect_prompt else sinks
+    def first(self, sizes: Sizes) -> Int[Tensor, " batch"]:
+        """Return how many of the first tokens always stay: the sinks, or the whole prompt if it is protected."""
+        sinks = sizes.lengths.clamp(max=self.sinks)
+        return sinks.maximum(sizes.prompts) if self.protect_prompt else sinks
 
-    def always(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """How many tokens always stay, the first, those of ranges and the newest; less where a text is too short."""
-        first, newest = self.first(observation), observation.lengths.clamp(max=self.recent)
+    def always(self, sizes: Sizes) -> Int[Tensor, " batch"]:
+        """Return how many tokens always stay: the first ones, the protected ranges and the newest ones.
+
+        A token that is several of these counts once.
+        """
+        first, newest = self.first(sizes), sizes.lengths.clamp(max=self.recent)
         if not self.protect:
             return first + newest
         begins, ends = upload(self.protect, first.device).unbind(1)
-        until = (observation.lengths - newest)[:, None].minimum(ends)
+        until = (sizes.lengths - newest)[:, None].minimum(ends)
         return first + newest + (until - begins.maximum(first[:, None])).clamp(min=0).sum(-1)
 
-    def aim(self, observation: Observation) -> Int[Tensor, " batch"]:
-        """Entries per KV head where there are as many: `keep`, or what always stays if that is protected and more."""
+    def aim(self, sizes: Sizes) -> Int[Tensor, " batch"]:
+        """Return how many entries a KV head keeps if it has that many; `keep` must be a number of entries.
+
+        This is `keep`, or the number of tokens that always stay if something is protected and that is more.
+        """
         assert isinstance(self.keep, int)
-        keep = torch.full_like(observation.lengths, self.keep)
+        keep = torch.full_like(sizes.lengths, self.keep)
         protects = self.protect_prompt or self.protect
-        return keep.maximum(self.always(observation)) if protects else keep
+        return keep.maximum(self.always(sizes)) if protects else keep
 
     def is_protected(self, observation: Observation) -> Mask:
-        """Which entries are among the first tokens that always stay, or in a range that does."""
-        first = observation.positions < self.first(observation)[:, None, None]
+        """Return which entries are among the first tokens that always stay, or in a protected range."""
+        first = observation.positions < self.first(observation.sizes)[:, None, None]
         if not self.protect:
             return first
         bounds = upload(self.protect, first.device).flatten()
         return first | (torch.searchsorted(bounds, observation.positions.contiguous(), right=True) % 2 == 1)
 
     def is_recent(self, observation: Observation) -> Mask:
-        """Which entries are among the newest tokens that always stay."""
+        """Return which entries are among the newest tokens that always stay."""
         return observation.positions >= observation.lengths[:, None, None] - self.recent
 
 
 def _joined(ranges: object) -> tuple[tuple[int, int], ...]:
-    """Ranges in order, those that meet as one."""
+    """Return ranges in order, those that meet joined into one."""
     if not isinstance(ranges, list | tuple) or not all(map(_is_range, ranges)):
         raise BudgetError(
             f"protect={ranges!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
@@ -140,12 +150,18 @@ def _is_range(bounds: object) -> bool:
 
 
 def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape"]:
-    """This share of each of these numbers, rounded down."""
+    """Return a share of each number, rounded down.
+
+    Args:
+        counts: whole numbers.
+        share: a factor from 0 to 1.
+    """
     # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
     return (counts.double() * share + 1e-9).floor().long()
 
 
 LIMIT = 2**63
-"""What a tensor of whole numbers can hold."""
+"""Numbers of tokens must be below this: it is more than an int64 tensor can hold."""
 
 KEEP_HELP = "use a fraction in (0, 1] such as 0.25, or a whole number of entries from 1 such as 512"
+"""How an error explains what `keep` may be."""

@@ -1,4 +1,4 @@
-"""`Feature`: one thing that a method can look at besides entries. `Needs`: those that it does look at."""
+"""`Feature`: one thing that a method can look at besides entries. `Needs`: the features that a method looks at."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ AnyFeature = TypeVar("AnyFeature", bound="Feature[Any]")
 class Feature(ABC, Generic[Value]):
     """One thing that a method can look at; `observation[feature]` is its value.
 
-    A subclass is a frozen dataclass in `keepset/core/features`, and all that a runtime has to know of it: equal ones
-    are the same thing, and collected once for all methods that look at it. What is collected while a prompt runs has an
-    `accumulator`, which every runtime drives; the rest a runtime gives by other means (`given.py`).
+    A subclass is a frozen dataclass in `keepset/core/features` that tells a runtime all it has to know. Equal features
+    are the same thing, and are collected once for all methods that look at them. A feature that is collected while a
+    prompt runs has an `accumulator`, which every runtime drives; a runtime gives the others by other means
+    (`runtime_features.py`).
 
     Attributes:
-        window: how many of the newest queries are recorded for it, for every event; for the prompt's end alone where
-            it is `summed`.
-        buffer: the same for events after the prompt only.
-        summed: whether after the prompt it is added up while the queries of its window pass, entry by entry.
-        unrotated: whether it takes queries before rotation, or rotates queries ahead.
-        hidden_states: whether it takes the hidden states that enter the layer's attention.
-        log_sum_exp: whether that of the prompt's attention saves it work.
+        label: the feature's name in words.
+        window: how many of the newest queries are recorded for it at every event, or at the prompt's end alone if it
+            is `summed`.
+        buffer: how many of the newest queries it covers at events after the prompt.
+        summed: whether, after the prompt, it is added up entry by entry while the queries of its window pass.
+        unrotated: whether it reads queries before rotation, or rotates queries ahead.
+        hidden_states: whether it reads the hidden states that enter the layer's attention.
+        log_sum_exp: whether the log-sum-exp of the prompt's attention saves it work.
         transformers_only: why no paged runtime gives it, as the end of a sentence about a method; `{engine}` stands
             for the engine's name.
-        accumulator: what collects features of this kind over a prompt; None where a runtime gives them by other means.
+        accumulator: the class that collects features of this kind over a prompt; None if a runtime gives them by
+            other means.
     """
 
     label: ClassVar[str]
@@ -48,42 +51,46 @@ class Feature(ABC, Generic[Value]):
 
     @property
     def name(self) -> str:
-        """In words, for the catalogue of methods."""
+        """Return the name in words, for the catalogue of methods."""
         return self.label
 
     @property
     def prompt_only(self) -> str:
-        """Why it does not exist at events after the prompt, as the end of a sentence about a recipe; "" if it does."""
+        """Return why it does not exist after the prompt, as the end of a sentence about a recipe; "" if it does."""
         return ""
 
     @property
     def key(self) -> Hashable:
-        """Features of one key are merged into one."""
+        """Return the key under which features are merged into one."""
         return self
 
     @property
     def cost(self) -> Hashable:
-        """What the time of collecting it is filed under; features that are collected together share it."""
+        """Return the key under which its collection time is filed; features collected together share it."""
         return type(self)
 
     def merged(self, other: Self) -> Self:
-        """What serves both this one and another of the same key."""
+        """Return the feature that serves both this one and another of the same key."""
         return self
 
     def of(self, observation: Observation) -> Value:
-        """What it is by what else there is in an observation where nothing was collected.
+        """Compute the value from the rest of an observation, if it was not collected.
 
         Raises:
-            KeepsetError: it cannot be told.
+            KeepsetError: if the observation does not determine it.
         """
-        raise KeepsetError(f"This method looks at {self.name}: give Observation(features={{{self!r}: ...}}).")
+        raise self.missing()
+
+    def missing(self) -> KeepsetError:
+        """Return the error for a value that nobody gave."""
+        return KeepsetError(f"This method looks at {self.name}: give Observation(features={{{self!r}: ...}}).")
 
 
 class Needs:
-    """What a method declares that it looks at, beyond keys, values and positions; `a | b` is what serves both.
+    """The features that a method looks at, beyond keys, values and positions; `a | b` serves two methods.
 
     Args:
-        features: in the order in which the catalogue names them. A runtime collects exactly these.
+        features: the features, in the order in which the catalogue names them. A runtime collects exactly these.
     """
 
     def __init__(self, *features: Feature[Any]) -> None:
@@ -112,39 +119,39 @@ class Needs:
         return f"Needs({', '.join(map(repr, self))})"
 
     def of(self, kind: type[AnyFeature]) -> list[AnyFeature]:
-        """The features of one class."""
+        """Return the features of one class."""
         return [feature for feature in self if isinstance(feature, kind)]
 
     def names(self) -> list[str]:
-        """In words, for the catalogue of methods."""
+        """Return the features' names in words, for the catalogue of methods."""
         return [feature.name for feature in self]
 
     @property
     def window(self) -> int:
-        """How many of the newest queries are looked at at the prompt's end."""
+        """Return how many of the newest queries are needed at the prompt's end."""
         return max((feature.window for feature in self), default=0)
 
     @property
     def newest(self) -> int:
-        """How many of the newest queries are themselves looked at at an event after the prompt."""
+        """Return how many of the newest queries must still exist at an event after the prompt."""
         return max((feature.window for feature in self if not feature.summed), default=0)
 
     @property
     def buffer(self) -> int:
-        """How many of the newest queries something is made of at an event after the prompt."""
+        """Return how many of the newest queries are summed up at an event after the prompt."""
         return max((feature.buffer for feature in self), default=0)
 
     @property
     def unrotated(self) -> bool:
-        """Whether a runtime must know how queries are rotated."""
+        """Return whether a runtime must know how queries are rotated."""
         return any(feature.unrotated for feature in self)
 
     @property
     def hidden_states(self) -> bool:
-        """Whether a runtime must see the layer's input, not only its queries, keys and values."""
+        """Return whether a runtime must see the layer's input, not only its queries, keys and values."""
         return any(feature.hidden_states for feature in self)
 
     @property
     def log_sum_exp(self) -> bool:
-        """Whether the log-sum-exp of the prompt's attention is worth having."""
+        """Return whether the log-sum-exp of the prompt's attention saves work."""
         return any(feature.log_sum_exp for feature in self)

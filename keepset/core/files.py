@@ -1,4 +1,4 @@
-"""What is checked of a place before a file is written there, and how a sentence quotes a path."""
+"""The check of a path before a file is written there, and the quotation of paths in errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from keepset.errors import KeepsetError
 
 _QUOTED = 200
-"""Characters of a path that a sentence quotes."""
+"""The most characters of a path that an error quotes."""
 
 
 def quoted(path: Path | str) -> str:
@@ -18,10 +18,10 @@ def quoted(path: Path | str) -> str:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to write where something is that is no file, such as a folder, a named pipe or a device.
+    """Refuse to write to a path where something other than a file is, such as a folder, a named pipe or a device.
 
     Raises:
-        KeepsetError: there is such a thing, or no file can have this name.
+        KeepsetError: if there is such a thing, or no file can have this name.
     """
     try:
         regular, cause = stat.S_ISREG(path.stat().st_mode), "it is no regular file"

@@ -1,4 +1,4 @@
-"""`KeepSet`: which entries of the cache stay. Every runtime, diagnostic and report reads it."""
+"""`KeepSet`: the entries of the cache that stay. Every runtime, diagnostic and report reads it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keepset.errors import KeepsetError
 
 
 class Layout(StrEnum):
-    """Where counts of kept entries may differ."""
+    """Where the numbers of kept entries may differ."""
 
     DENSE = "dense"
     LAYER_RAGGED = "layer-ragged"
@@ -26,10 +26,10 @@ class Layout(StrEnum):
 
 
 class LazyHostInts:
-    """Whole numbers of a device; the host asks for them when it wants to know, for those of many at once.
+    """Whole numbers on a device that the host copies when it first needs them.
 
     Attributes:
-        device_values: the integers, on the device.
+        device_values: the numbers, on the device.
     """
 
     def __init__(self, device_values: Int[Tensor, "*shape"]) -> None:
@@ -37,12 +37,12 @@ class LazyHostInts:
 
     @cached_property
     def host_values(self) -> list[int]:
-        """One after another."""
+        """Return the numbers one after another; waits for the device the first time."""
         return self.device_values.flatten().tolist()
 
     @staticmethod
     def read(many: Iterable[LazyHostInts]) -> None:
-        """Asks for all that the host does not know yet, with one wait for each device."""
+        """Copy all numbers that the host does not know yet, with one wait for each device."""
         by_device = defaultdict(list)
         for each in many:
             if "host_values" not in vars(each):
@@ -50,18 +50,16 @@ class LazyHostInts:
         for unknown in by_device.values():
             numbers = torch.cat([each.device_values.flatten() for each in unknown]).tolist()
             for each in unknown:
-                vars(each)["host_values"], numbers = (
-                    numbers[: each.device_values.numel()],
-                    numbers[each.device_values.numel() :],
-                )
+                own = each.device_values.numel()
+                vars(each)["host_values"], numbers = numbers[:own], numbers[own:]
 
 
 class HeadCounts(LazyHostInts):
-    """How many entries each head keeps, head after head and request after request.
+    """The number of entries that each head keeps, head after head and request after request.
 
     Args:
         device_values: the counts, on the device.
-        total: their sum, where the host knows it beforehand.
+        total: their sum, if the host knows it beforehand.
     """
 
     def __init__(self, device_values: Quotas, total: int | None = None) -> None:
@@ -70,30 +68,30 @@ class HeadCounts(LazyHostInts):
 
     @property
     def total(self) -> int:
-        """Of all heads; the device is not asked where that is known."""
+        """Return the entries that all heads keep; waits for the device only if the host does not know the number."""
         return sum(self.host_values) if self._total is None else self._total
 
     @staticmethod
     def check(layers: Sequence[HeadCounts]) -> None:
-        """Asks for all that the host does not know yet.
+        """Copy all counts that the host does not know yet, and check them.
 
         Raises:
-            KeepsetError: a method has kept more or less than its quotas say.
+            KeepsetError: if a method has kept more or fewer entries than its quotas say.
         """
         LazyHostInts.read(layers)
         if any(sum(counts.host_values) != counts.total for counts in layers):
             raise KeepsetError(
-                "A method kept another number of entries than its quotas say: its class must say that counts come from "
-                "the data (counts_from_data)."
+                "A method kept another number of entries than its quotas say: its traits must say that counts come "
+                "from the data (counts_from_data)."
             )
 
 
 class KeptIndices:
-    """Index and position of every entry that stays, packed head after head; made when somebody looks.
+    """The index and position of every entry that stays, packed head after head; computed when first needed.
 
     Args:
-        heads: how many each head keeps.
-        make: answers with both, of so many entries in all.
+        heads: how many entries each head keeps.
+        make: returns indices and positions, given the number of entries of all heads.
     """
 
     def __init__(self, heads: HeadCounts, make: Callable[[int], tuple[Tensor, Tensor]]) -> None:
@@ -101,12 +99,18 @@ class KeptIndices:
 
     @classmethod
     def of(cls, indices: Tensor, positions: Tensor, heads: HeadCounts) -> KeptIndices:
-        """Those that are known."""
+        """Return indices and positions that are known already."""
         return cls(heads, lambda total: (indices, positions))
 
     @classmethod
     def where(cls, mask: Mask, positions: Int[Tensor, "batch kv_heads entries"], total: int | None) -> KeptIndices:
-        """Those of a mask."""
+        """Return the indices and positions of a mask's entries.
+
+        Args:
+            mask: true where an entry stays.
+            positions: the original position of every entry.
+            total: how many entries stay, if the host knows it.
+        """
 
         def make(total: int) -> tuple[Tensor, Tensor]:
             kept = _true_places(mask.flatten(), total)
@@ -116,9 +120,9 @@ class KeptIndices:
 
     @cached_property
     def packed(self) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
-        """Indices and positions."""
+        """Return indices and positions."""
         packed = self._make(self.heads.total)
-        self._make = lambda total: packed  # what they were made of goes
+        self._make = lambda total: packed  # which frees what they were computed from
         return packed
 
 
@@ -128,12 +132,12 @@ class LayerKeepSet:
 
     Attributes:
         layer: the layer's index in the model.
-        places: what stays.
+        places: the entries that stay.
         entry_bytes: bytes of one entry of one KV head, its key and its value.
-        state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`, which move
-            with those that stay: the next observation has them.
-        values: of every kept entry, where they are not those that it had.
-        int8: whether keys and values are stored as 8-bit integers from here on.
+        state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`. Those of kept
+            entries are part of the next observation.
+        values: new values of the kept entries; None if they do not change.
+        int8: whether keys and values are stored as 8-bit integers from now on.
     """
 
     layer: int
@@ -153,67 +157,68 @@ class LayerKeepSet:
         state: Mapping[str, Tensor] | None = None,
         total: int | None = None,
     ) -> LayerKeepSet:
-        """The entries where `mask` is true.
+        """Return the part of a layer whose kept entries are those where a mask is true.
 
         Args:
             layer: the layer's index in the model.
-            mask: of an observation's entries.
-            positions: original position of every entry.
-            entry_bytes: of one entry of one KV head, its key and its value.
+            mask: true where an entry of an observation stays.
+            positions: the original position of every entry.
+            entry_bytes: bytes of one entry of one KV head, its key and its value.
             state: the method's own numbers per entry, before anything is dropped.
-            total: how many entries stay, where that is known: a device is not waited for then.
+            total: how many entries stay, if the host knows it; then it does not wait for a device.
         """
         return cls(layer, KeptIndices.where(mask, positions, total), entry_bytes, state or {})
 
     @property
     def heads(self) -> HeadCounts:
-        """How many entries each head keeps, there and here."""
+        """Return how many entries each head keeps, on the device and on the host."""
         return self.places.heads
 
     @property
     def counts(self) -> Quotas:
-        """Kept entries of every request and KV head."""
+        """Return the number of kept entries of every request and KV head."""
         return self.heads.device_values
 
     @property
     def indices(self) -> Int[Tensor, " kept"]:
-        """Index of every kept entry along the observation's entry axis, for the runtime to gather."""
+        """Return the index of every kept entry along the observation's entry axis, for the runtime to gather."""
         return self.places.packed[0]
 
     @property
     def packed_positions(self) -> Int[Tensor, " kept"]:
-        """Original position of every kept entry, counted from its request's first token."""
+        """Return the original position of every kept entry, counted from its request's first token."""
         return self.places.packed[1]
 
     def to_record(self) -> LayerKeepSet:
-        """The same for the records, once a runtime has executed it: four bytes an entry, indices into the text."""
+        """Return a copy that a runtime keeps after executing this: positions alone, in four bytes per entry."""
         positions = self.packed_positions
         return replace(self, places=KeptIndices.of(positions, positions, self.heads), state={}, values=None)
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:
-        """Where each head's part begins in the packed tensors: `[batch * kv_heads + 1]`, starting with 0."""
+        """Return where each head's part begins in the packed tensors, and their length: `[batch * kv_heads + 1]`."""
         return F.pad(self.counts.flatten().cumsum(0), (1, 0))
 
     @property
     def rows(self) -> Int[Tensor, " kept"]:
-        """Which of the `batch * kv_heads` heads each packed entry belongs to."""
+        """Return which of the `batch * kv_heads` heads each packed entry belongs to."""
         heads = torch.arange(self.counts.numel(), device=self.counts.device)
         return torch.repeat_interleave(heads, self.counts.flatten(), output_size=len(self.indices))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the kept keys and values."""
+        """Return the bytes of the kept keys and values."""
         return self.indices.numel() * self.entry_bytes
 
     def positions(self, request: int, head: int) -> Int[Tensor, " kept"]:
-        """Sorted original positions that one KV head of one request keeps.
+        """Return the sorted original positions that one KV head of one request keeps.
 
         Args:
-            request, head: counted from 0.
+            request: counted from 0.
+            head: counted from 0.
 
         Raises:
-            KeepsetError: there is no such request or head.
+            KeepsetError: if there is no such request or head.
         """
         batch, heads = self.counts.shape
         if not (0 <= request < batch and 0 <= head < heads):
@@ -226,13 +231,10 @@ class LayerKeepSet:
         return self.packed_positions[int(offsets[row]) : int(offsets[row + 1])]
 
     def mask(self, length: int) -> Bool[Tensor, "batch kv_heads length"]:
-        """The same as a mask over positions.
+        """Return a mask over positions: true at every kept one.
 
         Args:
             length: how many positions, from 0 on.
-
-        Returns:
-            True at every kept position below `length`.
         """
         batch, heads = self.counts.shape
         mask = torch.zeros(batch * heads, length, dtype=torch.bool, device=self.counts.device)
@@ -242,15 +244,15 @@ class LayerKeepSet:
 
 
 class KeepSet:
-    """For every layer, request and KV head the sorted original positions that stay.
+    """The sorted original positions that stay, for every layer, request and KV head.
 
-    Counts may be equal everywhere (dense), one per layer (layer-ragged) or one per head (head-ragged).
+    Counts may be equal everywhere (dense), differ between layers (layer-ragged) or between heads (head-ragged).
 
     Args:
-        layers: parts of different layers, in any order.
+        layers: the parts of different layers, in any order.
 
     Raises:
-        KeepsetError: there is none, or two are of one layer.
+        KeepsetError: if there is none, or two are of one layer.
     """
 
     def __init__(self, layers: Sequence[LayerKeepSet]) -> None:
@@ -265,113 +267,111 @@ class KeepSet:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the model's layers that this set speaks of, ascending."""
+        """Return the indices in the model of this set's layers, ascending."""
         return tuple(self._layers)
 
     def layer(self, index: int) -> LayerKeepSet:
-        """One layer's part.
+        """Return one layer's part.
 
         Args:
-            index: the layer's, in the model.
+            index: the layer's index in the model.
 
         Raises:
-            KeepsetError: this set does not speak of it.
+            KeepsetError: if this set does not have that layer.
         """
         if index not in self._layers:
             raise KeepsetError(f"This keep set has no layer {index}; it has {list(self._layers)}.")
         return self._layers[index]
 
     def positions(self, layer: int, request: int, head: int) -> Int[Tensor, " kept"]:
-        """Sorted original positions that one KV head of one request keeps in one layer.
+        """Return the sorted original positions that one KV head of one request keeps in one layer.
 
         Args:
             layer: the layer's index in the model.
-            request, head: counted from 0.
+            request: counted from 0.
+            head: counted from 0.
 
         Raises:
-            KeepsetError: there is no such layer, request or head.
+            KeepsetError: if there is no such layer, request or head.
         """
         return self.layer(layer).positions(request, head)
 
     def mask(self, length: int) -> Bool[Tensor, "layers batch kv_heads length"]:
-        """The same as a mask over positions.
+        """Return a mask over positions: true at every kept one, layers in the order of `layers`.
 
         Args:
             length: how many positions, from 0 on.
-
-        Returns:
-            True at every kept position below `length`; layers in the order of `layers`.
         """
         return torch.stack([kept.mask(length) for kept in self._layers.values()])
 
     def count(self) -> KeepSet:
-        """The same, of which the host knows how many entries each head keeps; it has waited for a device at most once.
+        """Return this set after the host has learnt how many entries each head keeps; waits at most once per device.
 
         Raises:
-            KeepsetError: a method has kept more or less than its quotas say.
+            KeepsetError: if a method has kept more or fewer entries than its quotas say.
         """
         HeadCounts.check([kept.heads for kept in self._layers.values()])
         return self
 
     @property
     def counts(self) -> Int[Tensor, "layers batch kv_heads"]:
-        """Kept entries of every layer, request and KV head; layers in the order of `layers`."""
+        """Return the number of kept entries of every layer, request and KV head; layers in the order of `layers`."""
         return torch.stack([kept.counts for kept in self._layers.values()])
 
     @property
     def entries(self) -> int:
-        """Kept entries in all."""
+        """Return the number of kept entries in total."""
         return sum(kept.indices.numel() for kept in self._layers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the kept keys and values."""
+        """Return the bytes of the kept keys and values."""
         return sum(kept.nbytes for kept in self._layers.values())
 
     @property
     def layout(self) -> Layout:
-        """The simplest that the counts allow."""
+        """Return the simplest layout that the counts allow."""
         counts = self.counts
         if bool((counts != counts[:, :, :1]).any()):
             return Layout.HEAD_RAGGED
         return Layout.LAYER_RAGGED if bool((counts != counts[:1]).any()) else Layout.DENSE
 
     def union(self, other: KeepSet) -> KeepSet:
-        """Entries that either set keeps.
+        """Return the entries that either set keeps.
 
         Args:
             other: a set of the same observations.
 
         Raises:
-            KeepsetError: its layers, requests or KV heads are others.
+            KeepsetError: if its layers, requests or KV heads are others.
         """
         return KeepSet([_merge(mine, theirs) for mine, theirs in self._pairs(other)])
 
     def overlap(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
-        """Share of this set's entries that another one keeps too.
+        """Return the share of this set's entries that another one keeps too.
 
         Args:
             other: a set of the same layers, requests and KV heads.
 
         Returns:
-            From 0 to 1; 1 where this set is empty. Layers in the order of `layers`.
+            Numbers from 0 to 1; 1 where this set is empty. Layers are in the order of `layers`.
 
         Raises:
-            KeepsetError: its layers, requests or KV heads are others.
+            KeepsetError: if its layers, requests or KV heads are others.
         """
         return torch.stack([_share(a & b, a) for a, b in self._masks(other)])
 
     def iou(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
-        """Intersection over union of two sets of positions.
+        """Return the intersection over union of two sets of positions.
 
         Args:
             other: a set of the same layers, requests and KV heads.
 
         Returns:
-            From 0 to 1; 1 where both are empty. Layers in the order of `layers`.
+            Numbers from 0 to 1; 1 where both are empty. Layers are in the order of `layers`.
 
         Raises:
-            KeepsetError: its layers, requests or KV heads are others.
+            KeepsetError: if its layers, requests or KV heads are others.
         """
         return torch.stack([_share(a & b, a | b) for a, b in self._masks(other)])
 
@@ -387,7 +387,7 @@ class KeepSet:
 
 
 def _share(part: Mask, whole: Mask) -> Float[Tensor, "batch kv_heads"]:
-    """How much of a mask this part is; all of it where there is nothing."""
+    """Return the share of a mask that a part of it is; 1 where the mask is empty."""
     return part.sum(-1) / whole.sum(-1).clamp(min=1) + (whole.sum(-1) == 0).float()
 
 
@@ -403,10 +403,15 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
 
 
 def _true_places(mask: Bool[Tensor, " places"], total: int) -> Int[Tensor, " total"]:
-    """Where a mask is true, so often as is known: a search would make the host wait for a device."""
+    """Return where a mask is true, without waiting for a device as a search would.
+
+    Args:
+        mask: one truth value for every place.
+        total: how many are true.
+    """
     if mask.device.type == "cpu":
         return mask.nonzero()[:, 0]
-    # What is false goes to a place behind all others.
+    # Places where it is false are all written to one last element, which is cut off.
     rank = (mask.cumsum(0) - 1).where(mask, total)
     places = torch.arange(len(mask), device=mask.device)
     return places.new_empty(total + 1).scatter_(0, rank, places)[:total]

@@ -1,4 +1,4 @@
-"""Whether a score that is NaN is an error. It is none of a request that is served, and one of what is measured."""
+"""Whether scores of NaN raise an error: they do not while requests are served, and do while recipes are measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _refused: ContextVar[bool] = ContextVar("_refused", default=False)
 
 @contextmanager
 def nan_scores_refused() -> Iterator[None]:
-    """Within it they are refused: figures of a recipe that chose by none would be another's. Costs a wait per layer."""
+    """Refuse scores of NaN inside this context, because a measured figure would be that of another choice.
+
+    It costs a wait for the device per layer.
+    """
     before = _refused.set(True)
     try:
         yield
@@ -24,5 +27,5 @@ def nan_scores_refused() -> Iterator[None]:
 
 
 def are_refused() -> bool:
-    """Whether that is so here."""
+    """Return whether scores of NaN are refused at this point."""
     return _refused.get()

@@ -1,4 +1,4 @@
-"""`Observation`: what a method may look at, one layer at one compression event, or several as rows of one batch."""
+"""`Observation`: what a method may look at at one compression event."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from keepset.core.feature import Feature, Value
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.shapes import Queries, QueryHeadScores, Scores
+from keepset.core.sizes import Sizes
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 from keepset.kernels.group_reduction import GroupReduction
@@ -25,36 +26,36 @@ from keepset.kernels.window import first_unseen, masked_softmax, received_attent
 class Observation:
     """What a method may look at: one layer at one compression event, for all requests of a batch.
 
-    A runtime may show several layers as one batch, each with all requests, one behind another. Then a row is a request
-    in a layer, and what depends on the layer is looked up for each row (`depths`, `indices`, `of_rows`).
+    A runtime may show several layers as one batch, layer after layer, each with all requests. A row is then a request
+    in a layer, and what depends on the layer is looked up for each row (`depths`, `indices`, `repeat_per_request`).
 
-    Entries are in the order of their positions; entries where `valid` is false are holes (shorter requests
-    of a batch) and are never kept. Positions count from each request's own first token: padding does not
-    exist here. An observation is complete when a method gets it, and does not change.
+    Entries are in the order of their positions. Entries where `valid` is false are holes, because a request or a head
+    has fewer; they are never kept. Positions count from each request's own first token, and padding has none. An
+    observation is complete when a method gets it, and does not change.
 
     Args:
-        keys, values: after rotation, as cached.
-        queries: the newest `W` queries, after rotation, right-aligned; None when nobody needs them.
-        positions: original position of every entry; 0, 1, ... unless said otherwise.
-        valid: whether the entry exists; all do, unless said otherwise.
+        keys: keys after rotation, as cached.
+        values: values, as cached.
+        queries: the newest `W` queries after rotation, right-aligned; None if no method needs them.
+        positions: the original position of every entry; 0, 1, ... by default.
+        valid: whether each entry exists; all do by default.
         lengths: tokens that each request has had so far, dropped ones included.
-        prompts: tokens of each request's prompt; all that it has had, unless said otherwise.
-        query_positions: position of every window query; negative where the request is shorter than W.
+        prompts: tokens of each request's prompt; by default all that it has had.
+        query_positions: the position of every query; negative where the request is shorter than W.
         features: what was collected of everything else that the method needs; `observation[feature]` is its value.
-        scaling: what the model multiplies query-key products with; head_dim ** -0.5, unless said otherwise.
-        layer: this layer's index in the model, where it is the only one here.
+        scaling: the factor of query-key products in the model; head_dim ** -0.5 by default.
+        layer: the layer's index in the model, if there is one layer.
+        layer_ids: indices of the layers in the batch's rows, neighbours among `layers`; `layer` alone by default.
         layers: indices of all layers that are compressed; for methods that depend on depth.
-        state: the method's own numbers per entry, `[batch, kv_heads, entries]`, that it remembered at the event
-            before (`Method.remember`).
-        count: entries of all requests and heads; a runtime that knows it need not ask the device.
-        longest: likewise the tokens of the longest request, or any number above that.
-        layer_ids: indices of the layers whose requests are the batch's rows, neighbours among `layers`; `layer` alone,
-            unless said otherwise.
-        num_kept: likewise how many entries of every head will stay, request after request and head after head, where
-            lengths alone say so; where heads differ, their average.
+        state: the method's own numbers per entry, `[batch, kv_heads, entries]`, that `Method.remember` returned at the
+            previous event.
+        count: entries of all requests and heads, if the host knows the number without asking the device.
+        longest: tokens of the longest request, or any larger number, if the host knows it.
+        num_kept: how many entries of every head will stay, request after request and head after head, if lengths and
+            files alone decide it. If heads differ, their average.
 
     Raises:
-        KeepsetError: the layers that are here are no neighbours among all of them.
+        KeepsetError: if the observation's layers are no neighbours among all layers.
     """
 
     keys: Float[Tensor, "batch kv_heads entries head_dim"]
@@ -128,46 +129,52 @@ class Observation:
 
     @cached_property
     def count(self) -> int:
-        """Entries of all requests and heads."""
+        """Return the number of entries of all requests and heads."""
         return int(self.valid.sum())
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest request, or more."""
+        """Return the tokens of the longest request, or a larger number."""
         return int(self.lengths.max())
 
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Return the lengths and entry counts that decide how many entries stay."""
+        entries = self.valid.sum(-1)
+        return Sizes(entries, self.lengths, self.prompts, self.layer_ids, self.layers, self.features)
+
     def __getitem__(self, feature: Feature[Value]) -> Value:
-        """What was collected of it, or what it is by the newest queries.
+        """Return a feature's value as it was collected, or else as the newest queries give it.
 
         Raises:
-            KeepsetError: there is neither.
+            KeepsetError: if there is neither.
         """
         return self.features[feature] if feature in self.features else feature.of(self)
 
     def with_features(self, features: Mapping[Feature[Any], Any]) -> Observation:
-        """The same observation with more features."""
+        """Return the same observation with more features."""
         more = copy.copy(self)
         vars(more)["features"] = {**self.features, **features}
         return more
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
-        """Keys of some KV heads."""
+        """Return the keys of some KV heads."""
         return self.keys[:, heads]
 
     def values_of(self, heads: slice) -> Float[Tensor, "batch heads entries value_dim"]:
-        """Values of some KV heads."""
+        """Return the values of some KV heads."""
         return self.values[:, heads]
 
     def over_heads(self, look: Callable[[slice], Tensor]) -> Tensor:
-        """What is made of keys or values, of a few KV heads at a time where entries are many.
+        """Compute something from keys or values, for a few KV heads at a time if there are many entries.
 
-        A method that looks at them through this needs no second copy of all keys, nor does a paged runtime a first one.
+        A method that reads them this way needs no second copy of all keys, and a paged runtime not even a first one.
 
         Args:
-            look: of some KV heads, `[batch, heads, ...]`, by `keys_of` and `values_of`.
+            look: computes `[batch, heads, ...]` for a slice of KV heads, by `keys_of` and `values_of`.
 
         Returns:
-            The same of all of them.
+            The results of all KV heads, `[batch, kv_heads, ...]`.
         """
         batch, kv_heads, entries = self.valid.shape
         at_once = max(1, _AT_ONCE // max(batch * entries * self.head_dim, 1))
@@ -176,20 +183,20 @@ class Observation:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a key."""
+        """Return the numbers per key."""
         return self.keys.shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Return the type of keys and values."""
         return self.keys.dtype
 
     @property
     def layer(self) -> int:
-        """This layer's index in the model.
+        """Return this layer's index in the model.
 
         Raises:
-            KeepsetError: several are here.
+            KeepsetError: if the observation shows several layers.
         """
         if len(self.layer_ids) > 1:
             raise KeepsetError(
@@ -200,76 +207,75 @@ class Observation:
 
     @property
     def first(self) -> int:
-        """How many compressed layers come before those that are here."""
+        """Return how many compressed layers come before the observed ones."""
         return self.layers.index(self.layer_ids[0])
 
     @cached_property
     def indices(self) -> Int[Tensor, " batch"]:
-        """The index in the model of each row's layer."""
+        """Return the index in the model of each row's layer."""
         return self.repeat_per_request(upload(self.layer_ids, self.valid.device))
 
     @cached_property
     def depths(self) -> Int[Tensor, " batch"]:
-        """How many compressed layers come before each row's."""
-        return self.repeat_per_request(
-            torch.arange(self.first, self.first + len(self.layer_ids), device=self.valid.device)
-        )
+        """Return how many compressed layers come before each row's layer."""
+        return self.sizes.depths
 
     def split_layers(self, statistic: Shaped[Tensor, "layers_batch *rest"]) -> Shaped[Tensor, "batch layers *rest"]:
-        """Something of every row, request by request: a view."""
+        """Return a view of a statistic of every row, with an axis for requests and one for layers."""
         return statistic.unflatten(0, (len(self.layer_ids), -1)).transpose(0, 1)
 
     def merge_layers(self, statistic: Shaped[Tensor, "batch layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
-        """Something of every request and layer, row by row, which undoes `split_layers`."""
+        """Return a statistic of every request and layer as one of every row; undoes `split_layers`."""
         return statistic.transpose(0, 1).flatten(0, 1)
 
     def repeat_per_request(self, statistic: Shaped[Tensor, "layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
-        """Something of every observed layer, row by row: a view of one layer or of one request."""
+        """Return a statistic of every observed layer as one of every row; a view for one layer or one request."""
         requests = self.valid.shape[0] // len(self.layer_ids)
         return self.merge_layers(statistic.expand(requests, *statistic.shape))
 
     def repeat_per_layer(self, statistic: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
-        """Something of every request, row by row: a view likewise."""
+        """Return a statistic of every request as one of every row; a view for one layer or one request."""
         return self.merge_layers(statistic[:, None].expand(-1, len(self.layer_ids), *statistic.shape[1:]))
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry's key and value in one KV head."""
+        """Return the bytes of one entry's key and value in one KV head."""
         return self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
 
     @property
     def bias(self) -> Scores | None:
-        """What attention adds to the logits of each entry, where an event before has told it to (`match`)."""
+        """Return what attention adds to each entry's logits since an earlier event (`match`); None if nothing."""
         return self.state.get(BIAS)
 
     def newest_queries(self, window: int) -> tuple[Queries, Int[Tensor, "batch n"]]:
-        """The newest queries.
+        """Return the newest queries.
 
         Args:
-            window: how many of the newest queries, at most as many as the method declared with `RecentQueries`.
+            window: how many, at most as many as the method declared with `RecentQueries`.
 
         Returns:
-            Queries after rotation, or as many as there are, and their positions; negative ones do not exist.
+            The queries after rotation, fewer if there are fewer, and their positions. Queries at negative positions do
+            not exist.
 
         Raises:
-            KeepsetError: none were collected.
+            KeepsetError: if no queries were collected.
         """
         if self.queries is None or self.query_positions is None:
             raise KeepsetError("This method looks at the newest queries: give Observation(queries=...).")
         return self.queries[:, :, -window:], self.query_positions[:, -window:]
 
     def window_attention(self, window: int) -> Float[Tensor, "batch query_heads window entries"]:
-        """Causal attention of the newest `window` queries over all entries, in float32.
+        """Return the causal attention of the newest queries over all entries, in float32.
 
         Args:
-            window: how many of the newest queries, at most as many as the method declared with `RecentQueries`.
+            window: how many queries, at most as many as the method declared with `RecentQueries`.
 
         Returns:
-            A row for each query, or for as many as there are; those that do not exist (of requests shorter than the
-            window) are zero.
+            A row for each query, fewer if there are fewer queries. Rows of queries that do not exist, because the
+            request is shorter than the window, are zero.
 
         Raises:
-            KeepsetError: no queries were collected.
+            KeepsetError: if no queries were collected.
         """
         queries, at = self.newest_queries(window)
         first = first_unseen(self.positions, at[:, None], self.valid)
@@ -284,15 +290,15 @@ class Observation:
         return attention.view(batch, -1, queries.shape[2], entries)
 
     def window_usage(self, window: int) -> QueryHeadScores:
-        """What every entry receives of the newest `window` queries: their attention, summed over them, in float32.
+        """Return the attention that every entry receives from the newest queries, summed over them, in float32.
 
-        The attention is made and summed in blocks that stay in a core's cache; it is never there as a whole.
+        The attention is computed and summed in blocks that stay in a core's cache; it never exists as a whole.
 
         Args:
-            window: how many of the newest queries, at most as many as the method declared with `RecentQueries`.
+            window: how many queries, at most as many as the method declared with `RecentQueries`.
 
         Raises:
-            KeepsetError: no queries were collected.
+            KeepsetError: if no queries were collected.
         """
         newest, at = self.newest_queries(window)
         return self.attention_sums(newest, at).flatten(1, 2)
@@ -300,15 +306,15 @@ class Observation:
     def attention_sums(
         self, queries: Queries, last_visible: Int[Tensor, "batch n"], sums_of: GroupReduction = GroupReduction.EACH
     ) -> Float[Tensor, "batch kv_heads _ entries"]:
-        """What every entry receives of some queries: their attention, summed over them, in float32.
+        """Return the attention that every entry receives from some queries, summed over them, in float32.
 
         Args:
-            queries: after rotation.
-            last_visible: the last position that each sees; below 0 where it gives nothing.
+            queries: queries after rotation.
+            last_visible: the last position that each query sees; below 0 for queries that attend to nothing.
             sums_of: as in `received_attention`.
 
         Returns:
-            For every query head of a group, or for one where it is the largest logit that counts.
+            A sum for every query head of a group, or one sum for the group if its largest logit counts.
         """
         queries = self.by_query_group(queries)
 
@@ -325,46 +331,46 @@ class Observation:
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]
     ) -> Float[Tensor, "batch kv_heads group *rest"]:
-        """Query heads sorted under the KV head that they share (grouped-query attention).
+        """Return a view of a statistic with query heads under the KV head that they share (grouped-query attention).
 
         Args:
-            statistic: of every query head; neighbours share a KV head.
+            statistic: numbers of every query head; neighbours share a KV head.
 
         Returns:
-            The same with an axis for the KV head and one for the query heads of its group; a view.
+            The numbers with an axis for the KV head and one for the query heads of its group.
         """
         return statistic.unflatten(1, (self.valid.shape[1], -1))
 
     @property
     def heads_alike(self) -> Bool[Tensor, " batch"]:
-        """Whether all heads of a request hold the same entries."""
+        """Return whether all heads of a request hold the same entries."""
         alike = ((self.positions == self.positions[:, :1]) | ~self.valid) & (self.valid == self.valid[:, :1])
         return alike.flatten(1).all(1)
 
     def mean_over_heads(self, statistic: Scores) -> Scores:
-        """A layer's mean over its KV heads.
+        """Return a layer's mean over its KV heads, for each head.
 
         Args:
-            statistic: of every entry.
+            statistic: a number of every entry.
 
         Returns:
-            The mean for each head; a head's own where heads of a request hold different entries.
+            The mean; or a head's own numbers where the heads of a request hold different entries.
         """
         return statistic.mean(1, keepdim=True).where(self.heads_alike[:, None, None], statistic)
 
     def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
-        """The KeepSet of some entries of this layer.
+        """Return the KeepSet of some entries of this layer.
 
         Args:
-            mask: true where an entry stays; holes are left out in any case.
+            mask: true where an entry stays; holes never stay.
         """
         return KeepSet([self.kept(mask, self.state)])
 
     def kept(self, mask: Bool[Tensor, "batch kv_heads entries"], state: Mapping[str, Tensor]) -> LayerKeepSet:
-        """Some entries of this layer.
+        """Return this layer's part of a KeepSet.
 
         Args:
-            mask: true where an entry stays; holes are left out in any case.
+            mask: true where an entry stays; holes never stay.
             state: the method's own numbers per entry.
         """
         total = None if self.num_kept is None else sum(self.num_kept)
@@ -373,7 +379,7 @@ class Observation:
 
 
 _AT_ONCE = 2**24
-"""Numbers of keys that are looked at at a time, if not of one head: 64 MiB in float32."""
+"""The most numbers of keys that are read at a time, unless one head has more: 64 MiB in float32."""
 
 BIAS = "bias"
-"""The one number per entry that attention looks at too, among those that methods remember: added to its logits."""
+"""The name of the one remembered number per entry that attention reads as well: it is added to the logits."""

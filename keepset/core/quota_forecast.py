@@ -1,4 +1,4 @@
-"""How many entries stay, said ahead of looking at any: by lengths alone, on the host."""
+"""The number of entries that will stay, computed on the host from lengths alone."""
 
 from __future__ import annotations
 
@@ -10,44 +10,38 @@ import torch
 from keepset.core.budget import Budget
 from keepset.core.feature import Feature
 from keepset.core.method import Method
-from keepset.core.observation import Observation
 from keepset.core.shapes import Quotas
+from keepset.core.sizes import Sizes
 
 
-def quotas_ahead(
+def forecast_quotas(
     method: Method,
     budget: Budget,
     entries: Sequence[Sequence[int]],
     lengths: Sequence[int],
     prompts: Sequence[int],
-    head_dim: int,
     layer_ids: Sequence[int],
     layers: tuple[int, ...],
     features: Mapping[Feature[Any], Any] | None = None,
 ) -> Quotas:
-    """What `Method.quotas` says of requests whose heads hold so many entries, whatever these are, layer after layer.
+    """Return how many entries each head will keep, for neighbouring layers that hold equally many.
 
     Args:
-        method, budget: of a recipe whose `fixed_total` holds, or `count_known_on_host`.
-        entries: of each head of each request; under `fixed_total` their average says the same of a layer.
-        lengths, prompts: tokens that each request has had, and those of its prompt.
-        head_dim: of the layers.
-        layer_ids, layers: indices of the layers, neighbours, which hold the same, and of all that are compressed.
-        features: out of files.
+        method: a method whose traits have `fixed_total` or `count_known_on_host`.
+        budget: the recipe's budget.
+        entries: entries that each head of each request holds, `[requests][kv_heads]`. Under `fixed_total` the average
+            of a request's heads, given for each of them, leads to the same total.
+        lengths: tokens that each request has had.
+        prompts: tokens of each request's prompt.
+        layer_ids: indices of the layers.
+        layers: indices of all layers that are compressed.
+        features: features that were read from files.
+
+    Returns:
+        Quotas `[len(layer_ids) * requests, kv_heads]` on the CPU, layer after layer.
     """
-    held = torch.tensor(entries).repeat(len(layer_ids), 1)
-    least, most = int(held.min()), int(held.max())
-    shape = (*held.shape, most)
-    nothing = torch.empty(()).expand(*shape, head_dim)
-    outline = Observation(
-        keys=nothing,
-        values=nothing,
-        valid=None if least == most else torch.arange(most) < held[..., None],
-        lengths=torch.tensor(lengths).repeat(len(layer_ids)),
-        prompts=torch.tensor(prompts).repeat(len(layer_ids)),
-        scaling=1.0,
-        layer_ids=layer_ids,
-        layers=layers,
-        features=features,
-    )
-    return method.quotas(outline, budget).minimum(held)
+    repeats = len(layer_ids)
+    held = torch.tensor(entries).repeat(repeats, 1)
+    tokens, prompt_tokens = (torch.tensor(numbers).repeat(repeats) for numbers in (lengths, prompts))
+    sizes = Sizes(held, tokens, prompt_tokens, tuple(layer_ids), layers, features or {})
+    return method.quotas(sizes, budget).minimum(held)

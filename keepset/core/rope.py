@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al., RoFormer, arXiv 2104.09864, section 3.2): undone, and averaged ahead.
+"""Rotary position embeddings (Su et al., RoFormer, arXiv:2104.09864, section 3.2): undone, and averaged ahead.
 
-A rotation is its cosines and sines, one pair of them per plane. Both runtimes rotate and undo by the same arithmetic;
-where cosines and sines come from, and which numbers of a row form a plane, the model says.
+A rotation is a pair of a cosine and a sine per plane. Both runtimes rotate and undo by the same arithmetic. The model
+says where cosines and sines come from, and which numbers of a row form a plane.
 """
 
 from __future__ import annotations
@@ -17,33 +17,47 @@ Planes = Float[Tensor, "*shape planes"]
 
 
 def inverse(cos: Planes, sin: Planes) -> tuple[Planes, Planes]:
-    """Cosines and sines of the rotation that undoes this one.
+    """Return the cosines and sines of the rotation that undoes another one.
 
     Scaled rotations (YaRN) are not orthogonal; dividing by the squared scale inverts them too.
+
+    Args:
+        cos: cosines of the rotation to undo.
+        sin: sines of that rotation.
     """
     squared_scale = cos.square() + sin.square()
     return cos / squared_scale, -sin / squared_scale
 
 
 def positions_ahead(lengths: Int[Tensor, " batch"], future: int) -> Int[Tensor, "batch {future}"]:
-    """The `future` positions from each request's length on."""
+    """Return the next positions of each request.
+
+    Args:
+        lengths: tokens that each request has had.
+        future: how many positions.
+    """
     return lengths[:, None] + torch.arange(future, device=lengths.device)
 
 
 def mean_rotation(
     cos: Float[Tensor, "batch n planes"], sin: Float[Tensor, "batch n planes"]
 ) -> tuple[Float[Tensor, "batch 1 planes"], Float[Tensor, "batch 1 planes"]]:
-    """The mean over positions: rotation is linear in cosines and sines, so theirs rotates to the rotations' mean."""
+    """Return cosines and sines of the mean rotation over positions: rotation is linear in both.
+
+    Args:
+        cos: cosines at n positions.
+        sin: sines at n positions.
+    """
     return cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
 
 
 def matches_unrotated(queries: Tensor, unrotated: Tensor, dtype: torch.dtype) -> bool:
-    """Whether queries whose rotation was undone are those that the model makes without one.
+    """Return whether queries whose rotation was undone equal those that the model makes without one.
 
     Args:
-        queries: undone.
-        unrotated: as the model makes them, of the same shape and float32.
-        dtype: in which the model computes; it decides about the tolerance.
+        queries: queries whose rotation was undone.
+        unrotated: the model's queries without rotation, of the same shape, in float32.
+        dtype: the type that the model computes in; it sets the tolerance.
     """
     tolerance = 1e-3 if dtype == torch.float32 else 5e-2
     scale = float(unrotated.nan_to_num(0.0, 0.0, 0.0).abs().max() + 1e-6)
@@ -55,7 +69,7 @@ class RotaryTable:
     """The rotary embedding of a model that keeps a table of it.
 
     Args:
-        table: cosines, then sines, of every position, `[positions, rotary_dim]`; scaled where the model does so.
+        table: cosines, then sines, of every position, `[positions, rotary_dim]`; scaled if the model scales them.
         halves: whether dimension i rotates with i + rotary_dim / 2 (as in Llama), or with its neighbour.
     """
 
@@ -63,22 +77,22 @@ class RotaryTable:
         self._table, self._halves = table, halves
 
     def undo(self, queries: Rows, positions: Int[Tensor, "batch n"]) -> Rows:
-        """Queries as they were before rotation, float32."""
+        """Return queries as they were before rotation, in float32."""
         cos, sin = self._table[positions][:, None].float().chunk(2, -1)
         return self._rotate(queries.float(), *inverse(cos, sin))
 
     def rotate_ahead(self, rows: Rows, lengths: Int[Tensor, " batch"], future: int) -> Rows:
-        """Rows under the mean rotation of the `future` positions from each request's length on."""
+        """Return rows under the mean rotation of the next `future` positions of each request."""
         cos, sin = mean_rotation(*self._at(positions_ahead(lengths, future)))
         return self._rotate(rows, cos[:, None], sin[:, None])
 
     def _at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, also beyond the table: there the angles of two positions are added."""
+        """Return cosines and sines; beyond the table the angles of two positions are added."""
         last = self._table.shape[0] - 1
         cos, sin = self._table[positions.clamp(max=last)].float().chunk(2, -1)
-        beyond = (positions - last).clamp(min=0)  # to ask whether any is would wait for a device
+        beyond = (positions - last).clamp(min=0)  # checking whether any is beyond would wait for a device
         more_cos, more_sin = self._table[beyond].float().chunk(2, -1)
-        scale = self._table[0].float().chunk(2, -1)[0]  # cosines of no rotation at all
+        scale = self._table[0].float().chunk(2, -1)[0]  # the cosines of position 0
         return (cos * more_cos - sin * more_sin) / scale, (sin * more_cos + cos * more_sin) / scale
 
     def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From scores and quotas to what stays: exact, ordered, and the same for every runtime."""
+"""From scores and quotas to the entries that stay: exact, ordered, and the same for every runtime."""
 
 from __future__ import annotations
 
@@ -18,24 +18,29 @@ from keepset.errors import KeepsetError
 
 _LARGEST = torch.finfo(torch.float32).max
 RECENT_RANK = _LARGEST / 2
-"""Where `ranked_scores` puts the recent suffix: above every score, below the sinks."""
+"""The score that `ranked_scores` gives the recent suffix: above every score, below the sinks."""
 LARGEST_SCORE = _LARGEST / 4
-"""Scores that are larger, of either sign, are cut to this size."""
+"""The largest score; larger ones of either sign are cut to it."""
 
 
 def finite(scores: Scores) -> Scores:
-    """Scores that have an order, float32: NaN is below all, and what is too large is cut."""
+    """Return scores in float32 that have an order: NaN is below all others, and what is too large is cut."""
     return scores.float().clamp(-LARGEST_SCORE, LARGEST_SCORE).nan_to_num_(-2 * LARGEST_SCORE)
 
 
 def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> Scores:
-    """Scores in an order that selection can rely on, float32.
+    """Return scores in float32 with a total order.
 
-    From best to worst: sinks and what is protected (the first token first of all), the recent suffix, the scores,
-    entries scored NaN, holes (-inf).
+    From best to worst: sinks and protected tokens (the first token first of all), the recent suffix, the other scores,
+    entries that score NaN, and holes (-inf).
+
+    Args:
+        scores: what the method returned.
+        observation: the layer.
+        budget: says what always stays.
 
     Raises:
-        KeepsetError: a score that is compared with others is NaN, where that is refused (`nan_scores_refused`).
+        KeepsetError: if a score that is compared with others is NaN and that is refused (`nan_scores_refused`).
     """
     ranked = finite(scores)
     recent, protected = budget.is_recent(observation), budget.is_protected(observation)
@@ -60,9 +65,13 @@ def _named(layers: tuple[int, ...]) -> str:
 
 
 def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]) -> Bool[Tensor, "*rows entries"]:
-    """The `quotas` best entries of every row; of equal ones the later.
+    """Return which entries are the best of every row; of equal ones the later.
 
     The order is total, so that the same scores choose the same entries on every device and in every batch.
+
+    Args:
+        ranked: scores without NaN.
+        quotas: how many entries each row keeps.
     """
     last = ranked.shape[-1] - 1
     best_first = last - ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices
@@ -71,9 +80,13 @@ def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"
 
 
 def round_to_total(shares: Float[Tensor, "*rows parts"], total: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows parts"]:
-    """Whole numbers next to `shares` (which sum to `total`) whose sum is `total` exactly.
+    """Return shares rounded to whole numbers that sum to a total exactly.
 
-    Largest remainders are rounded up; of equal ones the earlier.
+    The largest remainders are rounded up; of equal ones the earlier.
+
+    Args:
+        shares: numbers that sum to `total`, up to rounding errors.
+        total: the sum of the result.
     """
     floors = shares.floor()
     missing = total - floors.sum(-1).long()
@@ -84,14 +97,14 @@ def round_to_total(shares: Float[Tensor, "*rows parts"], total: Int[Tensor, "*ro
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """What is known of a layer when it comes to choosing.
+    """A layer's entries in order, ready to choose from.
 
     Attributes:
         observation: the layer.
-        budget: the recipe's.
-        scores: of every entry, with what always stays above the rest and -inf where there is no entry; see
+        budget: the recipe's budget.
+        scores: the score of every entry, with what always stays above the rest and -inf at holes; see
             `ranked_scores`.
-        raw: as the scorer gave them, whatever always stays.
+        raw: scores as the scorer returned them.
         quotas: how many entries every KV head keeps.
         state: the method's own numbers per entry after this event, `[batch, kv_heads, entries]`.
     """
@@ -104,14 +117,14 @@ class Ranking:
     state: Mapping[str, Tensor]
 
     def best(self) -> LayerKeepSet:
-        """The best entries of every head, as many as its quota; of equal ones the later."""
+        """Return the best entries of every head, as many as its quota; of equal ones the later."""
         return self.keep(top_mask(self.scores, self.quotas))
 
     def keep(self, mask: Mask, **state: Tensor) -> LayerKeepSet:
-        """The entries where `mask` is true, holes left out.
+        """Return the entries where a mask is true, without holes.
 
         Args:
-            mask: of the entries that stay.
+            mask: true where an entry stays.
             **state: numbers per entry that are new or have changed.
         """
         return self.observation.kept(mask, {**self.state, **state})

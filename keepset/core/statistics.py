@@ -1,4 +1,4 @@
-"""`Statistics`: what was measured of a model's queries beforehand, and the file that holds it."""
+"""`Statistics`: measurements of a model's queries, and the file that holds them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 
 FORMAT = 2
-"""Of the file; raise it with every change to what is written."""
+"""The version of the file format; raise it with every change to what is written."""
 _FILE = TensorFile(
     "keepset_statistics",
     FORMAT,
@@ -33,17 +33,20 @@ _RETRIEVAL = "retrieval"
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """One layer: its queries, averaged over many texts, and how it rotates queries and keys.
+    """The queries of one layer, averaged over many texts, and the layer's rotation of queries and keys.
 
-    At position p the layer makes of a row x the row
+    At position p the layer turns a row x into the row
     `gain[d] * (x[d] * cos(p * frequency[d]) + x[partner[d]] * sin(p * frequency[d]))`: each number and its partner
     are the coordinates of a plane. A number that is not rotated is its own partner and has frequency 0.
 
     Attributes:
-        direction: of each KV head, the one along which its query heads' queries lie after rotation; see `qfilter`.
-        mean, covariance: of each query head's queries before rotation.
-        norm: mean length of the queries in each number's plane, before rotation.
-        partner, frequency, gain: the rotation.
+        direction: for each KV head, the direction of its query heads' queries after rotation; see `qfilter`.
+        mean: the mean of each query head's queries before rotation.
+        covariance: the covariance of each query head's queries before rotation.
+        norm: the mean norm of the queries in each number's plane, before rotation.
+        partner: the number that each number rotates with.
+        frequency: the angle per position of each number's rotation, in radians.
+        gain: the factor of each number's rotation.
     """
 
     direction: Float[Tensor, "kv_heads head_dim"]
@@ -59,10 +62,10 @@ FIELDS = tuple(field.name for field in dataclasses.fields(LayerStatistics))
 
 
 class RowStatistics:
-    """`LayerStatistics` of the layer of each row of a batch; each is taken from where they are once it is asked for.
+    """`LayerStatistics` for the layer of each row of a batch; each is computed when it is first needed.
 
     Args:
-        take: one of them by its name, with an axis for the rows in front.
+        take: returns a statistic by its name, with an axis for the rows in front.
     """
 
     def __init__(self, take: Callable[[str], Tensor]) -> None:
@@ -70,42 +73,47 @@ class RowStatistics:
 
     @cached_property
     def direction(self) -> Float[Tensor, "batch kv_heads head_dim"]:
-        """As in `LayerStatistics`, and so are the others."""
+        """Return `LayerStatistics.direction` of each row."""
         return self._take("direction")
 
     @cached_property
     def mean(self) -> Float[Tensor, "batch query_heads head_dim"]:
-        """Of queries before rotation."""
+        """Return `LayerStatistics.mean` of each row."""
         return self._take("mean")
 
     @cached_property
     def covariance(self) -> Float[Tensor, "batch query_heads head_dim head_dim"]:
-        """Of the same."""
+        """Return `LayerStatistics.covariance` of each row."""
         return self._take("covariance")
 
     @cached_property
     def norm(self) -> Float[Tensor, "batch query_heads head_dim"]:
-        """Of their parts in planes."""
+        """Return `LayerStatistics.norm` of each row."""
         return self._take("norm")
 
     @cached_property
     def gain(self) -> Float[Tensor, "batch head_dim"]:
-        """Of the rotation."""
+        """Return `LayerStatistics.gain` of each row."""
         return self._take("gain")
 
     @cached_property
     def paired(self) -> Bool[Tensor, "batch head_dim"]:
-        """Which numbers have a partner."""
+        """Return which numbers have a partner."""
         return self._partner != torch.arange(self._partner.shape[-1], device=self._partner.device)
 
     def rotate(self, rows: Rows, positions: Int[Tensor, "batch places"]) -> Rows:
-        """Rows at the mean rotation of these positions: rotation is linear in cosines and sines."""
+        """Return rows under the mean rotation of several positions: rotation is linear in cosines and sines.
+
+        Args:
+            rows: rows before rotation.
+            positions: the positions of each row of the batch.
+        """
         angles = positions[..., None] * self._take("frequency").double()[:, None]
         cos, sin = (self.gain * part.mean(1).float() for part in (angles.cos(), angles.sin()))
         return rows * cos[:, None, None] + self._partners(rows) * sin[:, None, None]
 
     def in_plane(self, rows: Float[Tensor, "batch *rows head_dim"]) -> Float[Tensor, "batch *rows head_dim"]:
-        """For every number the length of its row's part in its plane; a rotation changes it by its gain only."""
+        """Return for every number the norm of its row in its plane; a rotation changes it by its gain only."""
         return rows.where(~_beside(self.paired, rows), torch.hypot(rows, self._partners(rows))).abs()
 
     def _partners(self, rows: Float[Tensor, "batch *rows head_dim"]) -> Float[Tensor, "batch *rows head_dim"]:
@@ -122,14 +130,14 @@ def _beside(numbers: Shaped[Tensor, "batch head_dim"], rows: Tensor) -> Shaped[T
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """What was measured of the layers that can be compressed.
+    """Measurements of the layers that can be compressed.
 
     Attributes:
-        layers: by the layer's index in the model.
-        retrieval: of each KV head of these layers, from 0 to 1, how much it needs of the distant text; see
-            `duo_attention`. Nothing where it was not measured.
-        provenance: of what model and texts, and by what version of keepset; plain JSON.
-        name: for messages: what the recipe calls them.
+        layers: statistics by the layer's index in the model.
+        retrieval: for each of these layers, how much each KV head needs of the distant text, from 0 to 1; see
+            `duo_attention`. Empty if it was not measured.
+        provenance: model, texts and version of keepset that they come from; plain JSON.
+        name: the recipe's name for them, for messages.
     """
 
     layers: Mapping[int, LayerStatistics]
@@ -137,10 +145,17 @@ class Statistics:
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
 
-    def check(self, layers: tuple[int, ...], kv_heads: int, head_dim: int) -> None:
-        """Refuses a model of another shape than they were measured on: KeepsetError."""
-        first = next(iter(self.layers.values()))
-        theirs, ours = (len(self.layers), *first.direction.shape), (len(layers), kv_heads, head_dim)
+    def check(self, layers: tuple[int, ...], kv_heads: int, head_dim: int | None = None) -> None:
+        """Raise KeepsetError if a model has another shape than the one they were measured on.
+
+        Args:
+            layers: indices of the model's compressed layers.
+            kv_heads: of each layer.
+            head_dim: numbers per key; None if that is not known.
+        """
+        heads, size = next(iter(self.layers.values())).direction.shape
+        theirs = len(self.layers), heads, None if head_dim is None else size
+        ours = len(layers), kv_heads, head_dim
         if tuple(self.layers) != layers or theirs != ours:
             raise KeepsetError(
                 f"The statistics {self.name!r} are of another model: theirs has {_shape(*theirs)}, this one "
@@ -148,7 +163,15 @@ class Statistics:
             )
 
     def on(self, device: torch.device, name: str) -> Tensor:
-        """One of all layers' `FIELDS`, layer by layer, which is on the device from then on."""
+        """Return one of the `FIELDS` of all layers, and keep it on the device.
+
+        Args:
+            device: where the tensor is wanted.
+            name: the field's name.
+
+        Returns:
+            A tensor with an axis for the layers in front.
+        """
         if (device, name) not in self._on_device:
             together = torch.stack([getattr(layer, name) for layer in self.layers.values()])
             self._on_device[device, name] = upload(together, device)
@@ -159,7 +182,7 @@ class Statistics:
         return {}
 
     def gates(self) -> Float[Tensor, "layers kv_heads"]:
-        """How much each KV head retrieves; KeepsetError where that was not measured."""
+        """Return how much each KV head retrieves; raise KeepsetError if that was not measured."""
         if not self.retrieval:
             raise KeepsetError(
                 f"The statistics {self.name!r} do not say which heads retrieve: make them again with keepset "
@@ -168,23 +191,32 @@ class Statistics:
         return torch.stack([self.retrieval[index] for index in self.layers])
 
 
-def _shape(layers: int, kv_heads: int, head_dim: int) -> str:
-    return f"{layers} layers with {kv_heads} KV heads of size {head_dim}"
+def _shape(layers: int, kv_heads: int, head_dim: int | None) -> str:
+    return f"{layers} layers with {kv_heads} KV heads" + (f" of size {head_dim}" if head_dim is not None else "")
 
 
 _offers: dict[str, Callable[[], Path]] = {}
 
 
 def offer(model: str, make: Callable[[], Path]) -> None:
-    """Says how to get the statistics of the model of this name where a recipe names no file."""
+    """Register how to get the statistics of a model for recipes that name no file.
+
+    Args:
+        model: the model's name.
+        make: returns the file, and makes it if it does not exist.
+    """
     _offers[model] = make
 
 
 def load(file: str, model: str = "") -> Statistics:
-    """The statistics in a file, or if none is named those that somebody offers for the model of this name.
+    """Return the statistics in a file, or those that are offered for a model.
+
+    Args:
+        file: the file; "" for the statistics that `offer` registered for the model.
+        model: the model's name.
 
     Raises:
-        KeepsetError: there are none, or the file holds none that this version can read.
+        KeepsetError: if there are none, or the file holds none that this version can read.
     """
     if not file and model not in _offers:
         raise KeepsetError(
@@ -231,7 +263,7 @@ def _layer(file: Any, index: int) -> LayerStatistics:
 
 
 def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Tensor]:
-    """The gates of all layers, or none."""
+    """Return the gates of all layers, or none."""
     places = {index: f"layers.{index}.{_RETRIEVAL}" for index in layers}
     written = set(file.layout)
     gates = {index: file[place] for index, place in places.items() if place in written}
@@ -245,7 +277,7 @@ def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Te
 
 
 def save(statistics: Statistics, path: Path) -> None:
-    """Writes them whole or not at all; KeepsetError where the place cannot be written to."""
+    """Write statistics to a file, whole or not at all; raise KeepsetError if it cannot be written."""
     # Cloned: layers may share tensors, and a file may not.
     tensors = {
         f"layers.{index}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""`Tables`: what was compiled offline for CompilerKV, head weights and thresholds, and the file that holds them."""
+"""`Tables`: head weights and thresholds that were compiled offline for CompilerKV, and the file that holds them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 
 FORMAT = 1
-"""Of the file; raise it with every change to what is written."""
+"""The version of the file format; raise it with every change to what is written."""
 ENTROPY_BINS, PERPLEXITY_BINS = 20, 4
 _FILE = TensorFile(
     "keepset_tables",
@@ -36,13 +36,14 @@ class Tables:
     """The decision tables of one model, for one budget or several.
 
     Attributes:
-        weights: of every query head, what its utility is multiplied with.
+        weights: the factor of every query head's utility.
         gate: the threshold of every layer and bin of risk, from 0 to 1.
-        entropy_edges, perplexity_edges: where the bins meet; an edge belongs to the bin above it. Entropy is in nats.
-        budgets: entries per KV head that they were compiled for, rising.
+        entropy_edges: where the bins of entropy meet, in nats; an edge belongs to the bin above it.
+        perplexity_edges: where the bins of perplexity meet.
+        budgets: entries per KV head that the tables were compiled for, rising.
         counts: how many texts of the corpus fell into each bin.
-        provenance: should name model, corpus, seed and version of keepset; plain JSON.
-        name: for messages: what the recipe calls them.
+        provenance: model, corpus, seed and version of keepset; plain JSON.
+        name: the recipe's name for them, for messages.
     """
 
     weights: Float[Tensor, "budgets layers query_heads"]
@@ -55,7 +56,7 @@ class Tables:
     name: str = ""
 
     def check(self, layers: int, query_heads: int) -> None:
-        """Refuses a model with another number of layers or heads: KeepsetError."""
+        """Raise KeepsetError if a model has another number of layers or query heads."""
         compiled = self.weights.shape[1:]
         if compiled != (layers, query_heads):
             raise KeepsetError(
@@ -64,10 +65,13 @@ class Tables:
             )
 
     def fitted(self, layers: int, query_heads: int) -> Tables:
-        """The same for another model with so many layers and heads (CompilerKV, appendix B.1).
+        """Return the tables mapped to another model by relative place (CompilerKV, appendix B.1).
 
-        Each layer and head takes over what stands at its relative place. Whose they were is left out: they are saved as
-        tables of that other model.
+        Their provenance names another model, because they are saved as that model's tables.
+
+        Args:
+            layers: how many layers the other model has.
+            query_heads: how many query heads each of its layers has.
         """
         compiled = self.weights.shape[1:]
         rows, heads = _relative(layers, compiled[0]), _relative(query_heads, compiled[1])
@@ -76,13 +80,18 @@ class Tables:
         return dataclasses.replace(self, weights=weights, gate=gate, provenance=provenance)
 
     def nearest(self, budget: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
-        """Which of the budgets is nearest to each of these; of equally near ones the smaller."""
+        """Return which of the tables' budgets is nearest to each given one; of equally near ones the smaller."""
         return (budget[:, None].double() - upload(self.budgets, budget.device)).abs().argmin(-1)
 
     def bins(
         self, entropy: Float[Tensor, " batch"], perplexity: Float[Tensor, " batch"]
     ) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
-        """The bins of both risks; what is no number counts as the highest."""
+        """Return the bins of both risks; NaN counts as the highest risk.
+
+        Args:
+            entropy: in nats.
+            perplexity: of the window.
+        """
         pairs = (entropy, self.entropy_edges), (perplexity, self.perplexity_edges)
         of_entropy, of_perplexity = (
             (upload(edges, risk.device) <= risk.nan_to_num(torch.inf)[:, None]).sum(-1) for risk, edges in pairs
@@ -91,7 +100,13 @@ class Tables:
 
 
 def neutral(layers: int, query_heads: int, threshold: float) -> Tables:
-    """Tables that prefer no head and no text: all weights 1, one threshold."""
+    """Return tables that prefer no head and no text: all weights are 1, and there is one threshold.
+
+    Args:
+        layers: how many layers the model has.
+        query_heads: how many query heads each layer has.
+        threshold: from 0 to 1.
+    """
     return Tables(
         weights=torch.ones(1, layers, query_heads),
         gate=torch.full((1, layers, ENTROPY_BINS, PERPLEXITY_BINS), threshold),
@@ -103,7 +118,7 @@ def neutral(layers: int, query_heads: int, threshold: float) -> Tables:
 
 
 def load(file: str) -> Tables:
-    """The tables in a file; KeepsetError where it holds none that this version can read."""
+    """Return the tables in a file; raise KeepsetError if it holds none that this version can read."""
     try:
         state = Path(file).stat()
     except (OSError, ValueError):
@@ -112,7 +127,7 @@ def load(file: str) -> Tables:
 
 
 def save(tables: Tables, path: Path) -> None:
-    """Writes them whole or not at all, with provenance; KeepsetError where the place cannot be written to."""
+    """Write tables to a file, whole or not at all; raise KeepsetError if it cannot be written."""
     layers, heads = tables.weights.shape[1:]
     shape = {"format": FORMAT, "layers": layers, "query_heads": heads}
     tensors = {name: getattr(tables, name).contiguous() for name in _TYPES}
@@ -157,17 +172,17 @@ def _check(tables: Tables) -> None:
 
 
 def _relative(wanted: int, existing: int) -> Int[Tensor, " wanted"]:
-    """For each of so many the one at the same relative place among those that there are."""
+    """Return for each of `wanted` places the one at the same relative place among `existing` ones."""
     places = torch.arange(wanted, dtype=torch.float64) * (existing - 1) / max(wanted - 1, 1)
     return (places + 0.5).floor().long()
 
 
 @lru_cache(maxsize=1)
 def say_neutral() -> None:
-    """Says, once, that nothing was compiled."""
+    """Warn, once, that there are no compiled tables."""
     sentence = (
         "compilerkv has no tables: all heads count the same and the threshold is fixed; make a file with `keepset "
         "compile --out tables.safetensors` and name it as tables='tables.safetensors'."
     )
-    # Where in the code it is said is nothing to whoever reads it.
+    # The place in the code that warns would tell the reader nothing.
     warnings.warn_explicit(sentence, UserWarning, "keepset", 0)

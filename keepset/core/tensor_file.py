@@ -24,17 +24,17 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeErro
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A kind of file, and what is said of one that is not as it should be.
+    """A kind of file, and the error sentences for files that are not as they should be.
 
-    In these sentences `{path}` stands for the file, `{version}` for the format that is read.
+    In the sentences `{path}` stands for the file and `{version}` for the format that is read.
 
     Attributes:
         metadata: the name of the JSON object.
-        version: of the format.
-        foreign: of what is no such file.
-        other: of one of another format, `{found}`.
-        damaged: of one that does not hold what it should.
-        unreadable: of what is no file of tensors; `foreign`, if none is given.
+        version: the version of the format.
+        foreign: the sentence for a file of another kind.
+        other: the sentence for a file of another format, `{found}`.
+        damaged: the sentence for a file that does not hold what it should.
+        unreadable: the sentence for what is no file of tensors; `foreign` by default.
     """
 
     metadata: str
@@ -45,10 +45,15 @@ class TensorFile:
     unreadable: str = ""
 
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Writes a file whole or not at all; what is there is replaced once all is written. Metadata has the format.
+        """Write a file whole or not at all; an existing one is replaced once everything is written.
+
+        Args:
+            path: where to write.
+            tensors: tensors by their names.
+            metadata: the JSON object; its `format` is the version.
 
         Raises:
-            KeepsetError: the place cannot be written to, or what is there is no regular file.
+            KeepsetError: if the file cannot be written, or something that is no regular file is there.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -56,14 +61,14 @@ class TensorFile:
         check_replaceable(path)
         unfinished = path.parent / f".{uuid4().hex}.unfinished"
         try:
-            # One entry: of several, safetensors would change the order from file to file.
+            # One entry, because safetensors would order several differently from file to file.
             save_file(dict(tensors), unfinished, {self.metadata: json.dumps(metadata)})
             os.replace(unfinished, path)
         except (OSError, SafetensorError) as error:
             cause = getattr(error, "strerror", None) or error
             raise KeepsetError(f"{str(path)!r} cannot be written ({cause}): name another file.") from error
         finally:
-            with suppress(OSError):  # there may be no such folder
+            with suppress(OSError):  # the folder may not exist
                 unfinished.unlink(missing_ok=True)
 
     def corrupt(self, path: Path) -> CorruptFileError:
@@ -75,10 +80,11 @@ class TensorFile:
         """Open a file for reading.
 
         Yields:
-            its tensors, which are read when they are asked for, and its metadata.
+            The file's tensors, each read when it is accessed, and its metadata.
 
         Raises:
-            CorruptFileError: it is not as it should be; also where what is done with it raises as damaged contents do.
+            CorruptFileError: if the file is not as it should be; also if the code inside the context raises an error
+                that damaged contents cause.
         """
 
         def refused(sentence: str, found: Any = None) -> CorruptFileError:

@@ -1,7 +1,7 @@
 """`TensorReader`: the tensors of a safetensors file, read and not mapped.
 
-safetensors maps a file into memory. Who changes the file afterwards changes the tensors, and who cuts it off ends the
-process. What is read here stays as it was when it was checked.
+safetensors maps a file into memory. Changing the file afterwards changes the tensors, and truncating it kills the
+process. Tensors that are read stay as they were when they were checked.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _MAX_HEADER = 100 * 2**20
-"""Bytes that safetensors itself allows a header."""
+"""The largest header that safetensors itself allows, in bytes."""
 _MAX_DIMENSIONS = 8
 _METADATA = "__metadata__"
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor lies: `start` and `end` are bytes of the file."""
+    """The place of a tensor in a file; `start` and `end` are bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,15 +50,15 @@ class TensorReader:
     """An open safetensors file.
 
     Args:
-        descriptor: of the open file.
+        descriptor: the descriptor of the open file.
 
     Attributes:
-        layout: of every tensor.
+        layout: the place of every tensor.
         metadata: texts by their names.
 
     Raises:
-        ValueError: the file is no safetensors file, or its header contradicts itself or the file's size.
-        OSError: the file cannot be read.
+        ValueError: if the file is no safetensors file, or its header contradicts itself or the file's size.
+        OSError: if the file cannot be read.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -92,8 +92,8 @@ class TensorReader:
         """Read one tensor.
 
         Raises:
-            KeyError: there is none of this name.
-            ValueError: the file has been cut off since it was opened.
+            KeyError: if there is none of this name.
+            ValueError: if the file has been truncated since it was opened.
         """
         dtype, shape, start, end = self.layout[name]
         flat = torch.empty(end - start, dtype=torch.uint8)
@@ -114,8 +114,8 @@ class TensorReader:
 
 @contextmanager
 def opened(path: Path) -> Iterator[TensorReader]:
-    """Open a safetensors file; raises as `TensorReader` does."""
-    # Without waiting: a named pipe that nobody writes to would hold this process.
+    """Open a safetensors file; raise what `TensorReader` raises."""
+    # Non-blocking, because a named pipe that nobody writes to would hold this process.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         yield TensorReader(descriptor)
@@ -124,7 +124,7 @@ def opened(path: Path) -> Iterator[TensorReader]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what JSON says; ValueError if it is none, says a thing twice, or says a number that is none."""
+    """Return the value of a JSON text; raise ValueError if it is none, repeats a name, or has NaN or infinity."""
     return json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
 
 
@@ -156,5 +156,5 @@ def _layout(said: Any, first: int) -> TensorLocation:
 
 
 def is_count(said: Any) -> bool:
-    """Return whether something is a number of things, of at most 63 bits."""
+    """Return whether a value is a whole number from 0, of at most 63 bits."""
     return type(said) is int and 0 <= said < 2**63

@@ -21,7 +21,7 @@ from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
-from keepset.core.quota_forecast import quotas_ahead
+from keepset.core.quota_forecast import forecast_quotas
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.attention import AttentionInput
@@ -70,14 +70,14 @@ class Cache(ObservedCache):
     ) -> None:
         self.recipe = (recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)).require_budget()
         check_schedule(self.recipe)
-        needs = self.recipe.method.needs
+        needs = self.recipe.method.traits.needs
         tasks = [task_tokens] if isinstance(task_tokens, Tensor) else task_tokens or []
         if task_tokens is not None and not needs.of(SecondPass):
             raise KeepsetError(f"{self.recipe.method.name} is not aware of a task: leave task_tokens out.")
         if task_tokens is not None and not tasks:
             raise KeepsetError("task_tokens has no task: give the tokens of one, or leave it out.")
         super().__init__(model, needs, prompt_length, self.recipe.schedule, tasks)
-        if self.recipe.method.across_layers:
+        if self.recipe.method.traits.across_layers:
             self._waits_for_all_layers = True
             name = self.recipe.method.name
             self._no_drafts = self._no_drafts or (
@@ -283,7 +283,7 @@ class Cache(ObservedCache):
         None where looking at the device costs no wait, or where lengths alone do not tell.
         """
         progress, method = self.progress, self.recipe.method
-        if not (is_async_device(until.key.device) and method.count_known_on_host):
+        if not (is_async_device(until.key.device) and method.traits.count_known_on_host):
             return None
         assert progress is not None
         held = layer.held(until)
@@ -292,13 +292,13 @@ class Cache(ObservedCache):
             lengths = [tokens - later for tokens, later in zip(progress.tokens, beyond, strict=True)]
         else:  # nothing was dropped yet
             lengths = [heads[0] for heads in held]
-        if method.fixed_total:  # the average head says the same of a layer
+        if method.traits.fixed_total:  # the average head says the same of a layer
             held = [[sum(heads) // len(heads)] * len(heads) for heads in held]
         # Of all layers at once, since they hold the same, unless the event before has left them different numbers.
         layers = self.compressed_layers
-        basis = held, lengths, progress.prompt_tokens, until.key.shape[-1], layers, layers
+        basis = held, lengths, progress.prompt_tokens, layers, layers
         if self._forecast is None or self._forecast[0] != basis:
-            quotas = quotas_ahead(method, self.recipe.budget, *basis, self._from_files)
+            quotas = forecast_quotas(method, self.recipe.budget, *basis, self._from_files)
             self._forecast = basis, quotas.unflatten(0, (len(layers), -1)).flatten(1).tolist()
         return self._forecast[1][layers.index(layer.index)]
 
@@ -309,12 +309,12 @@ class Cache(ObservedCache):
         assert self.progress is not None and self.progress.compressed_at is not None
         method, budget, length = self.recipe.method, self.recipe.budget, self.progress.compressed_at
         parts = self._unfinished.setdefault(length, [])
-        for group in [observations] if method.across_layers else [[observation] for observation in observations]:
+        for group in [observations] if method.traits.across_layers else [[observation] for observation in observations]:
             counts = [observation.count for observation in group]
             nbytes = sum(count * self._entry_bytes(each) for count, each in zip(counts, group, strict=True))
             start = time.perf_counter()
             keep_set = method.select_all(group, budget)
-            if method.across_layers:
+            if method.traits.across_layers:
                 keep_set.count()
             for observation in group:
                 self.kept_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))

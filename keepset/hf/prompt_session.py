@@ -160,7 +160,10 @@ class PromptSession:
         """
         chosen = recipe or _KEEP_ALL
         recorder = self._recorded(chosen)
-        cache, needs = Cache.from_prompt(self._model, chosen, recorder, recorder.observations), chosen.method.needs
+        cache, needs = (
+            Cache.from_prompt(self._model, chosen, recorder, recorder.observations),
+            chosen.method.traits.needs,
+        )
         seconds, alone, nbytes = recorder.seconds, recorder.seconds_for(needs), recorder.nbytes_full
         return CachedPrompt(self._model, cache, recorder.logits, alone, seconds, nbytes, is_full=recipe is None)
 
@@ -192,7 +195,7 @@ class PromptSession:
 
 def needs_of(recipes: Sequence[Recipe]) -> Needs:
     """What one prefill has to collect to serve all these recipes."""
-    return reduce(or_, (recipe.method.needs for recipe in recipes), Needs())
+    return reduce(or_, (recipe.method.traits.needs for recipe in recipes), Needs())
 
 
 def warm_up(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:

@@ -68,10 +68,12 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
     """Check that the layers have what this recipe's entries have, once `check_header` has checked what is there."""
     method, goes_on = recipe.method, recipe.schedule.every is not None
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
-    sums = {feature.column: feature for feature in method.needs.of(WindowAttention)} if goes_on else {}
-    allowed = {*_ENTRIES, *method.state_names, *sums} | (_SCALES if method.needs.of(Int8Entries) else set())
+    sums = {feature.column: feature for feature in method.traits.needs.of(WindowAttention)} if goes_on else {}
+    allowed = {*_ENTRIES, *method.traits.state_names, *sums} | (
+        _SCALES if method.traits.needs.of(Int8Entries) else set()
+    )
     # Before the first event there is nothing that a method remembers.
-    required = {*_ENTRIES, *method.state_names} if goes_on and metadata["event"] is not None else _ENTRIES
+    required = {*_ENTRIES, *method.traits.state_names} if goes_on and metadata["event"] is not None else _ENTRIES
     for name, each in layout.items():
         if match := re.fullmatch(rf"({LAYER}\d+\.)columns\.(.+)", name):
             column = match[2]

@@ -1,9 +1,10 @@
-"""CompilerKV: what all layers look at, weighted by tables that were compiled offline."""
+"""CompilerKV: keep what all layers attend to, weighted by tables that were compiled offline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -18,62 +19,60 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.shapes import Quotas, Scores
-from keepset.core.tables import Tables, load, neutral, say_neutral
+from keepset.core.tables import Tables, neutral, say_neutral
+from keepset.core.traits import Traits
 from keepset.kernels.dispatch import upload
 from keepset.kernels.group_reduction import GroupReduction
 
 PositionAttention = Float[Tensor, "requests positions"]
-"""What every position receives of the window's attention, over all layers and heads (equation 6)."""
+"""The window's attention that every position receives, over all layers and heads (equation 6)."""
 
 THRESHOLD = 0.9
-"""Where no table says another: the middle of the paper's range, and what its authors' program falls back to."""
+"""The threshold without a table: the middle of the paper's range, and the default of its authors' program."""
 
 
 @dataclass(frozen=True)
 class CompilerKV(Method):
-    """Keeps what the whole model looks at, by heads that a table trusts (Yang et al. 2026, CompilerKV).
+    """Keeps what the whole model attends to, by heads that a table trusts (Yang et al. 2026, CompilerKV).
 
-    The utility of an entry is the attention of the `window` newest queries, summed over them and averaged over all
-    heads of all layers, times the length of its value relative to its head's mean, times the head's weight in the
-    table; it counts by the head where that is most (equations 6 to 10). All heads of a layer keep one set. `tables` is
-    a file that `keepset compile` makes for a model; without one all weights are 1 and all thresholds 0.9.
+    The utility of an entry is a product of three numbers: the attention of the `window` newest queries, summed over
+    them and averaged over all heads of all layers; the norm of the entry's value relative to its head's mean; and the
+    head's weight in the table. An entry counts by the head for which that is largest (equations 6 to 10). All heads of
+    a layer keep one set. `tables` is a file that `keepset compile` makes for a model. Without one all weights are 1 and
+    all thresholds 0.9.
 
-    A layer's candidates are what reaches its threshold, which the table has for the entropy of that attention and the
-    perplexity of the window (equations 11 to 15). They stay where they are no more than the budget `keep`; of more the
-    best stay (equation 16). So **`keep` is a cap**, also where it is as long as the text.
+    A layer's candidates are the entries that reach its threshold, which the table has for the entropy of that attention
+    and the perplexity of the window (equations 11 to 15). If they are no more than the budget `keep`, they stay; of
+    more the best stay (equation 16). So **`keep` is a cap**, even if it is as long as the text.
 
-    `threshold` says what is compared with it:
+    `threshold` says which number is compared with it:
 
-    - `"utility"`, as equation 15 has it: the number itself, of which equation 7 has normalised the length of values and
-      nothing else. All utilities of a layer add up to about `window`, so that at most some `window / 0.8` entries can
-      reach 0.8, however long the text: few do beside the window, and the budget hardly ever cuts.
-    - `"mean"`: the number relative to its layer's mean. Then it lies around 1, as appendix B.1 says that it does, and
-      what reaches 0.8 grows with the text.
+    - `"utility"`, as in equation 15: the utility itself, in which equation 7 has normalised the norm of values and
+      nothing else. All utilities of a layer add up to about `window`, so at most about `window / 0.8` entries can reach
+      0.8, however long the text is. Few do beside the window, and the budget hardly ever cuts.
+    - `"mean"`: the utility relative to its layer's mean. It then lies around 1, as appendix B.1 says that it does, and
+      the number of entries that reach 0.8 grows with the text.
 
-    With `elastic=False` every layer is filled up to exactly `keep`, as the authors' program does (which divides by the
+    With `elastic=False` every layer is filled up to exactly `keep`, as in the authors' program (which divides by the
     layer's largest utility instead). Then **the threshold changes nothing**: candidates are the best entries by the
-    very number that fills or cuts them. So it is neither looked up, nor is the perplexity.
+    same number that fills or cuts them. So neither the threshold nor the perplexity is looked up.
 
-    The paper's ablations: `head_table=False` (all weights 1), `gate=False` (one threshold), and for raw attention
-    `global_mean=False` (each head's own) with `relative_norm=False` (no values).
+    The paper's ablations are `head_table=False` (all weights 1), `gate=False` (one threshold) and, for raw attention,
+    `global_mean=False` (each head's own) with `relative_norm=False` (no values). Under the global mean all heads of a
+    layer see the same attention and differ in the norms of their values alone, so weights change little. With
+    `global_mean=False` they change much more. "All layers" are those that are compressed; sliding windows are not
+    among them.
 
-    Under that mean all heads of a layer see the same attention and differ in the length of their values alone, so
-    weights change little; with `global_mean=False` they change much more.
-
-    "All layers" are those that are compressed; sliding windows are not among them.
-
-    Chosen here, where the paper is silent: `window` is 64, and always stays, as in the authors' program; it counts
-    towards `keep`, and no threshold is asked about it. A layer of which nothing stays keeps its best entry. Heads of
-    attention and weights are query heads; the value of an entry is its KV head's. Entropy is in nats; what is no number
-    counts as the highest risk. Of several budgets in the file the nearest to the request's counts. Tables of
-    another model are refused; `Tables.fitted` maps them to one of another depth by relative place (appendix B.1). Where
-    heads hold different entries, attention is added up by position, and every KV head goes by its own query
-    heads.
+    Where the paper is silent: `window` is 64, and always stays, as in the authors' program; it counts towards `keep`,
+    and no threshold applies to it. A layer of which nothing would stay keeps its best entry. Heads of attention and
+    weights are query heads; the value of an entry is its KV head's. Entropy is in nats, and NaN counts as the highest
+    risk. Of several budgets in the file the nearest to the request's counts. Tables of another model are refused;
+    `Tables.fitted` maps them to one of another depth by relative place (appendix B.1). Where heads hold different
+    entries, attention is added up by position, and every KV head goes by its own query heads.
     """
 
     name = "compilerkv"
     paper = "CompilerKV, 2026"
-    across_layers = True
 
     tables: str = parameter("")
     window: int = parameter(64, minimum=1)
@@ -84,26 +83,21 @@ class CompilerKV(Method):
     global_mean: bool = parameter(True)
     relative_norm: bool = parameter(True)
 
-    @property
-    def needs(self) -> Needs:
-        needs = Needs(self._attention, RecentQueries(1))  # of the queries how many heads there are
-        if self._reads and self.tables:
-            load(self.tables)  # or its own sentence, before a prompt has run for nothing
-            needs |= Needs(ModelTables(self.tables))
-        return needs | Needs(Perplexity(self.window)) if self.gated else needs
-
-    @property
-    def fixed_total(self) -> bool:
-        return not self.elastic
-
-    equal_layers = fixed_total
-
-    @property
-    def recent(self) -> int:
-        return self.window
+    @cached_property
+    def traits(self) -> Traits:
+        tables = [ModelTables(self.tables)] if self._reads and self.tables else []
+        perplexity = [Perplexity(self.window)] if self.gated else []
+        return Traits(
+            needs=Needs(
+                self._attention, RecentQueries(1), *tables, *perplexity
+            ),  # queries say how many heads there are
+            recent=self.window,
+            across_layers=True,
+            counts_from_data=self.elastic,
+        )
 
     def score(self, observation: Observation) -> Scores:
-        """Equation 10 for a layer that is alone, under the tables' smallest budget."""
+        """Return equation 10 for a layer by itself, under the tables' smallest budget."""
         tables = self.tables_for(observation)
         first = tables.budgets.new_zeros(len(observation.valid), device=observation.valid.device)
         return self._utility(observation, self.received_attention([observation]), tables, first)
@@ -115,7 +109,7 @@ class CompilerKV(Method):
         tables, received = self.tables_for(observations[0]), self.received_attention(observations)
         parts = []
         for observation in observations:
-            quotas = budget.quotas(observation)
+            quotas = budget.quotas(observation.sizes)
             row = tables.nearest(quotas.amax(-1))
             utility = self._utility(observation, received, tables, row)
             ranked = ranked_scores(utility, observation, budget)
@@ -135,11 +129,18 @@ class CompilerKV(Method):
 
     @property
     def gated(self) -> bool:
-        """Whether thresholds depend on the text; without tables they are all the same."""
+        """Return whether thresholds depend on the text; without tables they are all the same."""
         return self.elastic and self.gate and bool(self.tables)
 
     def tables_for(self, observation: Observation) -> Tables:
-        """The file's, for a model of as many layers and query heads; neutral ones where none are named or read."""
+        """Return the tables in the file, or neutral ones if none are named or read.
+
+        Args:
+            observation: any layer; it says how many layers and query heads there are.
+
+        Raises:
+            KeepsetError: if the tables are of another model.
+        """
         shape = len(observation.layers), observation.newest_queries(1)[0].shape[1]
         if self._reads and self.tables:
             tables = observation[ModelTables(self.tables)]
@@ -150,7 +151,7 @@ class CompilerKV(Method):
         return neutral(*shape, THRESHOLD)
 
     def received_attention(self, observations: Sequence[Observation]) -> PositionAttention:
-        """Equation 6 summed over the window: the mean over layers and heads of what every position receives."""
+        """Return equation 6 summed over the window: each position's mean attention over all layers and heads."""
         first, heads = observations[0], 0
         longest = max(1, first.longest)
         total = first.valid.new_zeros(len(first.valid) // len(first.layer_ids), longest, dtype=torch.float32)
@@ -168,19 +169,19 @@ class CompilerKV(Method):
     def _utility(
         self, observation: Observation, received: PositionAttention, tables: Tables, row: Int[Tensor, " batch"]
     ) -> Scores:
-        """Equations 9 and 10."""
+        """Return equations 9 and 10."""
         weights = upload(tables.weights, row.device)[row, observation.depths]
         if not self.head_table:
             weights = torch.ones_like(weights)
         utility = self.signal(observation, received) * observation.by_query_group(weights)[..., None]
-        # A head whose numbers have overflowed says nothing; the others still do.
+        # A head whose numbers have overflowed does not count; the others do.
         best = utility.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(2)
         return best.amax(1, keepdim=True).where(observation.heads_alike[:, None, None], best)
 
     def signal(
         self, observation: Observation, received: PositionAttention
     ) -> Float[Tensor, "batch kv_heads _ entries"]:
-        """Equations 7 and 8, of every query head, or one for all that share a KV head."""
+        """Return equations 7 and 8 for every query head, or once for all that share a KV head."""
         if self.global_mean:
             shared = observation.repeat_per_layer(received).gather(
                 1, _places(observation, received.shape[1]).flatten(1)
@@ -203,12 +204,12 @@ class CompilerKV(Method):
     def _candidates(
         self, utility: Scores, observation: Observation, budget: Budget, threshold: Float[Tensor, " batch"]
     ) -> Quotas:
-        """How many entries equation 15 admits, with what always stays; one in any case."""
+        """Return how many entries equation 15 admits, together with what always stays; at least one."""
         existing = observation.valid
         if self.threshold == "mean":
             known = existing & utility.isfinite()
             total = utility.masked_fill(~known, 0.0).sum(-1, keepdim=True)
-            # Where all weights of a layer are negative, so is the mean, and nothing is a candidate.
+            # If all weights of a layer are negative, so is the mean, and nothing is a candidate.
             utility = utility / (total / known.sum(-1, keepdim=True)).abs()
         always = budget.is_protected(observation) | budget.is_recent(observation)
         return ((utility >= threshold[:, None, None]) | always).logical_and(existing).sum(-1).clamp(min=1)
@@ -216,22 +217,22 @@ class CompilerKV(Method):
     def risk(
         self, observation: Observation, received: Float[Tensor, "batch positions"]
     ) -> tuple[Float[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """Equations 11 to 13: the entropy of what is received, and the window's perplexity."""
+        """Return equations 11 to 13: the entropy of the received attention in nats, and the window's perplexity."""
         share = received / received.sum(-1, keepdim=True)
         entropy = -torch.xlogy(share, share).sum(-1)
         return entropy, observation[Perplexity(self.window)].to(entropy.device)
 
 
 def _places(observation: Observation, longest: int) -> Int[Tensor, "batch kv_heads entries"]:
-    """Positions; those of holes are any."""
+    """Return positions within the text; those of holes are arbitrary."""
     return observation.positions.long().clamp(0, longest - 1)
 
 
 def _relative_norms(observation: Observation) -> Scores:
-    """Equation 7: lengths of values, over their mean in the head."""
+    """Return equation 7: norms of values, relative to their mean in the head."""
     norms = observation.over_heads(
         lambda heads: torch.linalg.vector_norm(observation.values_of(heads).float(), dim=-1)
     ).masked_fill(~observation.valid, 0.0)
     mean = norms.sum(-1, keepdim=True) / observation.valid.sum(-1, keepdim=True)
-    # Where all values are zero none is longer than another.
+    # If all values are zero, none is longer than another.
     return torch.where(mean == 0, 1.0, norms / mean)

@@ -1,8 +1,9 @@
-"""Expected attention: what future queries will look at, from the distribution of the past ones."""
+"""Expected attention: keep what future queries will attend to, by the distribution of the past ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -15,6 +16,7 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.rope import positions_ahead
 from keepset.core.shapes import Scores
+from keepset.core.traits import Traits
 from keepset.kernels.blocks import CACHE_BLOCK, DEVICE_BLOCK
 
 
@@ -22,25 +24,24 @@ from keepset.kernels.blocks import CACHE_BLOCK, DEVICE_BLOCK
 class ExpectedAttention(Method):
     """Keeps what the next queries are expected to attend to (Devoto et al. 2025, arXiv:2510.00636).
 
-    Queries before rotation are taken as Gaussian, N(m, C) per query head; R is the mean rotation of the next
-    `future` positions. An entry's expected unnormalised attention is exp(k·Rm/√d + k·RCR'·k/2d);
-    normalised over the entries, averaged over the query group, and weighted with the value's norm:
-    (attention + epsilon) · ‖v‖.
+    Queries before rotation are taken as Gaussian, N(m, C) per query head. R is the mean rotation of the next `future`
+    positions. An entry's expected unnormalised attention is exp(k·Rm/√d + k·RCR'·k/2d). It is normalised over the
+    entries, averaged over the query group, and weighted with the value's norm: (attention + epsilon) · ‖v‖.
 
     Attributes:
         future: how many coming positions the rotation is averaged over.
         skip: first tokens, attention sinks, that are left out of the statistics and always stay.
-        covariance: use the second-order term.
-        value_norm: weight with the norm of the values.
-        epsilon: added before the weighting, so that entries which nothing is expected to look at are told apart by
-            their values. 0.01 is what kvpress' leaderboard and AMS's baselines (its appendix) take; the class there
-            has 0 by default, which finds hardly anything that is asked later (docs/results.md).
-        stats: a file of `keepset calibrate`: its mean and covariance are used instead of the text's own, whatever
-            `skip` (the file leaves out the first four tokens of its texts). The authors' "with statistics".
-        buffer: over how many of the newest queries the statistics are taken where decoded tokens are compressed
-            too (`every=`), the event's own among them, and none from before the event before; 0 leaves the event's own
-            alone. The authors' program keeps so many hidden states beside the event's own, and empties its buffer at
-            every event. A prompt is looked at as a whole.
+        covariance: whether to use the second-order term.
+        value_norm: whether to weight with the norm of the values.
+        epsilon: added before the weighting, so that entries that nothing is expected to look at differ by their
+            values. 0.01 is what kvpress' leaderboard and AMS's baselines (its appendix) use; the class there has 0 by
+            default, which finds hardly anything that is asked later (docs/results.md).
+        stats: a file of `keepset calibrate`. Its mean and covariance are used instead of the text's own, whatever
+            `skip` is; the file leaves out the first four tokens of its texts. The authors' "with statistics".
+        buffer: how many of the newest queries the statistics cover where decoded tokens are compressed too
+            (`every=`). The event's own query is among them, and none from before the previous event is; 0 takes the
+            event's own query alone. The authors' program keeps that many hidden states beside the event's own, and
+            empties its buffer at every event. A prompt is always covered as a whole.
     """
 
     name = "expected_attention"
@@ -58,15 +59,10 @@ class ExpectedAttention(Method):
     buffer: int = parameter(256, minimum=0)
     stats: str = parameter("")
 
-    @property
-    def needs(self) -> Needs:
-        if self.stats:
-            return Needs(ModelStatistics(self.stats))
-        return Needs(QueryMoments(self.skip, max(self.buffer, 1)))
-
-    @property
-    def sinks(self) -> int:
-        return self.skip
+    @cached_property
+    def traits(self) -> Traits:
+        moments = ModelStatistics(self.stats) if self.stats else QueryMoments(self.skip, max(self.buffer, 1))
+        return Traits(needs=Needs(moments), sinks=self.skip)
 
     def score(self, observation: Observation) -> Scores:
         moments = self._measured(observation) if self.stats else observation[QueryMoments(self.skip)]
@@ -107,15 +103,20 @@ def _expected_logits(
     vectors: Float[Tensor, "batch kv_heads group head_dim"],
     matrices: Float[Tensor, "batch kv_heads group head_dim head_dim"] | None,
 ) -> Float[Tensor, "batch kv_heads entries group"]:
-    """k m + k C k' of every key with its head's vectors m and matrices C, float32.
+    """Return k m + k C k' for every key k with its head's vectors m and matrices C, in float32.
 
-    Made in blocks of entries: on a CPU they stay in a core's cache, elsewhere they are few, and what they take does not
-    grow with the entries. C and C' give the same, so what lies below the diagonal is added to what lies above, and
-    most of that half is never multiplied.
+    It is computed in blocks of entries. On a CPU a block stays in a core's cache; elsewhere there are few blocks, whose
+    memory does not grow with the entries. C and its transpose give the same number, so the part below the diagonal is
+    added to the part above it, and most of the lower half is never multiplied.
+
+    Args:
+        keys: as cached.
+        vectors: m of each query head of a group.
+        matrices: C of each query head; None leaves that term out.
     """
     batch, heads, entries, size = keys.shape
     group, width = vectors.shape[2], -(-size // _PARTS)
-    # Of every part of the columns the rows down to the diagonal, the group's side by side.
+    # For every part of the columns the rows down to the diagonal, the matrices of a group side by side.
     columns = [slice(start, min(start + width, size)) for start in range(0, size, width)]
     parts: list[tuple[slice, Tensor]] = []
     if matrices is not None:
@@ -123,7 +124,9 @@ def _expected_logits(
         upper = both.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
         parts = [(part, upper[..., : part.stop, part].transpose(2, 3).flatten(3)) for part in columns]
     if keys.device.type == "cpu":
-        rows = max(1, CACHE_BLOCK // (heads * size))  # whatever the batch: other blocks would round differently
+        rows = max(
+            1, CACHE_BLOCK // (heads * size)
+        )  # independent of the batch, because other blocks would round differently
     else:
         rows = max(1, DEVICE_BLOCK // (batch * heads * max(size, group * width)))
     logits = vectors.new_empty(batch, heads, entries, group)
@@ -133,6 +136,6 @@ def _expected_logits(
         for part, matrix in parts:
             product = (block[..., : part.stop] @ matrix).unflatten(-1, (group, -1))
             logit.add_(product.mul_(block[..., None, part]).sum(-1))
-            del product  # before the next one is there
+            del product  # before the next one is allocated
         del block
     return logits

@@ -1,9 +1,10 @@
-"""GVote: queries that may come vote for the entries that they would look at."""
+"""GVote: sampled future queries vote for the entries that they would attend to."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,11 +13,12 @@ from torch import Tensor
 from keepset.core.feature import Needs
 from keepset.core.features.moments import HiddenMoments
 from keepset.core.features.runtime_features import RecentQueries
-from keepset.core.keep_set import LayerKeepSet, Layout
+from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, top_mask
 from keepset.core.shapes import Scores
+from keepset.core.traits import Traits
 from keepset.kernels.dispatch import upload
 from keepset.methods.hash_random import normal, stream
 
@@ -26,31 +28,29 @@ class GVote(Method):
     """Keeps every entry that one of a few sampled future queries wants (Tang et al. 2025, arXiv:2509.03136).
 
     Algorithm 1: the newest query's attention reaches `p_nuc` with its B_step best entries. Hidden states are sampled
-    from N(mean, diag(variance)) of the prompt's, the model makes queries of them at the mean rotation of the next
-    `future` positions, each chooses its B_step best entries by logits, and the union stays: no budget is given.
+    from N(mean, diag(variance)) of the prompt's hidden states, and the model makes queries of them at the mean rotation
+    of the next `future` positions. Each query chooses its B_step best entries by logits, and the union stays: no budget
+    is given.
 
-    Where the paper is silent: B_step is each query head's own, and a KV head keeps the union over its query group,
-    too. The variance is the population's. Nothing stays by itself, neither first tokens nor the newest; a recipe's
-    `sinks` and `recent` do, and a few recent ones help, since the mean rotation prefers no near ones. The noise of a
+    Where the paper is silent: B_step is each query head's own, and a KV head keeps the union over its query group as
+    well. The variance is the population's. Nothing stays by itself, neither first tokens nor the newest. A recipe's
+    `sinks` and `recent` do, and a few recent ones help, since the mean rotation prefers no near entries. The noise of a
     layer's samples is the same for all requests. A prompt of at most `skip` tokens stays whole, since it has no
-    statistics, and so do heads whose newest query overflowed. A `keep` is a cap: of a head's union at most so many, the
-    best by votes (of samples and query heads), then by the attention that the samples pay on average.
+    statistics, and so do heads whose newest query overflowed. A `keep` is a cap: at most that many of a head's union
+    stay, the best by votes (of samples and query heads), then by the mean attention that the samples pay.
 
     Attributes:
-        p_nuc: attention that the newest query's share of entries holds; with 1.0 all entries stay.
-        samples: future queries of each query head; the paper finds 8 or more enough.
+        p_nuc: attention that the newest query's best entries hold together; with 1.0 all entries stay.
+        samples: future queries per query head; the paper finds 8 or more enough.
         future: how many coming positions the rotation is averaged over. The paper names no number: 512, as in expected
-            attention, whose Gaussian hidden states it builds on. Fewer come nearer to the very next queries.
-        skip: first tokens, attention sinks, that are left out of the statistics; 4 for the same reason.
-        seed: of the samples, which are hashes of it, the layer, the sample and the channel.
+            attention, whose Gaussian hidden states it builds on. Fewer are nearer to the very next queries.
+        skip: first tokens, attention sinks, that the statistics leave out; 4 for the same reason.
+        seed: the seed of the samples, which are hashes of it, the layer, the sample and the channel.
     """
 
     name = "gvote"
     advice = "keeps neither the first tokens nor the newest by itself: gvote(sinks=4, recent=32) does far better"
-    layout = Layout.HEAD_RAGGED
     paper = "arXiv:2509.03136"
-    needs_budget = False
-    counts_from_data = True
 
     p_nuc: float = parameter(0.95, minimum=0.0, maximum=1.0)
     samples: int = parameter(8, minimum=1, maximum=4096)
@@ -58,16 +58,18 @@ class GVote(Method):
     skip: int = parameter(4, minimum=0)
     seed: int = parameter(0, minimum=0, maximum=2**31 - 1)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(RecentQueries(1), HiddenMoments(self.skip))
-
-    @property
-    def memory_factor(self) -> int:
-        return self.samples
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            needs=Needs(RecentQueries(1), HiddenMoments(self.skip)),
+            equal_heads=False,
+            needs_budget=False,
+            counts_from_data=True,
+            memory_factor=self.samples,
+        )
 
     def score(self, observation: Observation) -> Scores:
-        """Votes plus the samples' mean attention, which without a vote is below 1."""
+        """Return votes plus the samples' mean attention; an entry without a vote scores below 1."""
         queries = observation.by_query_group(self.queries(observation))
         steps = self.step_budgets(observation)
         _, heads, group, samples, _ = queries.shape
@@ -79,17 +81,17 @@ class GVote(Method):
         return scores
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        """Whatever has a vote or always stays, as far as a cap allows."""
+        """Return the entries that have a vote or always stay, as far as a cap allows."""
         return ranking.keep((ranking.scores >= 1) & top_mask(ranking.scores, ranking.quotas))
 
     def step_budgets(self, observation: Observation) -> Int[Tensor, "batch kv_heads group"]:
-        """B_step of every query head: how many entries the newest query needs."""
+        """Return B_step of every query head: how many entries the newest query needs."""
         needed = nucleus(observation.by_query_group(observation.window_attention(1)[:, :, 0]), self.p_nuc)
         existing = observation.valid.sum(-1, keepdim=True)
         return needed.minimum(existing).where(observation.lengths[:, None, None] > self.skip, existing)
 
     def hidden_states(self, observation: Observation) -> Float[Tensor, "batch samples hidden"]:
-        """Samples of what may enter the layer's attention."""
+        """Return samples of the hidden states that may enter the layer's attention."""
         moments = observation[HiddenMoments(self.skip)]
         samples = torch.arange(self.samples, device=moments.mean.device)
         layers = upload(observation.layer_ids, samples.device)[:, None]
@@ -97,23 +99,33 @@ class GVote(Method):
         return moments.mean[:, None] + moments.variance.sqrt()[:, None] * noise
 
     def queries(self, observation: Observation) -> Float[Tensor, "batch query_heads samples head_dim"]:
-        """The queries that the model makes of them."""
+        """Return the queries that the model makes of the sampled hidden states."""
         hidden = self.hidden_states(observation)
         newest, _ = observation.newest_queries(1)
         return observation[HiddenMoments(self.skip)].queries(hidden.to(newest.dtype), self.future)
 
 
 def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tensor, "*rows"]:
-    """How many entries, the best first, it takes to hold so much of each row's attention; all where it is NaN."""
+    """Return how many entries, the best first, hold a share of each row's attention together; all where it is NaN.
+
+    Args:
+        attention: rows that sum to 1.
+        mass: the share, from 0 to 1.
+    """
     held = attention.sort(dim=-1, descending=True).values.double().cumsum(-1)
-    # To hold everything takes also those whose attention rounds to nothing.
+    # Holding everything takes those as well whose attention rounds to nothing.
     return 1 + (~(held[..., :-1] >= (mass if mass < 1 else math.inf))).sum(-1)
 
 
 def query_logits(
     observation: Observation, queries: Float[Tensor, "batch kv_heads group n head_dim"]
 ) -> Float[Tensor, "batch kv_heads group n entries"]:
-    """Logits of queries that see everything: finite, NaN below all others, and -inf at holes."""
+    """Return the logits of queries that see every entry: finite, NaN below all others, and -inf at holes.
+
+    Args:
+        observation: one layer, of all requests of a batch.
+        queries: n queries of each query head, after rotation.
+    """
     folded = (queries.float() * observation.scaling).flatten(2, 3)
     logits = observation.over_heads(
         lambda heads: folded[:, heads] @ observation.keys_of(heads).float().transpose(-1, -2)
@@ -125,11 +137,16 @@ def query_logits(
 def _best(
     logits: Float[Tensor, "batch kv_heads group n entries"], quotas: Int[Tensor, "batch kv_heads group"]
 ) -> Bool[Tensor, "batch kv_heads group n entries"]:
-    """`top_mask` where all queries of a head have the same quota."""
+    """Return what `top_mask` returns, for queries of a head that have the same quota.
+
+    Args:
+        logits: as `query_logits` returns them.
+        quotas: how many entries each query of a query head chooses.
+    """
     wanted = quotas[..., None].expand(logits.shape[:-1])
     if logits.device.type != "cpu":
         return top_mask(logits, wanted)
-    # Sorting takes four times as long as finding the least that is chosen, which is enough where nothing equals it.
+    # Sorting takes four times as long as finding the least chosen logit, which is enough if no other equals it.
     rows, entries = logits.flatten(0, 2), logits.shape[-1]
     places = (entries + 1 - quotas.clamp(min=1)).flatten().tolist()
     least = torch.stack([row.kthvalue(place).values for row, place in zip(rows, places, strict=True)])
@@ -140,4 +157,4 @@ def _best(
 _LARGEST = torch.finfo(torch.float32).max
 
 _BLOCK = 2**23
-"""Logits of a request at a time. Whatever the batch: other blocks would round differently."""
+"""The most logits of a request at a time; independent of the batch, because other blocks would round differently."""

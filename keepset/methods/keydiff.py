@@ -1,4 +1,4 @@
-"""KeyDiff: keys that point elsewhere than the others draw attention."""
+"""KeyDiff: keep keys that point elsewhere than the others, because they draw attention."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from keepset.core.shapes import Scores
 class KeyDiff(Method):
     """Keeps the entries whose keys are least similar to the others (Park et al. 2025, arXiv:2504.15364).
 
-    An entry's score is minus the cosine between its key and the mean of all normalised keys of its head, the
-    paper's form that is linear in the number of entries. No attention is looked at. The paper compresses block after
-    block of a prompt; here that is `every=`.
+    An entry's score is minus the cosine between its key and the mean of all normalised keys of its head: the paper's
+    form that is linear in the number of entries. It does not look at attention. The paper compresses block after block
+    of a prompt; here that is `every=`.
     """
 
     name = "keydiff"

@@ -1,4 +1,4 @@
-"""Knorm: keys of small norm draw much attention."""
+"""Knorm: keep keys of small norm, because they draw much attention."""
 
 from __future__ import annotations
 

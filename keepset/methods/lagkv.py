@@ -1,8 +1,9 @@
-"""LagKV: entries that stand out from those of the partition that follows."""
+"""LagKV: keep entries that stand out from those of the partition that follows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -11,6 +12,7 @@ from torch import Tensor
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
+from keepset.core.traits import Traits
 
 
 @dataclass(frozen=True)
@@ -18,16 +20,16 @@ class LagKV(Method):
     """Keeps what varies most over its channels on the next partition's scale (Liang et al. 2025, arXiv:2504.04704).
 
     Entries after the sinks are cut into partitions of `lag`. Every channel of a key is scaled by its smallest and
-    largest value in the partition that follows; the standard deviation over channels goes through a softmax over the
-    partition, the same for values, and the sum is the information. What has no full partition behind it always
-    stays.
+    largest value in the partition that follows. The standard deviation over channels goes through a softmax over the
+    partition. The same is done with values, and the sum of both is the entry's information. Entries without a full
+    partition after theirs always stay.
 
-    The paper keeps an equal share of every partition, so an entry's score is its rank in its partition. Partitions
-    are cut anew at every event, from what is there (the authors' program leaves compressed ones alone, and grows).
+    The paper keeps an equal share of every partition, so an entry's score is its rank in its partition. Partitions are
+    cut anew at every event, from the entries that exist; the authors' program leaves compressed ones alone, and grows.
     A channel that does not vary in the next partition counts as zero.
 
     Attributes:
-        lag: entries of a partition.
+        lag: entries per partition.
         skip: first tokens, attention sinks, that belong to no partition and always stay.
     """
 
@@ -37,16 +39,12 @@ class LagKV(Method):
     lag: int = parameter(128, minimum=1)
     skip: int = parameter(4, minimum=0)
 
-    @property
-    def sinks(self) -> int:
-        return self.skip
-
-    @property
-    def recent(self) -> int:
-        return self.lag
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(sinks=self.skip, recent=self.lag)
 
     def score(self, observation: Observation) -> Scores:
-        """Rank of the information within the partition, in [0, 1); 1 outside."""
+        """Return the rank of each entry's information within its partition, in [0, 1), and 1 outside of partitions."""
         scores = torch.ones(observation.valid.shape, device=observation.valid.device)
         count = (scores.shape[-1] - self.skip) // self.lag
         if count < 2:
@@ -60,7 +58,7 @@ class LagKV(Method):
         # Sorted stably upwards: of equal ones the later is better, as everywhere.
         ranks = information.argsort(dim=-1, stable=True).argsort(dim=-1) / self.lag
         partitions = slice(self.skip, self.skip + (count - 1) * self.lag)
-        follows = torch.arange(count - 1, device=scores.device) + 2  # so many full partitions it takes
+        follows = torch.arange(count - 1, device=scores.device) + 2  # full partitions that must exist
         full = (observation.valid.sum(-1, keepdim=True) - self.skip) // self.lag
         ranks = ranks.masked_fill((follows > full)[..., None], 1.0)
         scores[..., partitions] = ranks.flatten(2)
@@ -69,7 +67,7 @@ class LagKV(Method):
     def _information(
         self, states: Float[Tensor, "batch kv_heads entries dim"], count: int
     ) -> Float[Tensor, "batch kv_heads partitions lag"]:
-        """Of every partition but the last, on the scale of the one behind it."""
+        """Return the information of the entries of every partition but the last, on the scale of the one after it."""
         cut = states[:, :, self.skip : self.skip + count * self.lag].unflatten(2, (count, self.lag)).float()
         low, high = cut[:, :, 1:].aminmax(dim=3, keepdim=True)
         scaled = (cut[:, :, :-1] - low).div_(high - low).masked_fill_(high == low, 0.0)

@@ -1,8 +1,9 @@
-"""R-KV: what is looked at and does not repeat what came later."""
+"""R-KV: keep entries that are attended to and do not repeat later ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -14,38 +15,39 @@ from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Scores
+from keepset.core.traits import Traits
 from keepset.kernels.group_reduction import GroupReduction
 
 _BLOCK = 2**20
-"""Similarities at a time, of all heads together."""
+"""The most similarities that are computed at a time, for all heads together."""
 
 
 @dataclass(frozen=True)
 class RKV(Method):
     """Keeps what the newest queries attend to, less what is redundant (Cai et al. 2025, arXiv:2505.24133).
 
-    As the AMS paper compares it (table 11), by its authors' program. Importance: attention over the entries before the
-    window, mean over the query group and the window's queries, max-pooled with `kernel`. Redundancy: cosines between
-    the keys before the window, summed over all others and divided by their number, softmax; of the keys that are more
-    similar to a key than `threshold`, the newest is not charged with that cosine. The score is `mix_lambda` ·
-    importance - (1 - `mix_lambda`) · redundancy. The first four tokens and the window always stay.
+    The formula is that of the AMS paper's comparison (table 11) and its authors' program. The score is `mix_lambda` x
+    importance - (1 - `mix_lambda`) x redundancy. Importance is attention over the entries before the window, averaged
+    over the query group and the window's queries, and max-pooled with `kernel`. Redundancy is a softmax over each
+    key's mean cosine to all other keys before the window. Of the keys that are more similar to a key than `threshold`,
+    the newest is not charged with that cosine. The first four tokens and the window always stay.
 
-    With `group="max"` it is R-KV's own importance (eq. 2 and 3, and its authors' program): the largest logit of the
-    group, then softmax. R-KV protects no first tokens: `sinks=0`. Else its text differs from both programs, which are
-    followed: it pools each query's attention, over an even width, before the mean (eq. 4), and relieves a key of its
-    own newest similar one instead of relieving that one (eq. 5 and 6). Followed is its text where a key has no similar
-    one: none is relieved, while the programs relieve the first entry. Its own program counts the window's keys among
-    those that may be repeated, and its text (3.1) does not. One newest entry is relieved: the programs' ratio of
-    retained ones (0.1) changes nothing in the direction that they take.
+    With `group="max"` importance is R-KV's own (equations 2 and 3, and its authors' program): a softmax over the
+    largest logit of the group. R-KV protects no first tokens: `sinks=0`. Where its text differs from both programs, the
+    programs are followed: the text pools each query's attention, over an even width, before the mean (equation 4), and
+    relieves a key of its own newest similar one instead of relieving that one (equations 5 and 6). The text is followed
+    in two points. If a key has no similar one, none is relieved; the programs relieve the first entry. The window's
+    keys are not among those that may be repeated (3.1); they are in R-KV's own program. One newest entry is relieved:
+    the programs' ratio of retained ones (0.1) changes nothing in the direction that they take.
 
     Attributes:
         mix_lambda: the paper's lambda; 0.07 as in both programs, 0.1 in R-KV's text.
-        group: how the query heads that share a KV head come together: "mean" of their attention, "max" of their logits.
+        group: how the query heads that share a KV head are joined: the "mean" of their attention, or the "max" of
+            their logits.
     """
 
     name = "r_kv"
     paper = "arXiv:2505.24133"
-    sinks = 4
 
     window: int = parameter(8, minimum=1)
     kernel: int = parameter(7, minimum=1, odd=True)
@@ -53,13 +55,9 @@ class RKV(Method):
     threshold: float = parameter(0.5, minimum=0.0, maximum=1.0)
     group: str = parameter("mean", choices=("mean", "max"))
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(self._attention)
-
-    @property
-    def recent(self) -> int:
-        return self.window
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=Needs(self._attention), sinks=4, recent=self.window)
 
     @property
     def _attention(self) -> WindowAttention:
@@ -83,12 +81,12 @@ class RKV(Method):
         return _softmax(charged / history.sum(-1, keepdim=True).clamp(min=1), history)
 
     def _charged(self, keys: Float[Tensor, "batch heads entries head_dim"], history: Mask) -> Scores:
-        """What each key has in common with others, of some heads."""
+        """Return the sum of the cosines that each key is charged with, for some heads."""
         directions = F.normalize(keys.float(), dim=-1).masked_fill(~history[..., None], 0.0)
         others = directions.sum(2, keepdim=True) - directions
         charged = (directions * others).sum(-1)
         batch, kv_heads, entries, _ = directions.shape
-        # As float32, whose maxima are vectorised; exact up to 2**24 entries.
+        # In float32, whose maxima are vectorised; exact up to 2**24 entries.
         place = torch.arange(entries, device=directions.device, dtype=torch.float32)
         size = max(1, _BLOCK // (batch * kv_heads * entries))
         for start in range(0, entries, size):
@@ -102,5 +100,5 @@ class RKV(Method):
 
 
 def _softmax(numbers: Tensor, counted: Tensor) -> Tensor:
-    """Over the entries that count; zero for the others, also where none does."""
+    """Return a softmax over the entries that count, and zero for the others, also if none counts."""
     return numbers.masked_fill(~counted, float("-inf")).softmax(-1).masked_fill(~counted, 0.0)

@@ -1,4 +1,4 @@
-"""Random: the control that every comparison needs."""
+"""Random: keep entries by chance, the control that every comparison needs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from keepset.methods.hash_random import draw, stream
 class Random(Method):
     """Keeps entries by chance; no paper.
 
-    An entry's number is a hash of (seed, layer, KV head, position), so that a run repeats on any device,
-    under any runtime and in any place of a batch.
+    An entry's number is a hash of (seed, layer, KV head, position), so that a run repeats on any device, under any
+    runtime and in any place of a batch.
     """
 
     name = "random"

@@ -1,8 +1,9 @@
-"""SecondPassAttention: what entries receive of a task's tokens, or of the prompt's own."""
+"""SecondPassAttention: keep what a task's tokens, or the prompt's own, attend to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -12,6 +13,7 @@ from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import QueryHeadScores, Scores
+from keepset.core.traits import Traits
 from keepset.errors import RecipeError
 from keepset.kernels.columns import ColumnStatistic
 
@@ -20,19 +22,21 @@ from keepset.kernels.columns import ColumnStatistic
 class SecondPassAttention(Method):
     """Keeps what receives most attention (KVCompose 2025, arXiv:2509.05165, section 3.2: equations 14 to 16).
 
-    Each entry's column of attention becomes one number per query head (`statistic`), those of a query group one per
-    KV head (`aggregate_group`). There is no sum beside the mean: it orders alike, over all layers too.
+    Each entry's column of attention becomes one number per query head (`statistic`), and the numbers of a query group
+    become one per KV head (`aggregate_group`). There is no sum beside the mean: it orders entries the same way, over
+    all layers too.
 
     Attributes:
-        task: whose attention. `"context"`: the prompt, run once more on top of its own whole cache, or the questions
-            that the cache was given (`task_tokens`). `"repeat"`: the prompt, after words that ask to repeat it; a
-            chat template's opening always stays (see `kvzip`). `"self"`: the prompt's own causal attention, in one
-            pass; what comes late is seen by few, and by itself most of all.
+        task: the tokens that attend. `"context"` is the prompt, run once more on top of its own whole cache, or the
+            questions that the cache was given (`task_tokens`). `"repeat"` is the prompt, after words that ask to repeat
+            it; a chat template's opening always stays (see `kvzip`). `"self"` is the prompt's own causal attention, in
+            one pass; few tokens see what comes late, and it sees itself most.
         statistic: over the task's tokens; `"rms"` is the root of the mean square, and needs a second pass.
-        chunk: how many of the prompt's tokens run together; every chunk follows the prompt anew. 0: all of them.
-        mean_term: whether the mean over all heads is added to each head's own.
-        values: what attention is multiplied with (A.1.3): nothing, the value's norm, or the norm of what the query
-            head's output projection makes of it.
+        aggregate_group: over the query heads that share a KV head.
+        chunk: how many of the prompt's tokens run together; every chunk follows the prompt anew. 0 runs all at once.
+        mean_term: whether the mean over all heads is added to each head's own number.
+        values: what attention is multiplied with (A.1.3): nothing, the value's norm, or the norm of the value after
+            the query head's output projection.
     """
 
     name = "second_pass"
@@ -50,13 +54,13 @@ class SecondPassAttention(Method):
         if self.task == "self" and self.statistic == "rms":
             raise RecipeError(f"{self.name}: statistic='rms' needs a second pass: use task='context', or 'mean'.")
 
-    @property
-    def needs(self) -> Needs:
+    @cached_property
+    def traits(self) -> Traits:
         columns = AttentionColumns(_COLUMN[self.statistic]) if self.task == "self" else self._second_pass
-        return Needs(columns, *([OutputProjection()] if self.values == "projected" else []))
+        return Traits(needs=Needs(columns, *([OutputProjection()] if self.values == "projected" else [])))
 
     def score(self, observation: Observation) -> Scores:
-        """Equations 14 to 16."""
+        """Return equations 14 to 16."""
         received = self._received(observation)
         if self.values == "projected":
             received = received * OutputProjection().norms(observation, 2)
@@ -76,7 +80,7 @@ class SecondPassAttention(Method):
         return SecondPass(frozenset({_COLUMN[self.statistic]}), self.chunk, repeat=self.task == "repeat")
 
     def _received(self, observation: Observation) -> QueryHeadScores:
-        """Equation 14."""
+        """Return equation 14."""
         column = _COLUMN[self.statistic]
         if self.task == "self":
             columns, tokens = observation[AttentionColumns(column)], observation.lengths
@@ -90,4 +94,4 @@ class SecondPassAttention(Method):
 
 
 _COLUMN = {"max": ColumnStatistic.MAX, "mean": ColumnStatistic.SUM, "rms": ColumnStatistic.SQUARE}
-"""What is streamed for each statistic."""
+"""The column statistic that is streamed for each `statistic`."""

@@ -1,8 +1,9 @@
-"""SnapKV: what the last window of queries looks at."""
+"""SnapKV: keep what the last window of queries attends to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.nn.functional as F
 
@@ -11,15 +12,16 @@ from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
+from keepset.core.traits import Traits
 
 
 @dataclass(frozen=True)
 class SnapKV(Method):
     """Keeps what the newest `window` queries attend to, smoothed along the text (Li et al. 2024, arXiv:2404.14469).
 
-    The window's own entries always stay. Attention is averaged over the window, average-pooled with
-    `kernel` over the entries before the window (zeros beyond the ends, as the authors' program does), and
-    averaged over the query heads that share a KV head.
+    The window's own entries always stay. Attention is averaged over the window, average-pooled with `kernel` over the
+    entries before the window (zeros beyond the ends, as in the authors' program), and averaged over the query heads
+    that share a KV head.
     """
 
     name = "snapkv"
@@ -28,13 +30,9 @@ class SnapKV(Method):
     window: int = parameter(64, minimum=1)
     kernel: int = parameter(5, minimum=1, odd=True)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(WindowAttention(self.window))
-
-    @property
-    def recent(self) -> int:
-        return self.window
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=Needs(WindowAttention(self.window)), recent=self.window)
 
     def score(self, observation: Observation) -> Scores:
         received = observation[WindowAttention(self.window)].mean

@@ -1,8 +1,9 @@
-"""TriAttention: what queries at the centre of all queries would look at from the distances to come."""
+"""TriAttention: keep what a query at the centre of all queries would attend to from the distances to come."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -14,9 +15,10 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 from keepset.core.statistics import RowStatistics
+from keepset.core.traits import Traits
 
 _BLOCK = 2**14
-"""Entries at a time."""
+"""The most entries that are looked at at a time."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +32,16 @@ class TriAttention(Method):
     cached key with the centre rotated ahead, so keys need not be un-rotated. Centre and norms are measured
     beforehand (`keepset calibrate`).
 
-    Followed is the authors' program: distances from the request's length plus 1, 2, 4 ... up to `horizon`; scores of a
-    query head standardised over the entries; the largest over the query heads that share a KV head; each layer and
-    head by itself. Choices: what a model does not rotate counts as of frequency 0, number by number; statistics leave
-    out the first four tokens of each text; a prompt is compressed like all else, where the authors keep it
-    (`prefill=False, every=128` waits until it is over), and nothing stays by itself.
+    As in the authors' program, distances are from the request's length plus 1, 2, 4 ... up to `horizon`, a query head's
+    scores are standardised over the entries, an entry gets the largest over the query heads that share its KV head, and
+    each layer and head decides by itself. Where the paper is silent: numbers that a model does not rotate count as of
+    frequency 0, each by itself, and statistics leave out the first four tokens of each text. A prompt is compressed
+    like everything else, where the authors keep it (`prefill=False, every=128` waits until it is over), and nothing
+    stays by itself.
 
     Attributes:
-        horizon: the farthest future query.
-        stats: a file of `keepset calibrate`; none for the embedded model's own, made on first use.
+        horizon: the distance of the farthest future query, in tokens.
+        stats: a file of `keepset calibrate`; "" for the embedded model's own, which is made on first use.
     """
 
     name = "triattention"
@@ -47,9 +50,9 @@ class TriAttention(Method):
     horizon: int = parameter(65536, minimum=1, maximum=2**30)
     stats: str = parameter("")
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(ModelStatistics(self.stats))
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=Needs(ModelStatistics(self.stats)))
 
     def score(self, observation: Observation) -> Scores:
         measured = ModelStatistics(self.stats).repeat_per_request(observation)
@@ -66,15 +69,15 @@ class TriAttention(Method):
 
 
 def _spread(measured: RowStatistics) -> Float[Tensor, "batch query_heads head_dim"]:
-    """(1 - R) E|q| of each number's plane; the cached keys' planes hold one gain, the queries' one more."""
+    """Return (1 - R) E|q| of each number's plane, times the gain of queries; cached keys hold theirs already."""
     excess = (measured.norm - measured.in_plane(measured.mean)) * measured.gain[:, None]
-    return excess / (1 + measured.paired[:, None].float())  # A plane is there twice, once for each of its numbers.
+    return excess / (1 + measured.paired[:, None].float())  # A plane occurs twice, once for each of its numbers.
 
 
 def _standardised(
     scores: Float[Tensor, "batch kv_heads entries group"], observation: Observation
 ) -> Float[Tensor, "batch kv_heads entries group"]:
-    """Each query head's scores less their mean, by their deviation; over those that exist and are numbers."""
+    """Return each query head's scores minus their mean, divided by their deviation, over entries with finite scores."""
     counted = observation.valid[..., None] & scores.isfinite()
     count = counted.sum(2, keepdim=True).clamp(min=1)
     mean = scores.where(counted, 0.0).sum(2, keepdim=True) / count

@@ -30,11 +30,11 @@ def columns_of(recipe: Recipe, group: int, saves: bool = False) -> dict[str, tup
         saves: whether it is asked at the end where entries come from.
     """
     method: Method = recipe.method
-    sums = {feature.column: feature.sums_of.shape(group) for feature in method.needs.of(WindowAttention)}
+    sums = {feature.column: feature.sums_of.shape(group) for feature in method.traits.needs.of(WindowAttention)}
     # Without a later event nobody asks where an entry came from: but attention does for its bias.
-    biases = (BIAS,) if method.biased else ()
+    biases = (BIAS,) if method.traits.biased else ()
     single = (*biases, *([POSITION] if saves else []))
-    return dict.fromkeys(single if recipe.schedule.every is None else (POSITION, *method.state_names), ()) | sums
+    return dict.fromkeys(single if recipe.schedule.every is None else (POSITION, *method.traits.state_names), ()) | sums
 
 
 class EntryColumns:

@@ -101,7 +101,7 @@ def _assign(event: EvictionEvent, entries: EventEntries, kept: LayerKeepSet) -> 
 def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries]:
     """Yield what the recipe may look at, up to the event's point: as many layers as a batch as there is room for."""
     layers, entry_bytes, kv_heads = len(group.layers), group.pages_of(0).entry_bytes, group.kv_heads
-    entries, needs = event.pages.width * len(event.rows), group.recipe.method.needs
+    entries, needs = event.pages.width * len(event.rows), group.recipe.method.traits.needs
     together = max_layers_per_event(event.recipe, entries, kv_heads)
     if bool(needs.of(QueryMoments)) or bool(needs.of(ModelStatistics)):  # which make covariances
         together = min(together, group.passing.layers_at_once(len(event.rows)))
@@ -123,7 +123,7 @@ def _read_layers(group: LayerGroup, event: EvictionEvent, places: range) -> Even
     at, prompts, positions, state = event.at.repeat(layers), event.prompts.repeat(layers), None, {}
     if event.compressed:
         slots, moved = columns.slots(subpages)[..., :width], (index < packed[..., None])[..., :width]
-        state = {name: columns.read(name, slots).where(moved, 0) for name in group.recipe.method.state_names}
+        state = {name: columns.read(name, slots).where(moved, 0) for name in group.recipe.method.traits.state_names}
         positions = columns.positions(occupied, at + event.newer)
     observation = PagedObservation(
         paged,
@@ -211,7 +211,7 @@ def _write_state(
             width = column.shape[-1]
             remembered = column.reshape(-1, width)[heads, within.clamp(max=width - 1)]
             columns.write(name, slots, remembered.where(seen, 0))
-        elif name not in method.state_names:
+        elif name not in method.traits.state_names:
             raise KeepsetError(f"{method.name} remembers {name!r} and does not say so: add it to its `state_names`.")
 
 

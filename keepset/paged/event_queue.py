@@ -56,7 +56,7 @@ class EventQueue:
             group.run(plan.after_events)
 
     def _run_events(self, steps: dict[LayerGroup, StepPlan]) -> None:
-        if next(iter(steps)).recipe.method.across_layers:
+        if next(iter(steps)).recipe.method.traits.across_layers:
             for events in zip(*(plan.events for plan in steps.values()), strict=True):
                 compress_across(list(zip(steps, events, strict=True)))
         else:

@@ -81,7 +81,7 @@ def max_layers_per_event(recipe: Recipe, entries: int, kv_heads: int) -> int:
         entries: entries per head of all requests in one layer.
         kv_heads: KV heads of a layer.
     """
-    numbers = entries * recipe.method.memory_factor
+    numbers = entries * recipe.method.traits.memory_factor
     return max(1, min(_MAX_HEAD_ENTRIES // numbers, MAX_ENTRIES // (numbers * kv_heads)))
 
 

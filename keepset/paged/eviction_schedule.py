@@ -7,7 +7,7 @@ rank compute it by themselves, and no message is needed.
 from __future__ import annotations
 
 from keepset.core.accumulators import Accumulators
-from keepset.core.quota_forecast import quotas_ahead
+from keepset.core.quota_forecast import forecast_quotas
 from keepset.recipe import Recipe
 
 _CACHED = 1 << 18
@@ -53,9 +53,9 @@ class EvictionSchedule:
         counted: bool = True,
     ) -> None:
         self.recipe, self.block_size, self._off = recipe, block_size, off
-        self.fixed = recipe.method.fixed_total and counted
-        self.ragged = per_head or not (self.fixed and recipe.method.equal_heads) or recipe.method.biased
-        self.whole_prompt = bool(Accumulators(recipe.method.needs))
+        self.fixed = recipe.method.traits.fixed_total and counted
+        self.ragged = per_head or not (self.fixed and recipe.method.traits.equal_heads) or recipe.method.traits.biased
+        self.whole_prompt = bool(Accumulators(recipe.method.traits.needs))
         self._layer, self.layers, self.kv_heads = layer, layers, kv_heads
         self._kept: dict[tuple[int, int], int] = {}
         self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
@@ -163,7 +163,7 @@ class EvictionSchedule:
         untouched = self.untouched(prompt)
         if untouched is None:
             return None
-        return 0 if self.whole_prompt else max(min(untouched, prompt - self.recipe.method.needs.window), 0)
+        return 0 if self.whole_prompt else max(min(untouched, prompt - self.recipe.method.traits.needs.window), 0)
 
     def shares(self, prompt: int, length: int) -> bool:
         """Return whether other requests may have pages of this one: of its prompt, until its first compression."""
@@ -189,6 +189,6 @@ class EvictionSchedule:
         budget = self.recipe.budget
         if budget.keep is None:
             return entries
-        held, of = [[entries] * self.kv_heads], (0, (self._layer,), self.layers)
-        quotas = quotas_ahead(self.recipe.method, budget, held, [length], [prompt], *of)
+        held = [[entries] * self.kv_heads]
+        quotas = forecast_quotas(self.recipe.method, budget, held, [length], [prompt], (self._layer,), self.layers)
         return -(-int(quotas.sum()) // self.kv_heads)

@@ -10,12 +10,12 @@ GROUPS = 6
 
 def one_table(recipe: Recipe) -> bool:
     """Return whether all layers keep equally many entries, and can share one block table."""
-    return recipe.method.fixed_total and recipe.method.equal_layers
+    return recipe.method.traits.fixed_total and recipe.method.traits.equal_layers
 
 
 def table_per_head(recipe: Recipe) -> bool:
     """Return whether keepset itself finds each head's pages: heads may differ, or entries have biases."""
-    return not (recipe.method.fixed_total and recipe.method.equal_heads) or recipe.method.biased
+    return not (recipe.method.traits.fixed_total and recipe.method.traits.equal_heads) or recipe.method.traits.biased
 
 
 def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
@@ -28,7 +28,7 @@ def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
     """
     if one_table(recipe):
         return layers[0]
-    if recipe.method.fixed_total:
+    if recipe.method.traits.fixed_total:
         return layer
     place, groups = layers.index(layer), min(GROUPS, len(layers))
     first = -(-(place * groups // len(layers)) * len(layers) // groups)

@@ -67,7 +67,7 @@ class LayerGroup:
         self.passing, self.count = passing, count
         self._pages, self._tape, self._saves = pages, tape, saves
         self.own_sums = OwnSums(len(self.layers), schedule.kv_heads)
-        needs = self.recipe.method.needs
+        needs = self.recipe.method.traits.needs
         self.observer = Observer(needs, planner.recording, passing, self.own_sums, scaling, rotary, projections)
 
     def pages_of(self, place: int) -> Pages:
@@ -161,4 +161,4 @@ class LayerGroup:
     @property
     def _state_columns(self) -> list[str]:
         """The names of what the method remembers of entries, where it is written down."""
-        return [name for name in self.recipe.method.state_names if name in self.columns]
+        return [name for name in self.recipe.method.traits.state_names if name in self.columns]

@@ -42,7 +42,7 @@ class Recording:
             group: query heads to a KV head.
             head_dim, itemsize: numbers of a query, and bytes of a number.
         """
-        needs, every, keep = recipe.method.needs, recipe.schedule.every, recipe.budget.keep
+        needs, every, keep = recipe.method.traits.needs, recipe.schedule.every, recipe.budget.keep
         waiting = _MOST
         if every is not None and isinstance(keep, int):  # an entry is a key and a value
             waiting = max(1, min(_MOST, 2 * (keep + every) // (_SHARE * group)))

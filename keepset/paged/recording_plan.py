@@ -158,7 +158,7 @@ class CapturePlanner:
     def __init__(self, schedule: EvictionSchedule, recording: Recording, layers: int, table: RequestTable) -> None:
         self._schedule, self._recording, self._layers = schedule, recording, layers
         recipe = schedule.recipe
-        self._needs = recipe.method.needs
+        self._needs = recipe.method.traits.needs
         self._collects = schedule.whole_prompt and recipe.schedule.prefill
         self._records = bool(recording) or self._collects
         self._table = table

@@ -31,7 +31,7 @@ def check_recipe(recipe: Recipe | None, folder: str) -> None:
         return
     for sentence in objections(recipe):
         raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
-    needs = recipe.method.needs
+    needs = recipe.method.traits.needs
     samples = {each.file: sample_of(tables.load(each.file)) for each in needs.of(ModelTables)}
     samples |= {each.file: sample_of(statistics.load(each.file)) for each in needs.of(ModelStatistics)}
     for file, sampled in samples.items():

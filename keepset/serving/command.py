@@ -120,10 +120,10 @@ def command(
 def _required_options(recipe: Recipe, options: Sequence[str], shares: bool) -> list[str]:
     """What vLLM must be told beside the recipe, for some: what the plug-in would ask for."""
     words, method = [], recipe.method
-    one_table = method.fixed_total and method.equal_layers
+    one_table = method.traits.fixed_total and method.traits.equal_layers
     if not (one_table or shares or has_option(options, "--no-enable-prefix-caching")):
         words.append("--no-enable-prefix-caching")
-    if method.needs.hidden_states and not has_option(options, "--enforce-eager"):
+    if method.traits.needs.hidden_states and not has_option(options, "--enforce-eager"):
         words.append("--enforce-eager")
     return words
 

@@ -111,7 +111,7 @@ class ContextLoader:
             (layers[index], slice(start, start + size))
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
-        names = ("keys", "values", "positions", *self._group.recipe.method.state_names)
+        names = ("keys", "values", "positions", *self._group.recipe.method.traits.state_names)
         return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names if name in parts[0][0]}
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:

@@ -244,7 +244,7 @@ class ContextLibrary:
         """Return whether requests can compress a context further: all that the next event looks at is yet to come."""
         own, engine = Recipe.parse(contents.header.recipe), self._recipe
         same = engine is not None and (own.method, own.schedule.every) == (engine.method, engine.schedule.every)
-        newest, every = own.method.needs.newest, own.schedule.every or 0
+        newest, every = own.method.traits.needs.newest, own.schedule.every or 0
         return same and contents.prompt == contents.header.tokens and newest <= every
 
     def _others(self, owner: str) -> str:
@@ -272,7 +272,7 @@ class ContextLibrary:
             "it has tokens that the model does not have": any(
                 token >= self._model.get_vocab_size() for token in (*contents.opening, *contents.joint)
             ),
-            "it lacks what its recipe looks at": contents.goes_on and not {*own.state_names} <= contents.columns,
+            "it lacks what its recipe looks at": contents.goes_on and not {*own.traits.state_names} <= contents.columns,
             "its layers differ in their heads": len({counts.shape for counts in contents.counts.values()}) != 1,
             f"it has {contents.header.tokens} tokens, and this server takes {longest} with question and answer": (
                 contents.header.tokens + 2 > longest

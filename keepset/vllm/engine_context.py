@@ -92,7 +92,7 @@ class EngineContext:
         self.events = EventQueue(self.freed_blocks)
         self.groups: dict[str, LayerGroup] = {}
         self.neighbours: dict[str, tuple[list[Any], int]] = {}
-        self._watch = watch_projections(self.projections) if recipe.method.needs.hidden_states else None
+        self._watch = watch_projections(self.projections) if recipe.method.traits.needs.hidden_states else None
         self._passing: PassingQueries | None = None
         self._reserve: Tensor | None = None
         self._parts: dict[tuple[str, ...], PassingQueries] = {}

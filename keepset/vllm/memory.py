@@ -73,7 +73,7 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
         looked_at = entries * shape.entry_bytes
     elif heads_differ:  # all that stays is out of the pages at a time
         share = keep if isinstance(keep, float) else min(1.0, (keep or shape.longest) / shape.longest)
-        moved = int((share if recipe.method.fixed_total else 1.0) * entries * shape.entry_bytes)
+        moved = int((share if recipe.method.traits.fixed_total else 1.0) * entries * shape.entry_bytes)
     return _COPIES * max(WORKSPACE, looked_at) + moved + _PER_ENTRY * max(MAX_ENTRIES, entries)
 
 
@@ -85,7 +85,7 @@ def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
         group: query heads per KV head.
         shape: the shape of the caches.
     """
-    sums = sum(math.prod(feature.sums_of.shape(group)) for feature in recipe.method.needs.of(WindowAttention))
+    sums = sum(math.prod(feature.sums_of.shape(group)) for feature in recipe.method.traits.needs.of(WindowAttention))
     return sums * COLUMN_BYTES * shape.layers * shape.kv_heads * shape.longest
 
 

@@ -80,7 +80,7 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     for layer in layers:
         layer.impl.forget_pages()
     impl, rotary = layers[0].impl, None
-    if context.recipe.method.needs.unrotated:
+    if context.recipe.method.traits.needs.unrotated:
         dtype = cast(torch.dtype, config.model_config.dtype)
         rotary = rotary_table(config.model_config.hf_text_config.model_type, impl.head_size, dtype)
     projections = [context.projections[name] for name in names] if context.projections else ()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from keepset.core import statistics
-from keepset.core.features.runtime_features import ModelStatistics
+from keepset.core import statistics, tables
+from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.recipe import Recipe, check_schedule
 
 
@@ -13,17 +13,20 @@ def objections(recipe: Recipe) -> Iterator[str]:
     """Yield the reasons why a recipe cannot be served, a sentence each.
 
     Raises:
-        KeepsetError: the recipe's schedule is invalid, or its statistics cannot be read.
+        KeepsetError: if the recipe's schedule is invalid, or its statistics or tables cannot be read.
     """
-    method, needs = recipe.method, recipe.method.needs
+    method, traits = recipe.method, recipe.method.traits
     check_schedule(recipe)
-    for feature in needs:
+    for feature in traits.needs:
         if feature.transformers_only:
             yield f"{method.name} {feature.transformers_only.format(engine='vLLM')}."
-    if method.across_layers and method.fixed_total and not method.equal_layers:
+    if traits.across_layers and traits.fixed_total and not traits.equal_layers:
         yield (
             f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "
-            "its class must say that counts come from the data (counts_from_data)."
+            "its traits must say that counts come from the data (counts_from_data)."
         )
-    for measured in needs.of(ModelStatistics):
-        statistics.load(measured.file)  # the engine's processes know no statistics but those in files
+    # Raises where there is no file: the engine's processes know no other statistics and tables.
+    for measured in traits.needs.of(ModelStatistics):
+        statistics.load(measured.file)
+    for compiled in traits.needs.of(ModelTables):
+        tables.load(compiled.file)

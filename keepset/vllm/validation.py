@@ -110,13 +110,13 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield from _of_contexts(config, recipe)
     elif connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
-    elif connector is None and not recipe.method.fixed_total:
+    elif connector is None and not recipe.method.traits.fixed_total:
         yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
-    if recipe.method.needs.hidden_states and not config.model_config.enforce_eager:
+    if recipe.method.traits.needs.hidden_states and not config.model_config.enforce_eager:
         yield "compiled code does not show the hidden states that it looks at; give --enforce-eager."
     yield from _of_cache_dtype(config, recipe)
     if config.attention_config.use_non_causal:
@@ -165,7 +165,7 @@ def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
             "requests share contexts as they share prefixes, for which all layers must keep as many entries, whatever "
             "the data: take a recipe such as adakv(snapkv, keep=512)."
         )
-    if recipe.method.biased:
+    if recipe.method.traits.biased:
         yield "contexts have no biases for attention to add: give its match biases=False."
     connector = config.kv_transfer_config
     if connector is None or connector.kv_connector_module_path != CONTEXT_CONNECTOR["kv_connector_module_path"]:
@@ -195,9 +195,9 @@ def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     """Each process compresses its own heads (tensor parallelism) of its own layers (pipeline parallelism)."""
     heads, stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
-    if heads > 1 and recipe.method.needs.of(ModelStatistics):
+    if heads > 1 and recipe.method.traits.needs.of(ModelStatistics):
         yield "its statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
-    if heads * stages > 1 and recipe.method.across_layers:
+    if heads * stages > 1 and recipe.method.traits.across_layers:
         yield "it compares all heads of all layers, of which each of several GPUs holds a part; use one GPU."
     if stages > 1 and contexts_of(config) is not None:
         yield "contexts are of all layers, of which a pipeline's stage holds a part; use tensor parallelism."

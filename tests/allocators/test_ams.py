@@ -225,7 +225,7 @@ def test_switches() -> None:
     assert max(spread) - min(spread) < 2 / min(size for size in sizes if size)
     keep_set = Recipe(AMS(scorer, window=8, credit=False), budget).select(observation)
     assert "credit" not in keep_set.layer(0).state
-    assert AMS(scorer, weighted=False, adaptive=False).needs.window == 1
+    assert AMS(scorer, weighted=False, adaptive=False).traits.needs.window == 1
 
 
 def test_a_region_of_low_scores_is_not_wiped_out() -> None:
@@ -280,7 +280,7 @@ class Counted(TorchDispatchMode):
 def counted(observation: Observation, ranked: Tensor) -> Counter[str]:
     method, budget = AMS(TOVA(), window=8), Budget(100, sinks=4, recent=16)
     mass, _ = method._mass(observation)
-    quotas = method.quotas(observation, budget)
+    quotas = method.quotas(observation.sizes, budget)
     with Counted() as count:
         segment, ends, parts = method._divided(observation, mass, quotas)
         trimmed(ranked, top_of_segments(ranked, segment, ends, parts), quotas, 20)
@@ -324,7 +324,7 @@ def test_nothing_is_asked_of_a_device(scorer: str, monkeypatch: pytest.MonkeyPat
     )
     recipe = Recipe.parse(f"ams({scorer}, window=8, keep=80)")
     method, budget = recipe.method, recipe.budget
-    quotas = method.quotas(observation, budget)
+    quotas = method.quotas(observation.sizes, budget)
     ranking = method.ranked(observation, budget, quotas)
     with pytest.raises(Chosen) as caught:
         method.choose(ranking)

@@ -52,7 +52,7 @@ def test_whole_chunks_stay_the_best_first(data: st.DataObject, chunk: int, sinks
     keep_set = ChunkKV(Given(), chunk=chunk).select(observation, budget)
     for request, head in [(r, h) for r in range(shape.batch) for h in range(shape.kv_heads)]:
         length = length_of(observation, request)
-        number = int(budget.quotas(observation)[request, head])
+        number = int(budget.quotas(observation.sizes)[request, head])
         expected = naive(scores[request, :, :length].tolist(), head, chunk, number, sinks, recent)
         assert len(expected) == number
         assert kept(keep_set, observation, request, head) == expected

@@ -159,4 +159,4 @@ def test_says_what_it_needs() -> None:
     observation = Observation(keys=torch.ones(1, 1, 4, 2), values=torch.ones(1, 1, 4, 2))
     with pytest.raises(KeepsetError, match=r"give Observation\(features=\{OutputProjection\(\): \.\.\.\}\)"):
         CriticalKV(Knorm()).select(observation, Budget(2))
-    assert CriticalKV(SnapKV()).needs.names() == ["window of 64 queries", "output projection"]
+    assert CriticalKV(SnapKV()).traits.needs.names() == ["window of 64 queries", "output projection"]

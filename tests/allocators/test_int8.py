@@ -21,7 +21,7 @@ def test_it_is_the_last_step() -> None:
         with pytest.raises(RecipeError, match=r"last step: write int8\(...\) around"):
             keepset.Recipe.parse(text)
     method = keepset.Recipe.parse("int8(match(reread), keep=0.1)").method
-    assert method.across_layers and method.layout == "head-ragged" and method.biased
+    assert method.traits.across_layers and method.traits.layout == "head-ragged" and method.traits.biased
     assert {entry["name"]: entry["vllm"] for entry in keepset.registry.catalogue()}["int8"] is False
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.allocators.adakv import AdaKV
 from keepset.allocators.composite import Composite
-from keepset.allocators.kvcompose import KVCompose
 from keepset.allocators.pool import Pool
+from keepset.allocators.presets import KVCompose
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.uniform import Uniform
 from keepset.core.method import Method
@@ -247,10 +247,10 @@ def test_a_layer_alone_keeps_what_it_was_asked_for() -> None:
 
 
 def test_layouts_follow_the_parameters() -> None:
-    assert KVCompose().equal_heads and not KVCompose().equal_layers
+    assert KVCompose().traits.equal_heads and not KVCompose().traits.equal_layers
     unstructured = KVCompose(structured=False)
-    assert not unstructured.equal_heads and not unstructured.equal_layers
-    assert not Pool(SnapKV()).equal_layers and not Pool(SnapKV()).equal_heads
+    assert not unstructured.traits.equal_heads and not unstructured.traits.equal_layers
+    assert not Pool(SnapKV()).traits.equal_layers and not Pool(SnapKV()).traits.equal_heads
 
 
 @pytest.mark.parametrize(

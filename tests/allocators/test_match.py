@@ -72,9 +72,16 @@ def test_it_is_the_last_step() -> None:
         with pytest.raises(RecipeError, match="last step"):
             keepset.Recipe.parse(text)
     matching = keepset.Recipe.parse("match(reread, keep=0.1)").method
-    assert matching.across_layers and matching.counts_from_data and matching.layout == "head-ragged"
+    assert (
+        matching.traits.across_layers and matching.traits.counts_from_data and matching.traits.layout == "head-ragged"
+    )
     plain = keepset.Recipe.parse("match(snapkv, keep=0.1)").method
-    assert not plain.across_layers and plain.layout == "dense" and plain.sinks == 0 and plain.recent == 64
+    assert (
+        not plain.traits.across_layers
+        and plain.traits.layout == "dense"
+        and plain.traits.sinks == 0
+        and plain.traits.recent == 64
+    )
 
 
 def cached(text: str, ids: Tensor, mask: Tensor | None = None, **options: object) -> tuple[keepset.Cache, Tensor]:
@@ -155,8 +162,8 @@ def test_events_while_decoding_leave_what_was_fitted(inner: str) -> None:
     assert len(cache.events) == 3 and any(bias for _, bias in first.values())
     for each in later:
         assert each and all(first[place] == fitted for place, fitted in each.items())
-    needs = cache.recipe.method.needs
-    assert needs.newest == 0 < Match(cache.recipe.method.scorer, window=8).needs.newest
+    needs = cache.recipe.method.traits.needs
+    assert needs.newest == 0 < Match(cache.recipe.method.scorer, window=8).traits.needs.newest
 
 
 @pytest.mark.parametrize("inner", ["snapkv(window=4)", "adakv(snapkv(window=4))", "ams(tova, window=4)"])
@@ -186,8 +193,11 @@ def test_every_method_can_be_matched() -> None:
     for name in keepset.METHODS:
         if keepset.METHODS[name].stage == 0:
             method = Match(keepset.Recipe.parse(recipe(name, 12)).method)
-            assert (method.layout, method.across_layers) == (method.scorer.layout, method.scorer.across_layers)
-            assert method.needs | method.scorer.needs == method.needs
+            assert (method.traits.layout, method.traits.across_layers) == (
+                method.scorer.traits.layout,
+                method.scorer.traits.across_layers,
+            )
+            assert method.traits.needs | method.scorer.traits.needs == method.traits.needs
 
 
 def test_the_oracle_agrees_in_padded_batches() -> None:

@@ -8,12 +8,15 @@ from hypothesis import strategies as st
 
 from keepset import Budget, Method, Recipe, Schedule
 from keepset.core.features.runtime_features import ModelStatistics
-from keepset.core.quota_forecast import quotas_ahead
+from keepset.core.quota_forecast import forecast_quotas
 from keepset.errors import RecipeError
 from keepset.paged.eviction_schedule import EvictionSchedule
 from tests.allocators.nestings import AROUND, CAPS, HEADS, LAYERS, Held, Nesting, allowed, made, refusals
 from tests.methods.naive import Shape, random_statistics
 from tests.tiers import examples
+
+WHOLE_ENTRIES = {"composite", "dynamic", "kvcompose", "zigzag"}
+"""Methods that divide a number of entries per head among layers."""
 
 FILES = {ModelStatistics(""): random_statistics(Shape((1,), HEADS, 2, 4, 3), LAYERS)}
 
@@ -43,7 +46,7 @@ def test_heads_share_a_budget_once(text: str) -> None:
 
 def one_budget_for_all(method: Method) -> bool:
     """Whether a fraction is taken of all layers together, and not of each head."""
-    return method.across_layers or not method.fixed_total
+    return method.traits.across_layers or not method.traits.fixed_total
 
 
 def check_a_fraction(nesting: Nesting, prompt: int, percent: int, sinks: int, recent: int, seed: int) -> None:
@@ -53,7 +56,7 @@ def check_a_fraction(nesting: Nesting, prompt: int, percent: int, sinks: int, re
     heads, least = HEADS * len(LAYERS), min(max(1, sinks + recent), prompt)
     each = max(least, prompt * percent // 100)
     total = max(least * heads, prompt * percent * heads // 100) if one_budget_for_all(method) else each * heads
-    if method.layout == "layer-ragged" and method.across_layers:
+    if WHOLE_ENTRIES & {*nesting}:
         total -= total % HEADS
     check_counts(method, kept, total, each, exact=nesting[-1] not in CAPS)
     check_forecast(method, budget, held, prompt, prompt, kept)
@@ -65,7 +68,7 @@ def check_entries(nesting: Nesting, prompt: int, budget: Budget, every: int, see
     recipe = Recipe(method, budget, Schedule(every=every))
     schedules = [EvictionSchedule(recipe, layer, LAYERS, HEADS, 1) for layer in LAYERS]
     held, length = Held.of_prompt(prompt), prompt
-    events = 1 if any(feature.prompt_only for feature in method.needs) else 3
+    events = 1 if any(feature.prompt_only for feature in method.traits.needs) else 3
     for event in range(events):
         if event or not budget.protect_prompt:
             aim = budget.keep
@@ -74,10 +77,10 @@ def check_entries(nesting: Nesting, prompt: int, budget: Budget, every: int, see
                 aim = max(aim, min(prompt + budget.recent, length))
             kept = held.compressed(method, budget, length, prompt, seed + 100 * event)
             total = sum(min(aim * HEADS, sum(layer)) for layer in held.counts)
-            if method.across_layers:
+            if method.traits.across_layers:
                 total = min(aim * HEADS * len(LAYERS), sum(map(sum, held.counts)))
             # Layers that aim at different numbers keep what they have where that is less.
-            exact = not cap and (method.equal_layers or method.across_layers or not event)
+            exact = not cap and (method.traits.equal_layers or method.traits.across_layers or not event)
             check_counts(method, kept, total if exact else aim * HEADS * len(LAYERS), aim, exact)
             check_forecast(method, budget, held, length, prompt, kept)
             for schedule, layer in zip(schedules, kept.counts, strict=True):
@@ -91,19 +94,19 @@ def check_counts(method: Method, kept: Held, total: int, each: int, exact: bool)
     """Never more than the budget's entries in all, and just so many where nothing but the budget says how many."""
     found = sum(map(sum, kept.counts))
     assert found == total if exact else found <= total, (kept.counts, total)
-    if method.equal_layers and not method.across_layers:
+    if method.traits.equal_layers and not method.traits.across_layers:
         assert all(sum(layer) <= each * HEADS for layer in kept.counts), (kept.counts, each)
-    if method.equal_heads:
+    if method.traits.equal_heads:
         assert all(len(set(layer)) == 1 for layer in kept.counts), kept.counts
 
 
 def check_forecast(method: Method, budget: Budget, held: Held, length: int, prompt: int, kept: Held) -> None:
     """What is said ahead of looking at an event is what it keeps."""
-    if not method.count_known_on_host:
+    if not method.traits.count_known_on_host:
         return
     for layer, before, after in zip(LAYERS, held.counts, kept.counts, strict=True):
-        average = [sum(before) // HEADS] * HEADS if method.fixed_total else before
-        quotas = quotas_ahead(method, budget, [average], [length], [prompt], 4, (layer,), LAYERS, FILES)
+        average = [sum(before) // HEADS] * HEADS if method.traits.fixed_total else before
+        quotas = forecast_quotas(method, budget, [average], [length], [prompt], (layer,), LAYERS, FILES)
         assert int(quotas.sum()) == sum(after), (before, after, quotas)
 
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Recipe
-from keepset.allocators.preset import Preset
-from keepset.allocators.presets import Glance, Reread
+from keepset.allocators.presets import Glance, Preset, Reread
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.methods.prompt_queries import PromptQueries
 from tests.allocators.test_kvcompose import budgets, pooled, sets_of
@@ -64,4 +63,4 @@ def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
     made = Recipe.parse(f"{whole[:-1]}, keep=0.5)")
     assert isinstance(named.method, Preset) and named.method.composition == made.method
     assert named.budget == made.budget == Budget(0.5, sinks=4, recent=8)
-    assert named.method.needs == made.method.needs
+    assert named.method.traits.needs == made.method.traits.needs

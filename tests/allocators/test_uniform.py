@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from keepset import METHODS, Budget
@@ -9,7 +11,7 @@ from tests.methods.naive import Shape, kept, observe
 SCORERS = [
     kind
     for kind in METHODS.values()
-    if not issubclass(kind, Allocator) and not kind.across_layers and kind().equal_layers
+    if not issubclass(kind, Allocator) and not kind().traits.across_layers and kind().traits.equal_layers
 ]
 
 
@@ -17,7 +19,7 @@ SCORERS = [
 def test_uniform_is_the_scorer_itself(kind: type) -> None:
     scorer = kind()
     wrapped = Uniform(scorer)
-    assert (wrapped.needs, wrapped.sinks, wrapped.recent) == (scorer.needs, scorer.sinks, scorer.recent)
+    assert wrapped.traits == replace(scorer.traits, needs_budget=True)
     observation = observe(Shape((31, 20), 2, 3, 5, 5))
     for budget in (Budget(9, sinks=1, recent=2), Budget(0.4)):
         plain, uniform = scorer.select(observation, budget), wrapped.select(observation, budget)

@@ -91,5 +91,5 @@ def test_attention_that_overflowed_counts_as_one_entry() -> None:
 
 
 def test_needs_the_window_that_it_or_its_scorer_looks_at() -> None:
-    assert ZigZag(Knorm(), window=16).needs.window == 16
-    assert ZigZag(SnapKV(window=32), window=16).needs.window == 32
+    assert ZigZag(Knorm(), window=16).traits.needs.window == 16
+    assert ZigZag(SnapKV(window=32), window=16).traits.needs.window == 32

@@ -27,14 +27,14 @@ def test_a_fraction_is_rounded_down_exactly(entries: int, thousandths: int) -> N
     # Expanded, because only the number of entries matters here and there may be many.
     valid = torch.ones(1, 1, 1, dtype=torch.bool).expand(1, 1, entries)
     keys = torch.zeros(1, 1, 1, 1).expand(1, 1, entries, 1)
-    assert budget.quotas(Observation(keys=keys, values=keys, valid=valid)).item() == max(
+    assert budget.quotas(Observation(keys=keys, values=keys, valid=valid).sizes).item() == max(
         1, math.floor(entries * Fraction(thousandths, 1000))
     )
 
 
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4), percent=st.integers(1, 100))
 def test_quotas_are_the_count_of_every_request(lengths: list[int], percent: int) -> None:
-    quotas = Budget(percent / 100).quotas(observation(*lengths))
+    quotas = Budget(percent / 100).quotas(observation(*lengths).sizes)
     assert quotas.tolist() == [[max(1, length * percent // 100)] * 2 for length in lengths]
 
 
@@ -55,12 +55,12 @@ def test_quotas_are_the_count_of_every_request(lengths: list[int], percent: int)
     ],
 )
 def test_counts(keep: float | None, entries: int, count: int) -> None:
-    assert Budget(keep).quotas(observation(entries)).tolist() == [[count, count]]
+    assert Budget(keep).quotas(observation(entries).sizes).tolist() == [[count, count]]
 
 
 @pytest.mark.parametrize(("entries", "count"), [(1, 1), (5, 5), (7, 7), (8, 7), (28, 7), (32, 8), (100, 25)])
 def test_a_fraction_is_never_less_than_always_stays(entries: int, count: int) -> None:
-    assert Budget(0.25, sinks=2, recent=5).quotas(observation(entries, 1)).tolist() == [[count] * 2, [1, 1]]
+    assert Budget(0.25, sinks=2, recent=5).quotas(observation(entries, 1).sizes).tolist() == [[count] * 2, [1, 1]]
 
 
 def test_one_entry_is_not_the_same_as_everything() -> None:
@@ -86,7 +86,7 @@ def test_a_protected_prompt_stays_and_counts(lengths: list[int], data: st.DataOb
     seen, batch = observation(*lengths), Budget(keep, sinks, recent, protect_prompt=True)
     seen = replace(seen, prompts=torch.tensor(prompts))
     for request, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
-        assert batch.quotas(seen)[request].tolist() == [min(max(keep, prompt + recent), length)] * 2
+        assert batch.quotas(seen.sizes)[request].tolist() == [min(max(keep, prompt + recent), length)] * 2
         first = [entry for entry in marked(batch.is_protected(seen), request) if entry < length]
         assert first == list(range(min(max(sinks, prompt), length)))
 
@@ -107,7 +107,7 @@ def test_protected_ranges_stay_and_count(
         assert [place for place in marked(budget.is_protected(seen), request) if place < length] == sorted(first)
         always = first | {place for place in range(length) if place >= length - recent}
         wanted = keep if isinstance(keep, int) else max(1, math.floor(length * keep + 1e-9))
-        quota = budget.quotas(seen)[request].tolist()
+        quota = budget.quotas(seen.sizes)[request].tolist()
         # Sinks and suffix of a short text may be the same tokens, and count twice.
         assert quota == [min(max(wanted, len(always)), length)] * 2 or sinks + recent > length
 
@@ -149,4 +149,4 @@ def test_refuses_in_one_sentence(options: dict[str, object], says: str) -> None:
 
 
 def test_a_budget_of_just_what_always_stays_is_allowed() -> None:
-    assert Budget(6, sinks=4, recent=2).quotas(observation(100)).unique().tolist() == [6]
+    assert Budget(6, sinks=4, recent=2).quotas(observation(100).sizes).unique().tolist() == [6]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +19,7 @@ from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.method import Method
 from keepset.core.observation import Observation
+from keepset.core.traits import Traits
 from keepset.hf.prompt_session import Recorder
 from tests.hf.models import generate, left_padded, prompt, rotated, tiny
 from tests.methods.naive import MAX, SUM
@@ -38,10 +39,10 @@ class Looking(Method):
     paper: ClassVar[str] = "none"
     shown: ClassVar[dict[int, Observation]] = {}
 
-    @property
-    def needs(self) -> Needs:
+    @cached_property
+    def traits(self) -> Traits:
         moments = (of(skip) for skip in SKIPS for of in (QueryMoments, HiddenMoments))
-        return Needs(RecentQueries(WINDOW), SUM, MAX, *moments, *map(PromptQueryAttention, ASKED))
+        return Traits(needs=Needs(RecentQueries(WINDOW), SUM, MAX, *moments, *map(PromptQueryAttention, ASKED)))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         self.shown[observation.layer] = observation
@@ -267,9 +268,9 @@ def test_prompt_queries_are_of_a_prompt_and_their_time_is_its_methods() -> None:
 def test_only_what_is_needed_is_collected() -> None:
     @dataclass(frozen=True)
     class Modest(Looking):
-        @property
-        def needs(self) -> Needs:
-            return Needs(RecentQueries(2))
+        @cached_property
+        def traits(self) -> Traits:
+            return Traits(needs=Needs(RecentQueries(2)))
 
     generate(
         tiny("llama"),

@@ -77,7 +77,7 @@ def test_rows_chunks_and_a_shared_prefill_choose_alike(name: str, tables: str) -
     generate(model, ids, chunked, mask, max_new_tokens=1, prefill_chunk_size=13)
     assert chunked.keep_set is not None and same_keep_set(cache.keep_set, chunked.keep_set)
     for row, pad in enumerate(PADDING):
-        recorder = Recorder(model, recipe.method.needs)
+        recorder = Recorder(model, recipe.method.traits.needs)
         recorder.prefill(ids[row : row + 1, pad:])
         alone = keepset.Cache.from_prompt(model, recipe, recorder, recorder.observations).keep_set
         assert alone is not None

@@ -32,7 +32,7 @@ def test_a_request_without_a_token_in_the_prompt_keeps_nothing(name: str) -> Non
     ids, mask = left_padded(prompt(2, LENGTH), [0, EMPTY])
     rows = {"both": [0, 1], "the empty one": [1], "the other": [0]}
     caches = {who: keepset.Cache(tiny("llama"), recipe(name, 14), prompt_length=PROMPT) for who in rows}
-    if caches["both"].recipe.method.needs.of(SecondPass):
+    if caches["both"].recipe.method.traits.needs.of(SecondPass):
         for who, index in (("both", 1), ("the empty one", 0)):
             with refusal(f"Request {index} has nothing but padding within the prompt"):
                 fed(caches[who], ids[rows[who]], mask[rows[who]])

@@ -7,6 +7,7 @@ import functools
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import pytest
@@ -27,6 +28,7 @@ from keepset.core.features.window import WindowAttention, WindowSums
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
+from keepset.core.traits import Traits
 from tests.hf.models import extended, full, generate, left_padded, prompt, rotated, same_keep_set, tiny
 from tests.hf.models import recipe as by_text
 from tests.hf.test_exactness import bytes_of_entries, reachable
@@ -145,7 +147,7 @@ class Naive:
         windows = getattr(self.model.config, "layer_types", None) or ["full_attention"] * len(self.layers)
         compressed = [index for index in sorted(self.layers) if windows[index] == "full_attention"]
         observations = [self.observe(index, compressed, point) for index in compressed]
-        if method.across_layers:
+        if method.traits.across_layers:
             keep_set = method.select_all(observations, budget)
         else:
             parts = [method.select(seen, budget).layer(seen.layer) for seen in observations]
@@ -168,7 +170,7 @@ class Naive:
         self.events.append((point, kept))
 
     def observe(self, index: int, compressed: list[int], point: int) -> Observation:
-        layer, needs = self.layers[index], self.recipe.method.needs
+        layer, needs = self.layers[index], self.recipe.method.traits.needs
         kept = [[p for p in head if p < point] for head in layer.kept]
         most = max(map(len, kept))
         padded = torch.tensor([head + [0] * (most - len(head)) for head in kept])
@@ -269,9 +271,9 @@ class Habit(Method):
     paper: ClassVar[str] = "none"
     ages: ClassVar[set[float]] = set()
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(RecentQueries(3))
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=Needs(RecentQueries(3)))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         now = observation.by_query_group(observation.window_attention(3)).sum((2, 3))
@@ -290,7 +292,7 @@ class Pool(Method):
 
     name: ClassVar[str] = "pool"
     paper: ClassVar[str] = "none"
-    across_layers: ClassVar[bool] = True
+    traits = Traits(across_layers=True)
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         return observation.values.float().norm(dim=-1)
@@ -299,7 +301,7 @@ class Pool(Method):
         most = max(seen.valid.shape[-1] for seen in observations)
         scores = [ranked_scores(self.score(seen), seen, budget) for seen in observations]
         scores = [F.pad(each, (0, most - each.shape[-1]), value=float("-inf")) for each in scores]
-        total = sum(budget.quotas(seen).sum(-1) for seen in observations)
+        total = sum(budget.quotas(seen.sizes).sum(-1) for seen in observations)
         pool = torch.stack(scores, 1)
         masks = top_mask(pool.flatten(1), total).view_as(pool)
         return keepset.KeepSet(
@@ -844,9 +846,9 @@ class OfHidden(Method):
     name: ClassVar[str] = "of_hidden"
     paper: ClassVar[str] = "none"
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(HiddenMoments(0))
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=Needs(HiddenMoments(0)))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         return observation.positions.float()
@@ -856,9 +858,9 @@ class OfHidden(Method):
 class WithoutBuffer(OfHidden):
     name: ClassVar[str] = "without_buffer"
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(QueryMoments(0))
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=Needs(QueryMoments(0)))
 
 
 @pytest.mark.parametrize("method", [OfHidden(), WithoutBuffer()])
@@ -879,7 +881,7 @@ def test_drafted_tokens() -> None:
 def test_a_buffer_of_none_leaves_the_events_own_token(prefill: bool) -> None:
     recipe = keepset.Recipe.parse("expected_attention(future=8, skip=2, buffer=0, keep=11, every=7)")
     recipe = replace(recipe, schedule=replace(recipe.schedule, prefill=prefill))
-    assert recipe.method.needs.buffer == 1
+    assert recipe.method.traits.needs.buffer == 1
     model, ids = tiny("llama"), prompt(1, LENGTH)
     past, naive = keepset.Cache(model, recipe, history=True), Naive(model, recipe)
     assert torch.equal(generate(model, ids, past, max_new_tokens=NEW).sequences, naive.say(ids, NEW))

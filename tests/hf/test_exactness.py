@@ -19,6 +19,7 @@ from keepset.core.budget import Budget
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
+from keepset.core.traits import Traits
 from tests.hf.models import (
     ARCHITECTURES,
     LAYOUTS,
@@ -172,13 +173,13 @@ def test_counts_are_those_asked_for(method: str, padding: list[int], keep: int |
     cache, _ = compressed("llama_mha", recipe(method, keep), padding)
     asked = torch.tensor([12 if keep == 12 else int((LENGTH - pad) * keep) for pad in padding])
     counts = cache.keep_set.counts
-    layout = keepset.METHODS[method].layout
+    layout = cache.recipe.method.traits.layout
     if layout == "dense":
         assert torch.equal(counts, asked[None, :, None].expand_as(counts))
     elif layout == "layer-ragged":
         assert torch.equal(counts, counts[:, :, :1].expand_as(counts))
         assert torch.equal(counts.sum(0), (asked * counts.shape[0])[:, None].expand_as(counts[0]))
-    elif cache.recipe.method.across_layers or not cache.recipe.method.equal_layers:
+    elif cache.recipe.method.traits.across_layers or not cache.recipe.method.traits.equal_layers:
         # One number for all heads of all layers: a fraction is rounded once.
         heads = counts.shape[0] * counts.shape[-1]
         in_all = [12 * heads if keep == 12 else int((LENGTH - pad) * heads * keep) for pad in padding]
@@ -281,7 +282,7 @@ class GlobalPool(Method):
 
     name: ClassVar[str] = "global_pool"
     paper: ClassVar[str] = "none"
-    across_layers: ClassVar[bool] = True
+    traits = Traits(across_layers=True)
 
     per_head: bool = parameter(True)
 
@@ -290,7 +291,7 @@ class GlobalPool(Method):
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
         scores = torch.stack([ranked_scores(self.score(seen), seen, budget) for seen in observations], 1)
-        total = sum(budget.quotas(seen).sum(-1) for seen in observations)
+        total = sum(budget.quotas(seen.sizes).sum(-1) for seen in observations)
         if self.per_head:
             masks = top_mask(scores.flatten(1), total).view_as(scores)
         else:

@@ -32,8 +32,8 @@ def check(nesting: Nesting) -> None:
     heads = model.config.num_key_value_heads * model.config.num_hidden_layers
     # Key, value, position, and what the method remembers; while tokens come also what it is shown of each entry.
     sizes = (1, 2) if "int8" in nesting else (4, 0)
-    entry = 2 * sizes[0] * model.config.head_dim + 4 * (sizes[1] + 1 + len(method.state_names))
-    shown = 4 * len(method.needs.of(WindowAttention))
+    entry = 2 * sizes[0] * model.config.head_dim + 4 * (sizes[1] + 1 + len(method.traits.state_names))
+    shown = 4 * len(method.traits.needs.of(WindowAttention))
     once = keepset.Cache(model, Recipe(method, Budget(SHARE, 2, 3)))
     with torch.no_grad():
         model(ids[:, :PROMPT], past_key_values=once)
@@ -42,7 +42,7 @@ def check(nesting: Nesting) -> None:
     assert once.keep_set.entries <= entries and once.nbytes == once.keep_set.entries * entry
     if nesting[-1] not in CAPS:
         assert once.keep_set.entries > entries - heads
-    if any(feature.prompt_only for feature in method.needs):
+    if any(feature.prompt_only for feature in method.traits.needs):
         return
     cache = keepset.Cache(model, Recipe(method, Budget(KEEP, 2, 3), Schedule(every=EVERY)))
     for begin, end in [(0, PROMPT), *((token, token + 1) for token in range(PROMPT, ids.shape[1]))]:

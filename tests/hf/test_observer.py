@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -30,7 +30,7 @@ class Together(Counting):
     """Decides for all layers at once."""
 
     name: ClassVar[str] = "together"
-    across_layers: ClassVar[bool] = True
+    traits = replace(TOVA.traits, across_layers=True)
 
 
 @pytest.mark.parametrize("method", [Counting(), Together()], ids=["layer by layer", "across layers"])

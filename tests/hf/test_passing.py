@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method
 from keepset.core.observation import Observation
+from keepset.core.traits import Traits
 from keepset.kernels.group_reduction import GroupReduction
 from tests.hf.models import extended, left_padded, prompt, tiny
 from tests.hf.test_refusals import refusal
@@ -35,9 +37,9 @@ class Both(Method):
         rules = [WindowAttention(self.window, sums_of=each) for each in GroupReduction]
         return [*rules, WindowAttention(self.window, history=True), WindowAttention(3)]
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(RecentQueries(self.window), *self.sums)
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=Needs(RecentQueries(self.window), *self.sums))
 
     def score(self, observation: Observation) -> Tensor:
         return observation.values.float().norm(dim=-1)

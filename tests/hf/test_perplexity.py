@@ -7,6 +7,7 @@ import gc
 import math
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +22,7 @@ from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import Perplexity
 from keepset.core.method import Method
 from keepset.core.observation import Observation
+from keepset.core.traits import Traits
 from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
@@ -40,9 +42,9 @@ class Foretold(Method):
     windows: frozenset = field(default=frozenset(WINDOWS))
     more: Needs = field(default=Needs())
 
-    @property
-    def needs(self) -> Needs:
-        return self.more | Needs(*map(Perplexity, self.windows))
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=self.more | Needs(*map(Perplexity, self.windows)))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         self.shown[observation.layer] = observation

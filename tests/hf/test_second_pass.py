@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +20,7 @@ from keepset.core.features.attention import SecondPass
 from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.method import Method
 from keepset.core.observation import Observation
+from keepset.core.traits import Traits
 from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, same_keep_set, tiny
@@ -39,9 +41,9 @@ class Again(Method):
     passes: frozenset = field(default=frozenset({WHOLE}))
     more: Needs = field(default=Needs())
 
-    @property
-    def needs(self) -> Needs:
-        return self.more | Needs(*self.passes)
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=self.more | Needs(*self.passes))
 
     def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
         self.shown[observation.layer] = observation
@@ -235,13 +237,13 @@ def test_hidden_states_that_a_method_looks_at_are_those_of_the_prompt() -> None:
 def test_the_recorder_and_its_caches() -> None:
     model, ids = tiny("llama"), prompt(1, LENGTH)
     recipe = again(WHOLE, CHUNKED, keep=9)
-    recorder = Recorder(model, recipe.method.needs)
+    recorder = Recorder(model, recipe.method.traits.needs)
     recorder.prefill(ids)
     shared = keepset.Cache.from_prompt(model, recipe, recorder, recorder.observations)
     own = keepset.Cache(model, recipe)
     generate(model, ids, own, max_new_tokens=1)
     assert torch.equal(shared.keep_set.mask(LENGTH), own.keep_set.mask(LENGTH))
-    one, both = (recorder.seconds_for(again(*passes).method.needs) for passes in ((WHOLE,), (WHOLE, CHUNKED)))
+    one, both = (recorder.seconds_for(again(*passes).method.traits.needs) for passes in ((WHOLE,), (WHOLE, CHUNKED)))
     assert recorder.seconds < one < both
 
 

@@ -97,7 +97,7 @@ def test_an_event_waits_once_for_all_layers(
     with Gpu(monkeypatch, computes=padded) as gpu, torch.no_grad():
         on_gpu(model)
         tokens = Posing(ids)
-        if keepset.Recipe.parse(text).method.needs.unrotated:
+        if keepset.Recipe.parse(text).method.traits.needs.unrotated:
             step(model, keepset.Cache(model, recipe("expected_attention", 12)), tokens)
         try:
             cache = keepset.Cache(model, f"{text[:-1]}, every={every})")

@@ -209,7 +209,7 @@ def observe(
 def of_methods(kind: type[Feature[Any]]) -> list[Feature[Any]]:
     """What registered methods look at of this kind by default."""
     kinds = [method for method in METHODS.values() if not issubclass(method, Allocator)]
-    return [feature for method in kinds for feature in method().needs.of(kind)]
+    return [feature for method in kinds for feature in method().traits.needs.of(kind)]
 
 
 def of_a_second_pass(columns: Tensor, tokens: int = 7) -> SecondPassColumns:

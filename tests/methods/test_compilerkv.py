@@ -335,18 +335,16 @@ def test_a_layer_whose_heads_all_weigh_nothing_has_no_candidates(folder: Path, w
 
 def test_what_it_needs_and_says(folder: Path) -> None:
     _, file = written(folder, 2, 2)
-    assert CompilerKV().needs.window == CompilerKV().recent == 64
-    assert not CompilerKV().needs.of(Perplexity)  # without tables, all thresholds are the same
-    assert not CompilerKV(file, gate=False).needs.of(Perplexity)
-    assert not CompilerKV(file, elastic=False).needs.of(Perplexity)
-    assert CompilerKV(file, window=7).needs.of(Perplexity) == [Perplexity(7)]
-    assert CompilerKV(file, elastic=False).needs.of(ModelTables) == [ModelTables(file)]
+    assert CompilerKV().traits.needs.window == CompilerKV().traits.recent == 64
+    assert not CompilerKV().traits.needs.of(Perplexity)  # without tables, all thresholds are the same
+    assert not CompilerKV(file, gate=False).traits.needs.of(Perplexity)
+    assert not CompilerKV(file, elastic=False).traits.needs.of(Perplexity)
+    assert CompilerKV(file, window=7).traits.needs.of(Perplexity) == [Perplexity(7)]
+    assert CompilerKV(file, elastic=False).traits.needs.of(ModelTables) == [ModelTables(file)]
     exact, elastic = CompilerKV(elastic=False), CompilerKV()
-    assert exact.fixed_total and exact.equal_layers and exact.equal_heads
-    assert elastic.equal_heads and not elastic.fixed_total and not elastic.equal_layers
-    with pytest.raises(KeepsetError, match="There is no file 'absent' with tables"):
-        _ = CompilerKV("absent").needs
-    assert not CompilerKV("absent", head_table=False, gate=False).needs.of(ModelTables)  # which reads none
+    assert exact.traits.fixed_total and exact.traits.equal_layers and exact.traits.equal_heads
+    assert elastic.traits.equal_heads and elastic.traits.counts_from_data and not elastic.traits.fixed_total
+    assert not CompilerKV("absent", head_table=False, gate=False).traits.needs.of(ModelTables)  # which reads none
     with pytest.raises(KeepsetError, match="says itself how much every head keeps"):
         Pool(CompilerKV())
     _, single = written(folder, 1, 2)

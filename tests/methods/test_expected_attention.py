@@ -144,7 +144,7 @@ def test_statistics_of_a_file_take_the_place_of_the_texts_own(shape: Shape, skip
 
 
 def test_a_file_saves_the_collecting() -> None:
-    assert ExpectedAttention(stats="file").needs == Needs(ModelStatistics("file"))
+    assert ExpectedAttention(stats="file").traits.needs == Needs(ModelStatistics("file"))
 
 
 def test_the_models_own_scaling_is_used() -> None:
@@ -169,7 +169,7 @@ def test_expected_attention_is_what_sampled_queries_pay_on_average() -> None:
 def test_the_first_tokens_that_the_statistics_leave_out_stay() -> None:
     observation = observe(Shape((20,), 2, 2, 4, 4))
     method = ExpectedAttention()
-    keep_set = method.select(observation, Budget(6, sinks=method.sinks))
+    keep_set = method.select(observation, Budget(6, sinks=method.traits.sinks))
     assert kept(keep_set, observation, 0, 1)[:4] == [0, 1, 2, 3]
 
 

@@ -24,7 +24,7 @@ def is_the_full_cache(text: str, keep: int | float) -> bool:
     sharp = [observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, scaling=2.0) for layer in LAYERS]
     asked = PaddedQueries(sharp[0].newest_queries(64)[0], torch.ones(1, 64, dtype=torch.bool))
     observations = [each.with_features({ReferenceQueries(128): asked}) for each in sharp]
-    answer = method.select_all(observations, Budget(keep, method.sinks, method.recent))
+    answer = method.select_all(observations, Budget(keep, method.traits.sinks, method.traits.recent))
     for each in observations:
         kept = answer.layer(each.layer)
         whole = kept.counts.tolist() == [[LENGTH] * HEADS] and kept.entry_bytes == each.entry_bytes

@@ -323,7 +323,7 @@ def test_needs_no_budget() -> None:
     recipe = Recipe.parse("gvote()")
     assert recipe.require_budget() is recipe and recipe == Recipe.of(GVote()) and str(recipe) == "gvote"
     assert (recipe.budget.sinks, recipe.budget.recent) == (0, 0)
-    assert not recipe.method.equal_heads and not recipe.method.fixed_total
+    assert not recipe.method.traits.equal_heads and not recipe.method.traits.fixed_total
 
 
 @pytest.mark.parametrize(

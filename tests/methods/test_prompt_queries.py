@@ -20,7 +20,7 @@ def naive_scores(method: PromptQueries, observation: Observation, request: int) 
     kv_heads, length = observation.keys.shape[1], length_of(observation, request)
     squares = observation[PromptQueryAttention(method.stride)]
     received = [[math.sqrt(square) for square in row] for row in squares[request].tolist()]
-    for needed in method.needs.of(SecondPass):
+    for needed in method.traits.needs.of(SecondPass):
         told = observation[needed]
         for row, squares in zip(received, told.statistics["square"][request].tolist(), strict=True):
             for entry, square in enumerate(squares):
@@ -38,7 +38,7 @@ def test_scores_are_the_groups_mean_root_of_mean_squares(shape: Shape, method: P
     query_heads = shape.kv_heads * shape.group
     draw = torch.Generator().manual_seed(5)
     squares, columns = torch.rand(2, shape.batch, query_heads, shape.entries, generator=draw)
-    passes = dict.fromkeys(method.needs.of(SecondPass), of_a_second_pass(columns))
+    passes = dict.fromkeys(method.traits.needs.of(SecondPass), of_a_second_pass(columns))
     asked = {PromptQueryAttention(method.stride): squares, PromptQueryAttention(2): squares + 1}
     observation = observe(shape, features={**asked, **passes})
     expected = [naive_scores(method, observation, request) for request in range(shape.batch)]
@@ -46,8 +46,8 @@ def test_scores_are_the_groups_mean_root_of_mean_squares(shape: Shape, method: P
 
 
 def test_the_prompts_queries_are_needed_and_first_and_newest_stay() -> None:
-    assert PromptQueries(stride=3).needs == Needs(PromptQueryAttention(3))
-    assert PromptQueries().needs == Needs(PromptQueryAttention(1)) and PromptQueries().needs.unrotated
+    assert PromptQueries(stride=3).traits.needs == Needs(PromptQueryAttention(3))
+    assert PromptQueries().traits.needs == Needs(PromptQueryAttention(1)) and PromptQueries().traits.needs.unrotated
     squares = SecondPass(frozenset({ColumnStatistic.SQUARE}), chunk=0)
-    assert PromptQueries(second_pass=True).needs == Needs(PromptQueryAttention(1), squares)
-    assert (PromptQueries().sinks, PromptQueries().recent) == (4, 8)
+    assert PromptQueries(second_pass=True).traits.needs == Needs(PromptQueryAttention(1), squares)
+    assert (PromptQueries().traits.sinks, PromptQueries().traits.recent) == (4, 8)

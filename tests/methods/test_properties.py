@@ -178,11 +178,11 @@ def test_keeps_exactly_what_was_asked_for_sorted_and_what_always_stays(name: str
 def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
     for request, length in enumerate(case.shape.lengths):
         wanted, counts = case.wanted(length), keep_set.counts[:, request].tolist()
-        if method.layout == "dense":
+        if method.traits.layout == "dense":
             assert counts == [[wanted] * case.shape.kv_heads] * len(case.layers)
-        elif method.layout == "layer-ragged":
+        elif method.traits.layout == "layer-ragged":
             assert all(len(set(layer)) == 1 for layer in counts)
-            if method.across_layers:
+            if method.traits.across_layers:
                 assert sum(layer[0] for layer in counts) == case.wanted_in_all(length)
                 assert all(1 <= layer[0] <= length for layer in counts)
             # What entries are there after an earlier compression may be too few for the first layers' shares.
@@ -191,11 +191,14 @@ def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
             else:
                 assert sum(layer[0] for layer in counts) == wanted * len(case.layers)
         elif (
-            not method.across_layers and not method.equal_layers and case.dropped and isinstance(case.budget.keep, int)
+            not method.traits.across_layers
+            and not method.traits.equal_layers
+            and case.dropped
+            and isinstance(case.budget.keep, int)
         ):
             # Heads aim at what the whole text allows, and hold too little of it.
             assert all(head <= length for layer in counts for head in layer)
-        elif method.across_layers or not method.equal_layers:
+        elif method.traits.across_layers or not method.traits.equal_layers:
             assert sum(map(sum, counts)) == case.wanted_in_one_pool(length)
             assert all(1 <= head <= length for layer in counts for head in layer)
         else:
@@ -244,7 +247,7 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
         protected = set(range(prompt) if span is None else range(*span))
         wanted = min(max(keep, len(protected) + recent), length)
         counts = keep_set.counts[:, request]
-        if method.equal_layers:
+        if method.traits.equal_layers:
             assert counts.sum(-1).tolist() == [wanted * shape.kv_heads] * len(layers)
         for observation in observations:
             newest = int(observation.lengths[request])
@@ -289,7 +292,7 @@ def test_every_request_is_decided_by_itself_wherever_it_is_in_the_batch(
                 assert positions == kept(turned, observation, order.index(request), head)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not make(name).needs.of(OutputProjection)])
+@pytest.mark.parametrize("name", [name for name in NAMES if not make(name).traits.needs.of(OutputProjection)])
 @some_examples
 @given(case=cases(dtypes=[torch.float32], layers=4), data=st.data())
 def test_layers_that_are_shown_as_one_batch_keep_what_they_keep_one_by_one(

@@ -41,7 +41,7 @@ def received_of(method: SecondPassAttention, shape: Shape, **options: Any) -> Ob
     """A random observation with what this method looks at."""
     size = (shape.batch, shape.kv_heads * shape.group, shape.entries)
     columns = torch.rand(size, generator=torch.Generator().manual_seed(3)) + 0.1
-    passes = dict.fromkeys(method.needs.of(SecondPass), of_a_second_pass(columns))
+    passes = dict.fromkeys(method.traits.needs.of(SecondPass), of_a_second_pass(columns))
     return observe(shape, features=passes, **options)
 
 
@@ -56,7 +56,7 @@ def naive_scores(method: SecondPassAttention, observation: Observation, request:
         received = numbers(observation[{"max": MAX, "mean": SUM}[method.statistic]])
         tokens = int(observation.lengths[request])
     else:
-        (needed,) = method.needs.of(SecondPass)
+        (needed,) = method.traits.needs.of(SecondPass)
         told = observation[needed]
         (name,) = needed.statistics
         received, tokens = numbers(told.statistics[name]), int(told.tokens[request])
@@ -96,7 +96,7 @@ def test_equations_14_to_16(shape: Shape, options: dict[str, object]) -> None:
 
 def test_only_what_is_looked_at_is_needed() -> None:
     for task, statistic, values in product(("context", "self"), ("max", "mean"), ("none", "norm", "projected")):
-        needs = SecondPassAttention(task=task, statistic=statistic, values=values, chunk=5).needs
+        needs = SecondPassAttention(task=task, statistic=statistic, values=values, chunk=5).traits.needs
         column = ColumnStatistic.MAX if statistic == "max" else ColumnStatistic.SUM
         assert bool(needs.of(OutputProjection)) == (values == "projected")
         if task == "self":
@@ -104,7 +104,7 @@ def test_only_what_is_looked_at_is_needed() -> None:
         else:
             (needed,) = needs.of(SecondPass)
             assert needed.statistics == {column} and needed.chunk == 5 and not needs.of(AttentionColumns)
-    assert Needs(*SecondPassAttention().needs.of(SecondPass)) == SecondPassAttention().needs
+    assert Needs(*SecondPassAttention().traits.needs.of(SecondPass)) == SecondPassAttention().traits.needs
 
 
 def test_a_root_of_squares_needs_a_second_pass() -> None:

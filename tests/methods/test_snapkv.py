@@ -58,7 +58,7 @@ def test_scores_of_a_cache_that_lost_entries_before() -> None:
 def test_the_window_stays() -> None:
     observation = observe(Shape((40,), 2, 2, 4, 4), window=5)
     method = SnapKV(window=5)
-    keep_set = method.select(observation, Budget(9, recent=method.recent))
+    keep_set = method.select(observation, Budget(9, recent=method.traits.recent))
     assert kept(keep_set, observation, 0, 1)[-5:] == [35, 36, 37, 38, 39]
 
 

@@ -33,7 +33,7 @@ def test_scores_are_the_newest_querys_attention_averaged_over_the_layers_heads(
 
 def test_heads_share_one_set_which_holds_the_newest_token() -> None:
     observation = observe(Shape((23,), 3, 2, 5, 5))
-    keep_set = TOVA().select(observation, Budget(6, recent=TOVA().recent))
+    keep_set = TOVA().select(observation, Budget(6, recent=TOVA().traits.recent))
     sets = [kept(keep_set, observation, 0, head) for head in range(3)]
     assert sets[0] == sets[1] == sets[2]
     assert sets[0][-1] == 22

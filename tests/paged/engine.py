@@ -247,7 +247,7 @@ class Engine:
         for layer in LAYERS:
             held = [[position for position in head if position < at] for head in request.kept[layer]]
             answer = [chosen.positions(layer, 0, head).tolist() for head in range(KV_HEADS)]
-            if recipe.method.fixed_total:
+            if recipe.method.traits.fixed_total:
                 if not is_executed(recipe, BLOCK, at, held, answer):
                     continue
             else:
@@ -303,7 +303,7 @@ def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observatio
         valid[0, head, : len(held)] = True
         for name, column in state.items():
             column[0, head, : len(held)] = torch.tensor([remembered[name][head].get(place, 0.0) for place in held])
-    window = torch.arange(at - recipe.method.needs.window, at)
+    window = torch.arange(at - recipe.method.traits.needs.window, at)
     queries = all_queries[:, window.clamp(min=0)].masked_fill((window < 0)[:, None], 0.0)
     seen = Observation(
         keys=keys,
@@ -322,5 +322,8 @@ def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observatio
     if at == request.prompt:
         return seen
     return seen.with_features(
-        {of: of.made(seen, min(of.window, recipe.schedule.every)) for of in recipe.method.needs.of(WindowAttention)}
+        {
+            of: of.made(seen, min(of.window, recipe.schedule.every))
+            for of in recipe.method.traits.needs.of(WindowAttention)
+        }
     )

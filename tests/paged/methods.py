@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import pytest
@@ -18,6 +19,7 @@ from keepset.core.features.runtime_features import EntryBiases, RecentQueries
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter
 from keepset.core.observation import BIAS, Observation
+from keepset.core.traits import Traits, combine
 from keepset.methods.snapkv import SnapKV
 
 
@@ -27,20 +29,19 @@ class Mass(Method):
 
     name: ClassVar[str] = "mass"
     paper: ClassVar[str] = "none"
-    layout: ClassVar[str] = "head-ragged"
-    needs_budget: ClassVar[bool] = False
-    counts_from_data: ClassVar[bool] = True
 
     share: float = parameter(0.9, minimum=0.0, maximum=1.0)
     window: int = parameter(16, minimum=1)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(RecentQueries(self.window))
-
-    @property
-    def recent(self) -> int:
-        return self.window
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(
+            needs=Needs(RecentQueries(self.window)),
+            recent=self.window,
+            equal_heads=False,
+            needs_budget=False,
+            counts_from_data=True,
+        )
 
     def score(self, observation: Observation) -> Tensor:
         return observation.by_query_group(observation.window_attention(self.window)).mean((2, 3))
@@ -62,17 +63,9 @@ class Loud(Method):
 
     window: int = parameter(8, minimum=1)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs(RecentQueries(self.window))
-
-    @property
-    def recent(self) -> int:
-        return self.window
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("stayed",)
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(needs=Needs(RecentQueries(self.window)), recent=self.window, state_names=("stayed",))
 
     def score(self, observation: Observation) -> Tensor:
         stayed = observation.state.get("stayed")
@@ -91,13 +84,9 @@ class Leaning(SnapKV):
     name: ClassVar[str] = "leaning"
     paper: ClassVar[str] = "none"
 
-    @property
-    def needs(self) -> Needs:
-        return super().needs | Needs(EntryBiases())
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return (BIAS,)
+    @cached_property
+    def traits(self) -> Traits:
+        return combine(Traits(needs=Needs(EntryBiases()), state_names=(BIAS,)), super().traits)
 
     def remember(self, observation: Observation, scores: Tensor) -> dict[str, Tensor]:
         return {BIAS: observation.state.get(BIAS, torch.zeros_like(scores)) + (observation.positions * 1.7).sin()}

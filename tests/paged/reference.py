@@ -18,7 +18,7 @@ def newest_event(recipe: Recipe, prompt: int, start: int, stop: int) -> int:
 def is_executed(recipe: Recipe, block_size: int, at: int, old: list[list[int]], kept: list[list[int]]) -> bool:
     """Whether a layer, where the recipe says how many stay, drops enough: ragged heads need a block that goes."""
     average = -(-sum(map(len, kept)) // len(kept))
-    return at - average >= (1 if recipe.method.equal_heads else block_size) and kept != old
+    return at - average >= (1 if recipe.method.traits.equal_heads else block_size) and kept != old
 
 
 def blocks_gone(block_size: int, kept: Sequence[int], at: int, length: int) -> int:

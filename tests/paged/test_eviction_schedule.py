@@ -73,7 +73,7 @@ class Naive:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=draw)
 
-        needs = self.recipe.method.needs
+        needs = self.recipe.method.traits.needs
         window = torch.arange(self.length - needs.window, self.length)
         moments = QueryDistribution(
             normal(1, KV_HEADS * GROUP, DIM), normal(1, KV_HEADS * GROUP, DIM, DIM), lambda rows, future: rows
@@ -94,7 +94,7 @@ class Naive:
         kept = self.recipe.select(observation)
         answer = [kept.positions(self.layer, 0, number).tolist() for number in range(KV_HEADS)]
         average = -(-sum(map(len, answer)) // KV_HEADS)
-        equal = self.recipe.method.equal_heads and not self.per_head
+        equal = self.recipe.method.traits.equal_heads and not self.per_head
         if self.length - average >= (1 if equal else self.block) and answer != self.heads:
             self.heads = answer
             self.compressions.append((self.length, list(map(len, answer))))
@@ -139,7 +139,7 @@ def test_counts_are_those_of_a_request_that_runs(
         held = list(map(len, naive.heads))
         dropped = eviction_schedule.dropped(prompt, length)
         assert length - dropped == -(-sum(held) // KV_HEADS)
-        if recipe.method.equal_heads:
+        if recipe.method.traits.equal_heads:
             assert held == [length - dropped] * KV_HEADS
         assert before <= dropped <= length
         before = dropped
@@ -190,7 +190,7 @@ def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, bl
         return
     assert shareable is not None
     assert 0 <= shareable <= untouched
-    needs = recipe.method.needs
+    needs = recipe.method.traits.needs
     if needs.of(QueryMoments):
         assert shareable == 0
     first = (

@@ -103,7 +103,7 @@ class Scenario:
             from keepset.vllm.settings import CONNECTOR
 
             with registered():
-                if not Recipe.parse(self.recipe).method.fixed_total:
+                if not Recipe.parse(self.recipe).method.traits.fixed_total:
                     engine["kv_transfer_config"] = CONNECTOR
         return {
             "engine": engine | self.engine,

@@ -195,10 +195,10 @@ class Oracle:
         for index, layer in enumerate(self._layers):
             old = [[position for position in head.positions if position < at] for head in layer.heads]
             answer = [chosen.positions(index, 0, number).tolist() for number in range(len(old))]
-            if method.fixed_total and not is_executed(recipe, self.block_size, at, old, answer):
+            if method.traits.fixed_total and not is_executed(recipe, self.block_size, at, old, answer):
                 continue
             kept[index] = answer
-            if not method.fixed_total and not self._fits(layer, [len(head) for head in answer], at, length):
+            if not method.traits.fixed_total and not self._fits(layer, [len(head) for head in answer], at, length):
                 left.append(index)
                 continue
             self._remember(index, layer.heads, chosen.layer(index).state)
@@ -224,7 +224,7 @@ class Oracle:
             for name, column in state.items():
                 memory = self._memory[index][name][number]
                 column[0, number, :have] = torch.tensor([memory.get(position, 0.0) for position in head.positions])
-        needs = recipe.method.needs
+        needs = recipe.method.traits.needs
         window = torch.arange(at - needs.window, at)
         features: dict[Any, Any] = {
             of: self._moments(layer, of.skip, min(of.buffer, recipe.schedule.every or at), at, prompt)

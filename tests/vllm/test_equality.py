@@ -82,7 +82,7 @@ def recorded(shallow_model: PreTrainedModel, prompts: list[Ask]) -> list[tuple[R
     needs = Needs()
     with registered():
         for recipe in AFTER_PREFILL:
-            needs |= Recipe.parse(recipe).method.needs
+            needs |= Recipe.parse(recipe).method.traits.needs
     recorders = []
     for ask in prompts:
         recorder = Recorder(shallow_model, needs).prefill(torch.tensor([ask.ids]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import OutputProjection, Perplexity
 from keepset.core.rope import RotaryTable
 from keepset.core.tables import save
+from keepset.core.traits import Traits
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, recipe_of
@@ -253,9 +255,9 @@ def test_methods_that_paged_attention_cannot_feed(needs: Needs, sentence: str) -
     class Mine(Mass):
         name = "mine"
 
-        @property
-        def needs(self) -> Needs:
-            return needs
+        @cached_property
+        def traits(self) -> Traits:
+            return Traits(needs=needs)
 
     with pytest.raises(KeepsetError, match=sentence):
         validation.check(config(), Recipe.of(Mine()))
@@ -264,8 +266,7 @@ def test_methods_that_paged_attention_cannot_feed(needs: Needs, sentence: str) -
 def test_layers_whose_events_differ_are_not_chosen_together() -> None:
     class Mine(Pool):
         name = "mine"
-        layout = "layer-ragged"
-        counts_from_data = False
+        own_traits = Traits(equal_layers=False, across_layers=True)
 
     with pytest.raises(KeepsetError, match="mine looks across layers whose quotas differ"):
         validation.check(config(), Recipe.of(Mine(SnapKV()), keep=96))

@@ -69,7 +69,7 @@ def next_query(
     whole.prefill(ids)
     newest = {observation.layer: observation.newest_queries(1)[0] for observation in whole.observations}
     del whole
-    masked = Recorder(model, method.needs, on_layer)
+    masked = Recorder(model, method.traits.needs, on_layer)
     masked.prefill(ids[:, :-1])
     agreements = {}
     for observation in masked.observations:

@@ -140,7 +140,7 @@ class Sweep:
             recipe = recipe_of(text, files)
             if recipe.schedule == _PROMPTS_END:
                 recipe = replace(recipe, schedule=self.schedule)
-            fixed = recipe.budget.keep is not None or not recipe.method.needs_budget
+            fixed = recipe.budget.keep is not None or not recipe.method.traits.needs_budget
             for keep in (recipe.budget.keep,) if fixed else self.keeps:
                 lines.append(Line(method, keep, Candidate.of(recipe, keep, None, self.always)))
         return lines

@@ -137,7 +137,7 @@ class Runner:
 
     def _is_told(self, run: _CellRun) -> bool:
         """Return whether a candidate looks at a task's tokens and is given some."""
-        return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.needs)
+        return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.traits.needs)
 
     def _begin(self, runs: Sequence[_CellRun], task_aware: bool) -> list[Prompt]:
         """Return an example's prompts, and note an error in every run that cannot be asked."""

@@ -56,7 +56,7 @@ class Measurer:
     def _check_share(self, recipe: Recipe, kept: float, piece: TextPiece) -> None:
         """Refuses what chooses its own number and keeps more than the budget."""
         most = self._keep if isinstance(self._keep, float) else self._keep / piece.prompt.shape[1]
-        if not recipe.method.needs_budget and kept > most:
+        if not recipe.method.traits.needs_budget and kept > most:
             raise BudgetError(
                 f"{recipe} chooses itself how much it keeps, and kept {kept:.0%}: that is more than {most:.0%}."
             )

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from keepset.allocators.int8 import Int8
-from keepset.allocators.preset import Preset
+from keepset.allocators.presets import Preset
 from keepset.allocators.uniform import Uniform
 from keepset.core.method import Allocator, Method
 from keepset.errors import KeepsetError
@@ -43,7 +43,7 @@ def with_budget(
     for recipe in recipes:
         try:
             own = more if isinstance(recipe.method, Int8) else keep
-            fitting.append(recipe.with_keep(own) if recipe.method.needs_budget else recipe)
+            fitting.append(recipe.with_keep(own) if recipe.method.traits.needs_budget else recipe)
         except KeepsetError as error:
             unfit[recipe] = str(error)
     return fitting, unfit
@@ -62,7 +62,7 @@ def compositions(best: Sequence[Recipe]) -> list[Recipe]:
         if isinstance(recipe.method, Int8):
             continue
         scorer = _scorer(recipe.method)
-        if type(scorer) in composed or not scorer.needs_budget or isinstance(scorer, StreamingLLM | Random):
+        if type(scorer) in composed or not scorer.traits.needs_budget or isinstance(scorer, StreamingLLM | Random):
             continue
         if recipes := _composed(scorer, recipe):
             composed[type(scorer)] = recipes
@@ -85,8 +85,8 @@ def _scorer(method: Method) -> Method:
 def _composed(scorer: Method, recipe: Recipe) -> list[Recipe]:
     recipes, budget = [], recipe.budget
     # What always stays is the composition's own choice, unless the recipe says otherwise than its method.
-    sinks = None if budget.sinks == recipe.method.sinks else budget.sinks
-    recent = None if budget.recent == recipe.method.recent else budget.recent
+    sinks = None if budget.sinks == recipe.method.traits.sinks else budget.sinks
+    recent = None if budget.recent == recipe.method.traits.recent else budget.recent
     for kind in _allocators():
         with suppress(KeepsetError):
             recipes.append(Recipe.of(kind(scorer), keep=budget.keep, sinks=sinks, recent=recent))

@@ -84,7 +84,7 @@ class Tuner:
         """Refuses what always keeps as much as its budget comes to: it would be ranked by that alone."""
         keep, always = recipe.budget.keep, recipe.budget.sinks + recipe.budget.recent
         entries = math.floor(keep * self._shortest) if isinstance(keep, float) else keep
-        if recipe.method.needs_budget and entries is not None and always >= entries:
+        if recipe.method.traits.needs_budget and entries is not None and always >= entries:
             raise KeepsetError(
                 f"It always keeps {always} entries, and {keep=} of {self._shortest} tokens are {entries}: there is "
                 "nothing to choose, so give a longer text or a larger budget."

@@ -1,4 +1,4 @@
-"""Features that a runtime gives by other means than collecting them while a prompt runs."""
+"""Features that a runtime gives by other means than an accumulator."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepset.core.feature import Feature
 from keepset.core.observation import Observation
+from keepset.core.sizes import Sizes
 from keepset.core.statistics import RowStatistics, Statistics
 from keepset.core.tables import Tables
 from keepset.kernels.blocks import CACHE_BLOCK, block_size
@@ -21,7 +22,10 @@ from keepset.kernels.dispatch import upload
 class RecentQueries(Feature[Tensor]):
     """The newest `window` queries, after rotation: `observation.queries`, `window_attention` and `window_usage`.
 
-    They are there at every event; every runtime records them itself.
+    They exist at every event; every runtime records them itself.
+
+    Attributes:
+        window: how many queries.
     """
 
     window: int = field()
@@ -32,7 +36,7 @@ class RecentQueries(Feature[Tensor]):
 
     @property
     def key(self) -> Hashable:
-        """A longer window has a shorter one in it."""
+        """Return one key for all windows: a longer one contains a shorter one."""
         return RecentQueries
 
     def merged(self, other: RecentQueries) -> RecentQueries:
@@ -41,14 +45,14 @@ class RecentQueries(Feature[Tensor]):
 
 @dataclass(frozen=True)
 class EntryBiases(Feature[Tensor]):
-    """Attention that adds a number to the logits of every entry: `observation.bias`, of which a method says more."""
+    """Attention that adds a number of the method's to the logits of every entry: `observation.bias`."""
 
     label = "biases of entries"
 
 
 @dataclass(frozen=True)
 class Int8Entries(Feature[Tensor]):
-    """Attention over keys and values in 8 bits, with a scale each."""
+    """Attention over keys and values in 8 bits, each with a scale of its own."""
 
     label = "entries in 8 bits"
     transformers_only = "stores entries in 8 bits, which {engine}'s pages do not: leave int8(...) around the recipe out"
@@ -56,10 +60,10 @@ class Int8Entries(Feature[Tensor]):
 
 @dataclass(frozen=True)
 class Perplexity(Feature[Float[Tensor, " batch"]]):
-    """Perplexity of the prompt's newest tokens by the model's own logits, `[batch]`; infinite where none is foretold.
+    """Perplexity of the prompt's newest tokens by the model's own logits, `[batch]`; infinite if none is predicted.
 
     Attributes:
-        tokens: of how many.
+        tokens: how many tokens.
     """
 
     label = "perplexity of the newest tokens"
@@ -73,15 +77,19 @@ class Perplexity(Feature[Float[Tensor, " batch"]]):
 
 @dataclass(frozen=True)
 class OutputProjection(Feature[Float[Tensor, "query_heads value_dim hidden"]]):
-    """Of every query head, from its value to the layer's output, `[query_heads, value_dim, hidden]`."""
+    """The weights from every query head's value to the layer's output, `[query_heads, value_dim, hidden]`."""
 
     label = "output projection"
     transformers_only = "looks at the output projection, which attention layers do not see"
 
     def norms(self, observation: Observation, order: int) -> Float[Tensor, "batch query_heads entries"]:
-        """Norm of what each query head's output projection makes of each entry's value, `|W_O v|`, in float32.
+        """Return the norm of each entry's projected value, `|W_O v|`, in float32.
 
-        `order` 1 adds up the sizes of its numbers, 2 is its length. The projected values are made in blocks.
+        The projected values are computed in blocks.
+
+        Args:
+            observation: one layer.
+            order: 1 for the L1 norm, 2 for the L2 norm.
         """
         batch, kv_heads = observation.values.shape[:2]
         most = block_size(observation.values.device, CACHE_BLOCK)
@@ -101,7 +109,7 @@ class ModelStatistics(Feature[Statistics]):
     """Statistics of the model, measured by `keepset calibrate`.
 
     Attributes:
-        file: that holds them; "" for those offered for the model.
+        file: the file that holds them; "" for the statistics that are offered for the model.
     """
 
     label = "statistics of the model"
@@ -109,33 +117,43 @@ class ModelStatistics(Feature[Statistics]):
     file: str
 
     def repeat_per_request(self, observation: Observation) -> RowStatistics:
-        """Those of each row's layer, on the keys' device.
+        """Return the statistics of each row's layer, on the keys' device.
 
         Args:
-            observation: of these layers.
+            observation: one or several layers.
 
         Raises:
-            KeepsetError: nobody gave the statistics, or they are of a model of another shape.
+            KeepsetError: if nobody gave the statistics, or they are of a model of another shape.
         """
-        measured, device = self._checked(observation), observation.valid.device
-        here = slice(observation.first, observation.first + len(observation.layer_ids))
-        return RowStatistics(lambda name: observation.repeat_per_request(measured.on(device, name)[here]))
+        measured, device = self.checked(observation), observation.valid.device
+        observed = slice(observation.first, observation.first + len(observation.layer_ids))
+        return RowStatistics(lambda name: observation.repeat_per_request(measured.on(device, name)[observed]))
 
-    def retrieval(self, observation: Observation) -> Float[Tensor, "layers kv_heads"]:
-        """How much the KV heads of all compressed layers retrieve, from 0 to 1 (DuoAttention, arXiv:2410.10819).
+    def checked(self, observation: Observation) -> Statistics:
+        """Return the statistics.
 
         Args:
-            observation: of any of them.
+            observation: one or several layers.
 
         Raises:
-            KeepsetError: nobody gave the statistics, they are of another model, or that was not measured.
+            KeepsetError: if nobody gave the statistics, or they are of a model of another shape.
         """
-        return upload(self._checked(observation).gates(), observation.valid.device)
-
-    def _checked(self, observation: Observation) -> Statistics:
         measured = observation[self]
         measured.check(observation.layers, observation.valid.shape[1], observation.head_dim)
         return measured
+
+    def retrieval(self, sizes: Sizes) -> Float[Tensor, "layers kv_heads"]:
+        """Return how much the KV heads of all compressed layers retrieve, from 0 to 1 (DuoAttention, arXiv:2410.10819).
+
+        Args:
+            sizes: the sizes of any of these layers.
+
+        Raises:
+            KeepsetError: if nobody gave the statistics, they are of another model, or retrieval was not measured.
+        """
+        measured = sizes[self]
+        measured.check(sizes.layers, sizes.entries.shape[1])
+        return upload(measured.gates(), sizes.entries.device)
 
 
 @dataclass(frozen=True)
@@ -143,7 +161,7 @@ class ModelTables(Feature[Tables]):
     """Tables that `keepset compile` has made for a model.
 
     Attributes:
-        file: that holds them.
+        file: the file that holds them.
     """
 
     label = "compiled tables"

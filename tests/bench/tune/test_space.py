@@ -26,7 +26,7 @@ def test_one_budget_for_all_but_those_that_take_none(keep: int | float) -> None:
     budgets = {False: {keep}, True: {{0.25: 0.8, 40: 128, 4096: 13107}[keep]}}
     for in_8_bits, expected in budgets.items():
         some = [recipe for recipe in fitting if (recipe.method.name == "int8") is in_8_bits]
-        assert {recipe.budget.keep for recipe in some if recipe.method.needs_budget} == expected
+        assert {recipe.budget.keep for recipe in some if recipe.method.traits.needs_budget} == expected
     assert {recipe.method.name for recipe in fitting if recipe.budget.keep is None} == {"gvote"}
     for recipe, why in unfit.items():
         with pytest.raises(KeepsetError) as caught:

@@ -275,7 +275,7 @@ class Walk:
             return None
         call = lambda: branch.cache.crop(-removed if self.draw.random() < 0.7 else length - removed)  # noqa: E731
         refused = "|".join(["added up"] * bool(self.recipe.schedule.every) + ["cannot take back"] * self.windowed)
-        if not branch.complete and self.recipe.schedule.prefill and self.recipe.method.needs:
+        if not branch.complete and self.recipe.schedule.prefill and self.recipe.method.traits.needs:
             return self._refusal("crop", branch, call, "not complete")
         if not self._attempt("crop", branch, call, refused):
             return None

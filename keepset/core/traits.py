@@ -1,0 +1,94 @@
+"""`Traits`: what a runtime has to know of a method before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from keepset.core.feature import Needs
+from keepset.core.features.runtime_features import EntryBiases
+from keepset.core.keep_set import Layout
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a runtime has to know of a method before it runs.
+
+    Attributes:
+        needs: features to collect beyond keys, values and positions.
+        sinks: first tokens that always stay, unless the recipe gives another number.
+        recent: newest tokens that always stay, unless the recipe gives another number.
+        state_names: names of the numbers per entry that `Method.remember` returns. Paged runtimes store no others.
+        equal_heads: whether the budget allows all KV heads of a layer the same number of entries.
+        equal_layers: whether the budget allows all layers the same number of entries.
+        across_layers: whether the method chooses for all layers together, once the last one has been observed.
+        counts_from_data: whether the number of entries that a layer keeps depends on keys, values or queries.
+        counts_from_files: whether that number depends on files of measurements, which no scheduler loads.
+        needs_budget: whether a recipe must say how much to keep.
+        prefill_only: names of the steps that do nothing at events after the prompt.
+        memory_factor: about how many numbers per entry the method computes at a time. A paged runtime shows it that
+            many times fewer entries at once.
+    """
+
+    needs: Needs = field(default_factory=Needs)
+    sinks: int = 0
+    recent: int = 0
+    state_names: tuple[str, ...] = ()
+    equal_heads: bool = True
+    equal_layers: bool = True
+    across_layers: bool = False
+    counts_from_data: bool = False
+    counts_from_files: bool = False
+    needs_budget: bool = True
+    prefill_only: tuple[str, ...] = ()
+    memory_factor: int = 1
+
+    @property
+    def layout(self) -> Layout:
+        """Return where the numbers of kept entries may differ."""
+        if not self.equal_heads:
+            return Layout.HEAD_RAGGED
+        return Layout.DENSE if self.equal_layers else Layout.LAYER_RAGGED
+
+    @property
+    def fixed_total(self) -> bool:
+        """Return whether lengths and budget alone decide how many entries a layer keeps: the sum of its quotas.
+
+        A paged runtime then frees pages without asking what was kept.
+        """
+        return not (self.counts_from_data or self.counts_from_files)
+
+    @property
+    def count_known_on_host(self) -> bool:
+        """Return whether lengths, budget and files decide how many entries a layer keeps: the sum of its quotas.
+
+        A runtime that has the files need not wait for a device to know the number.
+        """
+        return not (self.counts_from_data or self.across_layers)
+
+    @property
+    def biased(self) -> bool:
+        """Return whether attention adds a number of the method's to the logits of entries (`observation.bias`)."""
+        return bool(self.needs.of(EntryBiases))
+
+
+def combine(outer: Traits, inner: Traits) -> Traits:
+    """Return the traits of a method together with the one inside it.
+
+    Args:
+        outer: what the method around adds.
+        inner: the traits of the method inside.
+    """
+    return Traits(
+        needs=inner.needs | outer.needs,
+        sinks=max(inner.sinks, outer.sinks),
+        recent=max(inner.recent, outer.recent),
+        state_names=(*inner.state_names, *outer.state_names),
+        equal_heads=inner.equal_heads and outer.equal_heads,
+        equal_layers=inner.equal_layers and outer.equal_layers,
+        across_layers=inner.across_layers or outer.across_layers,
+        counts_from_data=inner.counts_from_data or outer.counts_from_data,
+        counts_from_files=inner.counts_from_files or outer.counts_from_files,
+        needs_budget=inner.needs_budget or outer.needs_budget,
+        prefill_only=(*outer.prefill_only, *inner.prefill_only),
+        memory_factor=max(inner.memory_factor, outer.memory_factor),
+    )
