@@ -103,7 +103,7 @@ class AttentionInput:
         batched: what was done for the tokens together with those of other caches, if anything.
         positions: of the tokens, counted from each request's first token; padding has that of the token before.
         real: which tokens are not padding; None if all are real.
-        start: logical length of the cache before the tokens.
+        start, end: logical lengths of the cache before and after the tokens.
         padded: whether the cache has any padding, that of these tokens included.
         layer_input: input of the attention module, if somebody looks at it.
         rotation: rotation of the queries, if somebody looks at it.
@@ -122,6 +122,7 @@ class AttentionInput:
     positions: Int[Tensor, "batch n"] = field(init=False)
     real: RealTokens | None = None
     start: int = 0
+    end: int = 0
     padded: bool = False
     layer_input: LayerInput | None = None
     rotation: Rotation | None = None
@@ -136,11 +137,6 @@ class AttentionInput:
     def length(self) -> int:
         """Number of tokens, padding included."""
         return self.query.shape[2]
-
-    @property
-    def end(self) -> int:
-        """Logical length of the cache after the tokens."""
-        return self.start + self.query.shape[2]
 
     @property
     def lengths(self) -> Int[Tensor, " batch"]:
@@ -170,6 +166,7 @@ class AttentionInput:
         some = copy.copy(self)
         some.query, some.key, some.value = self.query[:, :, part], self.key[:, :, part], self.value[:, :, part]
         some.positions, some.start = self.positions[:, part], self.start + (part.start or 0)
+        some.end = some.start + some.length
         some.real = None if self.real is None else self.real.part(part)
         some.rotation = None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part])
         return some
@@ -270,11 +267,11 @@ class KeepsetLength(int):
     """Length of a keepset layer. It is all that the mask function is told about the cache."""
 
 
+@dataclass(eq=False)
 class MaskRule:
     """The arguments of one mask, evaluated when somebody needs it."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self._arguments = arguments
+    arguments: dict[str, Any]
 
     @property
     def dtype(self) -> Never:
@@ -290,7 +287,7 @@ class MaskRule:
     @cached_property
     def matrix(self) -> Bool[Tensor, "batch 1 q kv"] | None:
         """The ordinary mask, for layers that hold everything; None where plain causality is enough."""
-        return sdpa_mask(**self._arguments)
+        return sdpa_mask(**self.arguments)
 
     @cached_property
     def real(self) -> RealTokens | None:
@@ -299,15 +296,15 @@ class MaskRule:
         Raises:
             UnsupportedModelError: the mask is not plain causal attention with padding.
         """
-        if self._arguments["mask_function"] is not causal_mask_function:
+        if self.arguments["mask_function"] is not causal_mask_function:
             raise UnsupportedModelError(
                 "keepset.Cache supports plain causal attention with padding; this model or call asks for another mask."
             )
-        padding: Tensor | None = self._arguments.get("attention_mask")
+        padding: Tensor | None = self.arguments.get("attention_mask")
         if padding is None:
             return None
-        offset = int(self._arguments["q_offset"])
-        end = offset + int(self._arguments["q_length"])
+        offset = int(self.arguments["q_offset"])
+        end = offset + int(self.arguments["q_length"])
         # The host looks once. Nobody asks for the positions of what came before a single token, which would be long.
         first = offset if offset + 1 == end else 0
         host_mask = padding[:, first:end].bool().cpu()

@@ -21,8 +21,7 @@ from keepset.hf.cache import Cache
 from keepset.hf.dynamo import uncompiled
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.store import EntryStore
-from keepset.kernels.attention import ragged_attention
-from keepset.kernels.compaction import append_entries
+from keepset.kernels.attention import append_entries, ragged_attention
 from keepset.kernels.dispatch import upload
 
 

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import add
 from typing import Any
 
 import torch
@@ -82,9 +83,8 @@ class Progress:
         if (left := self.prompt - self.logical) > 0:
             self.prompts = self.positions[:, min(left, n) - 1] + 1
             counts = [min(left, n)] * len(self.tokens) if real is None else real.part(slice(0, left)).counts
-            self.prompt_tokens = [before + added for before, added in zip(self.tokens, counts, strict=True)]
-        counts = [n] * len(self.tokens) if real is None else real.counts
-        self.tokens = [before + added for before, added in zip(self.tokens, counts, strict=True)]
+            self.prompt_tokens = list(map(add, self.tokens, counts))
+        self.tokens = list(map(add, self.tokens, [n] * len(self.tokens) if real is None else real.counts))
         self.logical += n
 
     def crop(self, removed: int) -> list[int]:
@@ -327,7 +327,7 @@ class ObservedCache(TransformersCache, KnowsText):
         progress = self.progress
         assert progress is not None and progress.positions is not None
         new.positions, new.padded = progress.positions.to(new.query.device), progress.valid is not None
-        new.start = layer.logical
+        new.start, new.end = layer.logical, layer.logical + new.length
         if self._hooks is not None and layer.looks_at(new):
             new.layer_input = self._hooks.layer_input(new)
             new.rotation = new.layer_input.rotation

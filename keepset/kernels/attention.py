@@ -1,8 +1,8 @@
-"""Attention over packed entries, where heads may have different lengths."""
+"""Attention over packed entries, where heads may have different lengths, and the new tokens that join them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,46 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, uses_triton
+from keepset.kernels.int8 import quantize
 from keepset.kernels.packed import HeadRun, PackedHeads
+
+
+def append_entries(
+    stores: Sequence[PackedHeads],
+    keys: Float[Tensor, "batch kv_heads n head_dim"],
+    values: Float[Tensor, "batch kv_heads n value_dim"],
+    positions: Int[Tensor, "batch n"],
+) -> None:
+    """Write `n` new entries into the free places behind those of every head; on a GPU in one launch.
+
+    The heads' counts do not change here.
+
+    Args:
+        stores: packed heads with free places. Put one after another they are all heads of all requests.
+        keys, values: of the new entries, with any strides.
+        positions: of the new tokens.
+    """
+    if uses_triton(keys.device):
+        from keepset.kernels.triton import compaction  # loads Triton
+
+        with launched_on(keys.device):
+            compaction.append(stores, keys, values, positions)
+        return
+    n, first = keys.shape[2], 0
+    at = positions[:, None].expand(-1, keys.shape[1], -1).flatten(0, 1)
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    for store in stores:
+        own = slice(first, first + store.heads)
+        first = own.stop
+        columns = [(store.positions, at[own])]
+        for flat, scale, rows in (
+            (store.keys, store.key_scale, keys[own]),
+            (store.values, store.value_scale, values[own]),
+        ):
+            columns += [(flat, rows)] if scale is None else zip((flat, scale), quantize(rows), strict=True)
+        for run in store.runs:
+            for flat, rows in columns:
+                run.behind(flat, n).copy_(rows[run.first : run.first + run.heads])
 
 
 def ragged_attention(
@@ -40,11 +79,12 @@ def ragged_attention(
     if uses_triton(queries.device):
         return _in_triton(queries, stores, scaling, query_positions)[0]
     batch, query_heads, n, head_dim = queries.shape
-    kv_heads = sum(store.heads for store in stores) // batch
+    runs = _runs(stores)
+    kv_heads = runs[-1][2].stop // batch
     group = query_heads // kv_heads
     folded = queries.reshape(batch * kv_heads, group * n, head_dim)
     outputs = []
-    for store, run, heads in _runs(stores):
+    for store, run, heads in runs:
         mask = None
         if query_positions is not None:
             last_visible = query_positions.repeat_interleave(kv_heads, 0)[heads]
@@ -76,10 +116,11 @@ def ragged_log_sum_exp(
     if uses_triton(queries.device):
         return _in_triton(queries, stores, scaling, query_positions)[1]
     batch, query_heads, n, _ = queries.shape
-    kv_heads = sum(store.heads for store in stores) // batch
+    runs = _runs(stores)
+    kv_heads = runs[-1][2].stop // batch
     folded = queries.reshape(batch * kv_heads, -1, n, queries.shape[-1])
     rows = []
-    for store, run, heads in _runs(stores):
+    for store, run, heads in runs:
         logits = torch.einsum("hgnd,hed->hgne", folded[heads].float(), store.keys_of(run).float()) * scaling
         if store.bias is not None:
             logits += run.view(store.bias).float()[:, None, None]
@@ -91,13 +132,14 @@ def ragged_log_sum_exp(
     return torch.cat(rows).view(batch, query_heads, n).transpose(1, 2)
 
 
-def _runs(stores: Sequence[PackedHeads]) -> Iterator[tuple[PackedHeads, HeadRun, slice]]:
-    """Yield each run, its store, and the slice of all heads that the run covers."""
-    first = 0
+def _runs(stores: Sequence[PackedHeads]) -> list[tuple[PackedHeads, HeadRun, slice]]:
+    """Return each run with its store and the slice of all heads that it covers."""
+    runs, first = [], 0
     for store in stores:
         for run in store.pieces:
-            yield store, run, slice(first, first + run.heads)
+            runs.append((store, run, slice(first, first + run.heads)))
             first += run.heads
+    return runs
 
 
 def _in_triton(

@@ -1,16 +1,14 @@
-"""Moving entries: pack the entries that an event keeps, and append new tokens to packed heads."""
+"""Packing the entries that an event keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.int8 import quantize
-from keepset.kernels.packed import PackedHeads
 
 
 def pack_entries(
@@ -43,48 +41,6 @@ def pack_entries(
         with launched_on(indices.device):
             compaction.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
     return packed
-
-
-def append_entries(
-    stores: Sequence[PackedHeads],
-    keys: Float[Tensor, "batch kv_heads n head_dim"],
-    values: Float[Tensor, "batch kv_heads n value_dim"],
-    positions: Int[Tensor, "batch n"],
-) -> None:
-    """Write `n` new entries into the free places behind those of every head; on a GPU in one launch.
-
-    The heads' counts do not change here.
-
-    Args:
-        stores: packed heads with free places. Put one after another they are all heads of all requests.
-        keys, values: of the new entries, with any strides.
-        positions: of the new tokens.
-    """
-    if uses_triton(keys.device):
-        from keepset.kernels.triton import compaction  # loads Triton
-
-        with launched_on(keys.device):
-            compaction.append(stores, keys, values, positions)
-        return
-    n, first = keys.shape[2], 0
-    at = positions[:, None].expand(-1, keys.shape[1], -1)
-    columns = [column.flatten(0, 1) for column in (keys, values, at)]
-    for store in stores:
-        own = columns if len(stores) == 1 else [column[first : first + store.heads] for column in columns]
-        first += store.heads
-        new = [
-            *_as_stored(store.keys, store.key_scale, own[0]),
-            *_as_stored(store.values, store.value_scale, own[1]),
-            (store.positions, own[2]),
-        ]
-        for run in store.runs:
-            for flat, rows in new:
-                run.behind(flat, n).copy_(rows[run.first : run.first + run.heads])
-
-
-def _as_stored(flat: Tensor, scale: Tensor | None, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return each column to write to, with its new numbers; quantised rows and their scales are two columns."""
-    return [(flat, rows)] if scale is None else list(zip((flat, scale), quantize(rows), strict=True))
 
 
 def _pick(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -86,16 +86,17 @@ class PackedHeads:
         return self.keys.dtype if self.key_scale is None else self.key_scale.dtype
 
     @property
-    def pieces(self) -> Iterator[HeadRun]:
-        """Yield the runs; 8-bit heads in pieces whose dequantised copies stay in a core's cache."""
+    def pieces(self) -> Sequence[HeadRun]:
+        """The runs; 8-bit heads in pieces whose dequantised copies stay in a core's cache."""
         if self.key_scale is None:
-            yield from self.runs
-            return
+            return self.runs
+        pieces = []
         for run in self.runs:
             most = max(1, CACHE_BLOCK // max(run.count * self.keys.shape[1], 1))
             for i in range(0, run.heads, most):
                 heads = min(most, run.heads - i)
-                yield replace(run, first=run.first + i, heads=heads, start=run.start + i * run.capacity)
+                pieces.append(replace(run, first=run.first + i, heads=heads, start=run.start + i * run.capacity))
+        return pieces
 
     def keys_of(self, run: HeadRun) -> Float[Tensor, "heads entries head_dim"]:
         """Return a run's keys as attention takes them: a view, or a copy if they are 8-bit integers."""

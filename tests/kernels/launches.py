@@ -18,10 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keepset.kernels import dispatch
-from keepset.kernels.attention import ragged_attention
+from keepset.kernels.attention import append_entries, ragged_attention
 from keepset.kernels.columns import attention_columns
 from keepset.kernels.compact_block_table import shift_step
-from keepset.kernels.compaction import append_entries, pack_entries
+from keepset.kernels.compaction import pack_entries
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.int8 import quantize
 from keepset.kernels.packed import PackedHeads, runs_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keepset.kernels.compaction import append_entries, pack_entries
+from keepset.kernels.attention import append_entries
+from keepset.kernels.compaction import pack_entries
 from keepset.kernels.packed import HeadRun, PackedHeads
 
 KEYS = {"by head": (2, 3, 20, 5), "by token": (2, 20, 3, 5)}

@@ -37,7 +37,7 @@ def test_each_kernel_is_launched_on_the_gpu_of_its_tensors(
     with Gpu(monkeypatch) as gpu:
         keys, new = Posing(torch.randn(6, 8)), Posing(torch.randn(1, 2, 1, 8))
         store = PackedHeads(keys, keys, Posing(torch.arange(6, dtype=torch.int32)), [HeadRun(0, 2, 0, 2, 3)])
-        compaction.append_entries([store], new, new, Posing(torch.tensor([[7]])))
+        attention.append_entries([store], new, new, Posing(torch.tensor([[7]])))
         attention.ragged_attention(new, [store], 0.3)
         columns.attention_columns(new[0], new[0])
         indices, counts = Posing(torch.tensor([0, 0])), Posing(torch.tensor([[1, 1]]))

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from keepset.kernels.attention import ragged_attention, ragged_log_sum_exp
-from keepset.kernels.compaction import append_entries
+from keepset.kernels.attention import append_entries, ragged_attention, ragged_log_sum_exp
 from keepset.kernels.int8 import dequantize, quantize
 from keepset.kernels.packed import PackedHeads
 from keepset.kernels.window import add_received

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.attention import ragged_attention
-from keepset.kernels.compaction import append_entries
+from keepset.kernels.attention import append_entries, ragged_attention
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention
