@@ -1,4 +1,4 @@
-"""`Accumulator`: collects what a method can look at, chunk by chunk, in the same way under every runtime."""
+"""`Accumulator`: collects what a method can look at over a prompt, chunk by chunk, under every runtime."""
 
 from __future__ import annotations
 
@@ -16,34 +16,50 @@ from keepset.core.shapes import HiddenStates, Queries, QueryHeadScores
 from keepset.kernels.dispatch import upload
 
 Turn = Callable[[Tensor], Tensor]
-"""From rows `[batch, query_heads, n, head_dim]` before rotation to the same at some rotation."""
+"""Rotate rows `[batch, query_heads, n, head_dim]`, given before rotation."""
 
 RequestKeys = Sequence[tuple[Float[Tensor, "kv_heads _ head_dim"], Tensor | slice]]
-"""For every request the keys of its valid entries, and which of a chunk's queries are its own."""
+"""For each request the keys of its valid entries, and the indices of a chunk's queries that belong to it."""
 
 
 class QuerySource(ABC):
-    """What knows how a layer makes its queries and rotates them."""
+    """How a layer makes its queries and rotates them."""
 
     @property
     @abstractmethod
     def hidden(self) -> HiddenStates:
-        """Hidden states that entered the layer's attention with this chunk."""
+        """The hidden states that entered the layer's attention with this chunk."""
 
     @abstractmethod
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
-        """This chunk's queries as they were before rotation, float32."""
+        """Return this chunk's queries as they were before rotation, float32.
+
+        Args:
+            queries: queries after rotation.
+            positions: positions of the queries.
+        """
 
     @abstractmethod
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
-        """Rotates rows by the mean rotation of the `future` positions from each request's length on."""
+        """Return a function that rotates rows by the mean rotation of the positions that follow each request.
+
+        Args:
+            lengths: tokens of each request.
+            future: how many positions.
+        """
 
     @abstractmethod
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
-        """Queries that the layer makes of other hidden states, at that rotation."""
+        """Return the queries that the layer makes of other hidden states, at the rotation of `ahead`.
+
+        Args:
+            hidden: hidden states, as they enter the layer's attention.
+            lengths: tokens of each request.
+            future: how many positions the mean rotation covers.
+        """
 
     def merged_with(self, others: Sequence[Self]) -> QuerySource:
-        """What knows it of this one's requests and of others' after them; of one layer any of them does."""
+        """Return the source for its own requests and, after them, those of others; of one layer any source will do."""
         return self
 
 
@@ -52,14 +68,14 @@ class Chunk:
     """What one step brings to one layer: `n` new tokens after those that came before.
 
     Attributes:
-        queries: after rotation.
-        entries: makes the entries so far, this chunk's included, for whom wants to see them.
-        positions, valid: of the new tokens; valid is None when all are.
-        scaling: what the model multiplies query-key products with.
-        lse: log-sum-exp of every query's logits where attention computed it already.
-        source: where somebody looks at queries before rotation or at hidden states.
-        start: the first token's position, where it is every request's and the host knows it.
-        host_positions: the positions on the host where it knows them otherwise; negative for tokens that do not exist.
+        queries: queries after rotation.
+        entries: makes the entries so far, including this chunk's, for an accumulator that looks at them.
+        positions, valid: position of each new token, and which of them are no padding; None if all are.
+        scaling: factor of the model's logits.
+        lse: log-sum-exp of every query's logits, if attention has computed it already.
+        source: given if somebody looks at queries before rotation or at hidden states.
+        start: position of the first token, if all requests have the same and the host knows it.
+        host_positions: the tokens' positions on the host, negative for padding, if the host knows them otherwise.
     """
 
     queries: Queries
@@ -73,7 +89,12 @@ class Chunk:
     host_positions: Int[Tensor, "batch n"] | None = None
 
     def every(self, stride: int, request: int) -> Tensor | slice:
-        """Which of a request's tokens have positions that are multiples of this."""
+        """Return which of a request's tokens have positions that are multiples of `stride`.
+
+        Args:
+            stride: distance of the positions.
+            request: index of the request.
+        """
         if self.start is not None:
             return slice(-self.start % stride, None, stride)
         if self.host_positions is None:
@@ -82,31 +103,44 @@ class Chunk:
         return upload(chosen.nonzero()[:, 0], self.positions.device)
 
     def counted(self, skip: int) -> Bool[Tensor, "batch n"]:
-        """Which of the tokens exist and are not among the first `skip`."""
+        """Return which tokens exist and are not among the first `skip` of their request."""
         counted = self.positions >= skip
         return counted if self.valid is None else counted & self.valid
 
 
 class Accumulator(ABC):
-    """Collects all features of one kind, each once. What `add` replaces it never writes into: copies may share it."""
+    """Collects all features of one kind, each once.
+
+    `add` never writes into a tensor that it replaces, so copies may share tensors.
+    """
 
     @abstractmethod
     def __init__(self, features: Sequence[Any]) -> None: ...
 
     @abstractmethod
     def add(self, chunk: Chunk) -> None:
-        """Takes one chunk in."""
+        """Take in one chunk."""
 
     @abstractmethod
     def merged_with(self, others: Sequence[Self]) -> Self:
-        """One of this one's requests and those of others after them."""
+        """Return an accumulator of this one's requests and, after them, those of others."""
 
     @abstractmethod
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Any, Any]:
-        """By feature what was collected, for requests of these lengths, with a place for each of `width` entries."""
+        """Return what was collected, by feature.
+
+        Args:
+            lengths: tokens of each request.
+            width: entries to make a place for, at least.
+        """
 
 
 def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> QueryHeadScores:
-    """One column statistic of several requests, zero where a request has no entry."""
+    """Return one column statistic of several requests as a batch, zero where a request has no entry.
+
+    Args:
+        columns: the statistic of each request.
+        width: entries of the result, at least.
+    """
     longest = max(width, *(column.shape[-1] for column in columns))
     return torch.stack([F.pad(column, (0, longest - column.shape[-1])) for column in columns])

@@ -17,10 +17,14 @@ from keepset.core.feature import Feature
 
 
 class Accumulators:
-    """Everything that has an accumulator among `needs`, of one layer, over one or more chunks of a prompt.
+    """Everything with an accumulator among some features, for one layer, over one or more chunks of a prompt.
 
-    `seconds` holds the time that features took, by their `cost`, so that a prefill which collects for many methods at
-    once can say what each of them would have cost.
+    Args:
+        needs: the features.
+
+    Attributes:
+        seconds: time that features took, by their `cost`. A prefill that collects for many methods at once can so say
+            what each of them would have cost.
     """
 
     def __init__(self, needs: Iterable[Feature[Any]]) -> None:
@@ -35,24 +39,24 @@ class Accumulators:
         }
 
     def __bool__(self) -> bool:
-        """Whether anything is collected, which takes every token of a prompt."""
+        """Return whether anything is collected, for which every token of a prompt is needed."""
         return bool(self._parts)
 
     def add(self, chunk: Chunk) -> None:
-        """Takes one chunk in."""
+        """Take in one chunk."""
         for cost, part in self._parts.items():
             with self.timed(cost):
                 part.add(chunk)
 
     def fork(self) -> Self:
-        """An independent copy."""
+        """Return an independent copy."""
         copied = copy.copy(self)
         copied.seconds = self.seconds.copy()
         copied._parts = {cost: copy.copy(part) for cost, part in self._parts.items()}
         return copied
 
     def merged_with(self, others: Sequence[Accumulators]) -> Accumulators:
-        """Those of this one's requests and of others after them, each of which has come to its prompt's end."""
+        """Return accumulators of its own requests and, after them, of others; all have reached their prompt's end."""
         if not others:
             return self
         copied = self.fork()
@@ -61,7 +65,12 @@ class Accumulators:
         return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int = 0) -> dict[Feature[Any], Any]:
-        """What was collected of requests of these lengths, for at least `width` entries: an Observation's features."""
+        """Return what was collected, as an Observation's features.
+
+        Args:
+            lengths: tokens of each request.
+            width: entries to make a place for, at least.
+        """
         values: dict[Feature[Any], Any] = {}
         for cost, part in self._parts.items():
             with self.timed(cost):
@@ -70,7 +79,7 @@ class Accumulators:
 
     @contextmanager
     def timed(self, cost: Hashable) -> Iterator[None]:
-        """Files the time inside under this cost."""
+        """Return a context whose time is filed under this cost."""
         start = time.perf_counter()
         yield
         self.seconds[cost] += time.perf_counter() - start

@@ -24,12 +24,12 @@ from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.hf.attention import AttentionInput, KeepsetLength
 from keepset.hf.dynamo import uncompiled
-from keepset.hf.passing import PassingQueries
+from keepset.hf.query_recorder import QueryRecorder
 from keepset.hf.store import EntryStore
 from keepset.hf.stored_observation import StoredObservation
-from keepset.hf.window import QueryWindow
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_with_lse
+from keepset.recording.window import QueryWindow
 
 
 class LogicalLayer(DynamicLayer):
@@ -349,7 +349,7 @@ class DecodingPhase:
 
     def __init__(self, needs: Needs, every: int, next_event: int) -> None:
         self._newest, self._every = needs.newest, every
-        self.next, self.passing = next_event, PassingQueries(needs, every)
+        self.next, self.passing = next_event, QueryRecorder(needs, every)
         self._span = max(self.passing.reach, 1)
 
     def looks_at(self, new: AttentionInput) -> bool:

@@ -31,7 +31,7 @@ from keepset.paged.pages import add_received
 from keepset.paged.passing import PassingQueries
 from keepset.paged.private_window_sums import OwnSums
 from keepset.paged.query_operations import PromptChunk, QueryAddition
-from keepset.paged.recording import Recording
+from keepset.recording.features import Recording
 
 
 class Observer:
@@ -174,7 +174,7 @@ class Observer:
                 window = self._recording.window(feature, ends_prompt=False)
                 queries, positions = self._newest(event, places, window)
                 chunk, moments = Chunk(queries, list, positions, None, self._scaling, source=source), Moments()
-                moments.add(feature.rows(chunk, source), chunk.counted(feature.skip), feature.full)
+                feature.add(moments, chunk)
             made[feature] = feature.distribution(moments, source, event.at.repeat(len(places)))
         return made
 

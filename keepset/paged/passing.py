@@ -15,7 +15,7 @@ from keepset.core.shapes import Queries
 from keepset.kernels.moments import Moments
 from keepset.kernels.paged_arguments import RecordedQueries
 from keepset.paged.query_operations import HeldQueries, QueryAddition, QueryCapture
-from keepset.paged.recording import Recording
+from keepset.recording.features import Recording
 
 _AT_ONCE = 1 << 24
 """Numbers of covariances that are made at a time, if not of one layer: 64 MiB."""
@@ -125,10 +125,9 @@ class PassingQueries:
         exists, positions = exists.repeat(layers, 1), addition.positions.repeat(layers, 1)
         queries = queries.masked_fill(~exists[:, None, :, None], 0)  # whatever lies there
         chunk = Chunk(queries, list, positions, exists, scaling, source=source)
-        rows, counted = feature.rows(chunk, source), chunk.counted(feature.skip)
         fresh = (addition.unwritten >= addition.lengths).repeat(layers)[:, None, None]
         moments = self.moments(feature, places, addition.slots, fresh)
-        moments.add(rows, counted, feature.full)
+        feature.add(moments, chunk)
         for name, part in moments.tensors.items():
             parts[name][places.start : places.stop, addition.slots] = part.unflatten(0, (layers, -1))
 

@@ -12,11 +12,11 @@ from keepset.paged.eviction_event import EvictionEvent, batches_of_similar_lengt
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.ragged_heads import RaggedHeadTables, RaggedPages
-from keepset.paged.recording import Recording
 from keepset.paged.recording_plan import CapturePlanner
 from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recipe import Recipe
+from keepset.recording.features import Recording
 
 
 class Planner:

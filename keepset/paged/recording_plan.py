@@ -15,9 +15,9 @@ from keepset.kernels.paged_arguments import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.query_operations import HeldQueries, LateCapture, PromptChunk, QueryAddition, QueryCapture
 from keepset.paged.query_records import QueryRecord
-from keepset.paged.recording import Recording
 from keepset.paged.request_table import RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
+from keepset.recording.features import Recording
 
 LocateEntries = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[], EntriesInPages]]
 """Says where the layers have the entries of these requests before the step's events, once it is planned."""

@@ -26,9 +26,9 @@ from keepset.paged.layer_group import LayerGroup
 from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.query_records import slots_for
-from keepset.paged.recording import Recording
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
+from keepset.recording.features import Recording
 from keepset.vllm import stats
 from keepset.vllm.compat import all_layers, ask_for_prompt_lengths, attention_layers, captured_tokens
 from keepset.vllm.memory import Shape, reserve
@@ -114,7 +114,7 @@ class EngineContext:
         """What layers record of queries."""
         heads, head_dim, dtype = self._queries
         group = heads // self.config.model_config.get_num_kv_heads(self.config.parallel_config)
-        return Recording.of(self.recipe, group, head_dim, dtype.itemsize)
+        return Recording.of_recipe(self.recipe, group, head_dim, dtype.itemsize)
 
     @cached_property
     def _queries(self) -> tuple[int, int, torch.dtype]:

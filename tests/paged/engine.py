@@ -27,8 +27,8 @@ from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
-from keepset.paged.recording import Recording
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
+from keepset.recording.features import Recording
 from tests.paged.reference import blocks_gone, is_executed, newest_event
 
 LAYERS, KV_HEADS, GROUP, DIM, BLOCK = (0, 1, 2), 2, 2, 8, 4
@@ -84,7 +84,7 @@ class Group:
         self.leader = leader
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
         self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, BLOCK)
-        recording = Recording.of(recipe, GROUP, DIM, 4)
+        recording = Recording.of_recipe(recipe, GROUP, DIM, 4)
         planner = Planner(self.schedule, recording, self.layers, REQUESTS, len(caches[leader]), freed)
         shape = len(self.layers), slots_for(REQUESTS), KV_HEADS * GROUP, DIM
         self.passing = PassingQueries(recording, *shape, torch.float32)

@@ -20,8 +20,8 @@ from keepset.paged.pages import StridedPages
 from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
-from keepset.paged.recording import Recording
 from keepset.paged.step import ScheduledRequest, StepBatch
+from keepset.recording.features import Recording
 
 REQUESTS = 8
 """That run at once, at most."""
@@ -40,7 +40,7 @@ def layer_group(
     blocks, kv_heads, size, width = caches[0].shape
     layers, dtype = tuple(range(len(caches))), caches[0].dtype if eight_bits is None else eight_bits[0].dtype
     schedule = EvictionSchedule(Recipe.parse(recipe), 0, layers, kv_heads, size)
-    recording = Recording.of(schedule.recipe, group, width // 2, dtype.itemsize)
+    recording = Recording.of_recipe(schedule.recipe, group, width // 2, dtype.itemsize)
     planner = Planner(schedule, recording, layers, REQUESTS, blocks, FreedBlocks())
     shape = len(layers), slots_for(REQUESTS), kv_heads * group, width // 2
     passing = PassingQueries(recording, *shape, dtype, caches[0].device)

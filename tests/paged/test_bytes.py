@@ -13,8 +13,8 @@ from keepset.paged.pages import StridedPages
 from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
-from keepset.paged.recording import Recording
 from keepset.paged.step import ScheduledRequest, StepBatch
+from keepset.recording.features import Recording
 
 REQUESTS, BLOCK = 64, 16
 SMOLLM2, HALF_A_BILLION = (9, 3, 64, torch.float32, 96, 32), (14, 2, 64, torch.bfloat16, 96, 32)
@@ -28,7 +28,7 @@ def beside(shape: tuple[int, int, int, torch.dtype, int, int], method: str) -> f
     recipe = Recipe.of(Recipe.parse(method).method, keep=keep, every=every)
     blocks = REQUESTS * (keep + every) // BLOCK
     pages = StridedPages([torch.zeros(blocks, kv_heads, BLOCK, 2 * size, dtype=dtype)])
-    recording = Recording.of(recipe, query_heads // kv_heads, size, dtype.itemsize)
+    recording = Recording.of_recipe(recipe, query_heads // kv_heads, size, dtype.itemsize)
     schedule = EvictionSchedule(recipe, 0, (0,), kv_heads, BLOCK)
     planner = Planner(schedule, recording, (0,), REQUESTS, blocks, FreedBlocks())
     passing = PassingQueries(recording, 1, slots_for(REQUESTS), query_heads, size, dtype)
@@ -61,7 +61,7 @@ def test_moments_weigh_as_much_as_their_queries_or_less(shape: tuple[int, int, i
 def test_queries_of_64_requests_of_an_8b_model(method: str) -> None:
     """32 layers with 32 query heads and 8 KV heads of 128 numbers, whatever the prompts' lengths: under 128 MiB."""
     recipe = Recipe.of(Recipe.parse(method).method, keep=2048, every=256)
-    recording = Recording.of(recipe, 4, 128, 2)
+    recording = Recording.of_recipe(recipe, 4, 128, 2)
     passing = PassingQueries(recording, 32, slots_for(REQUESTS), 32, 128, torch.bfloat16, "meta")
     assert passing.nbytes == 32 * 80 * recording.size * 32 * 128 * 2 < 2**27
 
@@ -69,7 +69,7 @@ def test_queries_of_64_requests_of_an_8b_model(method: str) -> None:
 def test_prompts_of_131072_tokens_are_compressed_one_by_one() -> None:
     """And short ones together, so that an event takes no more entries out of the pages than one prompt has."""
     schedule = EvictionSchedule(Recipe.parse("knorm(keep=0.25)"), 0, (0,), 8, BLOCK)
-    planner = Planner(schedule, Recording.of(schedule.recipe, 4, 128, 2), (0,), REQUESTS, 10**6, FreedBlocks())
+    planner = Planner(schedule, Recording.of_recipe(schedule.recipe, 4, 128, 2), (0,), REQUESTS, 10**6, FreedBlocks())
     for length, together in ((131072, 1), (8192, 16), (500, 64)):
         rows = [ScheduledRequest(row, row, row + 1, length, length - 1, length) for row in range(REQUESTS)]
         table = torch.zeros(REQUESTS, 131072 // BLOCK, dtype=torch.int32)

@@ -16,14 +16,14 @@ from keepset.kernels.paged_arguments import FiledLayouts
 from keepset.paged.passing import PassingQueries
 from keepset.paged.query_operations import QueryCapture
 from keepset.paged.query_records import QueryRecord, slots_for
-from keepset.paged.recording import Recording
 from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch
+from keepset.recording.features import Recording
 from tests.paged.methods import Loud
 from tests.tiers import examples
 
 WINDOW, SIZE, PROMPT = 6, 4, 7
-RECORDING = Recording.of(Recipe.of(Loud(window=WINDOW), keep=10), 1, 1, 4)
+RECORDING = Recording.of_recipe(Recipe.of(Loud(window=WINDOW), keep=10), 1, 1, 4)
 
 
 def table_of(running: int = 8) -> RequestTable:

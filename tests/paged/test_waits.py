@@ -16,9 +16,9 @@ from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import QueryRecord
-from keepset.paged.recording import Recording
 from keepset.paged.request_table import RequestState
 from keepset.paged.step import ScheduledRequest, StepBatch
+from keepset.recording.features import Recording
 
 pytest.importorskip("triton")
 from tests.paged import layers
@@ -38,7 +38,7 @@ def test_equal_heads_are_planned_without_waiting(number: int, monkeypatch: pytes
     requests = [kinds[index % len(kinds)] for index in range(number * len(kinds))]
     schedule = EvictionSchedule(Recipe.parse("knorm(keep=10, every=7)"), 0, (0, 1), 2, BLOCK)
     plain = batch_of(requests, posing=False)
-    recording = Recording.of(schedule.recipe, 2, 8, 4)
+    recording = Recording.of_recipe(schedule.recipe, 2, 8, 4)
     expected = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks()).plan(plain)
     with Gpu(monkeypatch) as gpu:
         batch = batch_of(requests, posing=True)
@@ -61,7 +61,7 @@ def test_equal_heads_decode_after_one_upload_and_one_kernel(
 ) -> None:
     """What attention is told is at the same addresses in every step, and what a CPU tells it."""
     schedule = EvictionSchedule(Recipe.parse("knorm(keep=10, every=7)"), 0, (0, 1), 2, BLOCK)
-    recording, addresses = Recording.of(schedule.recipe, 2, 8, 4), []
+    recording, addresses = Recording.of_recipe(schedule.recipe, 2, 8, 4), []
     plain = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks())
     with Gpu(monkeypatch) as gpu:
         planner = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks())
@@ -91,7 +91,7 @@ PROMPTS, DECODING = [(30, 0, 30), (21, 0, 21)], [(30, 30, 31), (21, 21, 22)]
 def planned(steps: list[list[tuple[int, int, int]]], put: Any, gpu: Gpu | None = None) -> list[Any]:
     """Plans of these steps, counted one by one; at events first heads keep 6 entries, second ones 14."""
     schedule = EvictionSchedule(Recipe.parse(RAGGED), 0, (0, 1), 2, BLOCK)
-    recording = Recording.of(schedule.recipe, 2, 8, 4)
+    recording = Recording.of_recipe(schedule.recipe, 2, 8, 4)
     planner = Planner(schedule, recording, (0, 1), 64, 10**3, FreedBlocks())
     plans = []
     for requests in steps:
@@ -162,7 +162,7 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
     """Of 32 layers with 8 KV heads and blocks of 16, beside 63 requests: 3.6 GiB while tables were made."""
     places, size, prompt = range(32), 16, 131072
     schedule = EvictionSchedule(Recipe.parse("adakv(knorm, keep=256)"), 0, tuple(places), 8, size)
-    recording = Recording.of(schedule.recipe, 4, 128, 2)
+    recording = Recording.of_recipe(schedule.recipe, 4, 128, 2)
     planner = Planner(schedule, recording, tuple(places), 64, 64 * prompt // size, FreedBlocks())
 
     for event in planner.plan(layers.batch_of([(500, 0, 500)] * 63, prompt // size, size)).events:
@@ -182,7 +182,7 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
 def test_recorded_queries_are_planned_with_one_look(number: int, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At pages, from which requests are told, however many there are; and none where no window is open."""
     schedule = EvictionSchedule(Recipe.parse(recipe), 0, (0, 1), 2, BLOCK)
-    recording = Recording.of(schedule.recipe, 2, 8, 4)
+    recording = Recording.of_recipe(schedule.recipe, 2, 8, 4)
     kinds = [(60, 0, 60), (60, 60, 61), (53, 66, 67), (70, 76, 77)]
     with Gpu(monkeypatch) as gpu:
         for open_windows, some in ((True, kinds * number), (False, [(90, 0, 50)] * number)):
@@ -200,7 +200,7 @@ def test_nothing_is_recorded_for_events_that_drop_nothing(keep: int) -> None:
     """A window before the events at 60 tokens, of a prompt, and at 74 is open."""
     schedule = EvictionSchedule(Recipe.parse(f"snapkv(window=7, keep={keep}, every=7)"), 0, (0, 1), 2, BLOCK)
     for request, event in (((60, 0, 58), 60), ((60, 69, 70), 74)):
-        planner = Planner(schedule, Recording.of(schedule.recipe, 2, 8, 4), (0, 1), 64, 10**4, FreedBlocks())
+        planner = Planner(schedule, Recording.of_recipe(schedule.recipe, 2, 8, 4), (0, 1), 64, 10**4, FreedBlocks())
         plan = planner.plan(batch_of([request], posing=False))
         assert bool(plan.in_layers) == (event > keep)
 

@@ -14,7 +14,7 @@ from keepset.core.feature import Needs
 from keepset.paged.observer import Observer
 from keepset.paged.passing import PassingQueries
 from keepset.paged.private_window_sums import OwnSums
-from keepset.paged.recording import Recording
+from keepset.recording.features import Recording
 from tests.vllm.late import Late
 
 query_projection = Late("keepset.vllm.query_projection")
@@ -50,7 +50,7 @@ class Attending(nn.Module):
 
 
 def observing(module: Attending) -> Observer:
-    recording = Recording.of(Recipe.parse("knorm(keep=4)"), 1, SIZE, 4)
+    recording = Recording.of_recipe(Recipe.parse("knorm(keep=4)"), 1, SIZE, 4)
     passing = PassingQueries(recording, 1, 1, HEADS, SIZE, torch.float32)
     return Observer(Needs(), recording, passing, OwnSums(1, 1), 1.0, None, [module.found])
 

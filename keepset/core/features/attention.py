@@ -1,4 +1,4 @@
-"""What entries receive: of the prompt's own attention, of its queries once more, of a second pass over the prompt."""
+"""What entries receive from the prompt's attention, from its queries once more, and from a second pass over it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keepset.kernels.columns import ColumnAccumulator, ColumnStatistic
 from keepset.kernels.mean_square import mean_square_attention
 
 _PROMPT_ATTENTION = "looks at the attention of the whole prompt, and only there"
-"""Why this and its like do not exist at later events."""
+"""Why these features do not exist at later events."""
 
 
 class _Columns(Accumulator):
@@ -49,7 +49,7 @@ class _Columns(Accumulator):
 
 @dataclass(frozen=True)
 class AttentionColumns(Feature[Float[Tensor, "batch query_heads entries"]]):
-    """A statistic of each column of the prompt's causal attention, streamed: no attention matrix exists.
+    """A statistic of each column of the prompt's causal attention. It is streamed; no attention matrix exists.
 
     Its value is `[batch, query_heads, entries]`.
 
@@ -95,7 +95,7 @@ class _PromptQueries(Accumulator):
         return {of: widened([column for columns in each for column in columns[of]], width) for of in self._queries}
 
     def _columns(self, lengths: Int[Tensor, " batch"]) -> dict[PromptQueryAttention, list[Tensor]]:
-        """Of each of its own requests."""
+        """Return the columns of each of its own requests."""
         newest = self._newest
         assert newest.source is not None
         turn, entries = newest.source.ahead(lengths, 1), newest.entries()
@@ -114,10 +114,10 @@ class _PromptQueries(Accumulator):
 class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
     """The mean square of what each entry would receive if the prompt's queries came once more, right after it.
 
-    All see all entries. Its value is `[batch, query_heads, entries]`.
+    Each query sees all entries. Its value is `[batch, query_heads, entries]`.
 
     Attributes:
-        stride: of how many tokens one is asked.
+        stride: one query out of so many is asked.
     """
 
     label = "the prompt's queries once more"
@@ -129,7 +129,7 @@ class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
 
     @property
     def cost(self) -> PromptQueryAttention:
-        """Its own: other strides are asked apart."""
+        """The feature itself: other strides are asked separately."""
         return self
 
 
@@ -138,10 +138,9 @@ class SecondPassColumns:
     """What every entry of the prompt received in a second pass.
 
     Attributes:
-        statistics: by their names, one number per query head and entry; zero where an entry received nothing.
+        statistics: by name, one number for each query head and entry; zero where an entry received nothing.
         tokens: how many tokens have looked at the entries.
-        opening: how many of the first entries were not asked about, because they are the chat template's; none, where
-            nothing is said.
+        opening: how many of the first entries were left out because they belong to the chat template; None: none were.
     """
 
     statistics: Mapping[ColumnStatistic, Float[Tensor, "batch query_heads entries"]]
@@ -151,16 +150,16 @@ class SecondPassColumns:
 
 @dataclass(frozen=True)
 class SecondPass(Feature[SecondPassColumns]):
-    """Tokens that run once more on top of the prompt's whole cache, for the attention that they pay to it.
+    """Tokens that run once more after the prompt's whole cache, for the attention that they pay to it.
 
-    They are the task's tokens where some were given to the cache, else the prompt's own. Nothing of them stays.
+    They are the task's tokens if the cache was given some, else the prompt's own. Nothing of them stays.
 
     Attributes:
-        statistics: of the columns of that attention.
-        chunk: how many tokens of the prompt run together; those of a chunk see the whole prompt and one another, and
-            each chunk follows the prompt anew. 0: all of them.
-        repeat: every chunk comes after words that ask to repeat it, and the statistics are of a softmax over nothing
-            but itself, these words, the first few entries and the chunk's, each of which is looked at once (KVzip).
+        statistics: statistics of the columns of that attention.
+        chunk: how many tokens of the prompt run together. They see the whole prompt and one another; each chunk follows
+            the prompt anew. 0: all tokens run together.
+        repeat: whether each chunk comes after words that ask to repeat it. The statistics are then those of a softmax
+            over the chunk, these words, the first few entries and the chunk's own entries alone (KVzip).
     """
 
     label = "a second pass"
@@ -173,5 +172,5 @@ class SecondPass(Feature[SecondPassColumns]):
 
     @property
     def cost(self) -> SecondPass:
-        """The pass, whatever is asked of it: such passes are run as one."""
+        """The pass without its statistics: passes that differ in these alone are run as one."""
         return replace(self, statistics=frozenset())

@@ -20,12 +20,18 @@ _WHOLE_PROMPT = "looks at moments over the whole prompt, "
 
 Rotate = Callable[[Tensor, int], Tensor]
 """`(rows [batch, query_heads, n, head_dim] before rotation, future) -> rows` at the mean rotation of the
-`future` positions that follow the request's last token."""
+`future` positions that follow the request's last token.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class QueryDistribution:
-    """Mean and covariance of a layer's queries before rotation, and the way to rotate them ahead."""
+    """Mean and covariance of a layer's queries before rotation.
+
+    Attributes:
+        mean, covariance: of each query head.
+        rotate: rotates rows ahead.
+    """
 
     mean: Float[Tensor, "batch query_heads head_dim"]
     covariance: Float[Tensor, "batch query_heads head_dim head_dim"]
@@ -34,7 +40,7 @@ class QueryDistribution:
     def ahead(
         self, future: int
     ) -> tuple[Float[Tensor, "batch query_heads head_dim"], Float[Tensor, "batch query_heads head_dim head_dim"]]:
-        """Both moments under the mean rotation R of the next `future` positions: R m and R C R'."""
+        """Return both moments under the mean rotation R of the next `future` positions: R m and R C R'."""
         mean = self.rotate(self.mean[:, :, None], future)[:, :, 0]
         half = self.rotate(self.covariance, future)
         return mean, self.rotate(half.transpose(-1, -2), future).transpose(-1, -2)
@@ -42,12 +48,12 @@ class QueryDistribution:
 
 @dataclass(frozen=True, eq=False)
 class HiddenDistribution:
-    """Mean and variance of the hidden states that enter a layer's attention, and the way to make queries of others.
+    """Mean and variance of the hidden states that enter a layer's attention.
 
     Attributes:
         mean, variance: per channel, of the population.
-        queries: `(hidden [batch, n, hidden], future) -> [batch, query_heads, n, head_dim]`: queries that these hidden
-            states would make at the mean rotation of the next `future` positions.
+        queries: `(hidden [batch, n, hidden], future) -> [batch, query_heads, n, head_dim]`: the queries of other hidden
+            states, at the mean rotation of the next `future` positions.
     """
 
     mean: Float[Tensor, "batch hidden"]
@@ -63,7 +69,7 @@ class _Moments(Accumulator):
     def add(self, chunk: Chunk) -> None:
         assert chunk.source is not None
         self._source, kind = chunk.source, next(iter(self._moments))
-        rows = kind.rows(chunk, chunk.source)
+        rows = kind.rows(chunk)
         self._moments = {feature: copy.copy(moments) for feature, moments in self._moments.items()}
         for feature, moments in self._moments.items():
             moments.add(rows, chunk.counted(feature.skip), kind.full)
@@ -83,7 +89,12 @@ class _Moments(Accumulator):
 
 
 class _OfRows(Feature[Value]):
-    """Moments of one row per token; `full` says whether the covariance is a matrix or its diagonal."""
+    """Moments of one row per token.
+
+    Attributes:
+        full: whether the covariance is a matrix or only its diagonal.
+        skip: how many of the first tokens to leave out.
+    """
 
     unrotated = True
     accumulator = _Moments
@@ -92,12 +103,22 @@ class _OfRows(Feature[Value]):
     skip: int
 
     @abstractmethod
-    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        """What the moments are of."""
+    def rows(self, chunk: Chunk) -> Float[Tensor, "batch heads n dim"]:
+        """Return the rows of a chunk."""
+
+    def add(self, moments: Moments, chunk: Chunk) -> None:
+        """Add a chunk's rows to moments."""
+        moments.add(self.rows(chunk), chunk.counted(self.skip), self.full)
 
     @abstractmethod
     def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> Value:
-        """The moments of requests of these lengths."""
+        """Return the value of the feature.
+
+        Args:
+            moments: moments of the rows.
+            source: how the layer makes and rotates queries.
+            lengths: tokens of each request.
+        """
 
 
 @dataclass(frozen=True)
@@ -106,9 +127,9 @@ class QueryMoments(_OfRows[QueryDistribution]):
 
     Attributes:
         skip: how many of the first tokens to leave out.
-        buffer: over how many of the newest queries they are taken at an event after the prompt, as far as these came
-            since the event before; at the prompt's end it is the whole prompt. 0: they do not exist at later events.
-            Moments of another buffer are the same thing.
+        buffer: how many of the newest queries they are made of at an event after the prompt, as far as these came since
+            the event before. At the prompt's end they are made of the whole prompt. 0: they do not exist at later
+            events. Moments with another buffer are the same feature.
     """
 
     label = "query moments"
@@ -125,8 +146,9 @@ class QueryMoments(_OfRows[QueryDistribution]):
     def merged(self, other: QueryMoments) -> QueryMoments:
         return max(self, other, key=lambda feature: feature.buffer)
 
-    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        return source.undo(chunk.queries, chunk.positions)
+    def rows(self, chunk: Chunk) -> Float[Tensor, "batch heads n dim"]:
+        assert chunk.source is not None
+        return chunk.source.undo(chunk.queries, chunk.positions)
 
     def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> QueryDistribution:
         ahead = functools.cache(functools.partial(source.ahead, lengths))
@@ -147,8 +169,9 @@ class HiddenMoments(_OfRows[HiddenDistribution]):
 
     skip: int
 
-    def rows(self, chunk: Chunk, source: QuerySource) -> Float[Tensor, "batch heads n dim"]:
-        return source.hidden[:, None, : chunk.queries.shape[2]].float()
+    def rows(self, chunk: Chunk) -> Float[Tensor, "batch heads n dim"]:
+        assert chunk.source is not None
+        return chunk.source.hidden[:, None, : chunk.queries.shape[2]].float()
 
     def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> HiddenDistribution:
         def queries(hidden: Tensor, future: int) -> Tensor:

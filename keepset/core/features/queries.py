@@ -1,4 +1,4 @@
-"""`ReferenceQueries`: some of the prompt's own queries, turned to the first position after it."""
+"""`ReferenceQueries`: some of the prompt's own queries, rotated to the first position after it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from keepset.kernels.dispatch import upload
 
 
 class PaddedQueries(NamedTuple):
-    """Queries of each request, after rotation, and which of them exist."""
+    """Queries of each request after rotation, padded to one number, and which of them exist."""
 
     queries: Float[Tensor, "batch query_heads n head_dim"]
     exists: Bool[Tensor, "batch n"]
 
     @classmethod
     def padded(cls, rows: Sequence[Float[Tensor, "query_heads _ head_dim"]]) -> PaddedQueries:
-        """Of requests with different numbers of them."""
+        """Return the queries of requests that have different numbers of them."""
         lengths = upload([row.shape[1] for row in rows], rows[0].device)
         queries = pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True).transpose(1, 2)
         return cls(queries, torch.arange(queries.shape[2], device=lengths.device) < lengths[:, None])
 
     def at_most(self, number: int) -> PaddedQueries:
-        """Those that there would be if so many of each request had been asked for; there may be more for others."""
+        """Return the queries that there would be if at most `number` of each request had been asked for."""
         if self.queries.shape[2] <= number:
             return self
         rows = [row[:, own] for row, own in zip(self.queries, self.exists, strict=True)]
@@ -39,7 +39,7 @@ class PaddedQueries(NamedTuple):
 
 
 def _stride(rows: int, most: int) -> int:
-    """The least power of two so that no more than `most` remain."""
+    """Return the least power of two with which at most `most` of `rows` rows remain."""
     stride = 1
     while -(-rows // stride) > most:
         stride *= 2
@@ -49,13 +49,14 @@ def _stride(rows: int, most: int) -> int:
 class _Row:
     """One request's queries before rotation, of every `stride`-th position; the stride doubles when they are too many.
 
-    By position, so that neither chunks nor padding change who is asked.
+    They are chosen by position, so that neither chunks nor padding change which are chosen.
     """
 
     def __init__(self, queries: Float[Tensor, "query_heads n head_dim"], stride: int) -> None:
         self.queries, self.stride = queries, stride
 
     def extended(self, new: Float[Tensor, "query_heads _ head_dim"], most: int) -> _Row:
+        """Return the row with new queries, thinned to at most `most`."""
         queries = torch.cat([self.queries, new], 1)
         step = _stride(queries.shape[1], most)
         return _Row(queries[:, ::step].clone() if step > 1 else queries, self.stride * step)
@@ -94,7 +95,7 @@ class ReferenceQueries(Feature[PaddedQueries]):
     At later events they do not exist.
 
     Attributes:
-        number: how many at most. Queries of another number are the same thing.
+        number: how many at most. Queries of another number are the same feature.
     """
 
     label = "the prompt's queries once more"

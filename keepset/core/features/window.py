@@ -1,4 +1,4 @@
-"""`WindowAttention`: what every entry receives of the newest queries, added up while they pass."""
+"""`WindowAttention`: what every entry receives from the newest queries, added up while they come."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from keepset.kernels.group_reduction import GroupReduction
 
 @dataclass(frozen=True, eq=False)
 class WindowSums:
-    """What entries received of a window of queries.
+    """What entries received from a window of queries.
 
     Attributes:
-        attention_sums: attention summed over the window's queries, in float32; of each query head of a group, where the
-            feature says so.
-        window: of how many queries; of fewer where a request is shorter.
+        received: attention summed over the window's queries, float32; for each query head of a group if the feature
+            says so.
+        window: how many queries; a shorter request has fewer.
     """
 
     attention_sums: Float[Tensor, "batch kv_heads entries *group"]
@@ -27,30 +27,34 @@ class WindowSums:
 
     @property
     def mean(self) -> Float[Tensor, "batch kv_heads entries *group"]:
-        """Received of a query on average; those that a short request does not have give nothing."""
+        """The attention received per query of the window; queries that a short request does not have count as zero."""
         return self.attention_sums / self.window
 
     def asked(
         self, observation: Observation, positions: Int[Tensor, "batch #kv_heads #entries"]
     ) -> Int[Tensor, "batch #kv_heads #entries"]:
-        """How many of the window's queries have come since these positions, with their own."""
+        """Return how many of the window's queries have come at or after these positions.
+
+        Args:
+            observation: entries of the same requests.
+            positions: positions of the entries.
+        """
         return (observation.lengths[:, None, None] - positions).clamp(0, self.window)
 
 
 @dataclass(frozen=True)
 class WindowAttention(Feature[WindowSums]):
-    """Causal attention of the newest `window` queries, summed over them, by entry and KV head.
+    """Causal attention of the newest `window` queries, summed over them, for each entry and KV head.
 
-    At the prompt's end it is made of these queries. After it, it is added up while they pass, entry by entry: numbers
-    are held of entries and hardly a query. A window reaches no further back than the event before: where these
-    come at least `window` tokens apart nothing is dropped while it passes, and the sums are those that the queries
-    would give at the event. Where they come more often (`every=I`), the newest I queries are the window.
+    At the prompt's end it is made of these queries. After the prompt it is added up entry by entry while they come, so
+    that numbers are held for entries and hardly a query. A window reaches no further back than the event before. If
+    events are at least `window` tokens apart, nothing is dropped while the window passes, and the sums are those that
+    the queries would give at the event. If they come more often (`every=I`), the window is the newest I queries.
 
     Attributes:
         window: how many queries.
-        history: they are asked about the entries before the newest `window` alone, and their attention there is all
-            that counts.
-        sums_of: what is added up of the query heads that share a KV head.
+        history: whether the queries see only the entries before the newest `window`; nothing else counts then.
+        sums_of: how to reduce the query heads that share a KV head.
     """
 
     summed = True
@@ -65,7 +69,7 @@ class WindowAttention(Feature[WindowSums]):
 
     @property
     def column(self) -> str:
-        """What the numbers of entries are stored under; no name of a method's own."""
+        """The name of the column that holds the sums; no method's own column has such a name."""
         rule = {
             GroupReduction.MEAN: "",
             GroupReduction.EACH: ", by each head",
@@ -77,11 +81,21 @@ class WindowAttention(Feature[WindowSums]):
         return self.made(observation, self.window)
 
     def made(self, observation: Observation, window: int) -> WindowSums:
-        """Of the newest `window` of the observation's queries."""
+        """Return the sums of the newest `window` of an observation's queries.
+
+        Args:
+            observation: entries and queries.
+            window: how many queries.
+        """
         queries, at = observation.newest_queries(window)
         last_visible = self.last_visible(at, observation.lengths)
         return WindowSums(self.sums_of.of(observation.attention_sums(queries, last_visible, self.sums_of)), window)
 
     def last_visible(self, at: Int[Tensor, "batch n"], lengths: Int[Tensor, " batch"]) -> Int[Tensor, "batch n"]:
-        """The last position that queries at these are asked about, for an event at these lengths."""
+        """Return the last position that each query sees.
+
+        Args:
+            at: position of each query.
+            lengths: tokens of each request at the event.
+        """
         return at.minimum(lengths[:, None] - (self.window + 1)) if self.history else at

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import keepset
 from keepset.hf.store import EntryStore
-from keepset.hf.window import QueryWindow
+from keepset.recording.window import QueryWindow
 
 _NOT_STATE = {
     *("_hooks", "_second", "_perplexity", "_model", "_forecast", "_few", "_from_files", "_waiting"),

@@ -1,4 +1,4 @@
-"""`QueryWindow`: the newest queries of a layer, recorded in slices that are joined when somebody looks at them."""
+"""`QueryWindow`: the newest queries of a batch. It grows by what is recorded, and can be cropped and reordered."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.hf.rotation import Rotation
-
 
 class QueryWindow:
-    """Queries after rotation, their positions and, where it is recorded with them, their rotation.
+    """Queries after rotation with their positions and, if it is recorded with them, their rotation.
 
-    No slice is a view, which would keep the whole forward alive.
+    They are recorded in slices, which are joined when somebody looks at them. A slice is a copy: a view would keep a
+    whole forward alive.
 
     Args:
-        parts: columns `[batch, n, ...]`, right-aligned. A part is never changed, so copies share it.
+        parts: columns `[batch, n, ...]` by name, right-aligned. A part never changes, so copies share it.
         holes: whether some of their queries may not exist.
 
     Attributes:
-        holes: whether that is so by now.
+        holes: whether some of the queries may not exist (position -1) by now.
     """
 
     def __init__(self, parts: Sequence[dict[str, Tensor]] = (), holes: bool = False) -> None:
@@ -34,12 +33,12 @@ class QueryWindow:
 
     @property
     def size(self) -> int:
-        """Queries of each request, those that do not exist among them."""
+        """The number of queries of each request, holes included."""
         return sum(part["positions"].shape[1] for part in self._parts)
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """All that is recorded, as one part; empty when nothing is."""
+        """All that is recorded as one part; empty if nothing is."""
         if len(self._parts) > 1:
             joined = {name: torch.cat([part[name] for part in self._parts], 1) for name in self._parts[0]}
             self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if self.holes else joined]
@@ -51,9 +50,17 @@ class QueryWindow:
         positions: Int[Tensor, "batch n"],
         valid: Bool[Tensor, "batch n"] | None,
         size: int,
-        rotation: Rotation | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Records the newest `size` queries of each request; those that are not valid (padding) do not exist."""
+        """Record the newest `size` of these queries of each request.
+
+        Args:
+            queries: queries after rotation.
+            positions: positions of the queries.
+            valid: which of them are no padding; None if all are. Padding makes holes.
+            size: how many to record.
+            rotation: cosines and sines of the queries, `[batch, n, head_dim]`, to be recorded with them.
+        """
         part = {"queries": queries.transpose(1, 2), "positions": positions}
         if rotation is not None:
             part |= {"cos": rotation[0].expand(len(queries), -1, -1), "sin": rotation[1].expand(len(queries), -1, -1)}
@@ -64,43 +71,43 @@ class QueryWindow:
             self._parts.append({name: column[:, -size:].clone() for name, column in part.items()})
 
     def newest(self, size: int) -> dict[str, Tensor]:
-        """The newest `size` queries of each request, or as many as there are, as an Observation's keyword arguments."""
+        """Return the newest `size` queries, or as many as there are, as keyword arguments of an Observation."""
         if not size or not self._parts:
             return {}
         newest = {name: self.columns[name][:, -size:] for name in ("queries", "positions")}
         return {"queries": newest["queries"].transpose(1, 2), "query_positions": newest["positions"]}
 
-    def rotation(self, size: int) -> Rotation | None:
-        """Of the same queries, where it was recorded."""
+    def rotation(self, size: int) -> tuple[Tensor, Tensor] | None:
+        """Return cosines and sines of the newest `size` queries, or None if they were not recorded."""
         columns = self.columns
         return (columns["cos"][:, -size:], columns["sin"][:, -size:]) if "cos" in columns else None
 
     def keep(self, size: int) -> None:
-        """Forgets all but the newest `size` queries of each request."""
+        """Forget all but the newest `size` queries of each request."""
         if size <= 0:
             self._parts = []
         elif self.size > size:
             self._parts = [{name: column[:, -size:].clone() for name, column in self.columns.items()}]
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
-        """Makes the batch consist of these requests."""
+        """Make the batch consist of these requests."""
         if self._parts:
             self._parts = [{name: column[rows.to(column.device)] for name, column in self.columns.items()}]
 
     def crop(self, lengths: Int[Tensor, " batch"]) -> None:
-        """Forgets the queries that each request has beyond its length."""
+        """Forget the queries that each request has beyond its length."""
         if columns := self.columns:
             gone = columns["positions"] >= lengths[:, None]
             cropped = {**columns, "positions": columns["positions"].masked_fill(gone, -1)}
             self._parts, self.holes = [_right_aligned(cropped, gone.shape[1])], True
 
     def fork(self) -> QueryWindow:
-        """An independent copy."""
+        """Return an independent copy."""
         return QueryWindow(self._parts, self.holes)
 
 
 def _right_aligned(columns: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """The newest `size` queries; what does not exist moves to the left."""
+    """Return the newest `size` queries, with the holes on the left."""
     exists = columns["positions"] >= 0
     order = exists.int().argsort(dim=-1, stable=True)[:, -size:]
     rows = torch.arange(len(order), device=order.device)[:, None]

@@ -1,0 +1,265 @@
+"""`QueryRecorder`: what the queries of one layer leave behind between two events, so that they need not be kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from keepset.core.accumulator import Chunk
+from keepset.core.feature import Feature, Needs
+from keepset.core.features.moments import QueryMoments
+from keepset.core.features.window import WindowAttention, WindowSums
+from keepset.hf.attention import AttentionInput
+from keepset.hf.store import EntryStore
+from keepset.kernels.moments import Moments
+from keepset.kernels.window import add_received
+from keepset.recording.features import RecordedFeatures, SummedFeature, moments_nbytes
+from keepset.recording.window import QueryWindow
+
+_MOST = 8
+"""Queries that wait to be added up, at most: an event has no more than these to look at."""
+_SHARE = 20
+"""Waiting queries weigh at most one part in so many of the entries."""
+
+
+class QueryRecorder:
+    """Window sums and moments of the queries since an event, and the newest of these queries.
+
+    What an entry receives is added to a column of the store. A few queries wait before they are added up, so that one
+    product serves several, and so that their tokens can be taken back.
+
+    Args:
+        needs: what the method looks at.
+        every: tokens from event to event.
+
+    Attributes:
+        reach: how many of the newest queries before an event are looked at.
+        window: queries that wait, or that the event looks at itself.
+        moments: moments of the queries that do not wait any more.
+        until: logical length up to which queries are added up.
+    """
+
+    def __init__(self, needs: Needs, every: int) -> None:
+        self._features, self._every = RecordedFeatures.of(needs, every), every
+        self.reach = self._features.reach()
+        self.window, self.moments, self.until = QueryWindow(), dict[QueryMoments, Moments](), 0
+        self._lengths: Int[Tensor, " batch"] | None = None
+        """Tokens of each request at `until`; None if all requests have `until` tokens."""
+        self._few: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated beside the store."""
+        lengths = 0 if self._lengths is None else self._lengths.nbytes
+        return lengths + self.window.nbytes + sum(moments.nbytes for moments in self.moments.values())
+
+    def record(self, forward: AttentionInput, store: EntryStore | None, point: int) -> None:
+        """Record those queries of a forward that the next event looks at.
+
+        Args:
+            forward: new tokens, none of them beyond the event.
+            store: entries of the layer; None while the prompt is not complete.
+            point: logical length at the next event.
+        """
+        newest = self._features.newest
+        keeps_all = forward.padded and newest  # a request with padding may have its newest queries further back
+        first = 0 if keeps_all else max(point - self.reach - forward.start, 0)
+        if first >= forward.length:
+            return
+        new = forward.tokens(slice(first, None)) if first else forward
+        begins = point - self._features.summed()
+        if begins < new.end:
+            assert store is not None
+            few, limit = self._limits(new, store)
+            if new.length > limit:
+                earlier, new = new.tokens(slice(0, new.length - few)), new.tokens(slice(new.length - few, None))
+                self._add(earlier)
+                self.add_up(earlier, store, point)
+            elif new.end - max(self.until, begins) > limit:
+                before = new.positions[:, 0] if new.valid is None else new.positions[:, 0] + ~new.valid[:, 0]
+                self._add_up(forward, store, new.start, before, point)
+        self._add(new)
+        bound = max(newest, new.end - max(self.until, begins))
+        if keeps_all and self.window.size > bound + _MOST:
+            self.window.keep(bound)
+
+    def add_up(self, forward: AttentionInput, store: EntryStore, point: int) -> None:
+        """Add up all recorded queries.
+
+        Args:
+            forward: the newest tokens, whose queries are recorded.
+            store: entries of the layer.
+            point: logical length at the next event.
+        """
+        self._add_up(forward, store, forward.end, forward.lengths, point)
+
+    def values(self, forward: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
+        """Return the features of an event at the forward's end.
+
+        Args:
+            forward: the newest tokens.
+            state: columns of the store; the columns of window sums are taken out.
+        """
+        values: dict[Feature[Any], Any] = {
+            feature: WindowSums(state.pop(feature.column), self._features.window(feature))
+            for feature in self._features.sums
+        }
+        for feature, moments in self.moments.items():
+            assert forward.layer_input is not None
+            values[feature] = feature.distribution(moments, forward.layer_input, forward.lengths)
+        return values
+
+    def forget(self, store: EntryStore) -> None:
+        """Drop sums and moments."""
+        self.moments = {}
+        for feature in self._features.sums:
+            store.forget(feature.column)
+
+    def begin(self, padded: bool) -> None:
+        """Begin the next interval, right after an event.
+
+        Args:
+            padded: whether the cache has any padding.
+        """
+        self.moments, self._few = {}, None
+        self._lengths = self._lengths if padded else None
+        self.window.keep(self._features.newest if padded else self._features.newest - self._every)
+
+    def taken_back(self, end: int, point: int) -> bool:
+        """Return whether queries can be forgotten; those that are added up only all together.
+
+        Args:
+            end: logical length that would be left.
+            point: logical length at the next event.
+        """
+        return end >= self.until or end <= point - self._features.summed()
+
+    def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
+        """Forget the newest queries.
+
+        Args:
+            end: logical length that is left.
+            lengths: tokens of each request that are left.
+            store: entries of the layer.
+        """
+        if end < self.until:
+            self.forget(store)
+            self.until, self._lengths = end, lengths.clone()
+        self.window.crop(lengths)
+
+    def reorder(self, rows: Int[Tensor, " rows"]) -> None:
+        """Make the batch consist of these requests."""
+        self.window.reorder(rows)
+        self.moments = {feature: moments.reordered(rows) for feature, moments in self.moments.items()}
+        if self._lengths is not None:
+            self._lengths = self._lengths[rows.to(self._lengths.device)]
+
+    def fork(self) -> QueryRecorder:
+        """Return an independent copy."""
+        copied = copy.copy(self)
+        copied.window = self.window.fork()
+        copied.moments = {feature: copy.copy(moments) for feature, moments in self.moments.items()}
+        return copied
+
+    # --- as tensors
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that is held beside the store and `until`, by name."""
+        tensors = {f"recorded.{name}": column for name, column in self.window.columns.items()}
+        tensors["holes"] = torch.tensor(self.window.holes)
+        for number, feature in enumerate(self._features.moments):
+            if feature in self.moments:
+                parts = self.moments[feature].tensors
+                tensors |= {f"moments.{number}.{name}": part for name, part in parts.items()}
+        return tensors if self._lengths is None else {**tensors, "added": self._lengths}
+
+    def restore(self, tensors: Mapping[str, Tensor], end: int, point: int) -> None:
+        """Take over the `tensors` of another recorder.
+
+        Args:
+            tensors: of the other recorder.
+            end: logical length of the cache.
+            point: logical length at the next event.
+
+        Raises:
+            ValueError: queries are missing that the next event looks at.
+        """
+
+        def part(prefix: str) -> dict[str, Tensor]:
+            return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+        self._lengths = tensors.get("added")
+        if recorded := part("recorded."):
+            self.window = QueryWindow([recorded], bool(tensors["holes"]))
+        for number, feature in enumerate(self._features.moments):
+            if parts := part(f"moments.{number}."):
+                self.moments[feature] = Moments.of(parts, feature.full)
+        summed = self._features.summed()
+        waiting = end - max(self.until, point - summed) if summed else 0
+        if self.window.size < (min(waiting, 1) if self.window.holes else waiting):
+            raise ValueError
+
+    # ---
+
+    def _limits(self, new: AttentionInput, store: EntryStore) -> tuple[int, int]:
+        """Return how many queries may wait; and how many while there are no moments that would weigh less."""
+        query_nbytes = _query_nbytes(new)
+        if self._few is None:  # once in an interval, since its entries grow
+            self._few = max(1, min(_MOST, store.entries * store.entry_bytes // (_SHARE * query_nbytes)))
+        if not self._features.moments or self.moments:
+            return self._few, self._few
+        requests, heads, _, head_dim = new.query.shape
+        return self._few, max(self._few, requests * moments_nbytes(heads, head_dim) // query_nbytes)
+
+    def _add(self, new: AttentionInput) -> None:
+        rotation = new.rotation if self._features.moments else None
+        self.window.add(new.query, new.positions, new.valid, new.length, rotation)
+
+    def _add_up(
+        self, forward: AttentionInput, store: EntryStore, end: int, lengths: Int[Tensor, " batch"], point: int
+    ) -> None:
+        """Add up the recorded queries, which end at the logical length `end` and at `lengths` of the requests."""
+        holes = self.window.holes
+        for feature in self._features.added_up:
+            begins = max(self.until, point - self._features.window(feature))
+            if begins >= end:
+                continue
+            waiting = self.window.newest(self.window.size if holes else end - begins)
+            queries, at, exists = waiting["queries"], waiting["query_positions"], None
+            if holes:
+                exists = self._counted(feature, at, lengths + (point - end))
+            if isinstance(feature, WindowAttention):
+                last = feature.last_visible(at, lengths + (point - end)) if feature.history else at
+                last = last if exists is None else last.masked_fill(~exists, -1)
+                column = store.column(feature.column, feature.sums_of.shape(queries.shape[1] // store.kv_heads))
+                scaling = forward.scaling
+                add_received(column, queries, store.heads, store.kv_heads, last, scaling, feature.sums_of)
+            else:
+                assert forward.layer_input is not None
+                source = forward.layer_input.rotated_by(self.window.rotation(queries.shape[2]))
+                chunk = Chunk(queries, list, at, exists, forward.scaling, source=source)
+                feature.add(self.moments.setdefault(feature, Moments()), chunk)
+        shifted = holes or forward.padded
+        # A copy, since a view would keep a whole forward's positions.
+        self.until, self._lengths = end, lengths.clone() if shifted else None
+        self.window.keep(self._features.newest if shifted else end - (point - self._features.newest))
+
+    def _counted(
+        self, feature: SummedFeature, at: Int[Tensor, "batch n"], points: Int[Tensor, " batch"]
+    ) -> Bool[Tensor, "batch n"]:
+        """Return which queries are in the feature's window before an event at `points`, and not added up yet."""
+        begins = (points - self._features.window(feature)).clamp(min=0)
+        added = at.new_full((), self.until) if self._lengths is None else self._lengths
+        return at >= begins.maximum(added)[:, None]
+
+
+def _query_nbytes(forward: AttentionInput) -> int:
+    """Return the bytes that are recorded of one token."""
+    parts = (forward.query, forward.positions, *(forward.rotation or ()))
+    return sum(part.nbytes for part in parts) // forward.length
