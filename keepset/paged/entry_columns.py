@@ -1,4 +1,4 @@
-"""`EntryColumns`: numbers of entries beside key and value, indexed by the same slots: all of it moves together."""
+"""`EntryColumns`: numbers of entries beside key and value, by the same slots, so that all of it moves together."""
 
 from __future__ import annotations
 
@@ -15,43 +15,55 @@ from keepset.paged.event_pages import OccupiedPages
 from keepset.recipe import Recipe
 
 POSITION = "position"
-"""Whole numbers, bit for bit."""
-
+"""The column of original positions: int32, stored as float32 bits."""
 COLUMN_BYTES = 4
-"""Of one number."""
+"""Bytes of one number."""
+_ROOM = 64
+"""Entries by which a request's private column grows, at least."""
 
 
 def columns_of(recipe: Recipe, group: int, saves: bool = False) -> dict[str, tuple[int, ...]]:
-    """The numbers that an entry has under a recipe: their names, and the shape of each.
+    """Return the name of each column under a recipe, and the shape of an entry's numbers in it.
 
     Args:
-        recipe: that is executed.
-        group: query heads to a KV head.
+        recipe: the recipe that is executed.
+        group: query heads that share a KV head.
         saves: whether it is asked at the end where entries come from.
     """
     method: Method = recipe.method
     sums = {feature.column: feature.sums_of.shape(group) for feature in method.traits.needs.of(WindowAttention)}
-    # Without a later event nobody asks where an entry came from: but attention does for its bias.
+    # Without a later event nobody asks where an entry came from; but attention asks for its bias.
     biases = (BIAS,) if method.traits.biased else ()
     single = (*biases, *([POSITION] if saves else []))
     return dict.fromkeys(single if recipe.schedule.every is None else (POSITION, *method.traits.state_names), ()) | sums
 
 
 class EntryColumns:
-    """Those of some layers.
+    """Columns of some layers.
+
+    Several requests may begin with the same pages until each has its first event. What an entry receives until then
+    differs from request to request, and the pages' slots have room for one number. So such a request has private
+    columns, in which an entry's place is its position.
 
     Args:
-        columns: their names, and the shape of an entry's numbers in each.
-        layers, slots: how many of them there are.
-        block_size: tokens per page.
-        device: of the cache.
+        columns: the name of each column, and the shape of an entry's numbers in it.
+        layers, kv_heads, slots: how many layers there are, and KV heads and slots in each.
+        block_size: tokens of a block.
+        device: device of the cache.
     """
 
     def __init__(
-        self, columns: Mapping[str, tuple[int, ...]], layers: int, slots: int, block_size: int, device: torch.device
+        self,
+        columns: Mapping[str, tuple[int, ...]],
+        layers: int,
+        kv_heads: int,
+        slots: int,
+        block_size: int,
+        device: torch.device,
     ) -> None:
         self._columns = {name: torch.zeros(layers, slots, *shape, device=device) for name, shape in columns.items()}
-        self._block_size = block_size
+        self._private: dict[tuple[int, str], Tensor] = {}
+        self._kv_heads, self._block_size = kv_heads, block_size
 
     def __getitem__(self, name: str) -> Float[Tensor, "layers slots *rest"]:
         return self._columns[name]
@@ -61,36 +73,63 @@ class EntryColumns:
 
     @property
     def bias(self) -> Float[Tensor, "layers slots"] | None:
-        """What attention adds to the logits of entries that an event has packed; None: nothing."""
+        """What attention adds to the logits of packed entries; None if there is no bias."""
         return self._columns.get(BIAS)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return sum(column.nbytes for column in self._columns.values())
+        return sum(column.nbytes for column in (*self._columns.values(), *self._private.values()))
+
+    def private(self, request: int, name: str, entries: int) -> Float[Tensor, "layers kv_heads places *rest"]:
+        """Return a request's private column, to be written to.
+
+        Args:
+            request: slot of the request.
+            name: name of the column.
+            entries: entries that there must be places for.
+        """
+        column, whole = self._private.get((request, name)), self._columns[name]
+        if column is None or column.shape[2] < entries:
+            shape = len(whole), self._kv_heads, entries + _ROOM, *whole.shape[2:]
+            grown = torch.zeros(shape, device=whole.device)
+            if column is not None:
+                grown[:, :, : column.shape[2]] = column
+            self._private[request, name] = column = grown
+        return column
+
+    def forget(self, request: int) -> None:
+        """Drop a request's private columns, once its event is over."""
+        for key in [key for key in self._private if key[0] == request]:
+            del self._private[key]
 
     def slots(self, subpages: Int[Tensor, "*rows pages"]) -> Int[Tensor, "*rows entries"]:
-        """Of all entries of these sub-pages, in their order."""
+        """Return the slots of all entries of these sub-pages, in order."""
         offset = torch.arange(self._block_size, device=subpages.device)
         return (subpages[..., None] * self._block_size + offset).flatten(-2)
 
     def read(
         self, name: str, slots: Int[Tensor, "layers_rows kv_heads entries"]
     ) -> Float[Tensor, "layers_rows kv_heads entries *rest"]:
-        """A column's numbers of these slots, which are numbered through all layers."""
+        """Return a column's numbers at these slots, which are numbered through all layers."""
         return self[name].flatten(0, 1)[slots]
 
     def write(self, name: str, slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]) -> None:
-        """Puts number `i` at `slots[i]`, likewise."""
+        """Write number `i` to `slots[i]`; slots are numbered through all layers."""
         self[name].view(-1)[slots] = numbers.to(self[name].dtype)
 
     def positions(
         self, occupied: OccupiedPages, lengths: Int[Tensor, " layers_rows"]
     ) -> Int[Tensor, "layers_rows kv_heads entries"]:
-        """Original positions of entries, where the requests have so many tokens."""
+        """Return the original position of each entry.
+
+        Args:
+            occupied: pages of the requests, layer by layer.
+            lengths: tokens of each request, layer by layer.
+        """
         subpages, packed, entries = occupied
         index = torch.arange(subpages.shape[-1] * self._block_size, device=subpages.device)
-        # Entries that came after the event before are whole: each lies as far behind its position as were dropped.
+        # Nothing was dropped of what came after the event before, so it lies in front of its position by one distance.
         positions = index + (lengths[:, None] - entries)[..., None]
         if POSITION not in self:
             return positions
@@ -98,6 +137,6 @@ class EntryColumns:
         return stored.where(index < packed[..., None], positions)
 
     def write_positions(self, slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]) -> None:
-        """Notes where entries come from, if that is ever asked."""
+        """Write the original positions of entries, if there is a column of them."""
         if POSITION in self:
             self.write(POSITION, slots, positions.int().view(torch.float32))

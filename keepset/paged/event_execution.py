@@ -104,7 +104,7 @@ def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries
     entries, needs = event.pages.width * len(event.rows), group.recipe.method.traits.needs
     together = max_layers_per_event(event.recipe, entries, kv_heads)
     if bool(needs.of(QueryMoments)) or bool(needs.of(ModelStatistics)):  # which make covariances
-        together = min(together, group.passing.layers_at_once(len(event.rows)))
+        together = min(together, group.ring.layers_at_once(len(event.rows)))
     if event.at.device.type == "cpu":
         together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * entry_bytes)))
     for first in range(0, layers, together):

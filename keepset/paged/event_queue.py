@@ -66,5 +66,5 @@ class EventQueue:
         for group, plan in steps.items():
             for event in plan.events:
                 for record in event.records:
-                    group.own_sums.forget(record.slot)
+                    group.columns.forget(record.slot)
         self._freed_blocks.settle()

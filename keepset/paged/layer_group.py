@@ -13,10 +13,9 @@ from keepset.core.rope import RotaryTable
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
-from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
-from keepset.paged.private_window_sums import OwnSums
 from keepset.paged.step import LayerOperation, StepPlan
+from keepset.recording.ring import QueryRing
 
 CountEviction = Callable[..., None]
 """Is told by keyword of layers' compression: `events` (requests; 0 where the first layer is not among them),
@@ -32,7 +31,7 @@ class LayerGroup:
     Args:
         planner: the group's planner.
         pages: returns the cache of each layer, layer by layer.
-        passing: what the layers hold of queries, with as many slots as the planner gives away.
+        ring: where the layers record queries, with as many slots as the planner gives away.
         scaling: the factor of query-key products.
         rotary: the model's rotation, where the recipe looks at queries before it.
         projections: of the layers, where the recipe looks at hidden states.
@@ -41,7 +40,7 @@ class LayerGroup:
         saves: whether it is asked where entries come from once their requests have ended.
 
     Attributes:
-        planner, passing, count: as given.
+        planner, ring, count: as given.
         layers: the indices of the group's layers in the model.
         all_layers: the indices of all layers of the model that are compressed.
         recipe: the recipe of the group's schedule.
@@ -53,7 +52,7 @@ class LayerGroup:
         self,
         planner: Planner,
         pages: Sequence[Callable[[], Pages]],
-        passing: PassingQueries,
+        ring: QueryRing,
         scaling: float,
         rotary: RotaryTable | None = None,
         projections: Sequence[QueryProjection] = (),
@@ -64,11 +63,10 @@ class LayerGroup:
         schedule = planner.schedule
         self.planner, self.layers, self.recipe = planner, planner.layers, schedule.recipe
         self.all_layers, self.kv_heads, self.block_size = schedule.layers, schedule.kv_heads, schedule.block_size
-        self.passing, self.count = passing, count
+        self.ring, self.count = ring, count
         self._pages, self._tape, self._saves = pages, tape, saves
-        self.own_sums = OwnSums(len(self.layers), schedule.kv_heads)
         needs = self.recipe.method.traits.needs
-        self.observer = Observer(needs, planner.recording, passing, self.own_sums, scaling, rotary, projections)
+        self.observer = Observer(needs, planner.recording, ring, scaling, rotary, projections)
 
     def pages_of(self, place: int) -> Pages:
         """Return the cache of the layer at this place of the group."""
@@ -78,7 +76,7 @@ class LayerGroup:
     def columns(self) -> EntryColumns:
         """The numbers of entries, once there is a cache."""
         pages, columns = self.pages_of(0), columns_of(self.recipe, self.planner.recording.group, self._saves)
-        return EntryColumns(columns, len(self.layers), pages.slots, self.block_size, pages.device)
+        return EntryColumns(columns, len(self.layers), self.kv_heads, pages.slots, self.block_size, pages.device)
 
     def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
         """Do what a step's plan says of its queries, once these layers have attended.

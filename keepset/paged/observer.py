@@ -1,4 +1,4 @@
-"""`Observer`: what layers' events look at besides entries. Collects it, and says it as an Observation does."""
+"""`Observer`: collects what layers' events look at besides entries, and passes it on as an Observation has it."""
 
 from __future__ import annotations
 
@@ -16,39 +16,45 @@ from keepset.core.accumulator import Chunk, QuerySource, RequestKeys, Turn
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.moments import QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables
-from keepset.core.features.window import WindowAttention, WindowSums
+from keepset.core.features.window import WindowSums
 from keepset.core.rope import RotaryTable, matches_unrotated
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.core.statistics import load
 from keepset.errors import UnsupportedModelError
 from keepset.kernels.moments import Moments
-from keepset.kernels.paged_arguments import ColumnTarget
+from keepset.kernels.paged_arguments import ColumnTarget, RecordedQueries
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
 from keepset.paged.event_pages import OccupiedPages
 from keepset.paged.eviction_event import EvictionEvent
 from keepset.paged.pages import add_received
-from keepset.paged.passing import PassingQueries
-from keepset.paged.private_window_sums import OwnSums
 from keepset.paged.query_operations import PromptChunk, QueryAddition
-from keepset.recording.features import Recording
+from keepset.recording.features import Recording, SummedFeature
+from keepset.recording.ring import QueryRing, of_step
 
 
 class Observer:
-    """A group's; `needs` is what the recipe looks at, and the rest as in `LayerGroup`."""
+    """What a group of layers collects for its events.
+
+    Args:
+        needs: what the recipe looks at.
+        recording: what is recorded of queries.
+        ring: where queries wait.
+        scaling: factor of query-key products.
+        rotary: the model's rotation, if the recipe looks at queries before it.
+        projections: of the layers, if the recipe looks at hidden states.
+    """
 
     def __init__(
         self,
         needs: Needs,
         recording: Recording,
-        passing: PassingQueries,
-        own: OwnSums,
+        ring: QueryRing,
         scaling: float,
         rotary: RotaryTable | None,
         projections: Sequence[QueryProjection],
     ) -> None:
-        self._own = own
-        self._needs, self._recording, self._passing = needs, recording, passing
+        self._needs, self._recording, self._ring = needs, recording, ring
         self._scaling, self._rotary, self._projections = scaling, rotary, projections
         self._checked: set[int] = set()
         self._from_files: dict[Feature[Any], Any] = {
@@ -59,7 +65,14 @@ class Observer:
     def collect(
         self, place: int, chunk: PromptChunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages
     ) -> None:
-        """Takes in what one step brings of a prompt to a layer."""
+        """Take in what one step brings of a prompt to a layer.
+
+        Args:
+            place: the layer, by its place in the group.
+            chunk: the prompt's tokens in this step.
+            queries: the step's queries, after rotation.
+            pages: cache of the layer, which holds the step's entries.
+        """
         own = queries[chunk.first_query : chunk.end_query]
         positions = torch.arange(chunk.position, chunk.position + len(own), device=own.device)[None]
         rows = own.transpose(0, 1)[None]
@@ -84,51 +97,72 @@ class Observer:
         pages: Sequence[Pages],
         columns: EntryColumns,
     ) -> None:
-        """Adds to what passing queries leave behind in layers; `queries` are the step's, where some of those are."""
-        rows = self._passing.added(places, addition, queries)
+        """Add queries to the window sums and moments of their requests.
+
+        Args:
+            places: the layers, by their places in the group.
+            addition: which queries are added up, and for whom.
+            queries: the step's queries of these layers; None between steps.
+            pages: caches of these layers.
+            columns: columns of the group's entries.
+        """
+        waiting = self._waiting(places, addition, queries)
         for feature in self._recording.sums:
             last = feature.last_visible(addition.positions, addition.points)
-            last = last.masked_fill(~self._counts(feature, addition), -1)
-            own = [None if of is None else self._own_column(*of, feature, last.device) for of in addition.owners]
-            received = ColumnTarget(
+            target = ColumnTarget(
                 columns[feature.column],
-                last,
+                last.masked_fill(~self._counts(feature, addition), -1),
                 addition.unwritten,
                 self._scaling,
                 feature.sums_of,
                 columns.bias,
                 columns[POSITION] if feature.history and POSITION in columns else None,
-                own,
+                [None if of is None else columns.private(of[0], feature.column, of[1]) for of in addition.owners],
             )
-            add_received(pages, places, rows, addition.entries(), received)
-        if not addition.ends_prompt:
-            source = self._query_source(places, slice(0))
-            for of in self._recording.moments:
-                assert source is not None
-                exists = self._counts(of, addition)
-                for some in self._passing.moments_at_once(places, len(addition.slots)):
-                    few = rows.of_layers(range(some.start - places.start, some.stop - places.start))
-                    self._passing.add_moments(some, of, addition, few, exists, self._scaling, source)
+            add_received(pages, places, waiting, addition.entries(), target)
+        if addition.ends_prompt or not self._recording.moments:
+            return
+        source, fresh = self._query_source(places, slice(0)), addition.unwritten >= addition.lengths
+        assert source is not None
+        for of in self._recording.moments:
+            exists, at = self._counts(of, addition), addition.positions
+            self._ring.add_moments(of, places, addition.slots, waiting, at, exists, fresh, self._scaling, source)
 
-    def _own_column(
-        self, slot: int, tokens: int, feature: WindowAttention, device: torch.device
-    ) -> Float[Tensor, "layers kv_heads places *group"]:
-        """Of a request that others may share pages with: its entries' numbers, which are not at the pages' slots."""
-        return self._own.column(slot, feature.column, feature.sums_of.shape(self._recording.group), tokens, device)
+    def _waiting(
+        self,
+        places: range,
+        addition: QueryAddition,
+        queries: Float[Tensor, "layers n query_heads head_dim"] | None,
+    ) -> RecordedQueries:
+        """Return the queries that are added up: held ones, the step's own, or those in the rings."""
+        if addition.held is not None:
+            return self._ring.held(places, addition.held)
+        if addition.first_query is None:
+            return self._ring.at(places, addition.slots, addition.positions)
+        assert queries is not None
+        return of_step(queries[:, addition.first_query : addition.first_query + addition.positions.shape[1]])
 
-    def _counts(self, feature: WindowAttention | QueryMoments, addition: QueryAddition) -> Bool[Tensor, "rows n"]:
-        """Which of the queries are in its window and not yet added up."""
+    def _counts(self, feature: SummedFeature, addition: QueryAddition) -> Bool[Tensor, "rows n"]:
+        """Return which queries are in the feature's window and not added up yet."""
         begins = addition.points - self._recording.window(feature, addition.ends_prompt)
         return addition.positions >= begins.maximum(addition.begins)[:, None]
 
     def parts(
         self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int
     ) -> dict[str, Any]:
-        """All of it at an event of these layers, for `width` entries, as an Observation's keyword arguments."""
+        """Return all that was collected for an event, as keyword arguments of an Observation.
+
+        Args:
+            event: the event.
+            places: the layers, by their places in the group.
+            occupied: where these layers' entries lie.
+            columns: columns of the group's entries.
+            width: entries to make a place for.
+        """
         parts: dict[str, Any] = {"scaling": self._scaling}
         if number := self._needs.newest:
             parts["queries"], positions = self._newest(event, places, number)
-            # The default says that nothing is missing, which is cheaper.
+            # The default says that no query is missing, which is cheaper.
             if event.compressed or not event.equal_heads or event.earliest < number:
                 parts["query_positions"] = positions
         features = self._from_files | self._sums(event, places, occupied, columns, width)
@@ -138,29 +172,30 @@ class Observer:
     def _sums(
         self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int
     ) -> dict[Feature[Any], Any]:
-        sums = self._recording.sums
-        if not sums:
+        """Return the window sums, read from the columns; zero where there is no entry."""
+        if not self._recording.sums:
             return {}
         slots = columns.slots(occupied.subpages)[..., :width]
-        there = torch.arange(width, device=slots.device) < (occupied.entries - event.newer)[..., None]
+        exists = torch.arange(width, device=slots.device) < (occupied.entries - event.newer)[..., None]
         made: dict[Feature[Any], Any] = {}
-        for feature in sums:
+        for feature in self._recording.sums:
             received = columns.read(feature.column, slots)
             by_layer = received.unflatten(0, (len(places), -1))
             for row, record in enumerate(event.records):
                 if record.own:
-                    own = self._own_column(record.slot, width, feature, slots.device)
+                    own = columns.private(record.slot, feature.column, width)
                     by_layer[:, row] = own[places.start : places.stop, :, :width]
-            there_is = there.view(*there.shape, *[1] * (received.dim() - there.dim()))
-            made[feature] = WindowSums(received.where(there_is, 0), self._recording.window(feature, event.ends_prompt))
+            received = received.where(exists.view(*exists.shape, *[1] * (received.dim() - exists.dim())), 0)
+            made[feature] = WindowSums(received, self._recording.window(feature, event.ends_prompt))
         return made
 
     def _of_prompts(self, event: EvictionEvent, places: range, width: int) -> dict[Feature[Any], Any]:
+        """Return what was collected over whole prompts."""
         prompts = [record.chunks[place] for place in places for record in event.records if record.chunks]
         return prompts[0].merged_with(prompts[1:]).values(event.at.repeat(len(places)), width) if prompts else {}
 
     def _of_newest(self, event: EvictionEvent, places: range) -> dict[Feature[Any], Any]:
-        """What is made of the newest queries of an event while decoding."""
+        """Return the moments at an event while decoding; those of few queries are made of these now."""
         features = [feature for feature in self._needs.of(QueryMoments) if feature.buffer]
         if not features:
             return {}
@@ -169,29 +204,35 @@ class Observer:
         made: dict[Feature[Any], Any] = {}
         for feature in features:
             if feature in self._recording.moments:
-                moments = self._passing.moments(feature, places, event.slots)
+                moments = self._ring.moments(feature, places, event.slots)
             else:
-                window = self._recording.window(feature, ends_prompt=False)
-                queries, positions = self._newest(event, places, window)
-                chunk, moments = Chunk(queries, list, positions, None, self._scaling, source=source), Moments()
-                feature.add(moments, chunk)
+                queries, positions = self._newest(event, places, self._recording.window(feature))
+                moments = Moments()
+                feature.add(moments, Chunk(queries, list, positions, None, self._scaling, source=source))
             made[feature] = feature.distribution(moments, source, event.at.repeat(len(places)))
         return made
 
     def _newest(self, event: EvictionEvent, places: range, size: int) -> tuple[Queries, Int[Tensor, "layers_rows n"]]:
+        """Return the newest `size` queries before an event, and their positions."""
         positions = event.at[:, None] + torch.arange(-size, 0, device=event.at.device)
-        return self._passing.newest(places, event.slots, positions), positions.repeat(len(places), 1)
+        return self._ring.newest(places, event.slots, positions), positions.repeat(len(places), 1)
 
     def _query_source(self, places: range, tokens: slice) -> _QuerySource | None:
+        """Return how these layers make and rotate queries, of these tokens of the step; None if nobody looks at it."""
         if self._rotary is None:
             return None
         return _QuerySource(self._rotary, self._projections[places.start : places.stop], tokens)
 
     def check(self, place: int, queries: Queries, hidden: HiddenStates) -> None:
-        """Compares, once for a layer, queries before rotation with what comes of their hidden states.
+        """Compare a layer's queries before rotation with those that its hidden states make, once for each layer.
+
+        Args:
+            place: the layer, by its place in the group.
+            queries: a few queries before rotation.
+            hidden: the hidden states of the same tokens.
 
         Raises:
-            UnsupportedModelError: the model makes its queries in another way than is known here.
+            UnsupportedModelError: the model makes its queries in a way that keepset does not know.
         """
         if place in self._checked:
             return
@@ -205,9 +246,12 @@ class Observer:
 
 @dataclass(frozen=True)
 class _QuerySource(QuerySource):
-    """How layers make and rotate queries; `tokens` of the forward under way are the chunk's, which is of one layer.
+    """How layers make and rotate queries.
 
-    Where they make queries there is a projection for each row of a batch.
+    Attributes:
+        rotary: rotation of the model.
+        projections: of each row of a batch, if the recipe looks at hidden states.
+        tokens: which tokens of the step belong to the chunk, which is of one layer.
     """
 
     rotary: RotaryTable
@@ -221,7 +265,7 @@ class _QuerySource(QuerySource):
         return hidden[None, self.tokens]
 
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
-        return self.rotary.undo(queries, positions.clamp(min=0))  # what is before a text's beginning counts nowhere
+        return self.rotary.undo(queries, positions.clamp(min=0))  # queries before the first token count nowhere
 
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
         return lambda rows: self.rotary.rotate_ahead(rows, lengths, future)

@@ -57,8 +57,8 @@ class QueryAddition:
         points, ends_prompt: tokens at the event, and whether these are the prompts' ends.
         lengths: tokens of each request.
         unwritten: how many of the newest entries of each head have no number yet.
-        owners: slot and tokens of each request that has sums of its own (`OwnSums`), None for other requests; empty
-            where no request has.
+        owners: slot and tokens of each request that has private columns (`EntryColumns`), None for other requests;
+            empty if no request has.
         entries: returns where the layers have the entries; to be called once the step is planned.
         held: the slot of the only request, whose queries were held back.
         first_query: the first query of the only request, whose queries are this step's.
@@ -101,7 +101,7 @@ class HeldQueries:
         """Hold a copy of them in each of these layers."""
         assert queries is not None
         for place, own in zip(places, queries, strict=True):
-            group.passing.hold(place, own, self)
+            group.ring.hold(place, self.slot, own[self.first_query : self.end_query])
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class QueryCapture:
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Write them to the rings of these layers."""
         assert queries is not None
-        group.passing.record(places, queries[:, self.queries], self)
+        group.ring.record(places, queries[:, self.queries], self.slots, self.places)
 
 
 @dataclass
@@ -141,5 +141,5 @@ class LateCapture:
             self._copies.append((places, queries[:, self.capture.queries]))
             return
         for copied, own in self._copies:
-            group.passing.record(copied, own, self.capture)
+            group.ring.record(copied, own, self.capture.slots, self.capture.places)
         self._copies = []

@@ -13,14 +13,14 @@ class QueryRecord:
     """What is recorded of one request. `RequestTable` files it by page.
 
     Attributes:
-        slot: its place in what layers hold (`PassingQueries`).
+        slot: its slot in the rings of the layers (`QueryRing`).
         start: position of the first token that was recorded without a gap.
         length: tokens that the request had when it was recorded last.
         point: length at the event that the sums are for.
         added: length up to which queries are added up for it.
         written: length at which they were added up last; 0 where none is yet, and entries have no numbers.
         shares: pages of its prompt that other requests may have, too, until its first compression.
-        own: whether one of them does whose window is open, so that its sums are its own (`OwnSums`).
+        own: whether one of them does whose window is open, so that its sums are in private columns.
         held: newest queries that are held back, because they came behind an event of their own step.
         chunks: what its prompt told each layer, where the recipe looks at all of it.
         prompt_tokens: how many of the prompt's first tokens that is.

@@ -23,12 +23,12 @@ from keepset.paged.event_queue import EventQueue
 from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.query_records import slots_for
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.recording.features import Recording
+from keepset.recording.ring import QueryRing
 from keepset.vllm import stats
 from keepset.vllm.compat import all_layers, ask_for_prompt_lengths, attention_layers, captured_tokens
 from keepset.vllm.memory import Shape, reserve
@@ -93,9 +93,9 @@ class EngineContext:
         self.groups: dict[str, LayerGroup] = {}
         self.neighbours: dict[str, tuple[list[Any], int]] = {}
         self._watch = watch_projections(self.projections) if recipe.method.traits.needs.hidden_states else None
-        self._passing: PassingQueries | None = None
+        self._ring: QueryRing | None = None
         self._reserve: Tensor | None = None
-        self._parts: dict[tuple[str, ...], PassingQueries] = {}
+        self._parts: dict[tuple[str, ...], QueryRing] = {}
         self._specs_made = 0
         self._tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
@@ -135,8 +135,8 @@ class EngineContext:
         index = layer_ids[self._specs_made % len(layer_ids)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
-        if self._passing is None:  # and vLLM has not measured yet what there is room for
-            self._passing = self._room(len(layer_ids))
+        if self._ring is None:  # and vLLM has not measured yet what there is room for
+            self._ring = self._room(len(layer_ids))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
             shape = Shape(len(layer_ids), spec.num_kv_heads, entry_bytes, longest)
             saves = save_limit_of(self.config) is not None
@@ -153,16 +153,16 @@ class EngineContext:
             per_head=contexts_of(self.config) is not None,
         )
 
-    def passing(self, layers: Sequence[str]) -> PassingQueries:
+    def ring(self, layers: Sequence[str]) -> QueryRing:
         """Return the room that a group of layers, given by their names, has for queries."""
-        assert self._passing is not None
+        assert self._ring is not None
         self._reserve = None  # vLLM has measured
         taken = sum(map(len, self._parts))
-        return self._parts.setdefault(tuple(layers), self._passing.part(taken, len(layers)))
+        return self._parts.setdefault(tuple(layers), self._ring.part(taken, len(layers)))
 
-    def _room(self, layers: int) -> PassingQueries:
+    def _room(self, layers: int) -> QueryRing:
         slots = slots_for(self.config.scheduler_config.max_num_seqs)
-        return PassingQueries(self.recording, layers, slots, *self._queries, current_platform.device_type)
+        return QueryRing(self.recording, layers, slots, *self._queries, current_platform.device_type)
 
     def _make_tape(self, layers: int) -> Tensor | None:
         tokens, (heads, head_dim, dtype) = captured_tokens(self.config), self._queries

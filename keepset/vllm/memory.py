@@ -78,7 +78,7 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
 
 
 def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
-    """Return the bytes of one request's own sums (`OwnSums`), which requests with one prefix and open windows need.
+    """Return the bytes of one request's private sums, which requests with one prefix and open windows need.
 
     Args:
         recipe: the recipe that is served.

@@ -87,8 +87,8 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
     pages = [partial(_pages, layer) for layer in layers]
     tape, saves = context.tape(names), save_limit_of(config) is not None
-    passing = context.passing(names)
-    return LayerGroup(planner, pages, passing, impl.scale, rotary, projections, count, tape, saves)
+    ring = context.ring(names)
+    return LayerGroup(planner, pages, ring, impl.scale, rotary, projections, count, tape, saves)
 
 
 def _pages(layer: Any) -> Pages:

@@ -23,12 +23,12 @@ from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.grouping import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
-from keepset.paged.passing import PassingQueries
 from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recording.features import Recording
+from keepset.recording.ring import QueryRing
 from tests.paged.reference import blocks_gone, is_executed, newest_event
 
 LAYERS, KV_HEADS, GROUP, DIM, BLOCK = (0, 1, 2), 2, 2, 8, 4
@@ -87,11 +87,11 @@ class Group:
         recording = Recording.of_recipe(recipe, GROUP, DIM, 4)
         planner = Planner(self.schedule, recording, self.layers, REQUESTS, len(caches[leader]), freed)
         shape = len(self.layers), slots_for(REQUESTS), KV_HEADS * GROUP, DIM
-        self.passing = PassingQueries(recording, *shape, torch.float32)
+        self.ring = QueryRing(recording, *shape, torch.float32)
         self.caches = [caches[layer] for layer in self.layers]
         self.pages = [StridedPages(self.caches, place) for place in range(len(self.layers))]
         of_layers = [partial(self.pages.__getitem__, place) for place in range(len(self.layers))]
-        self.paged = LayerGroup(planner, of_layers, self.passing, SCALING)
+        self.paged = LayerGroup(planner, of_layers, self.ring, SCALING)
 
 
 class Engine:

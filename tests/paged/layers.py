@@ -17,11 +17,11 @@ from keepset.paged.fp8 import EightBits
 from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
-from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
 from keepset.paged.step import ScheduledRequest, StepBatch
 from keepset.recording.features import Recording
+from keepset.recording.ring import QueryRing
 
 REQUESTS = 8
 """That run at once, at most."""
@@ -43,10 +43,10 @@ def layer_group(
     recording = Recording.of_recipe(schedule.recipe, group, width // 2, dtype.itemsize)
     planner = Planner(schedule, recording, layers, REQUESTS, blocks, FreedBlocks())
     shape = len(layers), slots_for(REQUESTS), kv_heads * group, width // 2
-    passing = PassingQueries(recording, *shape, dtype, caches[0].device)
+    ring = QueryRing(recording, *shape, dtype, caches[0].device)
     how = eight_bits or [None] * len(caches)
     pages = [partial(StridedPages, caches, place, one) for place, one in enumerate(how)]
-    return LayerGroup(planner, pages, passing, (width // 2) ** -0.5, rotary, projections)
+    return LayerGroup(planner, pages, ring, (width // 2) ** -0.5, rotary, projections)
 
 
 def batch_of(

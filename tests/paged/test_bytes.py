@@ -10,11 +10,11 @@ from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
-from keepset.paged.passing import PassingQueries
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
 from keepset.paged.step import ScheduledRequest, StepBatch
 from keepset.recording.features import Recording
+from keepset.recording.ring import QueryRing
 
 REQUESTS, BLOCK = 64, 16
 SMOLLM2, HALF_A_BILLION = (9, 3, 64, torch.float32, 96, 32), (14, 2, 64, torch.bfloat16, 96, 32)
@@ -31,9 +31,9 @@ def beside(shape: tuple[int, int, int, torch.dtype, int, int], method: str) -> f
     recording = Recording.of_recipe(recipe, query_heads // kv_heads, size, dtype.itemsize)
     schedule = EvictionSchedule(recipe, 0, (0,), kv_heads, BLOCK)
     planner = Planner(schedule, recording, (0,), REQUESTS, blocks, FreedBlocks())
-    passing = PassingQueries(recording, 1, slots_for(REQUESTS), query_heads, size, dtype)
-    group = LayerGroup(planner, [lambda: pages], passing, size**-0.5)
-    return (passing.nbytes + group.columns.nbytes) / (pages.slots * pages.entry_bytes)
+    ring = QueryRing(recording, 1, slots_for(REQUESTS), query_heads, size, dtype)
+    group = LayerGroup(planner, [lambda: pages], ring, size**-0.5)
+    return (ring.nbytes + group.columns.nbytes) / (pages.slots * pages.entry_bytes)
 
 
 @pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
@@ -62,8 +62,8 @@ def test_queries_of_64_requests_of_an_8b_model(method: str) -> None:
     """32 layers with 32 query heads and 8 KV heads of 128 numbers, whatever the prompts' lengths: under 128 MiB."""
     recipe = Recipe.of(Recipe.parse(method).method, keep=2048, every=256)
     recording = Recording.of_recipe(recipe, 4, 128, 2)
-    passing = PassingQueries(recording, 32, slots_for(REQUESTS), 32, 128, torch.bfloat16, "meta")
-    assert passing.nbytes == 32 * 80 * recording.size * 32 * 128 * 2 < 2**27
+    ring = QueryRing(recording, 32, slots_for(REQUESTS), 32, 128, torch.bfloat16, "meta")
+    assert ring.nbytes == 32 * 80 * recording.size * 32 * 128 * 2 < 2**27
 
 
 def test_prompts_of_131072_tokens_are_compressed_one_by_one() -> None:

@@ -219,7 +219,7 @@ def test_requests_that_share_pages_are_added_up_in_the_same_launches(triton_inte
                     layers.record(range(2), plan, put(queries))
                     gpu.reset()
                     queue.run()
-                own, columns = layers.own_sums._columns.values(), [layers.columns["received of 5"]]
+                own, columns = layers.columns._private.values(), [layers.columns["received of 5"]]
                 assert len(own) == rows - 2
                 sums.append([each.held if posing else each for each in (*columns, *own)])  # type: ignore[attr-defined]
                 counted.append((gpu.launches.total(), gpu.waits.total()))

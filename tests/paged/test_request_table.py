@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from keepset import Recipe
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import FiledLayouts
-from keepset.paged.passing import PassingQueries
 from keepset.paged.query_operations import QueryCapture
 from keepset.paged.query_records import QueryRecord, slots_for
 from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch
 from keepset.recording.features import Recording
+from keepset.recording.ring import QueryRing
 from tests.paged.methods import Loud
 from tests.tiers import examples
 
@@ -122,7 +122,7 @@ class Pool:
 
     def __init__(self, running: int) -> None:
         self.table = table_of(running)
-        self.passing = PassingQueries(RECORDING, 1, slots_for(running), 1, 1, torch.float32)
+        self.ring = QueryRing(RECORDING, 1, slots_for(running), 1, 1, torch.float32)
         self.running: list[Request] = []
         self.free = list(range(200))
         self.numbers = 0
@@ -163,9 +163,9 @@ class Pool:
             positions = torch.arange(start, after)
             capture = QueryCapture(positions - start, torch.full_like(positions, record.slot), positions % WINDOW)
             queries = torch.stack([request.query(int(p)) for p in positions])
-            self.passing.record(range(1), queries[None], capture)
+            self.ring.record(range(1), queries[None], capture)
             newest = torch.arange(after - WINDOW, after)
-            read = self.passing.newest(range(1), torch.tensor([record.slot]), newest[None])[0, 0]
+            read = self.ring.newest(range(1), torch.tensor([record.slot]), newest[None])[0, 0]
             for place, position in enumerate(newest.tolist()):
                 if position < 0:
                     assert not read[place].any()

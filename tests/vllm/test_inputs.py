@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from keepset import KeepsetError, Recipe
 from keepset.core.feature import Needs
 from keepset.paged.observer import Observer
-from keepset.paged.passing import PassingQueries
-from keepset.paged.private_window_sums import OwnSums
 from keepset.recording.features import Recording
+from keepset.recording.ring import QueryRing
 from tests.vllm.late import Late
 
 query_projection = Late("keepset.vllm.query_projection")
@@ -51,8 +50,8 @@ class Attending(nn.Module):
 
 def observing(module: Attending) -> Observer:
     recording = Recording.of_recipe(Recipe.parse("knorm(keep=4)"), 1, SIZE, 4)
-    passing = PassingQueries(recording, 1, 1, HEADS, SIZE, torch.float32)
-    return Observer(Needs(), recording, passing, OwnSums(1, 1), 1.0, None, [module.found])
+    ring = QueryRing(recording, 1, 1, HEADS, SIZE, torch.float32)
+    return Observer(Needs(), recording, ring, 1.0, None, [module.found])
 
 
 def naive(module: Any, row: Tensor, head: int) -> Tensor:

@@ -1,0 +1,172 @@
+"""`QueryRing`: the newest queries of requests and moments of older ones, by layer and slot, allocated once."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from keepset.core.accumulator import Chunk, QuerySource
+from keepset.core.features.moments import QueryMoments
+from keepset.kernels.moments import Moments
+from keepset.kernels.paged_arguments import RecordedQueries
+from keepset.recording.features import Recording
+
+_AT_ONCE = 1 << 24
+"""Numbers of covariances that are made at a time, unless one layer has more: 64 MiB."""
+
+
+class QueryRing:
+    """Queries of requests in slots, each a ring, and moments of the queries that left it.
+
+    The query at position p lies at p modulo the ring's size. A request has the same slot in every layer.
+
+    Args:
+        recording: what is recorded, which says how many queries a slot has and which moments.
+        layers, slots: how many layers, and for how many requests.
+        query_heads, head_dim, dtype, device: of a layer's queries.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        layers: int,
+        slots: int,
+        query_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._rings = torch.zeros(layers, slots, recording.size, query_heads, head_dim, dtype=dtype, device=device)
+        triangle = head_dim * (head_dim + 1) // 2
+        parts = {"count": (1, 1), "mean": (query_heads, head_dim), "scatter": (query_heads, triangle)}
+        self._moments = {
+            feature: {name: torch.zeros(layers, slots, *part, device=device) for name, part in parts.items()}
+            for feature in recording.moments
+        }
+        self._held: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, without queries that are held for a step."""
+        return self._rings.nbytes + sum(part.nbytes for parts in self._moments.values() for part in parts.values())
+
+    def part(self, first: int, layers: int) -> QueryRing:
+        """Return a view of `layers` layers from the `first` on."""
+        part = copy.copy(self)
+        part._rings = self._rings[first : first + layers]
+        part._moments = {
+            feature: {name: whole[first : first + layers] for name, whole in parts.items()}
+            for feature, parts in self._moments.items()
+        }
+        part._held = {}
+        return part
+
+    def record(
+        self,
+        layers: range,
+        queries: Float[Tensor, "layers n query_heads head_dim"],
+        slots: Int[Tensor, " n"],
+        places: Int[Tensor, " n"],
+    ) -> None:
+        """Write queries into the rings of these layers.
+
+        Args:
+            layers: layers to write in.
+            queries: queries after rotation.
+            slots: slot of each query's request.
+            places: position of each query modulo the ring's size.
+        """
+        self._rings[layers.start : layers.stop, slots, places] = queries
+
+    def hold(self, layer: int, slot: int, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
+        """Hold queries that are too many for a ring until `held` takes them out."""
+        self._held[layer, slot] = queries.clone()
+
+    def held(self, layers: range, slot: int) -> RecordedQueries:
+        """Take out what was held for a slot in these layers."""
+        return of_step(torch.stack([self._held.pop((layer, slot)) for layer in layers]))
+
+    def at(self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]) -> RecordedQueries:
+        """Return where the queries at these positions lie; nothing is copied."""
+        rings = self._rings[layers.start : layers.stop]
+        return RecordedQueries(rings, slots, positions % rings.shape[2])
+
+    def newest(
+        self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
+    ) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
+        """Return a copy of the queries at these positions, zero where a position is negative."""
+        queries = self._rings[layers.start : layers.stop, slots[:, None], positions % self._rings.shape[2]]
+        return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)
+
+    # --- moments
+
+    def layers_at_once(self, rows: int) -> int:
+        """Return for how many layers a covariance of each query head fits the workspace.
+
+        Args:
+            rows: requests.
+        """
+        query_heads, head_dim = self._rings.shape[3:]
+        return max(1, _AT_ONCE // (rows * query_heads * head_dim**2))
+
+    def add_moments(
+        self,
+        feature: QueryMoments,
+        layers: range,
+        slots: Int[Tensor, " rows"],
+        queries: RecordedQueries,
+        positions: Int[Tensor, "rows n"],
+        exists: Bool[Tensor, "rows n"],
+        fresh: Bool[Tensor, " rows"],
+        scaling: float,
+        source: QuerySource,
+    ) -> None:
+        """Add queries to the moments of their requests, as many layers at a time as fit the workspace.
+
+        Args:
+            feature: the moments.
+            layers: layers to add in.
+            slots: slot of each request.
+            queries: queries of these layers, after rotation.
+            positions: position of each query.
+            exists: which queries count.
+            fresh: requests that have no moments yet, whatever lies in their slots.
+            scaling: factor of the model's logits.
+            source: how the layers rotate their queries.
+        """
+        parts, together = self._moments[feature], self.layers_at_once(len(slots))
+        for first in range(layers.start, layers.stop, together):
+            some = range(first, min(first + together, layers.stop))
+            of_rows = exists.repeat(len(some), 1)
+            own = queries.of_layers(range(some.start - layers.start, some.stop - layers.start))
+            own = own.masked_fill(~of_rows[:, None, :, None], 0)  # whatever lies there
+            moments = self.moments(feature, some, slots, fresh)
+            chunk = Chunk(own, list, positions.repeat(len(some), 1), of_rows, scaling, source=source)
+            feature.add(moments, chunk)
+            for name, part in moments.tensors.items():
+                parts[name][some.start : some.stop, slots] = part.unflatten(0, (len(some), -1))
+
+    def moments(
+        self,
+        feature: QueryMoments,
+        layers: range,
+        slots: Int[Tensor, " rows"],
+        fresh: Bool[Tensor, " rows"] | None = None,
+    ) -> Moments:
+        """Return a copy of the moments of these requests in these layers, zero for those that are `fresh`."""
+        parts = self._moments[feature]
+        chosen = {name: part[layers.start : layers.stop, slots].flatten(0, 1) for name, part in parts.items()}
+        if fresh is not None:
+            none = fresh.repeat(len(layers))[:, None, None]
+            chosen = {name: part.masked_fill(none, 0) for name, part in chosen.items()}
+        return Moments.of(chosen, feature.full)
+
+
+def of_step(queries: Float[Tensor, "layers n query_heads head_dim"]) -> RecordedQueries:
+    """Return the queries of one request, which lie in no ring."""
+    n, device = queries.shape[1], queries.device
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    return RecordedQueries(queries[:, None], slots, torch.arange(n, device=device)[None])
