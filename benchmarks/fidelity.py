@@ -14,9 +14,9 @@ from harness.report import Section, machine, publish
 from keepset import Recipe, models, texts
 from keepset.bench.analysis import intervals
 from keepset.bench.candidate import grid
-from keepset.bench.compare.comparison import Measurement
 from keepset.bench.compare.prompt import PromptComparer
 from keepset.bench.compare.text_task import TextTask, make_text_task
+from keepset.bench.record import Record
 
 RECIPES = (
     "streaming_llm, random, knorm, keydiff, lagkv, tova, snapkv, h2o, expected_attention, "
@@ -123,15 +123,14 @@ def _task(tokenizer: Any, name: str, number: int, count: int, args: Any) -> Text
     )
 
 
-def _add(figures: Figures, row: Measurement) -> None:
+def _add(figures: Figures, row: Record) -> None:
     if row.error is not None:
         figures.error = row.error
         return
-    assert row.kl is not None and row.top1 is not None and row.kv_bytes is not None and row.kv_bytes_full
-    figures.kl.append(row.kl)
-    figures.top1.append(row.top1)
-    figures.bytes_share.append(row.kv_bytes / row.kv_bytes_full)
-    figures.found.append(bool(row.needle_found))
+    figures.kl.append(row.figures["kl"])
+    figures.top1.append(row.figures["top1"])
+    figures.bytes_share.append(row.ratio("kv_bytes") or 0.0)
+    figures.found.append(bool(row.figures["needle_found"]))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from keepset import Recipe, models
 from keepset.bench.candidate import candidates
-from keepset.bench.cell import Cell
+from keepset.bench.record import Record
 from keepset.bench.sweep.prompts import Prompts
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.tasks.find import find
@@ -113,13 +113,12 @@ def _peer(worker: Worker, example: Example, generation: Generation, recipes: Seq
     return worker.ask("evaluate", **said, recipes=recipes, keeps=KEEPS, tokens=generation.tokens)
 
 
-def _cells(cells: Sequence[Cell]) -> dict[str, Any]:
-    outcomes = [cell.outcome for cell in cells]
-    assert all(outcome is not None for outcome in outcomes), [cell.error for cell in cells]
+def _cells(cells: Sequence[Record]) -> dict[str, Any]:
+    assert all(cell.error is None for cell in cells), [cell.error for cell in cells]
     return {
-        "tokens": [outcome.tokens for outcome in outcomes if outcome],
-        "replies": [outcome.replies[0] for outcome in outcomes if outcome],
-        "select_seconds": sum(outcome.select_seconds for outcome in outcomes if outcome),
+        "tokens": [cell.figures["tokens"] for cell in cells],
+        "replies": [cell.replies[0] for cell in cells],
+        "select_seconds": sum(cell.figures["select_seconds"] for cell in cells),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from keepset.bench.cell import FULL
+from keepset.bench.record import FULL
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe, check_schedule
 

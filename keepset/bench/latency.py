@@ -17,8 +17,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from keepset.bench.cell import FULL
 from keepset.bench.memory import dynamic_nbytes
+from keepset.bench.record import FULL
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.recipe import Recipe

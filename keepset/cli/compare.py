@@ -11,7 +11,6 @@ from typer import Exit, Option
 
 from keepset.cli.checks import check_measured, check_text, check_writable
 from keepset.cli.console import (
-    cell,
     counted,
     explain,
     foretold,
@@ -22,8 +21,7 @@ from keepset.cli.console import (
     say,
     say_advice,
     say_whole,
-    show,
-    table,
+    show_table,
     write,
 )
 from keepset.cli.numbers import parse_budgets
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from keepset.bench.candidate import Candidate
-    from keepset.bench.compare.comparison import Comparer, Comparison, Measurement
+    from keepset.bench.compare.comparison import Comparer, Comparison
     from keepset.bench.compare.text_task import TextTask
 
 RECIPES = "random, streaming_llm, snapkv, adakv(expected_attention), kvzip, glance, reread"
@@ -154,7 +152,7 @@ def compare(
     for candidate in candidates:
         if candidate.recipe is not None and not decode:
             say_whole(candidate.recipe, task.prompt.shape[1])
-    write(html, lambda: render(result, token_texts(tokenizer, ids[0].tolist()), comparison.kept, sentence))
+    write(html, lambda: render(comparison, token_texts(tokenizer, ids[0].tolist()), sentence))
     if not finished:
         note(f"interrupted after {len(comparison.rows)} of {len(candidates)} rows")
         raise Exit(130)
@@ -223,60 +221,15 @@ def _decoded(model: Any, task: TextTask, name: str, generate: int | None, bar: P
 
 
 def print_table(comparison: Comparison, sentence: str) -> None:
-    """The rows as a table, best first under each budget, and in a sentence what it comes to."""
-    from keepset.bench.compare.conclusion import by_budget
+    """Print the records as a table, best first under each budget, and a sentence that concludes from them."""
+    from keepset.bench.report.compare import table
 
     full, needle = comparison.full, comparison.needle
     lines = [f"{comparison.model}: {comparison.tokens} tokens of prompt, {comparison.continuation_tokens} after it."]
     if needle is not None:
         lines += [f"Asked after compression: {needle.question}", f"Full cache answers: {full['answer']}"]
     say("\n".join(lines))
-    decoding = comparison.drift_tokens is not None
-    shares, more = ("KL", "top-1"), ("bytes", *(["peak MB"] if decoding else []), "prefill")
-    titles = ("MB", *more[:-1], *shares, more[-1], *(["found"] if needle is not None else []))
-    grid = table("recipe", numbers=titles, optional=("prefill", "peak MB", "MB"))
-    grid.add_row("full cache", *_cells(titles, _of_full(comparison)))
-    for rows in by_budget(comparison):
-        keep = rows[0].requested
-        grid.add_row(cell("chosen by the method" if keep is None else f"keep={keep}", style="bold"))
-        for row in rows:
-            grid.add_row(cell(f"  {row.method}"), *_cells(titles, row))
-    show(grid)
-    for row in comparison.rows:
-        if row.error is not None:
-            say(f"{row.recipe}: {row.error}", style="red")
+    show_table(table(comparison))
     explain(_LEGEND)
     if sentence:
         say(sentence)
-
-
-def _of_full(comparison: Comparison) -> Measurement:
-    """The full cache as one more row."""
-    from keepset.bench.compare.comparison import Measurement
-
-    full = comparison.full
-    return Measurement(
-        "full",
-        "full",
-        kv_bytes=full["kv_bytes"],
-        kv_bytes_full=full["kv_bytes"],
-        kv_bytes_peak=full.get("kv_bytes_peak"),
-        kl=0.0,
-        top1=1.0,
-        prefill_seconds=1.0,
-        prefill_seconds_full=1.0,
-        needle_found=full.get("needle_found"),
-    )
-
-
-def _cells(titles: Sequence[str], row: Measurement) -> list[str]:
-    shown = {
-        "MB": f"{(row.kv_bytes or 0) / 1e6:.1f}",
-        "bytes": f"{(row.kv_bytes or 0) / (row.kv_bytes_full or 1):.1%}",
-        "peak MB": f"{(row.kv_bytes_peak or 0) / 1e6:.1f}",
-        "KL": f"{row.kl:.3f}",
-        "top-1": f"{row.top1:.0%}",
-        "prefill": f"x{(row.prefill_seconds or 0) / (row.prefill_seconds_full or 1):.2f}",
-        "found": "yes" if row.needle_found else "no",
-    }
-    return [shown[title] for title in titles]

@@ -68,7 +68,7 @@ def compile(
     that follow. Conservative Q-learning makes the tables of these rewards. The texts should be of many kinds, and not
     those that you evaluate on. A recipe names the file: compilerkv(tables='tables.safetensors', keep=512).
     """
-    from keepset.bench.report.tables import render
+    from keepset.bench.report.compiled import render
     from keepset.core.tables import load as load_tables
     from keepset.core.tables import save
     from keepset.offline.compile.describe import describe_tables

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.text import Text
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from keepset.bench.report.table import Table
     from keepset.recipe import Recipe
 
 
@@ -132,6 +133,29 @@ def write(path: Path | None, content: Callable[[], str], described: str | None =
 def table(*texts: str, numbers: Sequence[str] = (), optional: Sequence[str] = (), fold: bool = False) -> Grid:
     """A table with these columns: see `Grid`."""
     return Grid(texts, numbers, optional, fold)
+
+
+def show_table(table: Table) -> None:
+    """Print a table's lines under their headings, then in red the lines that have an error and no figures."""
+    columns = [(at, column) for at, column in enumerate(table.columns) if not column.page_only]
+    grid = Grid([table.head], [column.title for _, column in columns], fold=table.fold)
+    for (_, column), printed in zip(columns, grid.columns[1:], strict=True):
+        printed.rank = column.rank
+    heading = ""
+    for line in table.lines:
+        if not line.cells:
+            continue
+        if line.heading != heading:
+            heading = line.heading
+            grid.add_row(cell(heading, style="bold"))
+        inside = "  " if heading else ""
+        why = "\n".join(f"  {inside}{part}" for part in line.error.split("\n")) if line.error else None
+        name = cell(inside + (line.short or line.name), why)
+        grid.add_row(name, *(sanitize(line.cells[at][0]) for at, _ in columns), style=line.style)
+    show(grid)
+    for line in table.lines:
+        if not line.cells:
+            say(f"{line.name}: {line.error}", style="red")
 
 
 def say_advice(recipes: Iterable[Recipe]) -> None:

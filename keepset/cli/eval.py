@@ -20,7 +20,7 @@ from keepset.models import Source
 
 if TYPE_CHECKING:
     from keepset.bench.candidate import Candidate
-    from keepset.bench.cell import Cell
+    from keepset.bench.record import Record
     from keepset.bench.tasks.task import Task
 
 RECIPES = "snapkv, adakv(expected_attention), kvzip"
@@ -186,11 +186,11 @@ def _candidates(
     return list({candidate.text: candidate for candidate in chosen}.values())
 
 
-def _show(cells: Sequence[Cell], out: Path, json_file: Path | None) -> bool:
+def _show(cells: Sequence[Record], out: Path, json_file: Path | None) -> bool:
     """Print the figures of some cells, and return whether a recipe failed on an example."""
-    from keepset.bench.analysis.summary import summarise
+    from keepset.bench.analysis.summary import summarize
 
-    summary = summarise(cells)
+    summary = summarize(cells)
     output(summary.to_json(), json_file, lambda: print_summary(summary))
     note(f"all figures are in {str(out)!r}: keepset results shows them again")
     return any(row.failed for row in summary.rows)

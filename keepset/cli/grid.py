@@ -1,10 +1,9 @@
-"""`Grid`: a table that fits the terminal by leaving columns out, and breaks texts between words only."""
+"""`Grid`: a table that fits the terminal: it leaves columns out, and breaks texts between words only."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,39 +18,37 @@ _NAME = 44
 
 @dataclass
 class Column:
-    """A title and its cells; numbers stand at the right, and keep to one line unless they may `fold`.
+    """A title and the cells below it.
 
     Attributes:
-        rank: where the terminal is too narrow, columns of the highest rank are left out first; 0 for those that stay.
+        title: the heading.
+        is_number: whether cells stand at the right.
+        is_whole: whether every cell stays on one line.
+        rank: where the terminal is too narrow, columns of the highest rank are left out first; 0 always stays.
+        cells: one per row.
     """
 
     title: str
-    number: bool
-    fold: bool
-    rank: int
+    is_number: bool = False
+    is_whole: bool = False
+    rank: int = 0
     cells: list[Text] = field(default_factory=list)
 
     @property
     def widest(self) -> int:
-        """Of its lines, none broken."""
-        return max(cell.cell_len if "\n" not in cell.plain else _lines(cell) for cell in self._all())
+        """Cells of the terminal that the longest line takes."""
+        return max(map(_width, [self.title, *(line for cell in self.cells for line in cell.plain.splitlines())]))
 
     @property
     def least(self) -> int:
-        """Of its words."""
-        return max((_cells(word) for cell in self._all() for word in cell.plain.split()), default=0)
+        """Cells of the terminal that the longest word takes, or the longest line if lines stay whole."""
+        words = [word for text in (self.title, *(cell.plain for cell in self.cells)) for word in text.split()]
+        return self.widest if self.is_whole else max(map(_width, words), default=0)
 
     @property
     def wanted(self) -> int:
-        """What it must have for others to stay beside it."""
-        if self.number:
-            return self.least if self.fold else self.widest
-        return max(self.least, min(self.widest, _NAME))
-
-    def _all(self) -> Iterator[Text]:
-        from rich.text import Text
-
-        return chain([Text(self.title)], self.cells)
+        """Width that the column must have for others to stay beside it."""
+        return self.least if self.is_number else max(self.least, min(self.widest, _NAME))
 
 
 class Grid:
@@ -61,22 +58,23 @@ class Grid:
         texts: titles of columns that may go on in a next line, at a space.
         numbers: titles of columns at the right of those, which stay on one line unless `fold`.
         optional: titles of columns that may be left out, the most dispensable first.
+        fold: whether numbers may go on in a next line, at a space.
     """
 
     def __init__(
         self, texts: Sequence[str], numbers: Sequence[str], optional: Sequence[str] = (), fold: bool = False
     ) -> None:
         ranks = {title: len(optional) - at for at, title in enumerate(optional)}
-        titles = [*((title, False) for title in texts), *((title, True) for title in numbers)]
-        self._columns = [Column(title, number, fold, ranks.get(title, 0)) for title, number in titles]
+        self.columns = [Column(title, rank=ranks.get(title, 0)) for title in texts]
+        self.columns += [Column(title, True, not fold, ranks.get(title, 0)) for title in numbers]
         self._styles: list[str] = []
 
     def add_row(self, *cells: str | Text, style: str = "") -> None:
-        """A row; what is missing at its end is empty."""
+        """Add a row; cells that are missing at its end are empty."""
         from rich.text import Text
 
-        padded = [*cells, *[""] * (len(self._columns) - len(cells))]
-        for column, cell in zip(self._columns, padded, strict=True):
+        padded = [*cells, *[""] * (len(self.columns) - len(cells))]
+        for column, cell in zip(self.columns, padded, strict=True):
             column.cells.append(Text(cell) if isinstance(cell, str) else cell)
         self._styles.append(style)
 
@@ -87,15 +85,21 @@ class Grid:
         widths = _widths(columns, options.max_width)
         table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
         for column, width in zip(columns, widths, strict=True):
-            justify, one_line = ("right", not column.fold) if column.number else ("left", False)
-            table.add_column(column.title, justify=justify, width=width, no_wrap=one_line, overflow="fold")  # type: ignore[arg-type]
+            justify = "right" if column.is_number else "left"
+            table.add_column(
+                column.title,
+                justify=justify,  # type: ignore[arg-type]
+                width=width,
+                no_wrap=column.is_whole,
+                overflow="fold",
+            )
         for number, style in enumerate(self._styles):
             table.add_row(*(column.cells[number] for column in columns), style=style)
         yield table
 
     def _fitting(self, width: int) -> list[Column]:
-        """The columns for which there is room, in their order; empty ones are left out in any case."""
-        columns = [column for column in self._columns if not column.rank or any(cell.plain for cell in column.cells)]
+        """Return the columns for which there is room, in their order, without optional ones that are empty."""
+        columns = [column for column in self.columns if not column.rank or any(cell.plain for cell in column.cells)]
         while sum(column.wanted + _GAP for column in columns) - _GAP > width:
             last = max(columns, key=lambda column: column.rank)
             if not last.rank:
@@ -104,28 +108,24 @@ class Grid:
         return columns
 
 
-def _widths(columns: Sequence[Column], width: int) -> list[int]:
-    """Of each column: what it wants; more where there is room, less for the widest texts where there is too little."""
-    widths = [column.wanted for column in columns]
-    room = width - sum(widths) - _GAP * (len(widths) - 1)
-    for column, at in sorted(((column, at) for at, column in enumerate(columns)), key=lambda each: not each[0].number):
-        more = min(max(room, 0), column.widest - widths[at])
-        widths[at], room = widths[at] + more, room - more
-    while room < 0:
-        texts = [at for at, column in enumerate(columns) if not column.number and widths[at] > 1]
-        wider = [at for at in texts if widths[at] > columns[at].least] or texts
-        if not wider:
-            break
-        widths[max(wider, key=widths.__getitem__)] -= 1
-        room += 1
-    return widths
+def _widths(columns: Sequence[Column], width: int) -> list[int | None]:
+    """Return every column's width; None for texts that rich has to shrink, because not all words fit.
+
+    Columns have their longest word first; then texts grow, then numbers.
+    """
+    room = width - sum(column.least + _GAP for column in columns) + _GAP
+    if room < 0:
+        return [column.least if column.is_whole else None for column in columns]
+    widths = [column.least for column in columns]
+    for goal, kind in (("wanted", False), ("widest", True), ("widest", False)):
+        for at, column in enumerate(columns):
+            if column.is_number is kind:
+                more = min(room, max(getattr(column, goal) - widths[at], 0))
+                widths[at], room = widths[at] + more, room - more
+    return list(widths)
 
 
-def _lines(cell: Text) -> int:
-    return max(_cells(line) for line in cell.plain.splitlines())
-
-
-def _cells(text: str) -> int:
+def _width(text: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(text)

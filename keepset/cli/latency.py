@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.bench.report.latency import render
 from keepset.cli.checks import check_fits_context, check_measured, check_writable
-from keepset.cli.console import counted, load, megabytes, note, output, progress, sanitize, say, show, table, write
+from keepset.cli.console import counted, load, note, output, progress, say, show_table, write
 from keepset.cli.options import Html, Json, takes_model
 from keepset.errors import KeepsetError
 from keepset.models import Source
@@ -44,6 +43,7 @@ def latency(
 
     from keepset.bench.latency import Timing
     from keepset.bench.latency import latency as measure
+    from keepset.bench.report.latency import render
     from keepset.offline.corpus import default_texts
 
     loaded, tokenizer = load(model)
@@ -94,26 +94,11 @@ def _lengths(text: str) -> list[int]:
 
 
 def _print(result: dict[str, Any]) -> None:
+    """Print the medians of every recipe at every length."""
+    from keepset.bench.report.latency import table
+
     say(
         f"{result['model']} on {result['device']}, {result['dtype']}: {result['output_tokens']} tokens "
         f"after the prompt, medians of {result['rounds']} rounds."
     )
-    titles = ("first token", "tokens/s", "latency", "KV cache", "peak memory")
-    grid = table("prompt", "recipe", numbers=titles, optional=("peak memory", "latency"))
-    errors = []
-    for row in result["rows"]:
-        named = str(row["prompt_tokens"]), sanitize(row["recipe"])
-        if row["error"] is not None:
-            errors.append(f"{row['recipe']} after {row['prompt_tokens']} tokens: {row['error']}")
-            continue
-        grid.add_row(
-            *named,
-            f"{row['first_seconds']:.2f} s",
-            "-" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.1f}",
-            f"{row['seconds']:.2f} s",
-            megabytes(row["kv_bytes"]),
-            "-" if row["peak_bytes"] is None else megabytes(row["peak_bytes"]),
-        )
-    show(grid)
-    for error in errors:
-        say(error, style="red")
+    show_table(table(result["rows"]))

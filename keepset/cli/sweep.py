@@ -18,7 +18,7 @@ from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 
 if TYPE_CHECKING:
-    from keepset.bench.cell import Cell
+    from keepset.bench.record import Record
     from keepset.bench.sweep.prompts import Mode
     from keepset.bench.sweep.sweep import Grid, Group, Skipped
     from keepset.bench.tasks.task import Tokenizer
@@ -62,7 +62,7 @@ class Asking:
 class Swept:
     """The cells that were asked for, in the order of tasks and candidates, and those that could not be made."""
 
-    cells: Sequence[Cell]
+    cells: Sequence[Record]
     lost: Sequence[Skipped]
 
 

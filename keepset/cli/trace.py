@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_fits_context, check_text, check_writable
-from keepset.cli.console import counted, explain, load, note, output, progress, say, show, table, write
+from keepset.cli.console import counted, explain, load, note, output, progress, say, show_table, write
 from keepset.cli.numbers import parse_indices
 from keepset.cli.options import Html, Json, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling
@@ -120,26 +120,13 @@ def _encoded(tokenizer: Any, before: str, question: str | None) -> Any:
 
 def _print(runs: Sequence[dict[str, Any]]) -> None:
     """Every recipe's events as a table, and what they come to."""
+    from keepset.bench.report.trace import events_table
+
     for run in runs:
         generated = run["tokens"] - run["prompt_tokens"]
         say(f"{run['recipe']}: {run['prompt_tokens']} tokens of prompt, {generated} after it.")
-        grid = table(
-            numbers=("length", "kept per head", "of", "wipe-out", "IoU", "middle", "longest gap"),
-            optional=("longest gap", "middle"),
-        )
-        heads = max(len(run["layers"]) * run["kv_heads"], 1)
-        for event in run["events"]:
-            grid.add_row(
-                str(event["length"]),
-                f"{event['kept'] / heads:.1f}",
-                f"{event['entries'] / heads:.1f}",
-                f"{event['wipeout']:.1%}",
-                "-" if event["iou"] is None else f"{event['iou']:.3f}",
-                f"{event['middle']:.1%}",
-                f"{event['longest_gap']:.1f}",
-            )
         if run["events"]:
-            show(grid)
+            show_table(events_table(run))
             explain(_LEGEND)
         else:
             say("Nothing was compressed: the text is shorter than the recipe's first event.")

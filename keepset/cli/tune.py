@@ -5,22 +5,18 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.bench.report.page import assemble
 from keepset.cli.checks import check_minutes, check_whole, check_writable
 from keepset.cli.console import (
     TimeUp,
     bounded,
-    cell,
     foretold,
     load,
     moved,
     note,
     output,
     progress,
-    sanitize,
     say,
-    show,
-    table,
+    show_table,
     write,
 )
 from keepset.cli.numbers import parse_budgets
@@ -64,6 +60,7 @@ def tune(
     sources = [read(path) for path in text]
     check_writable(json_file, html)
 
+    from keepset.bench.report.tune import render
     from keepset.bench.tune.excerpts import cut
     from keepset.bench.tune.tune import Tuner
 
@@ -93,7 +90,7 @@ def tune(
         raise KeyboardInterrupt
     result = tuner.to_json()
     output(result, json_file, lambda: print_result(result))
-    write(html, lambda: assemble("tune", "keepset tune", result, " ".join(result["verdict"])))
+    write(html, lambda: render(result))
     if not finished:
         note(f"{'interrupted' if interrupted else 'stopped'} in round {result['round']} of {result['rounds']}")
     if interrupted:
@@ -101,47 +98,17 @@ def tune(
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """The recipe to use, and the figures of all as a table."""
-    from rich.text import Text
+    """Print the figures of all recipes as a table, and which of them to use."""
+    from keepset.bench.report.tune import interval, table
+    from keepset.bench.report.units import whole_percent
 
     say(
         f"{result['model']}, keep={result['keep']}: {result['pieces']} pieces of {result['tokens']} tokens, "
         f"{result['continuation_tokens']} after each.",
     )
     if result["facts"]:
-        share = result["full"]["found"]
-        shown = "not asked yet" if share["mean"] is None else f"{share['mean']:.0%} ({_interval(share, '.0%')})"
-        say(f"Found of {result['facts']} facts in each piece by the full cache: {shown}.")
-    of_facts = ["found", "95 %"] if result["facts"] else []
-    grid = table(
-        "recipe",
-        numbers=("pieces", "MB", "bytes", "KL", "95 %", "top-1", "prefill", *of_facts),
-        optional=("prefill", "pieces", "MB", "95 %"),
-    )
-    for row in result["rows"]:
-        style = "bold" if row["recipe"] in result["tied"] else "" if row["finalist"] else "dim"
-        grid.add_row(cell(row["recipe"]), *_cells(row), style=style)
-    show(grid)
-    for each in result["dropped"]:
-        reason = Text.assemble(sanitize(each["recipe"]), "  ", (sanitize(each["reason"]), "red"))
-        show(reason)
+        found = interval(result["full"]["found"], whole_percent)
+        say(f"Found of {result['facts']} facts in each piece by the full cache: {found}.")
+    show_table(table(result))
     for sentence in result["verdict"]:
         say(sentence)
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    kl, facts = row["kl"], row.get("found")
-    return [
-        str(row["pieces"]),
-        f"{row['kv_bytes'] / 1e6:.1f}",
-        f"{row['kv_bytes'] / row['kv_bytes_full']:.1%}",
-        f"{kl['mean']:.4f}",
-        "" if kl["low"] is None else _interval(kl, ".4f"),
-        f"{row['top1']:.0%}",
-        f"x{row['prefill_seconds'] / row['prefill_seconds_full']:.2f}",
-        *([] if facts is None else [f"{facts['mean']:.0%}", _interval(facts, ".0%")]),
-    ]
-
-
-def _interval(figure: dict[str, float], form: str) -> str:
-    return f"{figure['low']:{form}}..{figure['high']:{form}}"

@@ -1,6 +1,6 @@
 // The playground. All that is typed, read or answered goes into the document as text.
-const percent = shown((x) => `${(100 * x).toFixed(1)} %`);
-const seconds = shown((x) => `${x.toFixed(2)} s`);
+const megabytes = (size) => `${(size / 1e6).toFixed(2)} MB`;
+const seconds = (time) => `${time.toFixed(2)} s`;
 const SIDES = ["full", "compressed"];
 
 let shares = [], drawn = [], told = {}, running = null;
@@ -8,17 +8,13 @@ const shareOf = ({ from, to }) => shares.slice(from, to).reduce((sum, share) => 
 const shownText = tokenText((piece) => (shares.length ? `kept by ${percent(shareOf(piece))} of the heads so far` : "not compressed yet"));
 
 function shade() {
-  for (const piece of drawn) {
-    const share = shareOf(piece);
-    piece.span.style.setProperty("--share", share.toFixed(3));
-    piece.span.classList.toggle("dropped", share === 0);
-  }
+  for (const piece of drawn) shadeBy(piece.span, shareOf(piece));
   shownText.refresh();
 }
 
 function costs(side) {
   const { bytes: size, read, answer, answered, kept } = told[side];
-  const parts = [bytes(size), `read in ${seconds(read)}`];
+  const parts = [megabytes(size), `read in ${seconds(read)}`];
   if (kept !== undefined) parts.unshift(`${percent(kept)} of the entries`);
   if (answered) parts.push(`${answered} tokens in ${seconds(answer)}`);
   id(`${side}-cost`).textContent = parts.join(" · ");
@@ -92,11 +88,7 @@ id("input").value = data.text;
 id("question").value = data.question;
 id("recipe").value = data.recipes[0];
 id("recipes").append(...data.recipes.map((value) => el("option", { value })));
-for (let i = 0; i <= 10; i++) {
-  const step = el("span");
-  step.style.setProperty("--share", i / 10);
-  id("scale").append(step);
-}
+fillScale();
 id("form").addEventListener("submit", (event) => { event.preventDefault(); run(); });
 id("stop").addEventListener("click", () => running.abort());
 for (const button of document.querySelectorAll("[data-copy]")) {

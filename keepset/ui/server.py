@@ -64,7 +64,7 @@ class PlaygroundServer(ThreadingHTTPServer):
 
 def _page(facts: dict[str, Any]) -> tuple[str, str]:
     """The page, and its security policy: its own script, and nothing from anywhere else."""
-    script = asset("page.js") + resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
+    script = asset("elements.js") + resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
     markup = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     policy = (

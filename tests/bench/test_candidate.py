@@ -6,7 +6,7 @@ from itertools import product
 
 from keepset import Recipe
 from keepset.bench.candidate import candidates, grid
-from keepset.bench.cell import FULL
+from keepset.bench.record import FULL
 
 RECIPES = Recipe.parse_list("snapkv, adakv(snapkv(window=8)), knorm(keep=0.3), gvote")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from keepset.bench.cell import FULL
 from keepset.bench.latency import latency
+from keepset.bench.record import FULL
 from keepset.recipe import Recipe
 from tests.hf.models import tiny
 

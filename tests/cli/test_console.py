@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from keepset.bench.compare.comparison import Comparison, Measurement
+from keepset.bench.compare.comparison import Comparison
+from keepset.bench.record import Record
 from keepset.cli import console
 from keepset.cli.compare import print_table
 from keepset.cli.streaming import Streamer
@@ -39,10 +40,13 @@ def test_sanitized_text_shows_letters_and_no_controls() -> None:
 def test_table_is_text(terminal: io.StringIO) -> None:
     figures = dict(
         keep=0.5, kv_bytes=1, kv_bytes_full=2, kl=0.1, nll_delta=0.0, top1=1.0, prefill_seconds=2.0,
-        prefill_seconds_full=1.0, select_seconds=0.1, decode_tokens_per_second=3.0, answer=EVIL, needle_found=False,
+        prefill_seconds_full=1.0, select_seconds=0.1, decode_tokens_per_second=3.0, needle_found=False,
     )  # fmt: skip
     full = dict(kv_bytes=2, nll=1.0, prefill_seconds=1.0, decode_tokens_per_second=4.0, answer=EVIL, needle_found=True)
-    rows = [Measurement(f"a({EVIL})", f"a({EVIL})", **figures), Measurement(f"b({EVIL})", "b", error=f"No {EVIL}.")]
+    rows = [
+        Record(f"a({EVIL})", f"a({EVIL})", figures=figures, replies=[EVIL]),
+        Record(f"b({EVIL})", "b", error=f"No {EVIL}."),
+    ]
     print_table(Comparison(EVIL, 8, 4, full, Needle("", EVIL, "yes"), rows), f"So it is: {EVIL}.")
     shown = terminal.getvalue()
     assert "\x1b" not in shown and "\x07" not in shown and "\r" not in shown

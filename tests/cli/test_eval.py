@@ -12,7 +12,7 @@ import pytest
 
 from keepset import models
 from keepset.bench.candidate import Candidate
-from keepset.bench.cell import FULL, Cell
+from keepset.bench.record import FULL, Record
 from keepset.bench.sweep import runner
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
@@ -50,7 +50,7 @@ class Stub:
     def __init__(self, model: Any, tokenizer: Any, **asking: Any) -> None:
         Stub.asking = asking
 
-    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
         Stub.answer = task.generation.tokens
         for candidate in todo:
             Stub.made += 1
@@ -60,7 +60,7 @@ class Stub:
                 raise MemoryError
             yield cell(task, example, candidate, seed)
 
-    def decode(self, asked: Iterable[runner.EvalRequest]) -> Iterator[tuple[runner.EvalRequest, Cell | None]]:
+    def decode(self, asked: Iterable[runner.EvalRequest]) -> Iterator[tuple[runner.EvalRequest, Record | None]]:
         for each in asked:
             try:
                 yield each, next(self.run(each.task, each.example, [each.candidate], each.seed))
@@ -78,7 +78,7 @@ def stub(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stub]]:
     Stub.made, Stub.asking, Stub.interrupt_at, Stub.no_memory_for = 0, {}, None, ""
 
 
-def stored(path: str = "sweep.sqlite") -> list[Cell]:
+def stored(path: str = "sweep.sqlite") -> list[Record]:
     with Store.open(Path(path)) as store:
         return store.cells()
 
@@ -115,9 +115,9 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     assert len(again) == len(kept) == 14
     for each in again:
         there = kept[each.example, each.recipe]
-        assert each.outcome is not None and there.outcome is not None
-        assert (each.outcome.scores, each.outcome.replies) == (there.outcome.scores, there.outcome.replies)
-        assert (each.outcome.kv_bytes, each.facts) == (there.outcome.kv_bytes, there.facts)
+        assert each.error is None and there.error is None
+        assert (each.scores, each.replies) == (there.scores, there.replies)
+        assert (each.figures["kv_bytes"], each.facts) == (there.figures["kv_bytes"], there.facts)
 
 
 def test_table(run: Run, stub: type[Stub]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from keepset.bench.cell import FULL
+from keepset.bench.record import FULL
 from keepset.cli import console
 from keepset.cli.bench import print_table
 from keepset.core.tables import save

@@ -86,7 +86,7 @@ def test_a_table_is_stopped_gone_on_with_and_shown(
     with Store.open(path) as store:
         cells = store.cells()
     assert len(cells) == 16 and all(cell in cells for cell in first)
-    assert max(cell.outcome.batch for cell in cells if cell.outcome) > 1
+    assert max(cell.figures["batch"] for cell in cells if cell.error is None) > 1
     assert done.out, done.err
     (result,) = json.loads(done.out)
     assert (result["model"], result["paper_model"]) == (EMBEDDED, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B")
@@ -198,7 +198,7 @@ def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str) -> None
         assert 0 < figures["math500", method, "middle"]["value"] < 1
         assert figures["math500, level 5", method, "repetition"] is not None
     with Store.open(Path("reproduced") / f"ams-dynamics-{EMBEDDED}.sqlite") as store:
-        assert [cell.outcome.batch for cell in store.cells() if cell.outcome] == [1.0] * 4
+        assert [cell.figures["batch"] for cell in store.cells() if cell.error is None] == [1.0] * 4
 
 
 @pytest.mark.parametrize("name", ["gvote-figure-2", "gvote-figure-3"])

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from keepset.bench.analysis.rows import Figure
-from keepset.bench.analysis.summary import summarise
-from keepset.bench.cell import FULL, Cell
+from keepset.bench.analysis.summary import summarize
+from keepset.bench.record import FULL, Record
+from keepset.bench.report.results import interval
 from keepset.bench.sweep.store import Store
 from keepset.cli import console
-from keepset.cli.results import _shown
 from tests.bench.analysis.cells import cell, cells
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
@@ -30,16 +30,15 @@ SWEEP = [
 ]
 
 
-def write(made: Sequence[Cell], path: Path) -> None:
+def write(made: Sequence[Record], path: Path) -> None:
     """What `keepset eval` would leave."""
-    groups: dict[tuple[str, int, str], list[Cell]] = {}
+    groups: dict[tuple[str, int, str], list[Record]] = {}
     for each in made:
         groups.setdefault((each.task, each.seed, each.example), []).append(each)
     with Store.begin(path, f"model {EVIL}", {"--mode": "agnostic", "--limit": None}) as store:
         for task, seed in dict.fromkeys((task, seed) for task, seed, _ in groups):
             store.register(task, seed, [key[2] for key in groups if key[:2] == (task, seed)], "digest")
-        for key, members in groups.items():
-            store.claim(key, [each.recipe for each in members])
+        for members in groups.values():
             assert all(map(store.save, members))
 
 
@@ -54,7 +53,7 @@ def test_json(run: Run, sweep: Path) -> None:
     done = run("results", str(sweep), "--json", "-")
     assert (done.code, done.err) == (0, "")
     with Store.open(sweep) as store:
-        assert json.loads(done.out) == summarise(store.cells()).to_json()
+        assert json.loads(done.out) == summarize(store.cells()).to_json()
     data = json.loads(done.out)
     assert [each["recipe"] for each in data["averages"]] == [
         *(FULL, "snapkv(keep=0.5)", "random(keep=0.5)", "h2o(keep=0.5)", "snapkv(keep=0.25)")
@@ -76,9 +75,9 @@ def test_what_events_do_to_a_text(run: Run, tmp_path: Path) -> None:
 
 def test_peaks_of_memory_where_a_device_tells_them(run: Run, tmp_path: Path) -> None:
     peaks = [
-        replace(each, outcome=replace(each.outcome, peak_bytes=peak))
+        replace(each, figures={**each.figures, "peak_bytes": peak})
         for each, peak in zip(cells("tova(keep=0.5)", [0.0, 1.0], batch=2.5), (3_000_000, 5_000_000), strict=True)
-        if each.outcome is not None
+        if each.error is None
     ]
     write([*cells(FULL, [1.0, 1.0], peak_bytes=9_400_000, batch=8.0), *peaks], tmp_path / "x.sqlite")
     shown = run("results", str(tmp_path / "x.sqlite"), "--csv", "x.csv").out
@@ -202,6 +201,5 @@ def test_bad_input(run: Run, sweep: Path, tmp_path: Path, words: list[str], says
 
 
 def test_what_rounds_to_zero_has_no_sign() -> None:
-    assert _shown(Figure(-0.0001, -0.0004, 0.0004), sign="+") == "+0.0 (+0.0..+0.0)"
-    assert _shown(Figure(-0.001, None, None)) == "-0.1"
-    assert _shown(None) == ""
+    assert interval(Figure(-0.0001, -0.0004, 0.0004), "+") == "+0.0 (+0.0..+0.0)"
+    assert interval(Figure(-0.001)) == "-0.1"

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from keepset import texts
-from keepset.bench.compare.comparison import Measurement
 from keepset.bench.tune import measure as module
 from keepset.bench.tune import space
 from keepset.cli import console
 from keepset.recipe import Recipe
+from tests.bench.report.pages import data_of
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused, unloaded  # noqa: F401
 
@@ -78,8 +77,7 @@ def test_json_and_report(run: Run) -> None:
         result["recipe"] in result["tied"] and set(result["tied"]) <= names and result["recipe"] in result["verdict"][0]
     )
     page = Path("page.html").read_text(encoding="utf-8")
-    data = page.split('id="data">', 1)[1].split("</script>", 1)[0]
-    assert json.loads(data) == result
+    assert data_of(page)["figures"] == result
 
 
 @pytest.mark.full
@@ -129,15 +127,15 @@ def test_several_texts_and_the_same_seed_twice(run: Run) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("after", "known"), [(0, 0), (2, 2), (21, 3), (36, 3)])
 def test_interrupt_shows_what_is_known(run: Run, monkeypatch: pytest.MonkeyPatch, after: int, known: int) -> None:
-    measure, done_so_far = module.measure, []
+    fidelity, done_so_far = module.fidelity, []
 
     def interrupted(*words: Any) -> Any:
         if len(done_so_far) == after:
             raise KeyboardInterrupt
         done_so_far.append(None)
-        return measure(*words)
+        return fidelity(*words)
 
-    monkeypatch.setattr(module, "measure", interrupted)
+    monkeypatch.setattr(module, "fidelity", interrupted)
     done = run(*TUNE, "--json", "-")
     assert done.code == 130 and "Traceback" not in done.err
     if not known:
@@ -158,22 +156,14 @@ def test_a_terminal_shows_how_far_it_is(run: Run, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(console, "stderr", lambda: terminal)
     stop: list[None] = []
 
-    def figures(row: Measurement, *words: Any) -> Measurement:
+    def figures(*words: Any) -> dict[str, float]:
         stop.append(None)
         if len(stop) == 20:
             raise KeyboardInterrupt
-        return replace(
-            row,
-            kl=0.1,
-            top1=1.0,
-            keep=0.3,
-            kv_bytes=1,
-            kv_bytes_full=2,
-            prefill_seconds=1.0,
-            prefill_seconds_full=1.0,
-        )
+        costs = {"kv_bytes": 1, "kv_bytes_full": 2, "prefill_seconds": 1.0, "prefill_seconds_full": 1.0}
+        return {"kl": 0.1, "top1": 1.0, "keep": 0.3, **costs}
 
-    monkeypatch.setattr(module, "measure", figures)
+    monkeypatch.setattr(module, "fidelity", figures)
     done = run(*TUNE)
     assert done.code == 130 and "round 3 of 4: 3 recipes" in done.err and "interrupted in round 3 of 4" in done.err
     # 3 recipes on 16 pieces, whose prefills count ten each; 19 and 7 of them are done.

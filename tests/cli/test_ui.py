@@ -200,7 +200,7 @@ def test_in_chromium(server: PlaygroundServer, viewport: dict[str, int]) -> None
         assert EVIL in page.locator("#text").text_content() and "日本語" in page.locator("#text").text_content()
         shares = page.locator("#text span").evaluate_all("all => all.map(s => s.style.getPropertyValue('--share'))")
         assert 0.2 < sum(map(float, shares)) / len(shares) < 0.4
-        assert "24.6 % of the entries" in page.locator("#compressed-cost").text_content()
+        assert "24.6% of the entries" in page.locator("#compressed-cost").text_content()
         assert page.locator("#full-reply").text_content()
         assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
         page.locator("#recipe").fill("nonsense")

@@ -4,14 +4,13 @@ import csv
 import io
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Any
 
-from keepset.bench.analysis.rows import Figure, TableRow
+from keepset.bench.analysis.rows import Figure, Row
 from keepset.bench.analysis.summary import TOLERANCES, Summary, Trade
-from keepset.bench.cell import FULL, EventMeans
+from keepset.bench.record import FULL
 
-_FIGURES = ("score", "difference")
+_INTERVALS = ("score", "difference")
 # Spreadsheets take a text that begins so for a formula.
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
 _LATEX = {
@@ -25,28 +24,27 @@ _LATEX = {
 
 
 def to_csv(summary: Summary) -> str:
-    """Rows and averages, one line each; a text that a spreadsheet would take for a formula begins with `'`."""
+    """Return rows and averages as CSV; a text that a spreadsheet would take for a formula begins with `'`."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    # What a dataclass inherits comes first among its fields, and would stand before the recipe.
-    inherited = {field.name for field in fields(EventMeans)}
-    names = sorted((field.name for field in fields(TableRow)), key=inherited.__contains__)
-    writer.writerow(part for name in names for part in _columns(name))
-    for row in (*summary.rows, *summary.averages):
-        writer.writerow(cell for name in names for cell in _cells(name, getattr(row, name)))
+    rows = [_flat(row) for row in (*summary.rows, *summary.averages)]
+    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return out.getvalue()
 
 
-def _columns(name: str) -> list[str]:
-    return [name, f"{name}_low", f"{name}_high"] if name in _FIGURES else [name]
-
-
-def _cells(name: str, value: Any) -> list[Any]:
-    if name in _FIGURES:
-        return ["", "", ""] if value is None else [value.value, value.low, value.high]
-    # Some take the wide forms, too.
-    risky = isinstance(value, str) and unicodedata.normalize("NFKC", value[:1]).startswith(_FORMULAS)
-    return [f"'{value}" if risky else value]
+def _flat(row: Row) -> dict[str, Any]:
+    """Return a row by names of columns; an interval has a column for each of its ends."""
+    flat: dict[str, Any] = {}
+    for name, value in row.to_json().items():
+        if name in _INTERVALS:
+            ends = value or {"value": "", "low": "", "high": ""}
+            flat |= {name: ends["value"], f"{name}_low": ends["low"], f"{name}_high": ends["high"]}
+        else:
+            # Spreadsheets take some of the wide forms, too.
+            is_risky = isinstance(value, str) and unicodedata.normalize("NFKC", value[:1]).startswith(_FORMULAS)
+            flat[name] = f"'{value}" if is_risky else value
+    return flat
 
 
 def to_latex(summary: Summary) -> str:
@@ -59,7 +57,7 @@ def to_latex(summary: Summary) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _scores(rows: Sequence[TableRow]) -> str:
+def _scores(rows: Sequence[Row]) -> str:
     own = {row.requested for row in rows if row.recipe != FULL}
     budgets = sorted(own, key=lambda keep: (keep is None, isinstance(keep, int), -(keep or 0)))
     lines = []
@@ -76,7 +74,7 @@ def _scores(rows: Sequence[TableRow]) -> str:
     return _tabular(head, lines)
 
 
-def _score(row: TableRow) -> str:
+def _score(row: Row) -> str:
     if row.score is None:
         return "failed" if row.tasks_of == 1 else f"{row.tasks} of {row.tasks_of} tasks"
     marks = r"\dagger" if row.failed else ""

@@ -1,50 +1,54 @@
-"""`TableRow`: what a recipe's cells on one task come to, or its rows on the tasks of a group."""
+"""`Row`: the means of a recipe's records on one task, or of its rows on the tasks of a group."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
-from keepset.bench.cell import Cell, EventMeans, Outcome, means
+from keepset.bench.record import FIGURES, Record, mean_figures
 
-Cells = Mapping[tuple[int, str], Cell]
-"""A recipe's cells on one task, by seed and example."""
+Records = Mapping[tuple[int, str], Record]
+"""A recipe's records on one task, by seed and example."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and its interval of 95 %, whose ends are None where nothing can be said."""
+    """A number and the ends of its interval of 95 %, which are None if nothing can be said."""
 
     value: float
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
 
     @classmethod
     def of(cls, value: float, interval: Interval | None) -> Figure:
-        """The two together."""
-        return cls(value, None, None) if interval is None else cls(value, *interval)
+        """Return a figure with this interval."""
+        return cls(value) if interval is None else cls(value, *interval)
 
 
 @dataclass(frozen=True)
-class TableRow(EventMeans):
+class Row:
     """One recipe on one task, or averaged over the tasks of a group.
 
-    An example counts once, with the mean of its seeds; one on which the recipe failed counts as not answered, in the
-    score and in the difference, and `failed` says so. Bytes, seconds and the like are means over the others.
+    An example counts once, with the mean of its seeds. An example on which the recipe failed counts as not answered in
+    the score and in the difference; bytes, seconds and the like are means over the others.
 
     Attributes:
         task: the task's or the group's name.
-        tasks: how many tasks the figures are of; `tasks_of` how many of the group the sweep has.
-        examples: how many the recipe was run on; `examples_of` how many any recipe was.
-        cut: of how many the context was cut to what the model takes.
-        failed: on how many of them it failed, at least once; `error` is the first reason.
-        score: the metric's mean; None where it failed on all, or of a group lacks a task.
+        recipe: the recipe's text with its budget.
+        method: the recipe's text without its budget.
+        requested: the budget that was asked for.
+        metric: the score that counts.
+        examples: number of examples that the recipe was run on; `examples_of` that any recipe was run on.
+        cut: number of examples whose context was cut to what the model takes.
+        failed: number of examples on which the recipe failed at least once; `error` is the first reason.
+        tasks: number of tasks that the figures are of; `tasks_of` how many of the group the sweep has.
+        score: the metric's mean; None if the recipe failed on all examples, or lacks a task of a group.
         difference: mean difference of the scores on the `pairs` examples that recipe and baseline share.
-        share: bytes of keys and values, divided by the full cache's.
+        means: means of `FIGURES` and, as `share`, of the bytes divided by the full cache's; None if unknown.
     """
 
     task: str
@@ -62,55 +66,61 @@ class TableRow(EventMeans):
     score: Figure | None = None
     difference: Figure | None = None
     pairs: int = 0
-    keep: float | None = None
-    kv_bytes: float | None = None
-    kv_bytes_full: float | None = None
-    share: float | None = None
-    tokens: float | None = None
-    finished: float | None = None
-    repetition: float | None = None
-    prefill_seconds: float | None = None
-    select_seconds: float | None = None
-    decode_seconds: float | None = None
-    batch: float | None = None
-    peak_bytes: float | None = None
+    means: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys((*FIGURES, "share")))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row with its means among its other figures."""
+        row = asdict(self)
+        return {**row, **row.pop("means")}
 
 
-def table_row(cells: Cells, baseline: Cells | None, examples: Collection[str]) -> TableRow:
-    """What a recipe's cells come to, beside those of what it is compared with."""
-    first = next(iter(cells.values()))
-    failures = [cell for cell in cells.values() if cell.outcome is None]
-    row = TableRow(
+def row_of(records: Records, baseline: Records | None, examples: Collection[str]) -> Row:
+    """Return the row of a recipe's records on one task.
+
+    Args:
+        records: the recipe's records.
+        baseline: the records that they are compared with, if there are any.
+        examples: ids of all examples that any recipe was run on.
+    """
+    first = next(iter(records.values()))
+    failures = [record for record in records.values() if record.error is not None]
+    row = Row(
         task=first.task,
         recipe=first.recipe,
         method=first.method,
         requested=first.requested,
         metric=first.metric,
-        examples=len({example for _, example in cells}),
+        examples=len({example for _, example in records}),
         examples_of=len(examples),
-        cut=len({cell.example for cell in cells.values() if "cut" in cell.facts}),
-        failed=len({cell.example for cell in failures}),
+        cut=len({record.example for record in records.values() if "cut" in record.facts}),
+        failed=len({record.example for record in failures}),
         error=failures[0].error if failures else None,
     )
-    outcomes = [cell.outcome for cell in cells.values() if cell.outcome is not None]
-    if not outcomes:
+    if len(failures) == len(records):
         return row
-    scores = by_example((example, cell.score) for (_, example), cell in cells.items())
-    row = replace(row, **_costs(outcomes), score=Figure.of(fmean(scores), intervals.of_score(scores)))
-    if baseline is None or not any(cell.outcome for cell in baseline.values()):
+    scores = by_example((example, record.score) for (_, example), record in records.items())
+    costs = _means([record.figures for record in records.values() if record.error is None])
+    row = replace(row, means=costs, score=Figure.of(fmean(scores), intervals.of_score(scores)))
+    if baseline is None or all(record.error is not None for record in baseline.values()):
         return row
-    both = [unit for unit in cells if unit in baseline]
-    differences = by_example((unit[1], cells[unit].score - baseline[unit].score) for unit in both)
+    both = [unit for unit in records if unit in baseline]
+    differences = by_example((unit[1], records[unit].score - baseline[unit].score) for unit in both)
     if not differences:
         return row
     figure = Figure.of(fmean(differences), intervals.of_difference(differences))
     return replace(row, difference=figure, pairs=len(differences))
 
 
-def average(group: str, rows: Sequence[TableRow], tasks: int) -> TableRow:
-    """A recipe's rows on a group's tasks, each of which counts the same; without a score where it lacks one."""
+def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
+    """Return the average of a recipe's rows on a group's tasks, each of which counts the same.
+
+    Args:
+        group: the group's name.
+        rows: the recipe's rows.
+        tasks: how many tasks the group has; the average has a score only if every task has one.
+    """
     scored = [each for each in rows if each.score is not None]
-    row = TableRow(
+    row = Row(
         task=group,
         recipe=rows[0].recipe,
         method=rows[0].method,
@@ -126,7 +136,7 @@ def average(group: str, rows: Sequence[TableRow], tasks: int) -> TableRow:
     compared = all(each.difference is not None for each in scored)
     return replace(
         row,
-        **_costs(scored),
+        means=_means([each.means for each in scored]),
         score=_mean(each.score for each in scored),
         difference=_mean(each.difference for each in scored) if compared else None,
         pairs=sum(each.pairs for each in scored) if compared else 0,
@@ -134,7 +144,7 @@ def average(group: str, rows: Sequence[TableRow], tasks: int) -> TableRow:
 
 
 def by_example(values: Iterable[tuple[str, float]]) -> list[float]:
-    """The mean of each example's values, in the order of the examples' first ones."""
+    """Return the mean of each example's values, in the order of the examples' first ones."""
     by_id: dict[str, list[float]] = {}
     for example, value in values:
         by_id.setdefault(example, []).append(value)
@@ -149,7 +159,7 @@ def _mean(figures: Iterable[Figure | None]) -> Figure:
     return Figure.of(fmean(value for value, _ in parts), intervals.of_average(parts))
 
 
-def _costs(parts: Sequence[Outcome] | Sequence[TableRow]) -> dict[str, Any]:
-    costs: dict[str, Any] = means(parts)
-    full = costs["kv_bytes_full"]
-    return {**costs, "share": costs["kv_bytes"] / full if full else None}
+def _means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    means = mean_figures(parts)
+    nbytes, full = means["kv_bytes"], means["kv_bytes_full"]
+    return {**means, "share": nbytes / full if nbytes is not None and full else None}

@@ -1,4 +1,4 @@
-"""What a sweep's cells come to: a row per task and recipe, averages over groups of tasks, curves, needle maps."""
+"""`summarize`: from records to a row per task and recipe, averages over groups of tasks, curves and needle maps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,8 +9,8 @@ import numpy as np
 
 from keepset.bench.analysis.curves import Curve, area, compression
 from keepset.bench.analysis.needles import NeedleMap, needle_maps
-from keepset.bench.analysis.rows import Cells, Figure, TableRow, average, by_example, table_row
-from keepset.bench.cell import FULL, Cell
+from keepset.bench.analysis.rows import Figure, Records, Row, average, by_example, row_of
+from keepset.bench.record import FULL, Record
 from keepset.bench.tasks import longbench, longbench2, ruler
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
@@ -29,11 +29,16 @@ TOLERANCES = (0.1, 0.2)
 
 @dataclass(frozen=True)
 class Reach:
-    """How much can go within a tolerance; `at_least` where no budget that was measured goes further."""
+    """How much can go within a tolerance; `at_least` if no budget that was measured goes further."""
 
     tolerance: float
     removed: Figure
     at_least: bool
+
+    @property
+    def value(self) -> float:
+        """The largest share that can go."""
+        return self.removed.value
 
 
 @dataclass(frozen=True)
@@ -60,35 +65,38 @@ class Summary:
     """All figures of a sweep; `baseline` is what differences are to."""
 
     baseline: str
-    rows: list[TableRow]
-    averages: list[TableRow]
+    rows: list[Row]
+    averages: list[Row]
     trades: list[Trade]
     needles: list[NeedleMap]
 
     def to_json(self) -> dict[str, Any]:
-        """As `keepset results --json` prints it."""
-        return asdict(self)
+        """Return the summary as `keepset results --json` prints it."""
+        rows = {name: [row.to_json() for row in getattr(self, name)] for name in ("rows", "averages")}
+        return {**asdict(self), **rows}
 
 
-def summarise(cells: Sequence[Cell], baseline: str | None = None, axis: Literal["share", "keep"] = "share") -> Summary:
-    """The figures of all cells, which may be of a sweep that is not finished.
+def summarize(
+    records: Sequence[Record], baseline: str | None = None, axis: Literal["share", "keep"] = "share"
+) -> Summary:
+    """Return the figures of all records, which may be of a sweep that is not finished.
 
     The baseline is a recipe with its budget, or a method, which stands for its recipe with the same budget; the full
     cache if None. Curves are over the share of bytes, or over that of entries, as in KVCompose.
     """
-    baseline = FULL if baseline is None else _known(baseline, cells)
-    tasks: dict[str, dict[str, dict[tuple[int, str], Cell]]] = {}
-    for cell in cells:
-        tasks.setdefault(cell.task, {}).setdefault(cell.recipe, {})[cell.seed, cell.example] = cell
+    baseline = FULL if baseline is None else _known(baseline, records)
+    tasks: dict[str, dict[str, dict[tuple[int, str], Record]]] = {}
+    for record in records:
+        tasks.setdefault(record.task, {}).setdefault(record.recipe, {})[record.seed, record.example] = record
     groups = _groups(tasks)
-    rows: dict[str, dict[str, TableRow]] = {}
+    rows: dict[str, dict[str, Row]] = {}
     for task, recipes in tasks.items():
-        examples = {example for recipe_cells in recipes.values() for _, example in recipe_cells}
+        examples = {example for of_recipe in recipes.values() for _, example in of_recipe}
         against = {name: _against(recipes, name, baseline) for name in recipes}
-        rows[task] = {name: table_row(recipe_cells, against[name], examples) for name, recipe_cells in recipes.items()}
-    averages: list[TableRow] = []
+        rows[task] = {name: row_of(of_recipe, against[name], examples) for name, of_recipe in recipes.items()}
+    averages: list[Row] = []
     for group, members in groups.items():
-        parts: dict[str, list[TableRow]] = {}
+        parts: dict[str, list[Row]] = {}
         for task in members:
             for recipe, row in rows[task].items():
                 parts.setdefault(recipe, []).append(row)
@@ -98,26 +106,26 @@ def summarise(cells: Sequence[Cell], baseline: str | None = None, axis: Literal[
     for name, members in together.items():
         trades += _trades(name, [(tasks[task], rows[task]) for task in members], axis)
     every = [row for by_recipe in rows.values() for row in sorted(by_recipe.values(), key=_best_first)]
-    return Summary(baseline, every, averages, trades, needle_maps(cells))
+    return Summary(baseline, every, averages, trades, needle_maps(records))
 
 
-def _best_first(row: TableRow) -> tuple[Any, ...]:
-    """The full cache, then budget by budget the best score first; what has none comes last."""
+def _best_first(row: Row) -> tuple[Any, ...]:
+    """Return a sort key: the full cache, then budget by budget the best score first, and rows without one last."""
     keep, score = row.requested, row.score
     budget = (keep is None, isinstance(keep, int), -(keep or 0))
     return (row.recipe != FULL, *budget, score is None, 0.0 if score is None else -score.value)
 
 
-def split(cells: Sequence[Cell], fact: str) -> list[Cell]:
+def split(records: Sequence[Record], fact: str) -> list[Record]:
     """The cells as if every value of a fact of the examples, such as `level`, were a task of its own.
 
     Those of examples without it are left out.
     """
-    parts = [replace(cell, task=f"{cell.task}, {fact} {cell.facts[fact]}") for cell in cells if fact in cell.facts]
+    parts = [replace(each, task=f"{each.task}, {fact} {each.facts[fact]}") for each in records if fact in each.facts]
     if not parts:
-        there = ", ".join(sorted({name for cell in cells for name in cell.facts})) or "nothing"
+        there = ", ".join(sorted({name for each in records for name in each.facts})) or "nothing"
         raise KeepsetError(f"No example says its {fact}, so nothing can be split by it; known is: {there}.")
-    return sorted(parts, key=lambda cell: cell.task)
+    return sorted(parts, key=lambda part: part.task)
 
 
 def groups_of(task: str) -> list[str]:
@@ -139,8 +147,8 @@ def _groups(tasks: Iterable[str]) -> dict[str, list[str]]:
     return {group: list(own) for own, group in by_members.items() if len(own) > 1}
 
 
-def _known(baseline: str, cells: Sequence[Cell]) -> str:
-    names = dict.fromkeys(name for cell in cells for name in (cell.method, cell.recipe))
+def _known(baseline: str, records: Sequence[Record]) -> str:
+    names = dict.fromkeys(name for record in records for name in (record.method, record.recipe))
     text = baseline if baseline in names else str(Recipe.parse(baseline))
     if text not in names:
         there = "; ".join(names) or "nothing yet"
@@ -148,20 +156,20 @@ def _known(baseline: str, cells: Sequence[Cell]) -> str:
     return text
 
 
-def _against(recipes: Mapping[str, Cells], recipe: str, baseline: str) -> Cells | None:
-    """The cells that a recipe's are compared with: not its own."""
+def _against(recipes: Mapping[str, Records], recipe: str, baseline: str) -> Records | None:
+    """Return the records that a recipe's are compared with; None if they would be its own, or there are none."""
     if baseline in recipes:
         return recipes[baseline] if recipe != baseline else None
     requested = next(iter(recipes[recipe].values())).requested
-    for name, cells in recipes.items():
-        first = next(iter(cells.values()))
+    for name, records in recipes.items():
+        first = next(iter(records.values()))
         if first.method == baseline and first.requested == requested and name != recipe:
-            return cells
+            return records
     return None
 
 
-def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]], axis: str) -> list[Trade]:
-    """The curves of all methods that have two budgets or more; one budget makes no curve."""
+def _trades(name: str, tasks: Sequence[tuple[Mapping[str, Records], Mapping[str, Row]]], axis: str) -> list[Trade]:
+    """Return the curves of all methods that have two budgets or more; one budget makes no curve."""
     if any(FULL not in rows or rows[FULL].score is None for _, rows in tasks):
         return []
     budgets: dict[str, list[str]] = {}
@@ -177,12 +185,12 @@ def _trade(
     name: str,
     method: str,
     recipes: Sequence[str],
-    tasks: Sequence[tuple[Mapping[str, Cells], Mapping[str, TableRow]]],
+    tasks: Sequence[tuple[Mapping[str, Records], Mapping[str, Row]]],
     axis: str,
 ) -> Trade | None:
-    shares = {recipe: fmean(getattr(rows[recipe], axis) or 0.0 for _, rows in tasks) for recipe in recipes}
+    shares = {recipe: fmean(rows[recipe].means[axis] or 0.0 for _, rows in tasks) for recipe in recipes}
     points = [FULL, *sorted(recipes, key=lambda recipe: -shares[recipe])]
-    scores = [_scores([cells[recipe] for recipe in points]) for cells, _ in tasks]
+    scores = [_scores([records[recipe] for recipe in points]) for records, _ in tasks]
     if not all(map(len, scores)):
         return None
     curve = Curve(np.array([1.0, *(shares[recipe] for recipe in points[1:])]), tuple(scores))
@@ -198,8 +206,8 @@ def _trade(
     return Trade(name, method, smallest, len(recipes), sum(map(len, scores)), failed, figure, reaches)
 
 
-def _scores(points: Sequence[Cells]) -> np.ndarray:
-    """The scores of the examples that have all points, one row each."""
-    units = [unit for unit in points[0] if all(unit in cells for cells in points)]
-    columns = [by_example((unit[1], cells[unit].score) for unit in units) for cells in points]
+def _scores(points: Sequence[Records]) -> np.ndarray:
+    """Return the scores of the examples that have all points, `[examples, points]`."""
+    units = [unit for unit in points[0] if all(unit in records for records in points)]
+    columns = [by_example((unit[1], records[unit].score) for unit in units) for records in points]
     return np.array(columns, np.float64).T.reshape(-1, len(points))

@@ -1,8 +1,8 @@
-"""`Comparison`: what recipes made of one text, beside the full cache, row by row."""
+"""`Comparison`: what recipes made of one text, beside the full cache, record by record."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtyping import Bool, Float, Int
@@ -10,60 +10,43 @@ from torch import Tensor
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.compare.fidelity import kl, mean, nll
+from keepset.bench.record import Record
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_session import CachedPrompt
 from keepset.recipe import Recipe
 from keepset.texts import Needle
 
-
-@dataclass(frozen=True)
-class Measurement:
-    """What one recipe made of one text, beside the full cache; what could not be had is None, `error` says why.
-
-    Attributes:
-        requested: the budget; None where the method decides.
-        keep: fraction of the prompt's entries that stayed.
-        kv_bytes: allocated after compression; the peak is the most after any token, while decoding.
-        kl: mean KL(full || compressed) in nats over the continuation's tokens.
-        kl_drift: the same of every `drift_tokens` tokens of the continuation, while decoding.
-        nll_delta: mean negative log-likelihood of the continuation, less the full cache's, in nats.
-        top1: share of the continuation's tokens after which both caches prefer the same next token.
-        prefill_seconds: of a prefill with this recipe: the shared one, what was collected for it, selection.
-        decode_tokens_per_second: one token at a time, after the prompt.
-        needle_found: whether the answer to the question contains the right one; of several questions, `facts_found`.
-    """
-
-    recipe: str
-    method: str
-    requested: int | float | None = None
-    error: str | None = None
-    keep: float | None = None
-    kv_bytes: int | None = None
-    kv_bytes_peak: int | None = None
-    kv_bytes_full: int | None = None
-    kl: float | None = None
-    kl_drift: list[float] | None = None
-    nll_delta: float | None = None
-    top1: float | None = None
-    prefill_seconds: float | None = None
-    prefill_seconds_full: float | None = None
-    select_seconds: float | None = None
-    decode_tokens_per_second: float | None = None
-    answer: str | None = None
-    needle_found: bool | None = None
-    facts_found: tuple[bool, ...] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it without what it does not have."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+FIGURES = {
+    "keep": "fraction of the prompt's entries that stayed; while decoding, of all tokens' entries at the end",
+    "kv_bytes": "bytes allocated after compression; while decoding, their mean over the tokens",
+    "kv_bytes_peak": "the most bytes after any token, while decoding",
+    "kv_bytes_full": "bytes of the full cache at the same moments",
+    "kl": "mean KL(full || compressed) in nats over the continuation's tokens; `kl_drift` has its parts",
+    "nll_delta": "mean negative log-likelihood of the continuation, less the full cache's, in nats",
+    "top1": "share of the continuation's tokens after which both caches prefer the same next token",
+    "prefill_seconds": "seconds of a prefill with this recipe: the shared one, what was collected for it, selection",
+    "prefill_seconds_full": "seconds of the full cache's prefill",
+    "select_seconds": "seconds of choosing and freeing",
+    "decode_tokens_per_second": "tokens per second after the prompt, one at a time",
+    "needle_found": "whether the answer to the question contains the right one",
+    "facts_found": "how many of several questions were answered right",
+}
+"""Figures of a comparison's records, with their meanings; what could not be had is not there."""
 
 
 @dataclass
 class Comparison:
-    """Recipes on one text; rows are appended as they are measured.
+    """Recipes on one text; records are appended as they are measured.
 
-    `kept` says per row which tokens stayed, None for failed rows; `drift_tokens` how many tokens each figure of a row's
-    `kl_drift` stands for, None without decoding.
+    Attributes:
+        model: the model's name.
+        tokens: tokens of the prompt.
+        continuation_tokens: tokens of the text that follows it.
+        full: the full cache's figures, and its answer to the question if there is one.
+        needle: what is asked; None if nothing is.
+        rows: a record for every recipe.
+        kept: for every record which tokens stayed; None for a record with an error.
+        drift_tokens: tokens of the continuation for each number of `kl_drift`; None without decoding.
     """
 
     model: str
@@ -71,17 +54,17 @@ class Comparison:
     continuation_tokens: int
     full: dict[str, Any]
     needle: Needle | None = None
-    rows: list[Measurement] = field(default_factory=list)
+    rows: list[Record] = field(default_factory=list)
     kept: list[Bool[Tensor, "layers kv_heads tokens"] | None] = field(default_factory=list)
     drift_tokens: int | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether any row has an error."""
-        return any(row.error is not None for row in self.rows)
+        """Whether any record has an error."""
+        return any(record.error is not None for record in self.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """As `keepset compare --json` prints it."""
+        """Return the comparison as `keepset compare --json` prints it."""
         needle = None if self.needle is None else {"question": self.needle.question, "answer": self.needle.answer}
         return {
             "model": self.model,
@@ -90,8 +73,16 @@ class Comparison:
             **({} if self.drift_tokens is None else {"drift_tokens": self.drift_tokens}),
             "needle": needle,
             "full": self.full,
-            "rows": [row.to_json() for row in self.rows],
+            "rows": [_row(record) for record in self.rows],
         }
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """Return a record's names, figures and answer, without what it does not have."""
+    named = {name: getattr(record, name) for name in ("recipe", "method", "requested", "error")}
+    answer = {"answer": record.replies[0]} if record.replies else {}
+    known = {name: value for name, value in named.items() if value is not None}
+    return {**known, **record.figures, **record.curves, **answer}
 
 
 class Comparer(ABC):
@@ -99,49 +90,63 @@ class Comparer(ABC):
 
     comparison: Comparison
 
-    def run(self, candidates: Sequence[Candidate]) -> Iterator[Measurement]:
-        """Measures candidates, one row each; what cannot be had is a row with the reason."""
+    def run(self, candidates: Sequence[Candidate]) -> Iterator[Record]:
+        """Measure candidates and yield a record for each; one that cannot be measured has an error."""
         for candidate in candidates:
-            row, kept = Measurement(candidate.text, candidate.method, candidate.requested, candidate.error), None
+            record, kept = Record(candidate.text, candidate.method, candidate.requested, error=candidate.error), None
             if candidate.recipe is not None:
                 try:
-                    row, kept = self._measure(row, candidate.recipe)
+                    record, kept = self._measure(record, candidate.recipe)
                 except KeepsetError as error:
-                    row = replace(row, error=str(error))
-            self.comparison.rows.append(row)
+                    record = replace(record, error=str(error))
+            self.comparison.rows.append(record)
             self.comparison.kept.append(kept)
-            yield row
+            yield record
 
     @abstractmethod
-    def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
-        """The row with a recipe's figures, and what it kept; raises KeepsetError where they cannot be had."""
+    def _measure(self, record: Record, recipe: Recipe) -> tuple[Record, Bool[Tensor, "layers kv_heads tokens"]]:
+        """Return the record with the recipe's figures, and which tokens stayed.
+
+        Raises:
+            KeepsetError: the recipe cannot be measured.
+        """
 
 
-def measure(
-    row: Measurement, prompt: CachedPrompt, reference: Float[Tensor, "n vocabulary"], continuation: Int[Tensor, "1 n"]
-) -> Measurement:
-    """The row with a compressed prompt's cost, and its fidelity over the text that follows.
+def fidelity(
+    prompt: CachedPrompt, reference: Float[Tensor, "n vocabulary"], continuation: Int[Tensor, "1 n"]
+) -> dict[str, float]:
+    """Return what a compressed prompt costs, and how near its predictions over a text are to the full cache's.
 
-    The reference is the full cache's logits after each token of the continuation.
+    Args:
+        prompt: the compressed prompt.
+        reference: the full cache's logits after each token of the continuation.
+        continuation: the text that follows the prompt.
+
+    Raises:
+        KeepsetError: the model predicts NaN.
     """
     event, nbytes = prompt.event, prompt.cache.nbytes
+    assert prompt.kv_bytes_full is not None  # the recipe shares the full cache's prefill
     logits = prompt.follow(continuation)
     check_predictions(logits)
-    return replace(
-        row,
-        keep=event.kept / event.entries,
-        kv_bytes=nbytes,
-        kv_bytes_full=prompt.kv_bytes_full,
-        kl=mean(kl(reference, logits)),
-        nll_delta=mean(nll(logits, continuation[0])) - mean(nll(reference, continuation[0])),
-        top1=float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
-        prefill_seconds=prompt.prefill_seconds + event.seconds,
-        prefill_seconds_full=prompt.prefill_seconds_full,
-        select_seconds=event.seconds,
-    )
+    return {
+        "keep": event.kept / event.entries,
+        "kv_bytes": nbytes,
+        "kv_bytes_full": prompt.kv_bytes_full,
+        "kl": mean(kl(reference, logits)),
+        "nll_delta": mean(nll(logits, continuation[0])) - mean(nll(reference, continuation[0])),
+        "top1": float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
+        "prefill_seconds": prompt.prefill_seconds + event.seconds,
+        "prefill_seconds_full": prompt.prefill_seconds_full,
+        "select_seconds": event.seconds,
+    }
 
 
 def check_predictions(logits: Float[Tensor, "n vocabulary"]) -> None:
-    """Refuses figures of a compressed cache under which the model predicts NaN: KeepsetError."""
+    """Refuse figures of a compressed cache under which the model predicts NaN.
+
+    Raises:
+        KeepsetError: it does.
+    """
     if bool(logits.isnan().any()):
         raise KeepsetError("With what this recipe keeps the model predicts NaN: there is nothing to compare.")

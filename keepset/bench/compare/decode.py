@@ -12,11 +12,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from keepset.bench.compare.comparison import Comparer, Comparison, Measurement, check_predictions
+from keepset.bench.compare.comparison import Comparer, Comparison, check_predictions
 from keepset.bench.compare.fidelity import kl, mean, nll
 from keepset.bench.compare.text_task import ANSWER_TOKENS
 from keepset.bench.generation import greedy
 from keepset.bench.memory import dynamic_nbytes
+from keepset.bench.record import Record
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.model_support import check_logits
@@ -93,7 +94,7 @@ class DecodeComparer(Comparer):
             drift_tokens=DRIFT_TOKENS,
         )
 
-    def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
+    def _measure(self, record: Record, recipe: Recipe) -> tuple[Record, Bool[Tensor, "layers kv_heads tokens"]]:
         cache = Cache(self._model, recipe)
         run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
         check_predictions(run.logits)
@@ -109,21 +110,21 @@ class DecodeComparer(Comparer):
         nll_delta = nll(run.logits, self._text[0]) - nll(full.logits, self._text[0])
         same = run.logits.argmax(-1) == full.logits.argmax(-1)
         kept = _kept(cache, self._prompt.shape[1] + self._text.shape[1])
-        row = replace(
-            row,
-            keep=float(kept.double().mean()),
-            kv_bytes=round(fmean(run.nbytes[counted])),
-            kv_bytes_peak=max(run.nbytes[counted]),
-            kv_bytes_full=round(fmean(full.nbytes[counted])),
-            kl=mean(drift[counted]),
-            kl_drift=[mean(part) for part in drift.split(DRIFT_TOKENS)],
-            nll_delta=mean(nll_delta[counted]),
-            top1=float(same[counted].double().mean()),
-            prefill_seconds=run.prefill_seconds,
-            prefill_seconds_full=full.prefill_seconds,
-            select_seconds=sum(event.seconds for event in cache.events),
-        )
-        return replace(row, decode_tokens_per_second=self._speed(cache, run)), kept
+        figures = {
+            "keep": float(kept.double().mean()),
+            "kv_bytes": round(fmean(run.nbytes[counted])),
+            "kv_bytes_peak": max(run.nbytes[counted]),
+            "kv_bytes_full": round(fmean(full.nbytes[counted])),
+            "kl": mean(drift[counted]),
+            "nll_delta": mean(nll_delta[counted]),
+            "top1": float(same[counted].double().mean()),
+            "prefill_seconds": run.prefill_seconds,
+            "prefill_seconds_full": full.prefill_seconds,
+            "select_seconds": sum(event.seconds for event in cache.events),
+            "decode_tokens_per_second": self._speed(cache, run),
+        }
+        curves = {"kl_drift": [mean(part) for part in drift.split(DRIFT_TOKENS)]}
+        return replace(record, figures=figures, curves=curves), kept
 
     def _speed(self, cache: Any, run: _Run) -> float:
         """Tokens per second at the end of the text, one at a time."""

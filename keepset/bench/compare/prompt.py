@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepset.bench.compare.comparison import Comparer, Comparison, Measurement, measure
+from keepset.bench.compare.comparison import Comparer, Comparison, fidelity
 from keepset.bench.compare.fidelity import mean, nll
 from keepset.bench.compare.text_task import TextTask
 from keepset.bench.generation import end_tokens, greedy
+from keepset.bench.record import Record
 from keepset.bench.tasks.task import Tokenizer
 from keepset.hf.cache import Cache
 from keepset.hf.prompt_session import PromptSession, warm_up
@@ -56,19 +56,23 @@ class PromptComparer(Comparer):
                 "nll": mean(nll(self._reference, self._continuation[0])),
                 "prefill_seconds": full.prefill_seconds_full,
                 "decode_tokens_per_second": speed,
-                **self._judged(answer),
+                **({} if task.needle is None else {"answer": answer, "needle_found": self._is_right(answer)}),
             },
         )
 
-    def _measure(self, row: Measurement, recipe: Recipe) -> tuple[Measurement, Bool[Tensor, "layers kv_heads tokens"]]:
+    def _measure(self, record: Record, recipe: Recipe) -> tuple[Record, Bool[Tensor, "layers kv_heads tokens"]]:
         prompt = self._session.compress(recipe)
         keep_set = prompt.event.keep_set
         assert keep_set is not None
-        row = measure(row, prompt, self._reference, self._continuation)
+        figures = fidelity(prompt, self._reference, self._continuation)
         ids, speed = self._ask(prompt.cache)
         answer = self._read(ids)
         kept = keep_set.mask(self._task.prompt.shape[1])[:, 0]
-        return replace(row, decode_tokens_per_second=speed, **self._judged(answer)), kept
+        figures["decode_tokens_per_second"] = speed
+        if self._task.needle is None:
+            return replace(record, figures=figures), kept
+        figures["needle_found"] = self._is_right(answer)
+        return replace(record, figures=figures, replies=[answer]), kept
 
     def _ask(self, cache: Cache) -> tuple[list[int], float]:
         """Greedy answer to the question (or to the continuation), and tokens per second of decoding it."""
@@ -83,8 +87,6 @@ class PromptComparer(Comparer):
         cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
         return str(self._tokenizer.decode(ids[:cut], skip_special_tokens=True)).strip()
 
-    def _judged(self, answer: str) -> dict[str, Any]:
+    def _is_right(self, answer: str) -> bool:
         needle = self._task.needle
-        if needle is None:
-            return {}
-        return {"answer": answer, "needle_found": needle.answer.lower() in answer.lower()}
+        return needle is not None and needle.answer.lower() in answer.lower()

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from keepset.bench.analysis.rows import Figure
 from keepset.bench.candidate import Candidate
-from keepset.bench.cell import FULL
+from keepset.bench.record import FULL
 from keepset.bench.sweep.prompts import Mode
 from keepset.bench.tasks.task import Tokenizer
 from keepset.recipe import Recipe, Schedule

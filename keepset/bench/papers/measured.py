@@ -7,9 +7,9 @@ from statistics import fmean
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
 from keepset.bench.analysis.rows import Figure, by_example
-from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarise
-from keepset.bench.cell import Cell
+from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarize
 from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, Line, Measured, Sweep, removed_at
+from keepset.bench.record import Record
 
 CURVES = (AREA, *map(removed_at, TOLERANCES))
 """Metrics whose figures are of all tasks and budgets together."""
@@ -17,7 +17,7 @@ FRACTIONS = (SCORE, "keep", "finished", "repetition", "wipeout", "middle", *CURV
 """Metrics from 0 to 1, which are shown in percent."""
 
 
-def measured(sweep: Sweep, cells: Sequence[Cell], files: Mapping[str, Path]) -> list[Measured]:
+def measured(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path]) -> list[Measured]:
     """Return the figures of a sweep: of every task, method, budget and metric, then of all tasks together.
 
     An example on which a recipe failed counts as not answered in a score, and not at all in a cost.
@@ -28,7 +28,7 @@ def measured(sweep: Sweep, cells: Sequence[Cell], files: Mapping[str, Path]) -> 
         files: the model's files that recipes name, by their names in braces.
     """
     parts = [part for fact in sweep.by if any(fact in cell.facts for cell in cells) for part in split(cells, fact)]
-    by_place: dict[tuple[str, str], list[Cell]] = {}
+    by_place: dict[tuple[str, str], list[Record]] = {}
     for cell in [*cells, *parts]:
         by_place.setdefault((cell.task, cell.recipe), []).append(cell)
     tasks, lines = list(dict.fromkeys(cell.task for cell in cells)), sweep.lines(files)
@@ -46,8 +46,8 @@ def measured(sweep: Sweep, cells: Sequence[Cell], files: Mapping[str, Path]) -> 
     return [*rows, *averages, *_over_budgets(together, sweep, cells, lines)]
 
 
-def _measured(key: FigureKey, cells: Sequence[Cell]) -> Measured:
-    errors = [cell.error for cell in cells if cell.outcome is None]
+def _measured(key: FigureKey, cells: Sequence[Record]) -> Measured:
+    errors = [cell.error for cell in cells if cell.error is not None]
     figure = None
     if len(errors) < len(cells):
         values = by_example((cell.example, value) for cell in cells if (value := _value(cell, key.metric)) is not None)
@@ -57,15 +57,14 @@ def _measured(key: FigureKey, cells: Sequence[Cell]) -> Measured:
     return Measured(key, figure, examples, len(errors), errors[0] if errors else None)
 
 
-def _value(cell: Cell, metric: str) -> float | None:
+def _value(cell: Record, metric: str) -> float | None:
     if metric == SCORE:
         return cell.score
-    outcome = cell.outcome
-    if outcome is None:
+    if cell.error is not None:
         return None
     if metric == SECONDS:
-        return outcome.prefill_seconds + outcome.select_seconds + outcome.decode_seconds
-    return getattr(outcome, metric)
+        return sum(cell.figures[name] for name in ("prefill_seconds", "select_seconds", "decode_seconds"))
+    return cell.figures.get(metric)
 
 
 def _by_line(rows: Sequence[Measured]) -> dict[FigureKey, list[Measured]]:
@@ -93,14 +92,14 @@ def _average(together: str, rows: Sequence[Measured], tasks: int) -> Measured:
     return Measured(rows[0].key._replace(task=together), figure, *counts, error)
 
 
-def _over_budgets(together: str, sweep: Sweep, cells: Sequence[Cell], lines: Sequence[Line]) -> Iterator[Measured]:
+def _over_budgets(together: str, sweep: Sweep, cells: Sequence[Record], lines: Sequence[Line]) -> Iterator[Measured]:
     """Yield figures of curves over all budgets: of a benchmark's tasks at one length, or of a single task."""
     metrics = [metric for metric in sweep.metrics if metric in CURVES]
     if not metrics:
         return
     tasks = {cell.task for cell in cells}
     whole = tasks if len(tasks) == 1 else {group for task in tasks for group in groups_of(task)[-1:]}
-    trades = {trade.method: trade for trade in summarise(cells, axis="keep").trades if trade.task in whole}
+    trades = {trade.method: trade for trade in summarize(cells, axis="keep").trades if trade.task in whole}
     methods = {line.candidate.method: line.method for line in lines}
     for metric in metrics:
         for name, method in methods.items():

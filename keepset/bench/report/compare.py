@@ -1,46 +1,270 @@
-"""The HTML report of `keepset compare`: one file that needs nothing else, neither a server nor a network."""
+"""The table and the page of `keepset compare`."""
 
-import base64
-import gzip
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from torch import Tensor
+from keepset.bench.compare.comparison import Comparison
+from keepset.bench.compare.conclusion import by_budget
+from keepset.bench.record import FULL, Record
+from keepset.bench.report import plot
+from keepset.bench.report.kept import kept_text
+from keepset.bench.report.page import Section, choice, page
+from keepset.bench.report.table import Column, Line, Table, filled
+from keepset.bench.report.units import Show, decimals, integer, megabytes, percent, seconds, times, whole_percent, yes
 
-from keepset.bench.report.page import assemble
-from keepset.errors import KeepsetError
+_HOLLOW = "Hollow markers: no measurable divergence, drawn at the axis's lower end."
 
 
-def render(
-    comparison: dict[str, Any], tokens: Sequence[str | None], kept: Sequence[Tensor | None], conclusion: str = ""
-) -> str:
-    """The report as one self-contained HTML page.
+@dataclass(frozen=True)
+class Metric:
+    """A measure of fidelity: its axis, and what it means."""
 
-    It shows what `keepset compare --json` prints, with `token_texts` of the prompt. For each row of the comparison, a
-    boolean `[layers, kv_heads, tokens]` tensor says what it kept; None where the row failed.
-    """
-    rows = comparison["rows"]
-    if len(kept) != len(rows):
-        raise KeepsetError(f"the report needs one kept tensor or None for each of {len(rows)} rows, not {len(kept)}.")
-    shapes = {tuple(mask.shape) for mask in kept if mask is not None}
-    if len(shapes) > 1 or any(len(shape) != 3 or shape[-1] != len(tokens) for shape in shapes):
-        raise KeepsetError(
-            f"the report's kept tensors need one common shape [layers, kv_heads, {len(tokens)}], not "
-            + ", ".join(str(list(shape)) for shape in sorted(shapes))
-            + "."
-        )
-    layers, heads, _ = shapes.pop() if shapes else (0, 0, 0)
-    data = {
-        "comparison": comparison,
-        "tokens": list(tokens),
-        "layers": layers,
-        "heads": heads,
-        "kept": [None if mask is None else pack(mask) for mask in kept],
+    name: str
+    figure: str
+    axis: dict[str, Any]
+    show: Show
+    note: str
+
+
+_METRICS = (
+    Metric(
+        "KL",
+        "kl",
+        plot.log_axis("KL divergence, nats (log scale)"),
+        "{:.3g} nats".format,
+        "Mean KL(full ‖ compressed) per token. Lower is better.",
+    ),
+    Metric(
+        "Top-1",
+        "top1",
+        plot.axis("Top-1 agreement", tickformat=".0%"),
+        percent,
+        "Share of tokens at which both predict the same next token. Higher is better.",
+    ),
+    Metric(
+        "NLL delta",
+        "nll_delta",
+        plot.axis("NLL delta, nats per token"),
+        "{:+.4f} nats".format,
+        "Negative log-likelihood of the text, minus the full cache's. Closer to zero is better.",
+    ),
+)
+
+
+def table(comparison: Comparison) -> Table:
+    """Return the full cache and all recipes, best first under each budget, then those that failed."""
+    full = full_record(comparison)
+    ran = [record for group in by_budget(comparison) for record in group]
+    made = Table("recipe", filled(_COLUMNS, [full, *ran]))
+    made.add(FULL, full, is_reference=True)
+    methods = _methods(comparison)
+    rows = {id(record): at for at, record in enumerate(comparison.rows)}
+    for record in ran:
+        budget = "chosen by the method" if record.requested is None else f"keep={record.requested}"
+        at = methods.index(record.method)
+        mark = (plot.entry("", at)[2], at)
+        made.add(record.recipe, record, heading=budget, short=record.method, mark=mark, choice=rows[id(record)])
+    made.lines += [Line(each.recipe, error=each.error) for each in comparison.rows if each.error is not None]
+    return made
+
+
+def full_record(comparison: Comparison) -> Record:
+    """Return the full cache as one more record."""
+    full = comparison.full
+    nbytes, prefill = full["kv_bytes"], full["prefill_seconds"]
+    figures = {
+        "keep": 1.0,
+        "kv_bytes": nbytes,
+        "kv_bytes_full": nbytes,
+        "kl": 0.0,
+        "nll_delta": 0.0,
+        "top1": 1.0,
+        "prefill_seconds": prefill,
+        "prefill_seconds_full": prefill,
+        **{name: full[name] for name in ("kv_bytes_peak", "needle_found") if name in full},
     }
-    return assemble("compare", "keepset compare", data, conclusion)
+    return Record(FULL, FULL, 1.0, figures=figures, replies=[full["answer"]] if "answer" in full else [])
 
 
-def pack(kept: Tensor) -> str:
-    """A boolean tensor as base64 of its zipped bits, row-major, the first bit highest."""
-    return base64.b64encode(gzip.compress(np.packbits(kept.bool().cpu().numpy()).tobytes(), mtime=0)).decode("ascii")
+def _figure(name: str) -> Callable[[Record], float | None]:
+    return lambda record: record.figures.get(name)
+
+
+_COLUMNS = [
+    Column("kept", _figure("keep"), percent, "entries", page_only=True),
+    Column("MB", _figure("kv_bytes"), megabytes, rank=1),
+    Column("bytes", lambda record: record.ratio("kv_bytes"), percent, "of full"),
+    Column("peak MB", _figure("kv_bytes_peak"), megabytes, rank=2),
+    Column("KL", _figure("kl"), decimals(3), "nats"),
+    Column("NLL delta", _figure("nll_delta"), "{:+.4f}".format, "nats", page_only=True),
+    Column("top-1", _figure("top1"), whole_percent),
+    Column("prefill", lambda record: record.ratio("prefill_seconds"), times, "of full", rank=3),
+    Column("select", _figure("select_seconds"), seconds, "s", page_only=True),
+    Column("found", _figure("needle_found"), yes),
+    Column("answer", lambda record: next(iter(record.replies), None), page_only=True, is_text=True),
+]
+
+
+def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str = "") -> str:
+    """Return the page of a comparison.
+
+    Args:
+        comparison: the recipes' records, and what they kept.
+        tokens: `token_texts` of the text whose tokens are shaded.
+        conclusion: the sentence that the page opens with.
+    """
+    rows, full, needle = comparison.rows, comparison.full, comparison.needle
+    ran = [record for record in rows if record.error is None]
+    shown = [record for group in by_budget(comparison) for record in group if record.figures["keep"] < 1]
+    # The best of the smallest that still answers; what keeps everything has nothing to show.
+    best = min(
+        shown,
+        key=lambda record: (
+            record.figures.get("needle_found") is False,
+            round(record.figures["keep"], 2),
+            record.figures["kl"],
+        ),
+        default=ran[0] if ran else None,
+    )
+    first = next((at for at, record in enumerate(rows) if record is best), None)
+    failed = len(rows) - len(ran)
+    decoding = comparison.drift_tokens is not None
+    asked = [
+        ("Asked after compression", needle.question if needle else None),
+        ("A right answer contains", needle.answer if needle else None),
+        ("The full cache answers", full.get("answer")),
+    ]
+    return page(
+        "keepset compare",
+        comparison.model,
+        [
+            *_fidelity(comparison, ran),
+            table(comparison).section(
+                "Recipes", note="A click on a column's name sorts; a click on a recipe shows what it kept, below."
+            ),
+            kept_text(
+                "What is kept of the text",
+                tokens,
+                [(record.recipe, mask) for record, mask in zip(rows, comparison.kept, strict=True)],
+                first=first,
+                answer=needle.answer if needle else "",
+            ),
+        ],
+        comparison.to_json(),
+        conclusion=conclusion,
+        lead=_lead(comparison),
+        facts=[
+            ("Recipes", f"{len(rows)}, of which {failed} failed" if failed else str(len(rows))),
+            ("Full KV cache: mean" if decoding else "Full KV cache", f"{megabytes(full['kv_bytes'])} MB"),
+            ("Full cache: prefill", f"{seconds(full['prefill_seconds'])} s"),
+            ("Full cache: NLL", f"{full['nll']:.4f} nats/token"),
+            *asked,
+        ],
+    )
+
+
+def _lead(comparison: Comparison) -> str:
+    prompt, after = integer(comparison.tokens), integer(comparison.continuation_tokens)
+    if comparison.drift_tokens is not None:
+        return (
+            f"A text of {after} tokens follows a prompt of {prompt}, fed as if decoded. Each recipe compresses the "
+            "model's KV cache again and again on the way. Its predictions after its first compression are compared "
+            "with those of the full cache; bytes are means over the same tokens."
+        )
+    return (
+        f"Each recipe keeps part of the model's KV cache after a prompt of {prompt} tokens. Its predictions over the "
+        f"next {after} tokens are compared with those of the full cache on the same text."
+    )
+
+
+def _methods(comparison: Comparison) -> list[str]:
+    return list(dict.fromkeys(record.method for record in comparison.rows if record.error is None))
+
+
+def _fidelity(comparison: Comparison, ran: Sequence[Record]) -> list[Section]:
+    """Return charts of fidelity against bytes, one per metric, and of the drift along a decoded text."""
+    if not ran:
+        return []
+    legend = [plot.entry(method, at) for at, method in enumerate(_methods(comparison))]
+    metrics = []
+    for metric in _METRICS:
+        chart, is_clipped = _against_bytes(metric, comparison, ran)
+        note = metric.note + (f" {_HOLLOW}" if is_clipped else "")
+        metrics.append((metric.name, [plot.plots("", [chart], legend, note)]))
+    sections = [{**choice("metric", "Fidelity measure", metrics, radio=True), "title": "Fidelity against bytes"}]
+    if any(len(record.curves.get("kl_drift", ())) > 1 for record in ran):
+        sections.append(_drift(comparison, ran))
+    return sections
+
+
+def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]) -> tuple[dict[str, Any], bool]:
+    """Return a metric's chart, and whether values are drawn at its lower end because a log axis has no zero."""
+    is_log = metric.axis.get("type") == "log"
+    floor = _floor(record.figures[metric.figure] for record in ran)
+    lines, is_clipped = [], False
+    for at, method in enumerate(_methods(comparison)):
+        points = sorted((each for each in ran if each.method == method), key=lambda each: each.ratio("kv_bytes") or 0)
+        values = [record.figures[metric.figure] for record in points]
+        hollow = [is_log and value <= 0 for value in values]
+        is_clipped = is_clipped or any(hollow)
+        hover = [
+            f"{plot.wrapped(record.recipe)}<br>{metric.name} {metric.show(value)}<br>"
+            f"{percent(record.ratio('kv_bytes') or 0)} of full, {megabytes(record.figures['kv_bytes'])} MB"
+            for record, value in zip(points, values, strict=True)
+        ]
+        lines.append(
+            plot.line(
+                method,
+                [record.ratio("kv_bytes") or 0 for record in points],
+                [floor if clipped else value for value, clipped in zip(values, hollow, strict=True)],
+                at,
+                hover=hover,
+                marker=plot.markers(at, hollow),
+            )
+        )
+    x = plot.axis("KV cache bytes, share of the full cache", tickformat=".0%", rangemode="tozero", zeroline=False)
+    return plot.plot("plot", lines, x, metric.axis, height="430px"), is_clipped
+
+
+def _drift(comparison: Comparison, ran: Sequence[Record]) -> Section:
+    """Return the chart of the KL of one part of the text after another, a line per recipe."""
+    size = comparison.drift_tokens or 1
+    methods, seen = _methods(comparison), dict.fromkeys(_methods(comparison), 0)
+    drifting = [record for record in ran if len(record.curves.get("kl_drift", ())) > 1]
+    floor = _floor(value for record in drifting for value in record.curves["kl_drift"])
+    lines = []
+    for record in drifting:
+        at, values = methods.index(record.method), record.curves["kl_drift"]
+        ends = [min((part + 1) * size, comparison.continuation_tokens) for part in range(len(values))]
+        hover = [
+            f"{plot.wrapped(record.recipe)}<br>KL {value:.3g} nats<br>tokens {integer(part * size)} to {integer(end)}"
+            for part, (value, end) in enumerate(zip(values, ends, strict=True))
+        ]
+        lines.append(
+            plot.line(
+                record.recipe,
+                ends,
+                [floor if value <= 0 else value for value in values],
+                at,
+                hover=hover,
+                group=record.method,
+                dash=plot.DASHES[seen[record.method] % len(plot.DASHES)],
+                marker=plot.markers(at, [value <= 0 for value in values]),
+            )
+        )
+        seen[record.method] += 1
+    note = (
+        f"Mean KL(full ‖ compressed) of every {integer(size)} tokens after the prompt, one line per recipe; budgets of "
+        "one method differ in their dashes."
+    )
+    if any(value <= 0 for record in drifting for value in record.curves["kl_drift"]):
+        note += f" {_HOLLOW}"
+    x = plot.axis("Tokens after the prompt", rangemode="tozero", zeroline=False)
+    chart = plot.plot("drift", lines, x, plot.log_axis("KL divergence, nats (log scale)"), height="430px")
+    return plot.plots("Drift over the text", [chart], note=note)
+
+
+def _floor(values: Iterable[float]) -> float:
+    """Return where a log axis shows what is not positive: below the smallest positive value."""
+    return min((value for value in values if value > 0), default=4e-6) / 4

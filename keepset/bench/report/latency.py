@@ -1,22 +1,108 @@
-"""The HTML report of `keepset bench latency`."""
+"""The table and the page of `keepset bench latency`."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from keepset.bench.report.page import assemble
+from keepset.bench.report import plot
+from keepset.bench.report.page import page
+from keepset.bench.report.table import Column, Line, Table
+from keepset.bench.report.units import decimals, integer, megabytes
+
+Row = dict[str, Any]
+"""A recipe's figures at one length, as `keepset bench latency --json` writes them."""
+
+_OF_ROUND: dict[str, tuple[str, str, Callable[[Row, Row], float | None]]] = {
+    "first_seconds": ("Time to the first token", "seconds", lambda each, _: each["first_seconds"]),
+    "tokens_per_second": (
+        "Tokens per second after it",
+        "tokens per second",
+        lambda each, row: (row["output_tokens"] - 1) / each["rest_seconds"],
+    ),
+    "seconds": ("Time of the whole request", "seconds", lambda each, _: each["first_seconds"] + each["rest_seconds"]),
+    "kv_bytes": ("KV cache at the end", "MB", lambda each, _: each["kv_bytes"]),
+    "peak_bytes": ("Peak memory", "MB", lambda each, _: each["peak_bytes"]),
+}
+"""By the names of figures: a chart's title, its unit, and what a round says."""
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Return the medians of every recipe, grouped by the prompt's length."""
+    ranks = {"peak_bytes": 2, "seconds": 1}
+    titles = ("first token", "tokens/s", "latency", "KV cache, MB", "peak, MB")
+    shows = (decimals(2, " s"), decimals(1), decimals(2, " s"), megabytes, megabytes)
+    made = Table(
+        "recipe",
+        [
+            Column(title, lambda row, name=name: row[name], show, rank=ranks.get(name, 0))
+            for title, name, show in zip(titles, _OF_ROUND, shows, strict=True)
+        ],
+    )
+    for row in rows:
+        tokens, recipe = integer(row["prompt_tokens"]), row["recipe"]
+        if row["error"] is None:
+            made.add(f"{recipe}, {tokens} tokens", row, heading=f"{tokens} tokens of prompt", short=recipe)
+        else:
+            made.lines.append(Line(f"{recipe}, {tokens} tokens", error=row["error"]))
+    return made
 
 
 def render(result: dict[str, Any]) -> str:
-    """The report as one self-contained HTML page of what `keepset bench latency --json` writes."""
-    return assemble("latency", "keepset bench latency", result, _conclusion(result["rows"]))
+    """Return the page of what `keepset bench latency --json` writes."""
+    rows = [row for row in result["rows"] if row["error"] is None]
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    charts = [_chart(name, rows, recipes) for name in _OF_ROUND if any(row[name] is not None for row in rows)]
+    legend = [plot.entry(recipe, _series(at)) for at, recipe in enumerate(recipes)]
+    note = "Medians; the bars reach from the smallest to the largest round."
+    return page(
+        "keepset bench latency",
+        result["model"],
+        [
+            plot.plots("By length of the prompt", charts, legend, note),
+            table(result["rows"]).section("Figures"),
+        ],
+        result,
+        conclusion=_conclusion(result["rows"]),
+        lead=f"{integer(result['output_tokens'])} tokens generated after each prompt, {result['rounds']} rounds in "
+        "turns.",
+        facts=[("Device", result["device"]), ("Precision", result["dtype"])],
+    )
 
 
-def _conclusion(rows: list[dict[str, Any]]) -> str:
-    """The fastest recipe after the longest prompt, beside the full cache, which comes first."""
+def _series(at: int) -> int:
+    """Return the colour of a recipe; the full cache, which comes first, is grey."""
+    return at - 1 + (at > 7) if at else 7
+
+
+def _chart(name: str, rows: Sequence[Row], recipes: Sequence[str]) -> dict[str, Any]:
+    title, unit, of_round = _OF_ROUND[name]
+    scale = 1e-6 if unit == "MB" else 1.0
+    lines = []
+    for at, recipe in enumerate(recipes):
+        known = [row for row in rows if row["recipe"] == recipe and row[name] is not None]
+        rounds = [[value for each in row["rounds"] if (value := of_round(each, row)) is not None] for row in known]
+        lines.append(
+            plot.line(
+                recipe,
+                [row["prompt_tokens"] for row in known],
+                [row[name] * scale for row in known],
+                _series(at),
+                ends=[(min(values) * scale, max(values) * scale) for values in rounds],
+                dash="solid" if at else "dash",
+                marker={"symbol": plot.symbol(_series(at))},
+                template=f"%{{x}} tokens: %{{y:.2f}} {unit}",
+            )
+        )
+    x, y = plot.axis("tokens of the prompt", rangemode="tozero"), plot.axis(unit, rangemode="tozero")
+    return plot.plot(name, lines, x, y, title=title)
+
+
+def _conclusion(rows: Sequence[Row]) -> str:
+    """Return the fastest recipe after the longest prompt, compared with the full cache, which comes first."""
     longest = max((row["prompt_tokens"] for row in rows), default=0)
-    there = [row for row in rows if row["prompt_tokens"] == longest and row["tokens_per_second"] is not None]
-    if len(there) < 2 or there[0]["recipe"] != rows[0]["recipe"]:
+    known = [row for row in rows if row["prompt_tokens"] == longest and row["tokens_per_second"] is not None]
+    if len(known) < 2 or known[0]["recipe"] != rows[0]["recipe"]:
         return ""
-    full, *others = there
+    full, *others = known
     best = max(others, key=lambda row: row["tokens_per_second"])
     speed, nbytes, first = (best[name] / full[name] for name in ("tokens_per_second", "kv_bytes", "first_seconds"))
     return (

@@ -1,168 +1,273 @@
-// What all pages share; a page's own script follows in the same module.
-// Whatever comes from `data` goes into the document as text nodes or attributes, never as markup.
-const data = JSON.parse(document.getElementById("data").textContent);
-const id = (name) => document.getElementById(name);
+// Draws a page from its description: a list of sections, each of one of the kinds in DRAW.
 
-function el(tag, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(tag), properties);
-  node.append(...children);
+// ---- colours, which follow the browser's light or dark scheme
+
+const COLOURS = 8;
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+// A series is a number or the name of a colour. Beyond the style's colours, hues by the golden angle are all different.
+const colourOf = (series) =>
+  typeof series === "string" ? css(series)
+    : series < COLOURS ? css(`--c${series}`) : `hsl(${Math.round(137.5 * series) % 360} 60% ${css("--lightness")})`;
+const SCALES = {
+  share: () => [[0, css("--page")], [1, css("--c0")]],
+  difference: () => [[0, css("--c0")], [0.5, css("--page")], [1, css("--c1")]],
+  fate: () => ["--keep", "--c3", "--line"].flatMap((name, i) => [[i / 3, css(name)], [(i + 1) / 3, css(name)]]),
+};
+
+// ---- charts, drawn by plotly; the labels that it gets are escaped already
+
+const plotly = new TextDecoder().decode(await unpack(id("plotly").textContent));
+document.head.append(el("script", { textContent: plotly }));
+
+const hidden = new Set();
+const charts = new Map();
+
+const font = () => ({ family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") });
+const axis = ({ title, ...more } = {}) => ({
+  gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--line"), automargin: true,
+  title: { text: title, font: font() }, ...more,
+});
+
+function styled({ series = 0, group, scale, ...trace }) {
+  if (trace.type === "heatmap") {
+    return { ygap: 1, colorbar: { thickness: 12, outlinewidth: 0 }, ...trace, colorscale: SCALES[scale]() };
+  }
+  const color = colourOf(series);
+  return {
+    type: "scatter", cliponaxis: false, hoverinfo: trace.hovertext ? "text" : undefined,
+    ...trace, visible: !hidden.has(group),
+    line: { color, width: 2, ...trace.line },
+    marker: { color, size: 8, ...trace.marker },
+    error_y: trace.error_y && { type: "data", symmetric: false, thickness: 1, width: 3, color, ...trace.error_y },
+  };
+}
+
+function chart(box, plot) {
+  charts.set(box, plot);
+  const { xaxis, yaxis, shapes = [], ...more } = plot.layout;
+  const traces = plot.traces.map(styled);
+  const layout = {
+    paper_bgcolor: "transparent", plot_bgcolor: "transparent", showlegend: false, hovermode: "closest",
+    font: font(), margin: { l: 8, r: 12, t: 12, b: 8 },
+    // A finger scrolls the page; a mouse may zoom.
+    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
+    hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font: font() },
+    xaxis: axis(xaxis), yaxis: axis(yaxis), ...more,
+    shapes: shapes.map(({ fill, stroke, ...shape }) => ({
+      ...shape, ...(fill && { fillcolor: css(fill) }), line: { width: stroke ? 1 : 0, ...(stroke && { color: css(stroke) }), ...shape.line },
+    })),
+  };
+  if (plot.height) box.style.height = plot.height;
+  box.role = "img";
+  box.ariaLabel = inWords(traces, layout);
+  Plotly.react(box, traces, layout, { displayModeBar: false, responsive: true });
+}
+
+// Returns a chart as words for readers who do not see it: its axes, and some points of each series.
+function inWords(traces, { xaxis, yaxis }) {
+  const short = (value) => (typeof value === "number" ? Number(value.toPrecision(3)).toLocaleString("en-US") : String(value));
+  const lines = traces.filter((trace) => trace.name && trace.visible !== false && trace.x?.length).map(({ name, x, y }) => {
+    const points = [...x.keys()].filter((i) => Number.isFinite(y[i]));
+    const some = points.length > 12 ? [points[0], points[points.length >> 1], points.at(-1)] : points;
+    return `${name}: ${some.map((i) => `${short(y[i])} at ${short(x[i])}`).join(", ")}`;
+  });
+  return [`Chart of ${yaxis.title.text} by ${xaxis.title.text}.`, ...lines].join(" ");
+}
+
+function redraw() {
+  for (const [box, plot] of charts) {
+    if (box.isConnected) chart(box, plot);
+    else charts.delete(box);
+  }
+}
+
+function glyph(text, series) {
+  const node = el("span", { className: "mark", ariaHidden: "true" }, text);
+  node.style.color = typeof series === "string" ? `var(${series})` : colourOf(series);
   return node;
 }
 
-function title(model, lead) {
-  document.title += `: ${model}`;
-  id("model").textContent = model;
-  const { conclusion, origin } = JSON.parse(id("about").textContent);
-  id("conclusion").textContent = conclusion;
-  id("lead").textContent = lead;
-  for (const [name, value] of Object.entries(origin)) id("origin").append(fact(name, value));
-  id("json").addEventListener("toggle", () => {
-    const short = (_, value) => (typeof value === "string" && value.length > 400 ? `${value.slice(0, 60)}…` : value);
-    id("json").querySelector("pre").textContent = JSON.stringify(data, short, 1);
-  }, { once: true });
+// One legend for all plots of a section: a button takes its series out of the plots and back in.
+function legend(entries, box) {
+  const group = el("div", { className: "methods", role: "group", ariaLabel: "Series shown in the plots" });
+  for (const [name, series, mark] of entries) {
+    const button = el("button", { type: "button", ariaPressed: String(!hidden.has(name)), title: "Show or hide" }, glyph(mark, series), name);
+    button.addEventListener("click", () => {
+      if (!hidden.delete(name)) hidden.add(name);
+      button.ariaPressed = String(!hidden.has(name));
+      redraw();
+    });
+    group.append(button);
+  }
+  if (entries.length) box.append(group);
 }
 
-const fact = (name, value) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
-
-function figures(titles, lines) {
-  document.querySelector("#rows thead").append(el("tr", {}, ...titles.map((each) => el("th", { scope: "col" }, each))));
-  document.querySelector("#rows tbody").append(...lines.map(([name, ...cells]) =>
-    el("tr", {}, el("th", { scope: "row" }, ...recipeParts(name)), ...cells.map((cell) => el("td", {}, cell)))));
+function plots({ plots: all, legend: entries = [] }, box) {
+  legend(entries, box);
+  const grid = el("div", { className: all.length > 1 ? "plots" : "plots single" });
+  box.append(grid);
+  const boxes = all.map((plot) => {
+    const place = el("div", { id: plot.id, className: "plot" });
+    grid.append(el("figure", {}, ...(plot.title ? [el("figcaption", {}, plot.title)] : []), place));
+    return place;
+  });
+  // Only now is every plot as wide as it will be.
+  all.forEach((plot, i) => {
+    if (plot.traces.some((trace) => trace.z || trace.x.length)) chart(boxes[i], plot);
+    else boxes[i].replaceChildren(el("p", { className: "note" }, "Nothing was measured."));
+  });
 }
 
-// ---- numbers
+// ---- tables that sort by a click on a column's name; lines that failed stay last
 
-const known = (value) => Number.isFinite(value);
-// Numbers that JSON cannot write arrive as "NaN" and "Infinity".
-const number = (value) => (typeof value === "number" || typeof value === "string" ? Number(value) : null);
-const shown = (format) => (value) => {
-  const x = number(value);
-  return x === null ? "–" : Number.isFinite(x) ? format(x).replace("-", "−") : String(x);
-};
-const integer = shown((x) => x.toLocaleString("en-US"));
-const bytes = shown((x) => (x < 1e4 ? `${x} B` : `${(x / 1e6).toFixed(x < 1e6 ? 2 : 1)} MB`));
-
-// ---- tables that sort by a click on a column's name
-
-const missing = (value) => value === null || value === undefined || Number.isNaN(value);
+const missing = (value) => value === null || value === undefined || value === "NaN";
 
 function compare(a, b, direction) {
   if (missing(a) || missing(b)) return missing(a) - missing(b);
-  return direction * (typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
+  return direction * (typeof a === "string" && typeof b === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b);
 }
 
+// A recipe may break after a bracket or a comma only.
 const recipeParts = (recipe) => recipe.split(/(?<=[(,])/).flatMap((part) => [part, el("wbr")]);
 
-// Columns are [name and unit, value to sort by, what a cell shows, the reference's value, classes]; lines are
-// { row, tr }, and those whose row failed stay last.
-function sortable(table, columns, lines, failed) {
-  const body = table.tBodies[table.tBodies.length - 1];
-  body.replaceChildren(...lines.map(({ tr }) => tr));
-  const head = el("tr");
-  for (const [name, value, , , classes = ""] of columns) {
-    const [title, unit] = name.split("\n");
+function row({ name, mark, cells, error, reference, go }, columns) {
+  const code = go === undefined ? el("code", {}, ...recipeParts(name))
+    : el("button", { type: "button", className: "link", title: "Show what it kept" }, ...recipeParts(name));
+  if (go !== undefined) code.addEventListener("click", () => choose("recipe", go));
+  const th = el("th", { scope: "row", className: "recipe" }, el("div", {}, ...(mark ? [glyph(...mark)] : []), code));
+  const tr = el("tr", { className: reference ? "reference" : "" }, th);
+  if (go !== undefined) tr.dataset.choice = go;
+  const why = error && el("div", { className: "failed" }, error);
+  if (error && !cells.length) tr.append(el("td", { colSpan: columns.length, className: "text" }, why));
+  else if (error) th.append(why);
+  cells.forEach(([text, , share], i) => {
+    const td = el("td", { className: columns[i].text ? "text" : "" }, el("span", { title: columns[i].text ? text : "" }, text));
+    if (share !== undefined) td.style.setProperty("--share", share);
+    tr.append(td);
+  });
+  return tr;
+}
+
+function table({ id: name, columns, lines, head = "" }, box) {
+  const made = lines.map((line) => ({ line, tr: row(line, columns) }));
+  const body = el("tbody"), header = el("tr");
+  const keys = [(line) => line.name, ...columns.map((_, i) => (line) => line.cells[i]?.[1])];
+  [{ title: head }, ...columns].forEach(({ title, unit }, i) => {
     const button = el("button", { type: "button" }, title, ...(unit ? [el("br"), el("small", {}, unit)] : []));
-    const th = el("th", { scope: "col", className: classes, ariaSort: "none" }, button);
+    const th = el("th", { scope: "col", className: i ? "" : "recipe", ariaSort: "none" }, button);
     button.addEventListener("click", () => {
-      const ascending = th.ariaSort !== "ascending";
-      for (const other of head.children) other.ariaSort = "none";
-      th.ariaSort = ascending ? "ascending" : "descending";
-      lines.sort((a, b) =>
-        failed(a.row) - failed(b.row) || compare(value(a.row), value(b.row), ascending ? 1 : -1));
-      body.append(...lines.map(({ tr }) => tr));
+      const direction = th.ariaSort === "ascending" ? -1 : 1;
+      for (const other of header.children) other.ariaSort = "none";
+      th.ariaSort = direction > 0 ? "ascending" : "descending";
+      const last = ({ cells, error }) => Boolean(error && !cells.length);
+      made.sort(({ line: a }, { line: b }) =>
+        Boolean(b.reference) - Boolean(a.reference) || last(a) - last(b) || compare(keys[i](a), keys[i](b), direction));
+      body.append(...made.map(({ tr }) => tr));
     });
-    head.append(th);
-  }
-  table.tHead.replaceChildren(head);
-}
-
-// ---- what was kept
-
-// What the page was given as base64 of gzip.
-async function unpack(packed) {
-  const zipped = new Blob([Uint8Array.from(atob(packed), (c) => c.charCodeAt(0))]);
-  return new Uint8Array(await new Response(zipped.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer());
-}
-
-const bit = (bytes, i) => (bytes[i >> 3] >> (7 - (i & 7))) & 1;
-
-// What is drawn of a text: its tokens, or several together where one character of a reader's is more than one of them.
-// A token that only goes on with the one before it is null.
-function pieces(tokens) {
-  const ends = new Set([0]);
-  for (const { index, segment } of new Intl.Segmenter().segment(tokens.join(""))) ends.add(index + segment.length);
-  const found = [];
-  let at = 0;
-  tokens.forEach((text, t) => {
-    const last = found.at(-1);
-    if (last && (text === null || !ends.has(at))) Object.assign(last, { to: t + 1, text: last.text + (text ?? "") });
-    else found.push({ from: t, to: t + 1, text: text ?? "" });
-    at += text?.length ?? 0;
+    header.append(th);
   });
-  return found;
+  body.append(...made.map(({ tr }) => tr));
+  const wide = el("p", { className: "note", hidden: true }, "← The table scrolls sideways. →");
+  const scroll = el("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Table" },
+    el("table", { id: name ?? "" }, el("thead", {}, header), body));
+  box.append(wide, scroll);
+  widths.observe(scroll);
 }
-
-// A text whose pieces, under the pointer or reached with the arrow keys, are described in a tip.
-function tokenText(describe) {
-  const box = id("text"), tip = id("tip");
-  let drawn = [], current = -1;
-
-  // Returns the pieces, each with its span.
-  function write(tokens) {
-    drawn = pieces(tokens);
-    drawn.forEach((piece, i) => {
-      const { text } = piece;
-      piece.span = el("span", { className: /[\n\r]/.test(text) ? "break" : "" }, ...(text ? [text] : []));
-      piece.span.dataset.piece = i;
-    });
-    current = -1;
-    box.replaceChildren(...drawn.map(({ span }) => span));
-    return drawn;
-  }
-
-  function show(i) {
-    drawn[current]?.span.classList.remove("current");
-    current = i;
-    tip.hidden = i < 0;
-    if (i < 0) return;
-    const { span, from, to, text } = drawn[i];
-    span.classList.add("current");
-    const named = to - from > 1 ? `tokens ${from} to ${to - 1} ` : `token ${from} `;
-    tip.replaceChildren(named, el("code", {}, JSON.stringify(text)), el("br"), describe(drawn[i]));
-    const place = span.getClientRects()[0] ?? span.getBoundingClientRect();
-    const width = document.documentElement.clientWidth;
-    const above = place.top > tip.offsetHeight + 12;
-    tip.style.left = `${scrollX + Math.max(8, Math.min(place.left, width - tip.offsetWidth - 8))}px`;
-    tip.style.top = `${scrollY + (above ? place.top - tip.offsetHeight - 6 : place.bottom + 6)}px`;
-  }
-
-  const refresh = () => show(current);
-  box.addEventListener("pointerover", (event) => show(Number(event.target.dataset.piece ?? -1)));
-  // A finger leaves as soon as it has tapped.
-  box.addEventListener("pointerleave", (event) => { if (event.pointerType !== "touch") show(-1); });
-  box.addEventListener("scroll", refresh);
-  box.addEventListener("blur", () => show(-1));
-  box.addEventListener("keydown", (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (event.key === "Escape") show(-1);
-    if (!step) return;
-    event.preventDefault();
-    const next = Math.max(0, Math.min(drawn.length - 1, current + step));
-    drawn[next].span.scrollIntoView({ block: "nearest" });
-    show(next);
-  });
-  return { write, refresh };
-}
-
-// ---- tables wider than the window say so
 
 const widths = new ResizeObserver((entries) => {
-  for (const { target } of entries) {
-    target.previousElementSibling.hidden = target.scrollWidth <= target.clientWidth + 1;
-  }
+  for (const { target } of entries) target.previousElementSibling.hidden = target.scrollWidth <= target.clientWidth + 1;
 });
 
-for (const box of document.querySelectorAll(".scroll")) {
-  box.before(el("p", { className: "note", hidden: true }, "← The table scrolls sideways. →"));
-  widths.observe(box);
+// Small tables side by side whose cells are the darker the higher their share.
+function maps({ maps: all }, box) {
+  const grid = el("div", { className: "maps" });
+  for (const { title, head, lines } of all) {
+    const line = (tag, scope, [name, ...cells]) => el("tr", {}, el("th", { scope }, name), ...cells.map((cell) => {
+      if (tag === "th") return el("th", { scope }, cell);
+      const td = el("td", { title: cell[2] }, cell[0]);
+      if (cell[1] !== null) td.style.setProperty("--share", cell[1]);
+      return td;
+    }));
+    grid.append(el("figure", {}, el("figcaption", {}, el("code", {}, ...recipeParts(title))),
+      el("table", {}, el("thead", {}, line("th", "col", head)), el("tbody", {}, ...lines.map((each) => line("td", "row", each))))));
+  }
+  box.append(grid);
+}
+
+// ---- choices: sections of which one set is shown at a time
+
+function select(name, label, options, change) {
+  const node = el("select", { id: name }, ...options.map(([value, text]) => el("option", { value }, text)));
+  node.disabled = !options.length;
+  node.addEventListener("change", change);
+  return [node, el("label", { className: "control" }, `${label} `, node)];
+}
+
+function choose(name, value) {
+  id(name).value = String(value);
+  id(name).dispatchEvent(new Event("change"));
+  id(name).closest("section").scrollIntoView();
+}
+
+function radio(name, options, change) {
+  return el("fieldset", { className: "choice", id: name }, ...options.map((text, i) => {
+    const input = el("input", { type: "radio", name, value: i, checked: i === 0 });
+    input.addEventListener("change", () => change(i));
+    return el("label", {}, input, text);
+  }));
+}
+
+function choice({ id: name, label, options, radio: buttons }, box) {
+  const inside = el("div");
+  const names = options.map((option) => option.name);
+  const show = (i) => {
+    inside.replaceChildren();
+    for (const section of options[i].sections) draw(section, inside);
+  };
+  if (buttons) box.append(radio(name, names, show));
+  else {
+    const [node, control] = select(name, label, names.map((text, i) => [i, text]), () => show(Number(node.value)));
+    box.append(el("div", { className: "controls" }, control));
+  }
+  box.append(inside);
+  if (options.length) show(0);
+}
+
+function errors({ items }, box) {
+  box.append(el("ul", { className: "errors" }, ...items.map((item) => el("li", {}, item))));
+}
+
+// ---- the page
+
+const DRAW = { table, plots, maps, choice, errors, kept, events };
+let sections = 0;
+
+// Draws a section into a box; one with a title is a section of the document.
+function draw(section, box) {
+  let place = box;
+  if (section.title) {
+    const heading = el("h2", { id: `section-${sections++}` }, section.title);
+    place = el("section", {}, heading);
+    place.setAttribute("aria-labelledby", heading.id);
+    box.append(place);
+  }
+  const done = DRAW[section.kind](section, place);
+  if (section.note) place.append(el("p", { className: "note" }, section.note));
+  return done;
+}
+
+const fact = ([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value));
+
+async function show() {
+  document.title += `: ${data.model}`;
+  id("model").textContent = data.model;
+  id("conclusion").textContent = data.conclusion;
+  id("lead").textContent = data.lead;
+  id("facts").append(...data.facts.map(fact));
+  for (const section of data.sections) await draw(section, id("sections"));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  id("json").addEventListener("toggle", () => {
+    id("json").querySelector("pre").textContent = JSON.stringify(data.figures, null, 1);
+  }, { once: true });
+  id("origin").append(...data.origin.map(fact));
 }

@@ -1,8 +1,9 @@
-"""A report as one HTML file that needs nothing else, neither a server nor a network.
+"""A report as one HTML file that needs neither a server nor a network.
 
-Everything that a user, a model or a server wrote reaches the page as JSON in a data block, and the page's script puts
-it into the document as text only. The page's content security policy allows the report's own scripts by their
-hashes and no other.
+A page is described by data: a lead, facts, and sections, which are tables, charts, choices between sections, or texts
+with what is kept of them. One script draws any such description. All that a user, a model or a server wrote reaches the
+page as JSON in a data block, and the script puts it into the document as text only. The page's content security policy
+allows its own scripts by their hashes and no other.
 """
 
 import base64
@@ -13,6 +14,7 @@ import json
 import math
 import os
 import secrets
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -22,30 +24,82 @@ from keepset.bench.report.origin import origin
 from keepset.core.files import check_replaceable
 from keepset.errors import KeepsetError
 
+Section = dict[str, Any]
+"""A part of a page, as `page.js` draws it."""
+Facts = Sequence[tuple[str, str | None]]
+"""Names and values; those that are None are left out."""
 
-def assemble(name: str, title: str, data: dict[str, Any], conclusion: str = "") -> str:
-    """The page made of the markup and the script of that name in the common frame, with plotly and the data inside.
 
-    It opens with the conclusion, a sentence, and ends with how it was made.
+def page(
+    command: str,
+    model: str,
+    sections: Sequence[Section],
+    figures: Any,
+    *,
+    conclusion: str = "",
+    lead: str = "",
+    facts: Facts = (),
+    settings: Facts = (),
+) -> str:
+    """Return a page as HTML.
+
+    Args:
+        command: the command that makes it, which is its title.
+        model: the model's name.
+        sections: its parts, in their order.
+        figures: all figures as JSON, which a reader can open at the end.
+        conclusion: the sentence that it opens with.
+        lead: what was measured, in a few sentences.
+        facts: stand below the lead.
+        settings: stand at the end, with how the page was made.
     """
+    data = {
+        "model": model,
+        "conclusion": conclusion,
+        "lead": lead,
+        "facts": _known(facts),
+        "sections": list(sections),
+        "origin": [*origin().items(), *_known(settings)],
+        "figures": figures,
+    }
     packed = resources.files(__package__).joinpath("plotly-cartesian.min.js.gz").read_bytes()
-    script = "".join(map(asset, ("page.js", "plots.js", f"{name}.js")))
+    script = "".join(map(asset, ("elements.js", "page.js", "kept.js")))
     digests = (base64.b64encode(hashlib.sha256(each).digest()) for each in (gzip.decompress(packed), script.encode()))
     hashes = " ".join(f"'sha256-{digest.decode('ascii')}'" for digest in digests)
     return Template(asset("frame.html")).substitute(
-        title=title,
+        title=command,
         script_hashes=hashes,
         style=asset("page.css"),
-        main=asset(f"{name}.html"),
         data=script_json(data),
-        about=script_json({"conclusion": conclusion, "origin": origin()}),
         plotly=base64.b64encode(packed).decode("ascii"),
         page=script,
     )
 
 
+def choice(name: str, label: str, options: Sequence[tuple[str, Sequence[Section]]], *, radio: bool = False) -> Section:
+    """Return a section that shows the sections of one option at a time.
+
+    Args:
+        name: the control's id in the document.
+        label: stands before the control.
+        options: names and their sections; the first is shown at first.
+        radio: whether the options are buttons rather than a list.
+    """
+    named = [{"name": text, "sections": list(sections)} for text, sections in options]
+    return {"kind": "choice", "id": name, "label": label, "options": named, "radio": radio}
+
+
+def errors(items: Sequence[str]) -> Section:
+    """Return a section that lists what went wrong."""
+    return {"kind": "errors", "items": list(items)}
+
+
+def _known(facts: Facts) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in facts if value is not None]
+
+
 def write(path: Path, html: str) -> None:
-    """Write the page so that `path` holds either what it held before or the whole new page.
+    """Write a file so that `path` holds either what it held before or the whole new text.
 
     Raises:
         KeepsetError: the place cannot be written to, or what is there is no regular file.
@@ -64,7 +118,7 @@ def write(path: Path, html: str) -> None:
 
 
 def script_json(value: Any) -> str:
-    """`value` as ASCII JSON that cannot end or open any markup around it.
+    """Return ASCII JSON that cannot end or open any markup around it.
 
     Numbers that JSON has no words for become the strings "NaN", "Infinity" and "-Infinity".
     """
@@ -83,5 +137,5 @@ def _finite(value: Any) -> Any:
 
 
 def asset(name: str) -> str:
-    """One of the pages' parts: markup, style or script."""
+    """Return the text of one of the pages' parts: markup, style or script."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

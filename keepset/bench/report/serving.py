@@ -1,40 +1,157 @@
-"""The HTML report of `keepset bench serve`."""
+"""The page of `keepset bench serve`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keepset.bench.report.page import assemble
+from keepset.bench.report import plot
+from keepset.bench.report.page import errors, page
+from keepset.bench.report.table import Column, Line, Table
+from keepset.bench.report.units import integer
 from keepset.serving.summary import ratio, rounded
+
+_ERRORS = 5
+"""Errors of a server that are shown at most."""
+
+
+def table(servers: Sequence[dict[str, Any]], rows: Sequence[Sequence[str]]) -> Table:
+    """Return figures as a table.
+
+    Args:
+        servers: what was measured of each server.
+        rows: a name, one text per server and, of two servers, their ratio.
+    """
+    titles = [server["name"] for server in servers] + (["ratio"] if len(servers) > 1 else [])
+    columns = [Column(title, lambda _: None) for title in titles]
+    return Table("", columns, [Line(name, [(text, text) for text in texts]) for name, *texts in rows])
+
+
+def failures(servers: Sequence[dict[str, Any]]) -> list[str]:
+    """Return why requests failed, server by server."""
+    return [f"{server['name']}: {error}" for server in servers for error in server["summary"]["errors"][:_ERRORS]]
 
 
 def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
-    """The report as one self-contained HTML page of what `keepset bench serve --json` writes.
+    """Return the page of what `keepset bench serve --json` writes.
 
-    Rows are its figures as text: a name, then one cell per server and, of two servers, their ratio.
+    Args:
+        result: what the command writes.
+        rows: its figures as texts, see `table`.
     """
-    servers = [
-        {
-            "name": server["name"],
-            "errors": server["summary"]["errors"],
-            "rounds": [
-                {
-                    "seconds": each["seconds"],
-                    "samples": each["samples"],
-                    # The page draws no single chunks, and there may be millions.
-                    "requests": [{**request, "chunks": len(request["chunks"])} for request in each["requests"]],
-                }
-                for each in server["rounds"]
-            ],
-        }
-        for server in result["servers"]
+    servers, load = result["servers"], result["load"]
+    names = [server["name"] for server in servers]
+    legend = [(name, _series(at, servers), "\N{BLACK CIRCLE}") for at, name in enumerate(names)]
+    x, share = plot.axis("seconds", rangemode="tozero"), {"tickformat": ".0%", "range": [0, 1.02]}
+    over_time = [
+        plot.plot(
+            "running",
+            list(_over_time(servers, "running", ".0f")),
+            x,
+            plot.axis("requests", rangemode="tozero"),
+            title="Requests that run at once",
+        ),
+        plot.plot(
+            "usage",
+            list(_over_time(servers, "kv_usage", ".0%")),
+            x,
+            plot.axis("share of blocks", rangemode="tozero", tickformat=".0%"),
+            title="Share of the KV cache's blocks in use",
+        ),
     ]
-    head = {name: result[name] for name in ("model", "recipe", "load", "options", "keepset")}
-    data = {**head, "servers": servers, "rows": [list(row) for row in rows]}
-    return assemble("serving", "keepset bench serve", data, conclusion(result))
+    latencies = [
+        plot.plot(name, list(_shares(servers, key)), x, plot.axis("share of requests", **share), title=title)
+        for name, key, title in (
+            ("first", "first_token_seconds", "Time to the first token"),
+            ("token", "seconds_per_token", "Time per token after the first"),
+            ("request", "seconds", "Time of the whole request"),
+        )
+    ]
+    several = "; each server by its own clock, from its first request on." if len(servers) > 1 else "."
+    gaps = " A gap lies between two rounds." if load["rounds"] > 1 else ""
+    reading = f"Read from the server's metrics every half second{several}{gaps}"
+    less = "Share of the answered requests that took at most so long. Further left is better."
+    return page(
+        "keepset bench serve",
+        result["model"],
+        [
+            plot.plots("While the load ran", over_time, legend if len(servers) > 1 else (), reading),
+            plot.plots("Latencies", latencies, legend if len(servers) > 1 else (), less),
+            table(servers, rows).section("Figures"),
+            errors(failures(servers)),
+        ],
+        {**result, "servers": [_short(server) for server in servers]},
+        conclusion=conclusion(result),
+        lead=_lead(load),
+        facts=[
+            ("Recipe", result["recipe"]),
+            ("Options for vLLM", " ".join(result["options"]) or None),
+            ("Seed", str(load["seed"])),
+            ("keepset", result["keepset"]),
+        ],
+    )
+
+
+def _lead(load: dict[str, Any]) -> str:
+    count, prompt = integer(load["requests"]), integer(load["prompt_tokens"])
+    asked = f"{count} requests of {prompt} tokens, each answered with "
+    if question := load.get("question_tokens"):
+        asked = (
+            f"{count} documents of {prompt} tokens, each asked a question of {integer(question)} in every round, "
+            "answered with "
+        )
+    rounds = f", in {load['rounds']} rounds." if load["rounds"] > 1 else "."
+    return f"{asked}{integer(load['output_tokens'])} more, at most {integer(load['concurrency'])} at once{rounds}"
+
+
+def _short(server: dict[str, Any]) -> dict[str, Any]:
+    """Return what was measured of a server with the number of chunks for the chunks, of which there may be millions."""
+    rounds = [
+        {**each, "requests": [{**request, "chunks": len(request["chunks"])} for request in each["requests"]]}
+        for each in server["rounds"]
+    ]
+    return {**server, "rounds": rounds}
+
+
+def _series(at: int, servers: Sequence[Any]) -> int:
+    """Return a server's colour; the first of two, which is plain, is grey."""
+    return 7 if len(servers) > 1 and at == 0 else 0
+
+
+def _over_time(servers: Sequence[dict[str, Any]], key: str, form: str) -> Iterator[dict[str, Any]]:
+    """Yield a line of samples for each server; its rounds follow one another with a gap between them."""
+    for at, server in enumerate(servers):
+        x: list[float] = []
+        y: list[float | None] = []
+        before = 0.0
+        for each in server["rounds"]:
+            if x:
+                x.append(before)
+                y.append(None)
+            known = [sample for sample in each["samples"] if sample[key] is not None and sample["time"] > 0]
+            x += [before + sample["time"] for sample in known]
+            y += [sample[key] for sample in known]
+            before += each["seconds"] + 1
+        template = f"%{{x:.1f}} s: %{{y:{form}}}"
+        yield plot.line(server["name"], x, y, _series(at, servers), mode="lines", template=template)
+
+
+def _shares(servers: Sequence[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
+    """Yield for each server which share of its answered requests took at most how long."""
+    for at, server in enumerate(servers):
+        requests = [request for each in server["rounds"] for request in each["requests"] if request["error"] is None]
+        values = sorted(request[key] for request in requests if request[key] is not None)
+        yield plot.line(
+            server["name"],
+            [*values[:1], *values],
+            [*(0.0 for _ in values[:1]), *((place + 1) / len(values) for place in range(len(values)))],
+            _series(at, servers),
+            mode="lines",
+            shape="hv",
+            template="%{y:.0%} took at most %{x:.3f} s",
+        )
 
 
 def conclusion(result: dict[str, Any]) -> str:
-    """What a load has shown, in a sentence."""
+    """Return what a load has shown, in a sentence."""
     *before, last = (server["summary"] for server in result["servers"])
     rate, first = last["output_tokens_per_second"], last["first_token_seconds"]["p50"]
     answered = f"{last['requests'] - last['failed']} of {last['requests']} requests were answered"

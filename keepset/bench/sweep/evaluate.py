@@ -4,6 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,9 @@ from transformers import PreTrainedModel
 
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.analysis.event_figures import EventFigures
-from keepset.bench.cell import Outcome
 from keepset.bench.generation import Answer, StopCriterion, Stream, likelihoods, picker
 from keepset.bench.memory import CacheMemory
+from keepset.bench.record import Record
 from keepset.bench.sweep.prompts import Prompt
 from keepset.bench.sweep.scheduler import Streams
 from keepset.bench.tasks.task import Reply, Task, Tokenizer
@@ -44,7 +45,8 @@ class Evaluator:
         draw: tuple[object, ...],
         first: int,
         cached: CachedPrompt,
-        outcomes: list[Outcome],
+        record: Record,
+        answered: list[Record],
     ) -> Streams:
         """Ask every question about a cached prompt, which is used up.
 
@@ -54,7 +56,8 @@ class Evaluator:
             draw: seeds the sampling, together with a question's number.
             first: the number, among the example's questions, of the prompt's first one.
             cached: the prompt in a cache.
-            outcomes: gets what each question has come to.
+            record: a record of the candidate without figures.
+            answered: gets the record of each question, filled in.
 
         Yields:
             The answers that are to be decoded, one after another.
@@ -89,23 +92,21 @@ class Evaluator:
                         memory.finish(used)
                 finally:
                     used.stop_watching()
-                outcomes.append(
-                    Outcome(
-                        scores=task.judge(question.question, answer.reply),
-                        replies=[_plain(answer.reply)],
-                        keep=memory.keep,
-                        kv_bytes=memory.nbytes,
-                        kv_bytes_full=memory.nbytes_full,
-                        tokens=len(answer.ids),
-                        finished=float(answer.finished),
-                        repetition=repetition_rate(torch.tensor(answer.ids, dtype=torch.long)),
-                        prefill_seconds=cached.prefill_seconds,
-                        select_seconds=memory.select_seconds,
-                        decode_seconds=answer.seconds - (memory.select_seconds - begun.select_seconds),
-                        batch=answer.beside / len(answer.ids) if answer.ids else 1.0,
-                        **events.means,
-                    )
-                )
+                figures = {
+                    "keep": memory.keep,
+                    "kv_bytes": memory.nbytes,
+                    "kv_bytes_full": memory.nbytes_full,
+                    "tokens": len(answer.ids),
+                    "finished": float(answer.finished),
+                    "repetition": repetition_rate(torch.tensor(answer.ids, dtype=torch.long)),
+                    "prefill_seconds": cached.prefill_seconds,
+                    "select_seconds": memory.select_seconds,
+                    "decode_seconds": answer.seconds - (memory.select_seconds - begun.select_seconds),
+                    "batch": answer.beside / len(answer.ids) if answer.ids else 1.0,
+                    **events.means,
+                }
+                scores, replies = task.judge(question.question, answer.reply), [_plain(answer.reply)]
+                answered.append(replace(record, scores=scores, figures=figures, replies=replies))
         finally:
             cached.cache.stop_watching()
 

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from keepset import models
-from keepset.bench.cell import Cell
+from keepset.bench.record import Record
 from keepset.bench.sweep.prompts import Mode
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
@@ -114,7 +114,7 @@ def _parcels(groups: Sequence[Group]) -> Iterator[list[Group]]:
             yield parcel
 
 
-def _cells(make: MakeRunner, parcel: Sequence[Group]) -> Iterator[Cell | Skipped]:
+def _cells(make: MakeRunner, parcel: Sequence[Group]) -> Iterator[Record | Skipped]:
     with nan_scores_refused():
         yield from work(_made(make), parcel)
 
@@ -124,7 +124,7 @@ def _made(make: MakeRunner) -> Runner:
     return make()
 
 
-def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Cell | Skipped | None:
+def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Record | Skipped | None:
     """Return what a worker has made next of a task; None at the parcel's end."""
     try:
         return ray.get(next(stream))

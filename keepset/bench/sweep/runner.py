@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from statistics import fmean
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from keepset.bench.candidate import Candidate
-from keepset.bench.cell import Cell, Outcome, means
 from keepset.bench.memory import MemoryBudget, most_tokens
+from keepset.bench.record import Record, merged
 from keepset.bench.sweep.evaluate import Evaluator
 from keepset.bench.sweep.prompts import Mode, Prompt, Prompts
 from keepset.bench.sweep.scheduler import MOST, Scheduler, Streams
@@ -79,7 +77,7 @@ class Runner:
         self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
         self._room, self._most = MemoryBudget(model.device), 1 if alone else MOST
 
-    def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+    def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Record]:
         """Make a cell for every candidate of one example.
 
         Args:
@@ -98,7 +96,7 @@ class Runner:
         for task_aware, together in groupby(runs, self._is_told):
             yield from self._share(list(together), task_aware)
 
-    def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Cell | None]]:
+    def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Record | None]]:
         """Make a cell for each request, several at once, each on a prefill of its own.
 
         Args:
@@ -117,7 +115,7 @@ class Runner:
         for done, error in Scheduler(self._model, self._room, map(job, asked), self._most).run():
             yield done.run.asked, None if error is not None else done.run.cell()
 
-    def _share(self, runs: Sequence[_CellRun], task_aware: bool) -> Iterator[Cell]:
+    def _share(self, runs: Sequence[_CellRun], task_aware: bool) -> Iterator[Record]:
         """Make the cells of candidates that share their prefills."""
         prompts, questions, left = self._begin(runs, task_aware), 0, list(runs)
         for prompt in prompts:
@@ -179,7 +177,7 @@ class _CellRun:
 
     asked: EvalRequest
     error: str | None = None
-    outcomes: list[Outcome] = field(default_factory=list)
+    answered: list[Record] = field(default_factory=list)
     cut: int = 0
 
     def __post_init__(self) -> None:
@@ -198,10 +196,14 @@ class _CellRun:
             except KeepsetError as error:
                 self.error = str(error)
 
-    def cell(self) -> Cell:
+    def cell(self) -> Record:
         """Return the request's cell."""
+        return merged(self.answered) if self.error is None else self.record()
+
+    def record(self) -> Record:
+        """Return the request's cell without figures."""
         task, example, candidate = self.asked.task, self.asked.example, self.asked.candidate
-        return Cell(
+        return Record(
             task=task.name,
             seed=self.asked.seed,
             example=example.id,
@@ -210,7 +212,6 @@ class _CellRun:
             requested=candidate.requested,
             facts={**example.facts, "cut": self.cut} if self.cut else example.facts,
             metric=task.metric,
-            outcome=_mean(self.outcomes) if self.error is None else None,
             error=self.error,
         )
 
@@ -239,32 +240,21 @@ class _Job:
 
     def streams(self) -> Streams:
         """See `Job`."""
-        asked, outcomes = self.run.asked, list[Outcome]()
+        asked, answered = self.run.asked, list[Record]()
         if self.run.error is not None:
             return
         try:
             for prompt in self.prompts:
-                number = self.first + len(outcomes)
+                number, record = self.first + len(answered), self.run.record()
                 draw, cached = (asked.seed, asked.example.id), self._cached(prompt)
-                yield from self.evaluator.ask(asked.task, prompt, draw, number, cached, outcomes)
+                yield from self.evaluator.ask(asked.task, prompt, draw, number, cached, record, answered)
         except KeepsetError as error:
             self.run.error = str(error)
-        self.run.outcomes += [replace(outcome, peak_bytes=self.peak_bytes) for outcome in outcomes]
+        peak = {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
+        self.run.answered += [replace(each, figures={**each.figures, **peak}) for each in answered]
 
     def _cached(self, prompt: Prompt) -> CachedPrompt:
         recipe = self.run.recipe
         if recipe is None or recipe.schedule.every is None:
             return self.session(prompt).compress(recipe)
         return self.session(prompt).compress_alone(recipe)
-
-
-def _mean(outcomes: Sequence[Outcome]) -> Outcome:
-    figures: dict[str, Any] = {
-        name: round(value) if value is not None and name.endswith(("bytes", "bytes_full")) else value
-        for name, value in means(outcomes).items()
-    }
-    return Outcome(
-        scores={name: fmean(outcome.scores[name] for outcome in outcomes) for name in outcomes[0].scores},
-        replies=[reply for outcome in outcomes for reply in outcome.replies],
-        **figures,
-    )

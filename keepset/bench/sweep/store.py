@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from keepset.bench.cell import Cell
+from keepset.bench.record import Record
 from keepset.core.files import quoted
 from keepset.errors import CorruptFileError, KeepsetError, RecipeError
 from keepset.recipe import in_full, shown
@@ -25,7 +25,7 @@ GroupKey = tuple[str, int, str]
 """A group's name: the task, the seed, the example's id."""
 
 FORMAT = 4
-"""The file's version: raise it with every change to its tables or to `Cell`. Recipes are written in full."""
+"""The file's version: raise it with every change to its tables or to `Record`. Recipes are written in full."""
 READABLE = (3, 4)
 """The versions that this one reads and adds to. Files of version 3 have one more table, which is not used."""
 _PATIENCE = 60.0
@@ -175,13 +175,13 @@ class Store:
             rows = self._database.execute("SELECT task, seed, example, recipe FROM cells")
             return {((task, seed, example), shown(recipe)) for task, seed, example, recipe in rows}
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[Record]:
         """Return all cells, by example in the task's order, then by recipe in the order of their first cells."""
         with _sentences(self.path):
             rows = self._database.execute("SELECT cell FROM cells ORDER BY rowid").fetchall()
             known = self._database.execute("SELECT task, seed, ids FROM examples ORDER BY rowid").fetchall()
         try:
-            written = [Cell.from_json(json.loads(text)) for (text,) in rows]
+            written = [Record.from_json(json.loads(text)) for (text,) in rows]
             cells = [replace(c, recipe=shown(c.recipe), method=shown(c.method)) for c in written]
             keys = [(task, seed, example) for task, seed, ids in known for example in json.loads(ids)]
             place = {key: at for at, key in enumerate(keys)}
@@ -190,7 +190,7 @@ class Store:
         except (ValueError, TypeError, KeyError):
             raise _no_sweep(self.path) from None
 
-    def save(self, cell: Cell) -> bool:
+    def save(self, cell: Record) -> bool:
         """Write a cell; return whether the file did not have it before."""
         cell = replace(cell, recipe=_stored(cell.recipe), method=_stored(cell.method))
         key = (cell.task, cell.seed, cell.example, cell.recipe)

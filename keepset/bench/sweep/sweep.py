@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby, product
 
 from keepset.bench.candidate import Candidate
-from keepset.bench.cell import Cell
 from keepset.bench.memory import is_out_of_memory
+from keepset.bench.record import Record
 from keepset.bench.sweep.runner import EvalRequest, Runner
 from keepset.bench.sweep.store import GroupKey, Store
 from keepset.bench.tasks.task import Example, Task, Tokenizer
@@ -85,7 +85,7 @@ class Grid:
         order = random.Random(f"{task.name} {seed}").sample(range(len(examples)), len(examples))
         return [examples[index] for index in sorted(order[:count])]
 
-    def of(self, cells: Sequence[Cell]) -> list[Cell]:
+    def of(self, cells: Sequence[Record]) -> list[Record]:
         """Return the cells that are asked for, in the order of tasks and candidates."""
         wanted = [(task.name, candidate.text) for task in self.tasks for candidate in self.candidates[task.name]]
         place = {names: at for at, names in enumerate(wanted)}
@@ -167,7 +167,7 @@ def portion_of(group: Group) -> Hashable:
     return (group.task.name, group.candidates[0].text) if group.task.decodes else group.key
 
 
-def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Cell | Skipped]:
+def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Record | Skipped]:
     """Make the cells of one portion, and yield each as soon as it is made.
 
     Of a task that decodes, a group is taken from the portion when there may be room for it.
@@ -182,7 +182,7 @@ def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Cell | Skipped]:
             yield cell or Skipped(request.task.name, request.candidate.text, _NO_MEMORY)
 
 
-def _on_one_prefill(runner: Runner, group: Group) -> Iterator[Cell | Skipped]:
+def _on_one_prefill(runner: Runner, group: Group) -> Iterator[Record | Skipped]:
     """Make a group's cells on one prefill.
 
     Where memory is not enough the recipe that is next is left out, and the others share another prefill.

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from keepset.bench.analysis.intervals import Interval, of_difference, of_mean, of_score
-from keepset.bench.compare.comparison import Measurement
+from keepset.bench.record import Record
 from keepset.recipe import Recipe
 
 ROUNDS = (2, 4, 8, 16)
@@ -28,7 +28,7 @@ class TunedRecipe:
     """A recipe in the race: what was measured so far, piece by piece, or why it is out of it."""
 
     recipe: Recipe
-    figures: list[Measurement] = field(default_factory=list)
+    figures: list[Record] = field(default_factory=list)
     error: str | None = None
 
     def mean(self, name: str) -> float:
@@ -37,7 +37,11 @@ class TunedRecipe:
 
     def values(self, name: str) -> list[Any]:
         """One of the figures, of every piece."""
-        return [getattr(figures, name) for figures in self.figures]
+        return [record.figures[name] for record in self.figures]
+
+    def shares_found(self) -> list[float]:
+        """Return the share of its facts that was found in every piece; empty if none were hidden."""
+        return [each.figures["facts_found"] / each.figures["facts"] for each in self.figures if "facts" in each.figures]
 
     @property
     def kl(self) -> tuple[float, Interval | None]:
@@ -48,7 +52,7 @@ class TunedRecipe:
     @property
     def found(self) -> tuple[float, Interval | None] | None:
         """Share of the facts and its interval over pieces; None where none were hidden."""
-        values = [fmean(figures.facts_found) for figures in self.figures if figures.facts_found]
+        values = self.shares_found()
         return (fmean(values), of_score(values)) if values else None
 
     def first(self, pieces: int) -> TunedRecipe:
@@ -56,7 +60,7 @@ class TunedRecipe:
         return TunedRecipe(self.recipe, self.figures[:pieces], self.error)
 
 
-Measure = Callable[[int, Sequence[Recipe]], Iterator[Measurement]]
+Measure = Callable[[int, Sequence[Recipe]], Iterator[Record]]
 """Of the piece with this number: each recipe's figures in turn, or why there are none."""
 Grow = Callable[[Sequence[Recipe]], Sequence[Recipe]]
 """From the recipes of the first round, the best first, to more that join them."""
@@ -201,10 +205,11 @@ def _is_nearer(best: TunedRecipe, other: TunedRecipe) -> bool:
 
 def _finds_more(best: TunedRecipe, other: TunedRecipe) -> bool:
     """The same of the facts that are found; of few pieces, whether it finds more than one fact more."""
-    pairs = list(zip(best.values("facts_found"), other.values("facts_found"), strict=True))
-    if len(pairs) < LEAST:
-        return sum(sum(a) - sum(b) for a, b in pairs) > 1
-    differences = [fmean(a) - fmean(b) for a, b in pairs if a]
+    if not best.shares_found():
+        return False
+    if len(best.figures) < LEAST:
+        return sum(best.values("facts_found")) - sum(other.values("facts_found")) > 1
+    differences = [ours - theirs for ours, theirs in zip(best.shares_found(), other.shares_found(), strict=True)]
     interval = of_difference(differences)
     return interval is not None and interval.low > 0
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepset.bench.compare.comparison import Measurement, measure
+from keepset.bench.compare.comparison import fidelity
 from keepset.bench.generation import end_tokens
+from keepset.bench.record import Record
 from keepset.bench.tasks.task import Tokenizer
 from keepset.bench.tune.excerpts import ANSWER_TOKENS, TextPiece
 from keepset.errors import BudgetError, KeepsetError
@@ -32,7 +33,7 @@ class Measurer:
         self.full_bytes: dict[int, int] = {}
         warm_up(model, self._pieces[0].prompt)
 
-    def __call__(self, number: int, recipes: Sequence[Recipe]) -> Iterator[Measurement]:
+    def __call__(self, number: int, recipes: Sequence[Recipe]) -> Iterator[Record]:
         """Each recipe's figures on one piece, or why there are none."""
         piece = self._pieces[number]
         session = PromptSession(self._model, piece.prompt, recipes)
@@ -43,15 +44,17 @@ class Measurer:
             self.full_found[number] = self._ask(piece, full.cache)
         del full
         for recipe in recipes:
-            row = Measurement(str(recipe), str(recipe.without_budget()))
+            record = Record(str(recipe), str(recipe.without_budget()))
             try:
                 prompt = session.compress(recipe)
                 self._check_share(recipe, prompt.event.kept / prompt.event.entries, piece)
-                row = measure(row, prompt, reference, piece.continuation)
-                yield replace(row, facts_found=self._ask(piece, prompt.cache))
+                figures = fidelity(prompt, reference, piece.continuation)
+                if piece.facts:
+                    figures |= {"facts": len(piece.facts), "facts_found": sum(self._ask(piece, prompt.cache))}
+                yield replace(record, figures=figures)
                 del prompt
             except KeepsetError as error:
-                yield replace(row, error=str(error))
+                yield replace(record, error=str(error))
 
     def _check_share(self, recipe: Recipe, kept: float, piece: TextPiece) -> None:
         """Refuses what chooses its own number and keeps more than the budget."""

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from keepset.bench.cell import FULL, Cell, Outcome
+from keepset.bench.record import FULL, Record
 
 FULL_BYTES = 1000
 
 
 def cell(
     recipe: str = FULL, score: float | None = 1.0, example: str = "0", task: str = "qa", seed: int = 0, **more: Any
-) -> Cell:
+) -> Record:
     """A cell of `method(keep=...)` or of the full cache; without a score one that failed."""
     method, _, budget = recipe.partition("(keep=")
     asked = budget.rstrip(")")
     requested = 1.0 if recipe == FULL else None if not asked else float(asked) if "." in asked else int(asked)
     keep = requested if isinstance(requested, float) else 0.5
-    outcome = None
-    if score is not None:
-        outcome = Outcome(
-            {"match": score, "other": 0.123},
-            ["a reply"],
-            **{"keep": keep, "kv_bytes": int(keep * FULL_BYTES), "kv_bytes_full": FULL_BYTES, "tokens": 8.0, **more},
-        )
     facts = {"length": 64, "depth": 0.25} if task.startswith("needle") else {}
-    error = None if outcome is not None else f"{recipe} cannot do that."
-    return Cell(task, seed, example, recipe, method, requested, facts, "match", outcome, error)
+    made = Record(recipe, method, requested, task, seed, example, facts, "match")
+    if score is None:
+        return replace(made, error=f"{recipe} cannot do that.")
+    figures = {"keep": keep, "kv_bytes": int(keep * FULL_BYTES), "kv_bytes_full": FULL_BYTES, "tokens": 8.0}
+    costs = {"finished": 1.0, "repetition": 0.0, "batch": 1.0, **figures, **more}
+    return replace(made, scores={"match": score, "other": 0.123}, replies=["a reply"], figures=costs)
 
 
-def cells(recipe: str, scores: list[float | None], task: str = "qa", **more: Any) -> list[Cell]:
+def cells(recipe: str, scores: list[float | None], task: str = "qa", **more: Any) -> list[Record]:
     """One cell per example."""
     return [cell(recipe, score, str(example), task, **more) for example, score in enumerate(scores)]

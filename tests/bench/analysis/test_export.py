@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.bench.analysis.export import escape, to_csv, to_latex
-from keepset.bench.analysis.summary import summarise
-from keepset.bench.cell import FULL
+from keepset.bench.analysis.summary import summarize
+from keepset.bench.record import FULL
 from tests.bench.analysis.cells import cell, cells
 
 SWEEP = [
@@ -34,7 +34,7 @@ def read(text: str) -> list[dict[str, str]]:
 
 
 def test_csv_has_every_row() -> None:
-    summary = summarise(SWEEP)
+    summary = summarize(SWEEP)
     lines = read(to_csv(summary))
     assert [(line["task"], line["recipe"]) for line in lines] == [
         (row.task, row.recipe) for row in (*summary.rows, *summary.averages)
@@ -58,17 +58,17 @@ def test_csv_has_every_row() -> None:
 def test_no_text_is_a_formula(start: str) -> None:
     evil = f'{start}HYPERLINK("http://x","y")'
     made = replace(cell(FULL, None), task=evil, error=evil, recipe=evil, metric=evil)
-    (line,) = read(to_csv(summarise([made])))
+    (line,) = read(to_csv(summarize([made])))
     assert line["task"] == line["error"] == line["recipe"] == line["metric"] == f"'{evil}"
 
 
 def test_numbers_below_zero_stay_numbers() -> None:
-    lines = read(to_csv(summarise([*cells(FULL, [1.0]), *cells("tova(keep=0.5)", [0.0])])))
+    lines = read(to_csv(summarize([*cells(FULL, [1.0]), *cells("tova(keep=0.5)", [0.0])])))
     assert lines[1]["difference"] == "-1.0"
 
 
 def test_latex_has_methods_by_budgets() -> None:
-    text = to_latex(summarise(SWEEP))
+    text = to_latex(summarize(SWEEP))
     assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == text.count(r"\bottomrule") == 2
     assert r"method & keep 0.5 & keep 0.25 & keep 16 & own budget \\" in text
     lines = text.splitlines()
@@ -88,11 +88,11 @@ def test_latex_has_methods_by_budgets() -> None:
 
 def test_latex_marks_areas_with_failures() -> None:
     made = [*cells(FULL, [1.0] * 2), *cells("a_b(keep=0.5)", [1.0, None]), *cells("a_b(keep=0.25)", [1.0, 1.0])]
-    assert r"\texttt{a\_b}$^{\dagger}$ & 0.25 & 75.0 " in to_latex(summarise(made)).split(r"\end{tabular}")[1]
+    assert r"\texttt{a\_b}$^{\dagger}$ & 0.25 & 75.0 " in to_latex(summarize(made)).split(r"\end{tabular}")[1]
 
 
 def test_latex_of_nothing() -> None:
-    assert to_latex(summarise([])).count(r"\begin{tabular}") == 1
+    assert to_latex(summarize([])).count(r"\begin{tabular}") == 1
 
 
 @pytest.mark.full
@@ -114,6 +114,6 @@ def test_latex_is_taken(tmp_path: Path) -> None:
     made = [*SWEEP, replace(cell(FULL, 1.0), task=evil)]
     head = r"\documentclass{article}\usepackage{booktabs}\begin{document}"
     page = tmp_path / "page.tex"
-    page.write_text(head + to_latex(summarise(made)) + r"\end{document}", encoding="utf-8")
+    page.write_text(head + to_latex(summarize(made)) + r"\end{document}", encoding="utf-8")
     done = subprocess.run(["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page"], cwd=tmp_path, check=False)
     assert done.returncode == 0

@@ -15,9 +15,9 @@ from transformers import DynamicCache
 import keepset
 from keepset.bench.candidate import grid
 from keepset.bench.compare import decode
-from keepset.bench.compare.comparison import Measurement
 from keepset.bench.compare.decode import DecodeComparer, feed_slices
 from keepset.bench.generation import greedy
+from keepset.bench.record import Record
 from keepset.hf.store import SLACK
 from tests.hf.models import full, prompt, tiny
 
@@ -75,7 +75,7 @@ def comparer(architecture: str = "llama") -> DecodeComparer:
     return DecodeComparer(tiny(architecture), ids[:, :BEFORE], ids[:, BEFORE:], architecture)
 
 
-def measured(text: str, architecture: str = "llama") -> Measurement:
+def measured(text: str, architecture: str = "llama") -> Record:
     (row,) = comparer(architecture).run(grid([keepset.Recipe.parse(text)], []))
     return row
 
@@ -104,20 +104,22 @@ def test_figures_are_those_of_one_token_at_a_time(text: str, monkeypatch: pytest
 
     kl = [divergence(a, b) for a, b in zip(expected.steps, ours.steps, strict=True)]
     first = ours.events[0] - BEFORE
-    assert row.kl == pytest.approx(mean(kl[first:]), rel=1e-3, abs=1e-6)
-    assert row.kl > 1e-3
-    assert row.kl_drift == pytest.approx([mean(kl[i : i + 32]) for i in range(0, AFTER, 32)], rel=1e-3, abs=1e-6)
+    assert row.figures["kl"] == pytest.approx(mean(kl[first:]), rel=1e-3, abs=1e-6)
+    assert row.figures["kl"] > 1e-3
+    assert row.curves["kl_drift"] == pytest.approx(
+        [mean(kl[i : i + 32]) for i in range(0, AFTER, 32)], rel=1e-3, abs=1e-6
+    )
     deltas = [
         expected.steps[i][ids[BEFORE + i + 1]] - ours.steps[i][ids[BEFORE + i + 1]] for i in range(first, AFTER - 1)
     ]
-    assert row.nll_delta == pytest.approx(mean(deltas), abs=1e-4)
+    assert row.figures["nll_delta"] == pytest.approx(mean(deltas), abs=1e-4)
     same = [best(a) == best(b) for a, b in zip(expected.steps, ours.steps, strict=True)]
-    assert row.top1 == pytest.approx(mean([float(each) for each in same[first:]]))
+    assert row.figures["top1"] == pytest.approx(mean([float(each) for each in same[first:]]))
     # Queries for the next event come one after another; a piece is counted with all that it recorded.
     exact, recording = round(mean(ours.nbytes[first:])), ours.recorded
-    assert exact <= row.kv_bytes <= exact + recording
-    assert row.kv_bytes_peak == max(ours.nbytes[first:])
-    assert row.kv_bytes_full == round(mean(expected.nbytes[first:]))
+    assert exact <= row.figures["kv_bytes"] <= exact + recording
+    assert row.figures["kv_bytes_peak"] == max(ours.nbytes[first:])
+    assert row.figures["kv_bytes_full"] == round(mean(expected.nbytes[first:]))
 
     (kept,) = one.comparison.kept
     assert kept is not None and cache.keep_set is not None
@@ -126,7 +128,7 @@ def test_figures_are_those_of_one_token_at_a_time(text: str, monkeypatch: pytest
         for head in range(2):
             held = [*cache.keep_set.positions(layer, 0, head).tolist(), *range(ours.events[-1], BEFORE + AFTER)]
             assert kept[layer, head].nonzero()[:, 0].tolist() == held
-    assert row.keep == pytest.approx(float(kept.float().mean()))
+    assert row.figures["keep"] == pytest.approx(float(kept.float().mean()))
 
 
 def test_the_full_cache() -> None:
@@ -144,9 +146,9 @@ def test_the_full_cache() -> None:
 def test_what_holds_everything_differs_in_nothing(architecture: str, method: str) -> None:
     recipe = keepset.Recipe.parse(method).with_keep(BEFORE + AFTER)
     (row,) = comparer(architecture).run(grid([recipe], [], 16))
-    assert row.error is None and row.keep == 1.0 and row.top1 == 1.0
-    assert abs(row.kl) < 1e-6 and abs(row.nll_delta) < 1e-5
-    assert row.kl_drift == pytest.approx([0.0], abs=1e-6)
+    assert row.error is None and row.figures["keep"] == 1.0 and row.figures["top1"] == 1.0
+    assert abs(row.figures["kl"]) < 1e-6 and abs(row.figures["nll_delta"]) < 1e-5
+    assert row.curves["kl_drift"] == pytest.approx([0.0], abs=1e-6)
 
 
 def test_one_token_is_enough_and_none_after_an_event_is_an_error() -> None:
@@ -154,8 +156,8 @@ def test_one_token_is_enough_and_none_after_an_event_is_an_error() -> None:
     one = DecodeComparer(tiny("llama"), ids[:, :BEFORE], ids[:, BEFORE:], "tiny")
     recipes = keepset.Recipe.parse_list("tova(keep=9, every=4), tova(keep=9, every=1, prefill=False)")
     early, late = one.run(grid(recipes, []))
-    assert early.kl > 0 and early.nll_delta == 0.0 and early.error is None
-    assert late.kl is None and "compresses nothing before the last of 1 tokens" in str(late.error)
+    assert early.figures["kl"] > 0 and early.figures["nll_delta"] == 0.0 and early.error is None
+    assert not late.figures and "compresses nothing before the last of 1 tokens" in str(late.error)
 
 
 def test_what_fails_is_a_row_and_the_others_go_on() -> None:
@@ -171,7 +173,7 @@ def test_what_fails_is_a_row_and_the_others_go_on() -> None:
     ]
     says = ["looks at the attention of the whole prompt", "a fraction of what is left", "below the 5 entries"]
     for row, error in zip(rows, says, strict=False):
-        assert error in str(row.error) and row.kl is None
+        assert error in str(row.error) and not row.figures
     assert [row.error for row in rows[3:]] == [None, None] and one.comparison.failed
     assert [kept is None for kept in one.comparison.kept] == [True] * 3 + [False] * 2
     assert one.comparison.to_json()["drift_tokens"] == 256

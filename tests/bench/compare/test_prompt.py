@@ -13,9 +13,9 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.bench.candidate import grid
-from keepset.bench.compare.comparison import Measurement
 from keepset.bench.compare.prompt import PromptComparer
 from keepset.bench.compare.text_task import ANSWER_TOKENS, TextTask
+from keepset.bench.record import Record
 from keepset.texts import Needle
 from tests.hf.models import full, generate, prompt, recipe, tiny
 
@@ -52,7 +52,7 @@ def comparer(recipes: list[keepset.Recipe], architecture: str = "llama", answer:
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, tuple[Measurement, Tensor]]:
+def measured() -> dict[str, tuple[Record, Tensor]]:
     """Every recipe's row and what it kept, all from one prefill."""
     one = comparer(EVERY)
     rows = list(one.run(grid(EVERY, [])))
@@ -96,7 +96,7 @@ def best(step: list[float]) -> int:
 @pytest.mark.full
 @every_recipe
 def test_figures_are_those_of_a_run_of_its_own(
-    text: keepset.Recipe, measured: dict[str, tuple[Measurement, Tensor]]
+    text: keepset.Recipe, measured: dict[str, tuple[Record, Tensor]]
 ) -> None:
     row, kept = measured[str(text)]
     model = tiny("llama")
@@ -109,17 +109,17 @@ def test_figures_are_those_of_a_run_of_its_own(
     steps = continued(model, keepset.Cache(model, text))
 
     pairs = list(zip(expected, steps, strict=True))
-    assert row.kl == pytest.approx(mean([divergence(a, b) for a, b in pairs]), rel=1e-3, abs=1e-6)
-    assert row.nll_delta == pytest.approx(nll(steps) - nll(expected), abs=1e-4)
-    assert row.top1 == mean([best(a) == best(b) for a, b in pairs])
-    assert row.kl > 1e-3
+    assert row.figures["kl"] == pytest.approx(mean([divergence(a, b) for a, b in pairs]), rel=1e-3, abs=1e-6)
+    assert row.figures["nll_delta"] == pytest.approx(nll(steps) - nll(expected), abs=1e-4)
+    assert row.figures["top1"] == mean([best(a) == best(b) for a, b in pairs])
+    assert row.figures["kl"] > 1e-3
 
     heads = [keep_set.positions(layer, 0, head) for layer in keep_set.layers for head in range(kept.shape[1])]
     assert [mask.nonzero()[:, 0].tolist() for mask in kept.flatten(0, 1)] == [head.tolist() for head in heads]
-    assert row.keep == sum(map(len, heads)) / (len(heads) * LENGTH)
-    assert row.kv_bytes == nbytes
-    assert row.kv_bytes_full == LENGTH * len(heads) * 2 * 16 * 4
-    assert row.error is None and row.answer is None and row.needle_found is None
+    assert row.figures["keep"] == sum(map(len, heads)) / (len(heads) * LENGTH)
+    assert row.figures["kv_bytes"] == nbytes
+    assert row.figures["kv_bytes_full"] == LENGTH * len(heads) * 2 * 16 * 4
+    assert row.error is None and not row.replies and "needle_found" not in row.figures
 
 
 def test_figures_of_the_full_cache() -> None:
@@ -135,19 +135,25 @@ def test_figures_of_the_full_cache() -> None:
 )
 def test_keeping_all_costs_nothing(architecture: str) -> None:
     for row in comparer(ALL, architecture).run(grid(ALL, [])):
-        assert row.keep == 1.0
+        assert row.figures["keep"] == 1.0
         rounded = row.method.startswith("int8")
-        assert abs(row.kl) < (1e-3 if rounded else 1e-6) and abs(row.nll_delta) < (1e-2 if rounded else 1e-5)
-        assert rounded or row.top1 == 1
+        assert abs(row.figures["kl"]) < (1e-3 if rounded else 1e-6) and abs(row.figures["nll_delta"]) < (
+            1e-2 if rounded else 1e-5
+        )
+        assert rounded or row.figures["top1"] == 1
 
 
 def test_seconds_are_those_of_what_a_recipe_needs() -> None:
     texts = ["knorm(keep=15)", "tova(keep=15)", "h2o(keep=15)", "expected_attention(future=16, keep=15)"]
     recipes = [keepset.Recipe.parse(text) for text in texts]
     for row in comparer(recipes).run(grid(recipes, [])):
-        assert row.prefill_seconds > row.prefill_seconds_full > 0
-        assert 0 < row.select_seconds <= row.prefill_seconds - row.prefill_seconds_full + 1e-9
-        collected = row.prefill_seconds - row.prefill_seconds_full - row.select_seconds
+        assert row.figures["prefill_seconds"] > row.figures["prefill_seconds_full"] > 0
+        assert (
+            0
+            < row.figures["select_seconds"]
+            <= row.figures["prefill_seconds"] - row.figures["prefill_seconds_full"] + 1e-9
+        )
+        collected = row.figures["prefill_seconds"] - row.figures["prefill_seconds_full"] - row.figures["select_seconds"]
         assert (collected < 1e-9) == row.recipe.startswith("knorm")
 
 
@@ -177,8 +183,8 @@ def test_answers_are_greedy_and_follow_the_question() -> None:
     assert one.comparison.to_json()["needle"] == {"question": "Which?", "answer": str(expected[-1])}
     for row, text in zip(one.run(grid(recipes, [])), recipes, strict=True):
         answer = " ".join(map(str, greedy(keepset.Cache(tiny("llama"), text))))
-        assert row.answer == answer != one.comparison.full["answer"]
-        assert row.needle_found == (str(expected[-1]) in answer)
+        assert row.replies[0] == answer != one.comparison.full["answer"]
+        assert row.figures["needle_found"] == (str(expected[-1]) in answer)
 
 
 def test_an_answer_ends_where_the_model_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,5 +222,5 @@ def test_a_budget_that_does_not_suit_is_a_row_with_the_reason() -> None:
 def test_a_recipe_that_cannot_run_does_not_stop_the_others() -> None:
     recipes = keepset.Recipe.parse_list("tova(keep=8, every=4), tova(keep=8)")
     first, second = comparer(recipes).run(grid(recipes, []))
-    assert "leave every= out" in str(first.error) and first.keep is None
-    assert second.error is None and second.kl is not None
+    assert "leave every= out" in str(first.error) and not first.figures
+    assert second.error is None and "kl" in second.figures

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from keepset.bench.cell import COSTS
 from keepset.bench.papers.catalogue import entries, entry_of, read_entries
 from keepset.bench.papers.entry import SCORE, SECONDS, Entry, FigureKey, Options
 from keepset.bench.papers.measured import CURVES, FRACTIONS
 from keepset.bench.papers.run import grid
+from keepset.bench.record import FIGURES
 from keepset.errors import KeepsetError
 
 EVERY = pytest.mark.parametrize("entry", entries().values(), ids=list(entries()))
@@ -27,7 +27,7 @@ def test_names_recipes_and_tasks_exist(entry: Entry) -> None:
         asked = grid(sweep, Options())
         assert asked.tasks and all(asked.candidates[task.name] for task in asked.tasks)
         assert [line.candidate.error for line in sweep.lines({}) if line.candidate.error is not None] == []
-        assert set(sweep.metrics) <= {SCORE, SECONDS, *COSTS, *CURVES}
+        assert set(sweep.metrics) <= {SCORE, SECONDS, *FIGURES, *CURVES}
 
 
 @EVERY

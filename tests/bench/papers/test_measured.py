@@ -8,9 +8,9 @@ from statistics import fmean
 
 import pytest
 
-from keepset.bench.cell import Cell, Outcome
 from keepset.bench.papers.entry import AREA, SCORE, Measured, Sweep, removed_at
 from keepset.bench.papers.measured import measured
+from keepset.bench.record import Record
 
 TASKS = ("niah_single_1@4096", "ruler_vt@4096")
 SWEEP = Sweep(
@@ -23,18 +23,16 @@ SWEEP = Sweep(
 )
 
 
-def cells(scores: dict[tuple[str, str, float], list[float]]) -> list[Cell]:
+def cells(scores: dict[tuple[str, str, float], list[float]]) -> list[Record]:
     """By task, the method's name and what is kept."""
     made = []
     for (task, method, keep), values in scores.items():
         (line,) = [line for line in SWEEP.lines({}) if line.method == method and keep in (line.keep, 1.0)]
         candidate = line.candidate
         for example, score in enumerate(values):
-            outcome = Outcome({"match": score}, [], keep, int(100 * keep), 100, tokens=10 * score)
-            place = dict(task=task, seed=0, example=str(example), facts={}, metric="match", outcome=outcome)
-            made.append(
-                Cell(recipe=candidate.text, method=candidate.method, requested=candidate.requested, **place)  # type: ignore[arg-type]
-            )
+            place = (candidate.text, candidate.method, candidate.requested, task, 0, str(example), {}, "match")
+            figures = {"keep": keep, "kv_bytes": int(100 * keep), "kv_bytes_full": 100, "tokens": 10 * score}
+            made.append(Record(*place, scores={"match": score}, figures=figures))
     return made
 
 
@@ -86,8 +84,7 @@ def test_areas_and_what_can_go(scores: dict[tuple[str, str, float], list[float]]
 def test_a_mean_needs_every_task(scores: dict[tuple[str, str, float], list[float]]) -> None:
     made = cells(scores)
     lost = [
-        replace(cell, outcome=None, error="no") if cell.task == TASKS[1] and cell.recipe.startswith("tova") else cell
-        for cell in made
+        replace(cell, error="no") if cell.task == TASKS[1] and cell.recipe.startswith("tova") else cell for cell in made
     ]
     rows = {row.key: row for row in measured(SWEEP, lost, {}) if row.key.task == "ruler, agnostic"}
     place = next(key for key in rows if key.method == "TOVA" and key.metric == SCORE)
@@ -99,7 +96,7 @@ def test_parts_by_a_fact_seconds_and_what_is_not_known() -> None:
     sweep = Sweep(("math500",), {"TOVA": "tova"}, (64,), metrics=("seconds", "tokens"), by=("level",), full="")
     (line,) = sweep.lines({})
     made = [
-        Cell(
+        Record(
             task="math500",
             seed=0,
             example=str(level),
@@ -108,17 +105,8 @@ def test_parts_by_a_fact_seconds_and_what_is_not_known() -> None:
             requested=64,
             facts={"level": level} if level else {},
             metric="accuracy",
-            outcome=Outcome(
-                {"accuracy": 1.0},
-                [],
-                1.0,
-                1,
-                1,
-                tokens=level,
-                prefill_seconds=0.5,
-                select_seconds=0.25,
-                decode_seconds=float(level),
-            ),
+            scores={"accuracy": 1.0},
+            figures={"tokens": level, "prefill_seconds": 0.5, "select_seconds": 0.25, "decode_seconds": float(level)},
         )
         for level in (0, 2, 4)
     ]

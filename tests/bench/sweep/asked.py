@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from keepset.bench.cell import Cell
+from keepset.bench.record import Record
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
 
 
@@ -69,9 +69,9 @@ def hooks(model: Any) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-def timeless(cell: Cell) -> Cell:
+def timeless(cell: Record) -> Record:
     """The cell without what may differ: its seconds, and beside how many others it was made."""
-    if cell.outcome is None:
+    if cell.error is not None:
         return cell
     seconds = dict(prefill_seconds=0.0, select_seconds=0.0, decode_seconds=0.0)
-    return replace(cell, outcome=replace(cell.outcome, **seconds, batch=1.0))
+    return replace(cell, figures={**cell.figures, **seconds, "batch": 1.0})

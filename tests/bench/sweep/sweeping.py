@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from keepset.bench.candidate import Candidate, candidates
-from keepset.bench.cell import Cell, Outcome
+from keepset.bench.record import Record
 from keepset.bench.sweep.runner import EvalRequest
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, Skipped, count, run, unfinished
@@ -55,7 +55,7 @@ class Scripted:
     together: int = 1
     made: int = 0
 
-    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
         self.notes.with_name(f"{self.notes.name}.{os.getpid()}").touch()
         # However long a process takes to begin: the test's own limit ends it where none does.
         while len(list(self.notes.parent.glob(f"{self.notes.name}.*"))) < self.together:
@@ -69,7 +69,7 @@ class Scripted:
                 notes.write(f"{os.getpid()} {task.name} {seed} {example.id} {candidate.text}\n")
             yield cell(task, example, candidate, seed)
 
-    def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Cell | None]]:
+    def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Record | None]]:
         """Two side by side, of which the second is done first."""
         beginning = iter(asked)
         while several := list(islice(beginning, 2)):
@@ -78,12 +78,16 @@ class Scripted:
                 yield each, made
 
 
-def cell(task: Task, example: Example, candidate: Candidate, seed: int) -> Cell:
+def cell(task: Task, example: Example, candidate: Candidate, seed: int) -> Record:
     """The same for the same names."""
     score = (len(candidate.text) + int(example.id) + seed) % 3 / 2
-    outcome = Outcome({task.metric: score}, [f"It is {example.id}"], 0.5, 100, 200, tokens=4.0)
-    names = (candidate.text, candidate.method, candidate.requested, example.facts, task.metric)
-    return Cell(task.name, seed, example.id, *names, None if candidate.error else outcome, candidate.error)
+    made = Record(
+        candidate.text, candidate.method, candidate.requested, task.name, seed, example.id, example.facts, task.metric,
+        error=candidate.error,
+    )  # fmt: skip
+    figures = {"keep": 0.5, "kv_bytes": 100, "kv_bytes_full": 200, "tokens": 4.0}
+    answered = replace(made, scores={task.metric: score}, figures=figures, replies=[f"It is {example.id}"])
+    return made if candidate.error else answered
 
 
 def grid(

@@ -13,7 +13,7 @@ import pytest
 
 from keepset import models
 from keepset.bench.candidate import Candidate, candidates
-from keepset.bench.cell import Cell
+from keepset.bench.record import Record
 from keepset.bench.sweep import ray_sweep, sweep
 from keepset.bench.sweep.ray_sweep import RunnerSource
 from keepset.bench.sweep.runner import Runner
@@ -64,7 +64,7 @@ class Ends(Scripted):
     ends_after: int = 1
     error: bool = False
 
-    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
         for number, made in enumerate(super().run(task, example, todo, seed)):
             if example.id == self.ends_at and number == self.ends_after:
                 if self.error:
@@ -84,7 +84,7 @@ def run(path: Path, make: Any, asked: Grid, tokenizer: Any = None) -> tuple[list
         return ray_sweep.run(store, groups, make, MEGABYTE, lambda: made.append(None)), len(made)
 
 
-def cells(path: Path) -> list[Cell]:
+def cells(path: Path) -> list[Record]:
     with Store.open(path) as store:
         return store.cells()
 
@@ -182,6 +182,7 @@ def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_pat
     )
     assert list(on_ray) == list(local) and len(local) == 9
     for key, here in local.items():
-        assert here.outcome is not None and on_ray[key].outcome is not None
-        for name in ("scores", "replies", "keep", "kv_bytes", "tokens"):
-            assert getattr(on_ray[key].outcome, name) == getattr(here.outcome, name)
+        assert here.error is None and on_ray[key].error is None
+        assert (on_ray[key].scores, on_ray[key].replies) == (here.scores, here.replies)
+        for name in ("keep", "kv_bytes", "tokens"):
+            assert on_ray[key].figures[name] == here.figures[name]

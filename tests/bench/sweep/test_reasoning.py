@@ -13,7 +13,7 @@ import torch
 
 from keepset import Recipe
 from keepset.bench.candidate import candidates
-from keepset.bench.cell import FULL
+from keepset.bench.record import FULL
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, run
@@ -113,15 +113,15 @@ def test_judged_cut_off_and_gone_on_with(model: Any, embedded: Any, tmp_path: Pa
     for (name, _, said, right, ends), group in zip(PROBLEMS, grid_order(cells), strict=True):
         tokens = len(embedded[1](said, add_special_tokens=False)["input_ids"])
         for cell in group:
-            assert cell.error is None and cell.outcome is not None
+            assert cell.error is None and cell.error is None
             assert (cell.task, cell.score) == (name, float(right))
-            assert cell.outcome.finished == float(ends)
-            assert cell.outcome.tokens == (tokens + 1 if ends else MOST)
-            (reply,) = cell.outcome.replies
+            assert cell.figures["finished"] == float(ends)
+            assert cell.figures["tokens"] == (tokens + 1 if ends else MOST)
+            (reply,) = cell.replies
             assert reply == said.strip() if ends else said.startswith(reply)
-            assert (cell.outcome.repetition > 0.5) == (not ends)
+            assert (cell.figures["repetition"] > 0.5) == (not ends)
             whole = cell.recipe == FULL
-            assert (cell.outcome.kv_bytes == cell.outcome.kv_bytes_full) == whole
+            assert (cell.figures["kv_bytes"] == cell.figures["kv_bytes_full"]) == whole
 
 
 def grid_order(cells: Any) -> list[list[Any]]:

@@ -17,7 +17,7 @@ import keepset
 from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.candidate import Candidate, candidates
-from keepset.bench.cell import FULL, Cell
+from keepset.bench.record import FULL, Record
 from keepset.bench.sweep.runner import EvalRequest, Runner
 from keepset.bench.tasks.task import Example, Question
 from keepset.hf.prompt_session import Recorder
@@ -44,14 +44,14 @@ def run(
     model: Any = None,
     seed: int = 0,
     **options: Any,
-) -> list[Cell]:
+) -> list[Record]:
     options = {"mode": "agnostic", "chat": False, **options}
     return list(Runner(model or tiny("llama"), TOKENIZER, **options).run(task or Exact(), example, todo, seed))
 
 
-def replies(cell: Cell) -> list[Any]:
-    assert cell.outcome is not None, cell.error
-    return cell.outcome.replies
+def replies(cell: Record) -> list[Any]:
+    assert cell.error is None, cell.error
+    return cell.replies
 
 
 def parsed(*texts: str) -> list[Candidate]:
@@ -257,14 +257,14 @@ FEW = candidates(Recipe.parse_list("snapkv(window=8), knorm, random"), [1.0, 0.9
 
 
 @pytest.fixture(scope="module")
-def few_alone() -> list[Cell]:
+def few_alone() -> list[Record]:
     """Cells of these, each made by itself."""
     return [timeless(run([one], example=ASKED, task=Exact(20))[0]) for one in FEW]
 
 
 @pytest.mark.parametrize("free", [0, *(pytest.param(free, marks=pytest.mark.full) for free in (30, None))])
 def test_as_many_go_side_by_side_as_memory_takes(
-    monkeypatch: pytest.MonkeyPatch, free: int | None, few_alone: list[Cell]
+    monkeypatch: pytest.MonkeyPatch, free: int | None, few_alone: list[Record]
 ) -> None:
     model, full = tiny("llama"), 2 * 2 * (2 * 16 * 4 + 4) * (len(CONTEXT) + 20)
     monkeypatch.setattr("keepset.bench.memory.available", lambda device: None if free is None else free * full)
@@ -349,14 +349,14 @@ def asked(candidate: Candidate, task: Exact) -> list[EvalRequest]:
     ]
 
 
-def decoded(each: Sequence[EvalRequest], model: Any = None, **options: Any) -> dict[str, Cell]:
+def decoded(each: Sequence[EvalRequest], model: Any = None, **options: Any) -> dict[str, Record]:
     runner = Runner(model or tiny("llama"), TOKENIZER, mode="prompt", chat=False, **options)
     cells = {done.example.id: cell for done, cell in runner.decode(each)}
     assert list(sorted(cells)) == [one.example.id for one in each]
     return {name: cell for name, cell in cells.items() if cell is not None}
 
 
-def one_by_one(each: Sequence[EvalRequest], model: Any = None, **options: Any) -> dict[str, Cell]:
+def one_by_one(each: Sequence[EvalRequest], model: Any = None, **options: Any) -> dict[str, Record]:
     options = {"model": model, "mode": "prompt", **options}
     alone = (run([one.candidate], task=one.task, example=one.example, seed=one.seed, **options) for one in each)
     return {cell.example: cell for [cell] in alone}
@@ -383,9 +383,9 @@ def test_of_many_examples_side_by_side_cells_are_those_of_each_alone(
         name: timeless(cell) for name, cell in expected.items()
     }
     assert all(cell.error is None for cell in found.values()), [cell.error for cell in found.values()]
-    lengths = {cell.outcome.tokens for cell in found.values() if cell.outcome}
-    assert len(lengths) > 1 and max(cell.outcome.batch for cell in found.values() if cell.outcome) > 2
-    assert all(cell.outcome and cell.outcome.batch == 1 for cell in expected.values())
+    lengths = {cell.figures["tokens"] for cell in found.values() if cell.error is None}
+    assert len(lengths) > 1 and max(cell.figures["batch"] for cell in found.values() if cell.error is None) > 2
+    assert all(cell.error is None and cell.figures["batch"] == 1 for cell in expected.values())
 
 
 def test_an_answer_may_end_at_its_first_token() -> None:
@@ -394,11 +394,11 @@ def test_an_answer_may_end_at_its_first_token() -> None:
     with watched(model) as calls:
         cells = decoded(each, model)
     assert all(tokens > 1 or at == 0 for at, (_, tokens) in enumerate(calls))  # prompts alone, one of a single token
-    assert all(cell.outcome and cell.outcome.tokens == 1 for cell in cells.values())
+    assert all(cell.error is None and cell.figures["tokens"] == 1 for cell in cells.values())
 
 
 @pytest.fixture(scope="module")
-def one_by_one_decoded() -> dict[str, Cell]:
+def one_by_one_decoded() -> dict[str, Record]:
     return one_by_one(asked(parsed(DECODING[0])[1], Exact(12, decodes=True)))
 
 
@@ -413,7 +413,7 @@ def one_by_one_decoded() -> dict[str, Cell]:
     ],
 )
 def test_no_cell_is_lost_where_memory_is_not_enough_for_all(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, where: str, one_by_one_decoded: dict[str, Cell]
+    monkeypatch: pytest.MonkeyPatch, error: Exception, where: str, one_by_one_decoded: dict[str, Record]
 ) -> None:
     model, expected = tiny("llama"), one_by_one_decoded
     each = asked(parsed(DECODING[0])[1], Exact(12, decodes=True))
@@ -501,7 +501,7 @@ def test_cells_do_not_depend_on_other_candidates_or_their_order(mode: str) -> No
         assert again[name] == cell, name
     [alone] = run([todo[3]], **options)
     assert replies(alone)[:2] == replies(found[todo[3].text])[:2]
-    assert Cell.from_json(found[FULL].to_json()) == found[FULL]
+    assert Record.from_json(found[FULL].to_json()) == found[FULL]
 
 
 def test_a_draw_is_by_the_seed_and_all_candidates_have_the_same_luck() -> None:
@@ -543,14 +543,14 @@ def test_what_events_do_to_a_text_is_measured(text: str) -> None:
                 before[layer, head] = length, kept
         for name, values in rows.items():
             rates[name] += [values] if values else []
-    assert cell.outcome is not None and len(rates["iou"]) >= 2
+    assert cell.error is None and len(rates["iou"]) >= 2
     for name, events in rates.items():
-        assert getattr(cell.outcome, name) == pytest.approx(fmean(value for values in events for value in values)), name
+        assert cell.figures.get(name) == pytest.approx(fmean(value for values in events for value in values)), name
     layers = len(cache.keep_set.layers)  # type: ignore[union-attr]
     end = round(2 * layers / 7)
     for stage, part in {"early": range(end), "middle": range(end, layers - end)}.items():
         shown = [values[2 * layer + head] for values in rates["iou"] for layer in part for head in range(2)]
-        assert getattr(cell.outcome, f"iou_{stage}") == (pytest.approx(fmean(shown)) if shown else None)
+        assert cell.figures.get(f"iou_{stage}") == (pytest.approx(fmean(shown)) if shown else None)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa"])
@@ -574,22 +574,22 @@ def test_segments_of_events_while_decoding_are_counted(architecture: str) -> Non
             said = model(said, past_key_values=cache).logits[:, -1:].argmax(-1)
     example = replace(EXAMPLE, questions=(Question(" Who?", "x"),))
     full, cell = run(parsed(text), example=example, task=Exact(tokens, decodes=True), mode="prompt", model=model)
-    assert cell.outcome and full.outcome and full.outcome.segments is None and len(told) == 2
+    assert cell.error is full.error is None and "segments" not in full.figures and len(told) == 2
     for place, name in enumerate(("segments", "segment_length")):
         layers = [
             [head[place] for event in told.values() for head in event[layer]] for layer in sorted(cache.kept_layers)
         ]
-        assert getattr(cell.outcome, name) == pytest.approx(fmean(value for layer in layers for value in layer)), name
+        assert cell.figures.get(name) == pytest.approx(fmean(value for layer in layers for value in layer)), name
         end = round(2 * len(layers) / 7)
         for stage, part in {"early": layers[:end], "late": layers[len(layers) - end :]}.items():
             shown = [value for layer in part for value in layer]
-            assert getattr(cell.outcome, f"{name}_{stage}") == (pytest.approx(fmean(shown)) if shown else None)
-    assert cell.outcome.segments != cell.outcome.segments_early
+            assert cell.figures.get(f"{name}_{stage}") == (pytest.approx(fmean(shown)) if shown else None)
+    assert cell.figures["segments"] != cell.figures["segments_early"]
 
 
 def test_a_recipe_without_events_while_decoding_has_no_such_figures() -> None:
     for cell in run(parsed("knorm(keep=0.5)"), task=Exact(4, decodes=True), mode="prompt"):
-        assert cell.outcome is not None and cell.outcome.wipeout is cell.outcome.iou is None
+        assert cell.error is None and not {"wipeout", "iou"} & set(cell.figures)
 
 
 def full_bytes(model: Any, tokens: int) -> int:
@@ -605,15 +605,15 @@ def full_bytes(model: Any, tokens: int) -> int:
 def test_bytes_are_those_right_after_the_compression(architecture: str) -> None:
     model, text = tiny(architecture), "adakv(snapkv(window=4), keep=0.3)"
     full, cell = run(parsed(text), model=model)
-    assert full.outcome and cell.outcome
+    assert full.error is cell.error is None
     cache = keepset.Cache(model, text)
     with torch.no_grad():
         model(TOKENIZER(CONTEXT, return_tensors="pt").input_ids, past_key_values=cache)
-    assert cell.outcome.kv_bytes == cache.nbytes
-    assert cell.outcome.keep == cache.events[0].kept / cache.events[0].entries
+    assert cell.figures["kv_bytes"] == cache.nbytes
+    assert cell.figures["keep"] == cache.events[0].kept / cache.events[0].entries
     expected = full_bytes(model, len(CONTEXT))
-    assert full.outcome.kv_bytes == full.outcome.kv_bytes_full == cell.outcome.kv_bytes_full == expected
-    assert full.outcome.keep == 1.0 and full.requested == 1.0
+    assert full.figures["kv_bytes"] == full.figures["kv_bytes_full"] == cell.figures["kv_bytes_full"] == expected
+    assert full.figures["keep"] == 1.0 and full.requested == 1.0
 
 
 @pytest.mark.parametrize("text", ["knorm(keep=24, every=5)", "snapkv(window=4, keep=0.4)", "tova(keep=40, every=64)"])
@@ -621,7 +621,7 @@ def test_while_decoding_bytes_are_the_most_after_any_token(text: str) -> None:
     model, tokens = tiny("llama"), 14
     example = replace(EXAMPLE, questions=(Question(" Who?", "x"),))
     full, cell = run(parsed(text), example=example, task=Exact(tokens, decodes=True), mode="prompt")
-    assert full.outcome and cell.outcome and cell.outcome.tokens == full.outcome.tokens == tokens
+    assert full.error is cell.error is None and cell.figures["tokens"] == full.figures["tokens"] == tokens
     cache = keepset.Cache(model, text)
     held: list[tuple[int, int]] = []
     said = TOKENIZER(CONTEXT + " Who?", return_tensors="pt").input_ids
@@ -632,10 +632,10 @@ def test_while_decoding_bytes_are_the_most_after_any_token(text: str) -> None:
             said = logits[:, -1:].argmax(-1)
     nbytes, length = max(held, key=lambda pair: pair[0])
     entries = sum(layer.store.entries for layer in cache.kept_layers.values())  # type: ignore[union-attr]
-    assert cell.outcome.kv_bytes == nbytes
-    assert cell.outcome.kv_bytes_full == full_bytes(model, length)
-    assert cell.outcome.keep == pytest.approx(entries / (2 * 2 * held[-1][1]))
-    assert full.outcome.kv_bytes == full_bytes(model, held[-1][1])
+    assert cell.figures["kv_bytes"] == nbytes
+    assert cell.figures["kv_bytes_full"] == full_bytes(model, length)
+    assert cell.figures["keep"] == pytest.approx(entries / (2 * 2 * held[-1][1]))
+    assert full.figures["kv_bytes"] == full_bytes(model, held[-1][1])
 
 
 def test_figures_are_means_over_the_questions() -> None:
@@ -644,14 +644,14 @@ def test_figures_are_means_over_the_questions() -> None:
     example = replace(EXAMPLE, questions=(Question("", "abcd"), Question("", "no")))
     with scripted(model, [*said[:4], 2], length), scripted(model, [*said[:4], 2], length):
         [cell] = run(parsed()[:1], example=example, mode="prompt")
-    assert cell.outcome is not None
-    assert (cell.outcome.scores, cell.outcome.replies) == ({"right": 0.5, "length": 0.04}, ["abcd", "abcd"])
-    assert (cell.outcome.tokens, cell.outcome.finished, cell.outcome.repetition) == (5, 1.0, 0.0)
+    assert cell.error is None
+    assert (cell.scores, cell.replies) == ({"right": 0.5, "length": 0.04}, ["abcd", "abcd"])
+    assert (cell.figures["tokens"], cell.figures["finished"], cell.figures["repetition"]) == (5, 1.0, 0.0)
     with scripted(model, said, length):
         [cell] = run(parsed()[:1], example=example, task=Exact(12), mode="prompt")
-    assert cell.outcome is not None
-    assert (cell.outcome.tokens, cell.outcome.finished) == (12, 0.0)
-    assert cell.outcome.repetition == repetition_rate(torch.tensor(said)) == 5 / 9
+    assert cell.error is None
+    assert (cell.figures["tokens"], cell.figures["finished"]) == (12, 0.0)
+    assert cell.figures["repetition"] == repetition_rate(torch.tensor(said)) == 5 / 9
 
 
 def test_a_cut_is_among_the_facts() -> None:
@@ -675,7 +675,7 @@ def test_a_candidate_that_cannot_be_had_spoils_nothing_for_the_others() -> None:
     assert [call for call in calls if call[1] >= len(CONTEXT)] == [(1, len(CONTEXT))]
     assert full.error is None and good.error is None
     assert "nowhere.safetensors" in (missing.error or "") and "leave every= out" in (late.error or "")
-    assert missing.outcome is None and missing.score == 0.0
+    assert missing.error is not None and missing.score == 0.0
     assert timeless(full) == timeless(run(todo[:1])[0])
 
 

@@ -83,7 +83,7 @@ def test_cells_of_a_task_have_the_harness_s_answers_and_its_scores(tmp_path: Pat
         examples = task.examples(tokenizer)
         rows = [list(runner.run(task, example, todo, seed=0)) for example in examples]
         for cells in zip(*rows, strict=True):
-            outcomes = [cell.outcome for cell in cells if cell.outcome is not None]
+            outcomes = [cell for cell in cells if cell.error is None]
             assert len(outcomes) == len(TEXTS)
             for key in outcomes[0].scores:
                 assert fmean(outcome.scores[key] for outcome in outcomes) == results[name][key]

@@ -16,7 +16,7 @@ import pytest
 
 from keepset import registry
 from keepset.allocators.adakv import AdaKV
-from keepset.bench.cell import FULL, Cell, Outcome
+from keepset.bench.record import FULL, Record
 from keepset.bench.sweep.store import Store, check_free
 from keepset.core.method import parameter
 from keepset.errors import KeepsetError
@@ -27,10 +27,14 @@ CONFIGURATION = {"weights": "0a1b", "--limit": None, "--mode": "prompt", "--temp
 KEY = ("gsm8k", 0, "a")
 
 
-def cell(recipe: str = "knorm(keep=0.5)", example: str = "a", **changes: Any) -> Cell:
-    outcome = Outcome({"accuracy": 0.1 + 0.2}, ["42 \N{SNOWMAN}\0\ud800", [[-1.5, True]]], 1 / 3, 10, 20)
-    made = Cell("gsm8k", 0, example, recipe, "knorm", 0.5, {"depth": 0.1, "kind": "x"}, "accuracy", outcome)
-    return dataclasses.replace(made, **changes)
+def cell(recipe: str = "knorm(keep=0.5)", example: str = "a", **changes: Any) -> Record:
+    made = Record(recipe, "knorm", 0.5, "gsm8k", 0, example, {"depth": 0.1, "kind": "x"}, "accuracy")
+    made = dataclasses.replace(made, **changes)
+    if made.error is not None:
+        return made
+    figures = {"keep": 1 / 3, "kv_bytes": 10, "kv_bytes_full": 20}
+    replies = ["42 \N{SNOWMAN}\0\ud800", [[-1.5, True]]]
+    return dataclasses.replace(made, scores={"accuracy": 0.1 + 0.2}, figures=figures, replies=replies)
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def begin(path: Path, **configuration: Any) -> Store:
     return Store.begin(path, "a model", {**CONFIGURATION, **configuration})
 
 
-def put(path: Path, *cells: Cell) -> None:
+def put(path: Path, *cells: Record) -> None:
     with begin(path) as opened:
         opened.register("gsm8k", 0, sorted({each.example for each in cells}), "digest")
         for each in cells:
@@ -60,8 +64,8 @@ def refusal(path: Path, **configuration: Any) -> str:
 def test_what_is_written_is_read_again(path: Path) -> None:
     cells = [
         cell(),
-        cell("random", requested=None),
-        cell("tova", outcome=None, error="It cannot be had."),
+        dataclasses.replace(cell("random"), requested=None),
+        cell("tova", error="It cannot be had."),
         cell("x", "b"),
     ]
     put(path, *cells)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from keepset.bench.candidate import Candidate
-from keepset.bench.cell import FULL, Cell
+from keepset.bench.record import FULL, Record
 from keepset.bench.sweep import sweep as sweep_module
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Grid, Skipped, run
@@ -27,12 +27,12 @@ from tests.bench.sweep.sweeping import CONFIGURATION, Counting, Scripted, cell, 
 RECIPES = [FULL, "knorm(keep=0.5)", "tova(keep=0.5)"]
 
 
-def cells(path: Path) -> list[Cell]:
+def cells(path: Path) -> list[Record]:
     with Store.open(path) as store:
         return store.cells()
 
 
-def expected(asked: Grid) -> list[Cell]:
+def expected(asked: Grid) -> list[Record]:
     """Every cell by itself, in the order in which one process comes to them."""
     return [
         cell(task, example, candidate, seed)
@@ -141,7 +141,7 @@ def test_where_memory_is_not_enough_the_others_are_made_and_the_next_run_tries_a
     path: Path, notes: Path, error: Exception
 ) -> None:
     class Large(Scripted):
-        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
             for made in super().run(task, example, todo, seed):
                 if example.id == "1" and made.recipe == RECIPES[1]:
                     raise error
@@ -160,7 +160,7 @@ def test_where_memory_is_not_enough_the_others_are_made_and_the_next_run_tries_a
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), RuntimeError("a bug")])
 def test_what_ends_a_sweep_leaves_its_cells(path: Path, notes: Path, error: BaseException) -> None:
     class Ends(Scripted):
-        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Cell]:
+        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
             for made in super().run(task, example, todo, seed):
                 yield made
                 if self.made == 5:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset.bench.compare.comparison import Measurement
+from keepset.bench.record import Record
 from keepset.bench.tune.halving import FINALISTS, PREFILL, ROUNDS, Halving, TunedRecipe, ranked, tied
 from keepset.recipe import Recipe
 
@@ -24,18 +24,16 @@ def recipes(count: int) -> list[Recipe]:
     return [Recipe.parse(f"random(seed={number}, keep=0.25)") for number in range(count)]
 
 
-def figures(kl: float, found: Sequence[bool] = (), seconds: float = 1.0) -> Measurement:
-    return Measurement(
-        *("", ""),
-        kl=kl,
-        top1=0.9,
-        facts_found=tuple(found),
-        keep=0.25,
-        kv_bytes=25,
-        kv_bytes_full=100,
-        prefill_seconds=seconds,
-        prefill_seconds_full=1.0,
-    )
+def figures(kl: float, found: Sequence[bool] = (), seconds: float = 1.0) -> Record:
+    facts = {"facts": len(found), "facts_found": sum(found)} if found else {}
+    costs = {
+        "keep": 0.25,
+        "kv_bytes": 25,
+        "kv_bytes_full": 100,
+        "prefill_seconds": seconds,
+        "prefill_seconds_full": 1.0,
+    }
+    return Record("", "", figures={"kl": kl, "top1": 0.9, **costs, **facts})
 
 
 def entry(number: int, kls: Sequence[float], found: Sequence[Sequence[bool]] = (), seconds: float = 1.0) -> TunedRecipe:
@@ -47,22 +45,22 @@ def entry(number: int, kls: Sequence[float], found: Sequence[Sequence[bool]] = (
 class Made:
     """Figures from a formula of the recipe's number and the piece's, and how often each recipe was asked for."""
 
-    def __init__(self, formula: Callable[[int, int], Measurement | str]) -> None:
+    def __init__(self, formula: Callable[[int, int], Record | str]) -> None:
         self.formula, self.asked, self.pieces = formula, Counter[int](), Counter[int]()
 
-    def __call__(self, piece: int, told: Sequence[Recipe]) -> Iterator[Measurement]:
+    def __call__(self, piece: int, told: Sequence[Recipe]) -> Iterator[Record]:
         self.pieces[piece] += 1
         for recipe in told:
             number = recipe.method.seed
             self.asked[number] += 1
             made = self.formula(number, piece)
-            yield Measurement("", "", error=made) if isinstance(made, str) else made
+            yield Record("", "", error=made) if isinstance(made, str) else made
 
 
-def noisy(best: int, seed: int) -> Callable[[int, int], Measurement]:
+def noisy(best: int, seed: int) -> Callable[[int, int], Record]:
     """A recipe is worse the further its number is from the best's; pieces differ tenfold, and a little by chance."""
 
-    def formula(number: int, piece: int) -> Measurement:
+    def formula(number: int, piece: int) -> Record:
         chance = random.Random(f"{seed} {number} {piece}")
         return figures(10 ** (piece % 3 / 2 - 2) * (1 + abs(number - best)) * chance.uniform(0.9, 1.1))
 
@@ -129,7 +127,7 @@ def test_any_number_of_pieces_is_used(pieces: int) -> None:
 
 
 def test_what_fails_leaves_the_race_with_its_reason() -> None:
-    def formula(number: int, piece: int) -> Measurement | str:
+    def formula(number: int, piece: int) -> Record | str:
         if number == 1 or (number == 4 and piece == 5):
             return f"{number} cannot"
         return noisy(4, 0)(number, piece)
@@ -169,7 +167,7 @@ def test_more_recipes_join_after_the_first_round_and_catch_up() -> None:
 
 
 def test_stopped_halfway_it_knows_what_it_has_measured() -> None:
-    def formula(number: int, piece: int) -> Measurement | str:
+    def formula(number: int, piece: int) -> Record | str:
         if (number, piece) == (3, 5):
             raise KeyboardInterrupt
         return "no" if (number, piece) == (4, 4) else noisy(3, 0)(number, piece)
@@ -189,7 +187,7 @@ def test_stopped_halfway_it_knows_what_it_has_measured() -> None:
 @given(st.lists(st.lists(st.floats(0, 9), min_size=8, max_size=8), min_size=1, max_size=8))
 def test_order_is_that_of_mean_kl(kls: list[list[float]]) -> None:
     entries = [entry(number, row) for number, row in enumerate(kls)]
-    order = [math.fsum(f.kl for f in e.figures) for e in ranked(entries, by_found=False)]
+    order = [math.fsum(e.values("kl")) for e in ranked(entries, by_found=False)]
     assert all(a <= b + 1e-9 for a, b in pairwise(order))
     assert order[0] == pytest.approx(min(map(math.fsum, kls)))
 
@@ -263,7 +261,7 @@ def test_on_one_piece_a_recipe_that_finds_little_is_never_above_one_that_finds_a
 def test_rows_stand_by_the_facts_that_they_show(stop: int | None) -> None:
     """In the race and out of it, also where recipes had just joined, or some have seen a harder piece already."""
 
-    def formula(number: int, piece: int) -> Measurement:
+    def formula(number: int, piece: int) -> Record:
         if number == 9 and piece == stop:
             raise KeyboardInterrupt
         right = (1, 4, 0, 2, 3)[number % 5] if piece < 1 else 0

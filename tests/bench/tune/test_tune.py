@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import keepset
-from keepset.bench.compare.comparison import Measurement
+from keepset.bench.record import Record
 from keepset.bench.tune import space
 from keepset.bench.tune.excerpts import ANSWER_TOKENS, TextPiece
 from keepset.bench.tune.measure import Measurer
@@ -71,8 +71,9 @@ def test_figures_are_those_of_a_run_of_its_own(architecture: str) -> None:
     expected = followed(model, DynamicCache(config=model.config), one)
     found = list(measurer(piece(1), one, architecture=architecture)(1, RECIPES))
     assert len(found) == len(RECIPES)
-    for recipe, figures in zip(RECIPES, found, strict=True):
-        assert figures.error is None
+    for recipe, record in zip(RECIPES, found, strict=True):
+        assert record.error is None
+        figures = record.figures
         cache = keepset.Cache(model, recipe)
         with torch.no_grad():
             model(one.prompt, past_key_values=cache)
@@ -80,11 +81,11 @@ def test_figures_are_those_of_a_run_of_its_own(architecture: str) -> None:
         steps = followed(model, keepset.Cache(model, recipe), one)
         pairs = list(zip(expected, steps, strict=True))
         divergences = [sum(math.exp(p) * (p - q) for p, q in zip(a, b, strict=True)) for a, b in pairs]
-        assert figures.kl == pytest.approx(fmean(divergences), rel=1e-3, abs=1e-6)
-        assert figures.top1 == pytest.approx(fmean(a.index(max(a)) == b.index(max(b)) for a, b in pairs))
-        assert (figures.keep, figures.kv_bytes) == (event.kept / event.entries, cache.nbytes)
-        assert figures.kv_bytes_full == event.nbytes_before and figures.facts_found == ()
-        assert figures.prefill_seconds > figures.prefill_seconds_full > 0
+        assert figures["kl"] == pytest.approx(fmean(divergences), rel=1e-3, abs=1e-6)
+        assert figures["top1"] == pytest.approx(fmean(a.index(max(a)) == b.index(max(b)) for a, b in pairs))
+        assert (figures["keep"], figures["kv_bytes"]) == (event.kept / event.entries, cache.nbytes)
+        assert figures["kv_bytes_full"] == event.nbytes_before and "facts_found" not in figures
+        assert figures["prefill_seconds"] > figures["prefill_seconds_full"] > 0
 
 
 def said(cache: Any, one: TextPiece, question: str) -> list[int]:
@@ -107,16 +108,17 @@ def test_facts_are_asked_of_what_each_recipe_kept() -> None:
     # The first three are what the full cache says; nobody says the last.
     one = piece(answers=[" ".join(map(str, tokens)) for tokens in whole[:3]] + ["never"])
     measure = measurer(one)
+    heard: list[tuple[bool, ...]] = []
+    ask = measure._ask
+    measure._ask = lambda *words: heard.append(ask(*words)) or heard[-1]  # type: ignore[method-assign, func-returns-value]
     figures = list(measure(0, RECIPES))
     assert measure.full_found == {0: (True, True, True, False)}
     lost = 0
-    for recipe, told in zip(RECIPES, figures, strict=True):
-        assert told.error is None and told.facts_found is not None
+    for recipe, told, found in zip(RECIPES, figures, heard[1:], strict=True):
+        assert told.error is None and told.figures["facts"] == 4 and told.figures["facts_found"] == sum(found)
         answers = [" ".join(map(str, said(keepset.Cache(tiny("llama"), recipe), one, text))) for text in one.questions]
-        assert list(told.facts_found) == [
-            fact.answer in answer for fact, answer in zip(one.facts, answers, strict=True)
-        ]
-        lost += 3 - sum(told.facts_found)
+        assert list(found) == [fact.answer in answer for fact, answer in zip(one.facts, answers, strict=True)]
+        lost += 3 - sum(found)
     assert lost > 0
 
 
@@ -148,7 +150,7 @@ def test_what_chooses_its_own_number_must_stay_within_the_budget() -> None:
     recipes = Recipe.parse_list("gvote(p_nuc=0.1), gvote(p_nuc=0.99), tova(keep=0.3)")
     for keep in (0.9, 45):
         few, many, tova = measurer(piece(), keep=keep)(0, recipes)
-        assert few.error is None and few.keep < 0.9 and tova.error is None
+        assert few.error is None and few.figures["keep"] < 0.9 and tova.error is None
         assert many.error == "gvote(p_nuc=0.99) chooses itself how much it keeps, and kept 100%: that is more than 90%."
 
 
@@ -177,26 +179,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Figures by a recipe's text: KL and, where given, prefill seconds and facts found; others fail."""
     table: dict[str, Any] = {}
 
-    def measure(self: Measurer, number: int, recipes: Sequence[Recipe]) -> Iterator[Measurement]:
+    def measure(self: Measurer, number: int, recipes: Sequence[Recipe]) -> Iterator[Record]:
         self.full_bytes[number] = 100
         self.full_found[number] = tuple(table.get("full", ()))
         for recipe in recipes:
             if (row := table.get(str(recipe))) is None:
-                yield Measurement(str(recipe), "", error=f"{recipe} is not wanted.")
+                yield Record(str(recipe), "", error=f"{recipe} is not wanted.")
             else:
                 kl, seconds, found = (*row, *(1.0, ())[len(row) - 1 :])
-                yield Measurement(
-                    str(recipe),
-                    "",
-                    kl=kl * (1 + number),
-                    top1=0.5,
-                    facts_found=tuple(found),
-                    keep=0.3,
-                    kv_bytes=30,
-                    kv_bytes_full=100,
-                    prefill_seconds=seconds,
-                    prefill_seconds_full=1.0,
-                )
+                figures = {"kl": kl * (1 + number), "top1": 0.5, "keep": 0.3, "kv_bytes": 30, "kv_bytes_full": 100}
+                figures |= {"prefill_seconds": seconds, "prefill_seconds_full": 1.0}
+                facts = {"facts": len(found), "facts_found": sum(found)} if found else {}
+                yield Record(str(recipe), "", figures={**figures, **facts})
 
     monkeypatch.setattr(Measurer, "__call__", measure)
     return table

@@ -1,0 +1,113 @@
+"""Tables as data: the command line prints them, a page draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from keepset.bench.report.units import Show, plain
+
+Cell = tuple[str, float | str | None]
+"""The text of a cell, and the value by which a page sorts it."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        title: the heading; `unit` stands below it on a page.
+        value: returns a row's value, or None if it has none.
+        show: returns the text of a value.
+        rank: where a terminal is too narrow, columns of the highest rank are left out first; 0 always stays.
+        page_only: whether the terminal leaves the column out.
+        is_text: whether values are words, which stand at the left.
+    """
+
+    title: str
+    value: Callable[[Any], Any]
+    show: Show = plain
+    unit: str = ""
+    rank: int = 0
+    page_only: bool = False
+    is_text: bool = False
+
+    def cell(self, row: Any) -> Cell:
+        """Return a row's text and sort value; empty text and None if it has no value."""
+        value = self.value(row)
+        if value is None:
+            return "", None
+        number = getattr(value, "value", value)  # a `Figure` sorts by its value
+        return self.show(value), number if isinstance(number, int | float | str) else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table.
+
+    Attributes:
+        name: what the line is about, such as a recipe.
+        cells: as many as there are columns; none if there are no figures.
+        heading: the group of the line; a terminal prints it above the group's first line.
+        short: the name under the heading; `name` if empty.
+        error: why figures are missing.
+        style: a style of rich for the terminal.
+        mark: a character and its colour, which a page shows before the name.
+        choice: what the line selects on a page when its name is clicked.
+        is_reference: whether a page keeps the line at the top.
+    """
+
+    name: str
+    cells: Sequence[Cell] = ()
+    heading: str = ""
+    short: str = ""
+    error: str = ""
+    style: str = ""
+    mark: tuple[str, int | str] | None = None
+    choice: int | None = None
+    is_reference: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the line as the page's script reads it."""
+        line: dict[str, Any] = {"name": self.name, "cells": self.cells, "error": self.error, "mark": self.mark}
+        if self.is_reference:
+            line["reference"] = True
+        return line if self.choice is None else {**line, "go": self.choice}
+
+
+@dataclass
+class Table:
+    """Lines under columns.
+
+    Attributes:
+        head: the heading of the lines' names.
+        fold: whether numbers may continue in a next line of the terminal.
+    """
+
+    head: str
+    columns: list[Column]
+    lines: list[Line] = field(default_factory=list)
+    fold: bool = False
+
+    def add(self, name: str, row: Any, **line: Any) -> None:
+        """Add the line of a row with figures; see `Line` for what else it may have."""
+        self.lines.append(Line(name, [column.cell(row) for column in self.columns], **line))
+
+    def section(self, title: str, name: str = "rows", note: str = "") -> dict[str, Any]:
+        """Return the table as a section of a page.
+
+        Args:
+            title: the section's heading; empty for a table inside another section.
+            name: the table's id in the document.
+            note: a sentence below the table.
+        """
+        columns = [{"title": each.title, "unit": each.unit, "text": each.is_text} for each in self.columns]
+        lines = [line.to_json() for line in self.lines]
+        section = {"kind": "table", "id": name, "title": title, "note": note}
+        return {**section, "head": self.head, "columns": columns, "lines": lines}
+
+
+def filled(columns: Iterable[Column], rows: Sequence[Any]) -> list[Column]:
+    """Return the columns in which at least one row has a value."""
+    return [column for column in columns if any(column.value(row) is not None for row in rows)]

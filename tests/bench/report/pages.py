@@ -1,0 +1,288 @@
+"""What pages are made of in tests: small results of every command, with hostile text wherever a text may be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import torch
+
+from keepset import KeepSet
+from keepset.bench.analysis.summary import summarize
+from keepset.bench.analysis.trace import HeadSegments, Trace, TraceEvent
+from keepset.bench.compare.comparison import Comparison
+from keepset.bench.record import FULL, Record
+from keepset.bench.report import compare, compiled, latency, results, serving, trace, tune
+from keepset.core.keep_set import LayerKeepSet
+from keepset.core.tables import Tables
+from keepset.texts import Needle
+from tests.bench.analysis.cells import cell, cells
+from tests.core.test_tables import random_tables
+
+EVIL = "</script><img src=x onerror=window.pwned=1><b>&lt; %{x} $data"
+
+
+def data_of(page: str) -> Any:
+    """The description that the page's script draws."""
+    block = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert block
+    return json.loads(block[1])
+
+
+def traces(page: Any, plot: str) -> list[dict[str, Any]]:
+    """What plotly was given for a plot."""
+    return page.evaluate(
+        """name => document.getElementById(name).data.map(({x, y, z, name, visible, hovertext, ...trace}) => (
+            {x, y, z: z && z.map((row) => [...row]), name, visible, hovertext, dash: trace.line?.dash,
+             symbol: trace.marker?.symbol, up: trace.error_y?.array, down: trace.error_y?.arrayminus}))""",
+        plot,
+    )
+
+
+def lines(page: Any, table: str = "rows") -> list[list[str]]:
+    """A table's texts, row by row; the first row has the titles."""
+    return page.locator(f"#{table} tr").evaluate_all(
+        "rows => rows.map(row => [...row.children].map(cell => cell.innerText.trim()))"
+    )
+
+
+# ---- compare
+
+TOKENS = [
+    *("Once", " upon", " a", "  time", "\n\n", "\t", "", "a\r\nb", "日本", "\u202e", "\u2028", "\x00", " eat", " a"),
+    *(" sandwich", ".", EVIL, "</script>", "<!--", "-->", "]]>", "&lt;", '"', "$data"),
+]
+LAYERS, HEADS = 3, 2
+
+
+def record(recipe: str, method: str, kl: float, share: float, **curves: Any) -> Record:
+    figures = {
+        "keep": share, "kv_bytes": int(share * 1e6), "kv_bytes_full": 1_000_000, "kl": kl, "nll_delta": kl / 2 - 0.01,
+        "top1": 1 - kl / 4, "prefill_seconds": 1.5, "prefill_seconds_full": 1.4, "select_seconds": 0.01,
+        "decode_tokens_per_second": 20.0, "needle_found": kl < 0.1,
+    }  # fmt: skip
+    return Record(recipe, method, share, figures=figures, replies=[EVIL], curves=curves)
+
+
+def masks(rows: list[Record], tokens: int = len(TOKENS)) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (LAYERS, HEADS, tokens)
+    return [
+        None if row.error is not None else torch.rand(shape, generator=generator) < row.figures["keep"] for row in rows
+    ]
+
+
+def comparison(*rows: Record, tokens: int = len(TOKENS), **more: Any) -> Comparison:
+    """Recipes on one text; without rows of its own it has one that failed, and one that diverges without end."""
+    made = list(rows) or [
+        record("tova(keep=0.25)", "tova", 0.2, 0.25),
+        Record(f"broken({EVIL})", "broken", error=f"no such thing as {EVIL}"),
+        record(f"{EVIL}(keep=0.5)", EVIL, 0.05, 0.5),
+        record("tova(keep=0.1)", "tova", float("inf"), 0.1),
+        record("tova(keep=0.5)", "tova", 0.03, 0.5),
+        record("none()", "none", 0.0, 1.0),
+    ]
+    full = {"kv_bytes": 1_000_000, "answer": EVIL, "needle_found": True, "prefill_seconds": 1.4, "nll": 2.5}
+    needle = Needle("", f"What? {EVIL}", "eat a sandwich")
+    return Comparison(f"model {EVIL}", tokens, 8, full, needle, made, masks(made, tokens), **more)
+
+
+# ---- trace
+
+TRACED = ["Once", EVIL, "\n", "", " $data", *(f" word{i}" for i in range(25))]
+LENGTHS, PROMPT, SHOWN, KV_HEADS = [12, 20, 27], 12, [0, 7], 3
+
+
+def history(seed: int) -> list[torch.Tensor]:
+    """What three events kept; what is gone does not come back."""
+    draw = torch.Generator().manual_seed(seed)
+    held, kept = torch.ones(len(SHOWN), KV_HEADS, 0, dtype=torch.bool), []
+    for length in LENGTHS:
+        new = torch.ones(len(SHOWN), KV_HEADS, length - held.shape[-1], dtype=torch.bool)
+        held = torch.cat([held, new], -1) & (torch.rand(len(SHOWN), KV_HEADS, length, generator=draw) < 0.6)
+        kept.append(held)
+    return kept
+
+
+HISTORIES = [history(0), history(1)]
+
+
+def entries(kept: list[torch.Tensor], event: int, layer: int, head: int) -> list[int]:
+    """Positions that a head held before the event."""
+    if event == 0:
+        return list(range(LENGTHS[0]))
+    before = kept[event - 1][layer, head].nonzero()[:, 0].tolist()
+    return before + list(range(LENGTHS[event - 1], LENGTHS[event]))
+
+
+def traced(kept: list[torch.Tensor], has_segments: bool) -> Trace:
+    def head(event: int, layer: int, index: int) -> HeadSegments:
+        size = len(entries(kept, event, layer, index))
+        return HeadSegments(torch.rand(size) + 0.01, torch.tensor([3, size]), torch.tensor([2, 4]))
+
+    def event(number: int, length: int, masks: torch.Tensor) -> TraceEvent:
+        positions = torch.arange(length).expand(1, KV_HEADS, length)
+        parts = [
+            LayerKeepSet.from_mask(layer, mask[None], positions, 8) for layer, mask in zip(SHOWN, masks, strict=True)
+        ]
+        segments = {layer: [head(number, row, index) for index in range(KV_HEADS)] for row, layer in enumerate(SHOWN)}
+        return TraceEvent(KeepSet(parts), torch.tensor([length]), 60, segments if has_segments else {})
+
+    events = [event(number, length, masks) for number, (length, masks) in enumerate(zip(LENGTHS, kept, strict=False))]
+    return Trace("recipe", torch.arange(len(TRACED)), PROMPT, events, None)
+
+
+def run(recipe: str) -> dict[str, Any]:
+    means = {"wipeout": 0.25, "iou": 0.5, "middle": 0.125, "longest_gap": 4.0}
+    rows = [{"length": n, "entries": 60, "kept": 30, **means, "iou": 0.5 if i else None} for i, n in enumerate(LENGTHS)]
+    return {
+        "recipe": recipe, "prompt_tokens": PROMPT, "tokens": len(TRACED), "region": 16, "repetition": 0.1,
+        "tokens_per_second": None, "layers": [0, 3, 7], "kv_heads": KV_HEADS, "events": rows, "mean": means,
+        "by_depth": {"iou": {"early": 0.4, "middle": 0.5, "late": 0.6}}, "segments": {"count": 2.0, "length": 6.0},
+        "text": EVIL,
+    }  # fmt: skip
+
+
+def trace_page(*recipes: str) -> str:
+    made = [traced(HISTORIES[i], has_segments=i == 0) for i in range(len(recipes))]
+    result = {"model": EVIL, "forced": False, "runs": [run(recipe) for recipe in recipes]}
+    return trace.render(result, made, [TRACED] * len(made), SHOWN)
+
+
+# ---- results
+
+
+def sweep() -> list[Record]:
+    made = [
+        *(each for task in ("ruler_vt@64", "ruler_cwe@64") for each in cells(FULL, [1.0, 1.0, 1.0, 0.0], task=task)),
+        *cells("snapkv(keep=0.5)", [1.0, 1.0, 0.0, 0.0], task="ruler_vt@64"),
+        *cells("snapkv(keep=0.5)", [1.0, 0.0, 0.0, 0.0], task="ruler_cwe@64"),
+        *cells("snapkv(keep=0.25)", [1.0, 0.0, 0.0, 0.0], task="ruler_vt@64"),
+        *cells("tova(keep=0.5)", [1.0, None, 1.0], task="ruler_vt@64"),
+        *cells("h2o(keep=0.5)", [None] * 4, task="ruler_vt@64"),
+        *cells("gvote", [1.0, 1.0, 1.0, 1.0], task="ruler_vt@64", keep=0.3, kv_bytes=310),
+        dataclasses.replace(cell(FULL, 0.25), task=EVIL, recipe=EVIL, method=EVIL),
+    ]
+    for length, depth, score in ((128, 0.05, 1.0), (64, 0.05, 0.0), (128, 0.95, None)):
+        for recipe in ("snapkv(keep=0.5)", FULL):
+            found = cell(recipe, score if recipe != FULL else 1.0, str(depth), f"needle@{length}")
+            made.append(dataclasses.replace(found, facts={"length": length, "depth": depth}))
+    return made
+
+
+def results_page(made: list[Record] | None = None, baseline: str | None = None) -> str:
+    summary = summarize(sweep() if made is None else made, baseline)
+    return results.render(f"model {EVIL}", {"examples": 4, "why": EVIL, "data": None}, summary)
+
+
+# ---- latency
+
+
+def latency_row(recipe: str, tokens: int, peak: int | None = 10**9, error: str | None = None) -> dict[str, Any]:
+    measured = {"first_seconds": 1.0, "rest_seconds": 2.0, "kv_bytes": 4 * 10**6, "peak_bytes": peak}
+    head = {"recipe": recipe, "prompt_tokens": tokens, "output_tokens": 5, "error": error}
+    if error is not None:
+        return {**head, "rounds": []}
+    medians = {"first_seconds": 2.0, "tokens_per_second": 2.0, "seconds": 4.0}
+    medians |= {"kv_bytes": 4 * 10**6, "peak_bytes": peak}
+    return {**head, "rounds": [measured, {**measured, "first_seconds": 3.0}], **medians}
+
+
+def latency_page(*rows: dict[str, Any]) -> str:
+    head = {"model": EVIL, "device": "cpu", "dtype": "float32", "rounds": 2, "output_tokens": 5}
+    return latency.render({**head, "rows": list(rows)})
+
+
+# ---- bench serve
+
+
+def request(index: int, seconds: float | None, error: str | None = None) -> dict[str, Any]:
+    times = dict.fromkeys(("first_token_seconds", "seconds_per_token", "seconds"), seconds)
+    return {
+        "index": index,
+        "start": 0.0,
+        **times,
+        "prompt_tokens": 5,
+        "output_tokens": 4,
+        "error": error,
+        "chunks": [1.0] * 3,
+    }
+
+
+def server(name: str) -> dict[str, Any]:
+    samples: list[dict[str, Any]] = [
+        {"time": t, "running": t, "waiting": 0, "preemptions": 0, "kv_usage": t / 10} for t in (0.0, 1.0, 2.0, 2.5)
+    ]
+    samples.append({"time": 3.0, **dict.fromkeys(("running", "waiting", "preemptions", "kv_usage"))})
+    requests = [request(0, 3.0), request(1, 1.0), request(2, 2.0), request(3, 0.5, EVIL), request(4, None, EVIL)]
+    rate = 9.0 if name == "recipe" else 6.0
+    summary = {"errors": [EVIL], "requests": 10, "failed": 4, "output_tokens_per_second": rate}
+    summary |= {"first_token_seconds": {"p50": 2.0}}
+    rounds = [{"seconds": 2.5, "samples": samples, "requests": requests}] * 2
+    return {"name": name, "recipe": None, "command": [EVIL], "summary": summary, "rounds": rounds}
+
+
+def served(*names: str) -> dict[str, Any]:
+    load = {"requests": 5, "prompt_tokens": 5, "output_tokens": 4, "concurrency": 2, "rounds": 2, "seed": 0}
+    head = {"model": EVIL, "recipe": EVIL, "load": load, "options": ["--x", EVIL], "keepset": "0"}
+    return {**head, "servers": [server(name) for name in names]}
+
+
+# ---- CompilerKV's tables
+
+CURVE = [{"step": step, "bellman": 0.5 - step / 100, "conservative": step / 100} for step in range(0, 30, 10)]
+
+
+def tables(**other: Any) -> Tables:
+    known = {"model": {"name": EVIL}, "method": EVIL, "seed": 3, "curves": {"head": CURVE, "gate": CURVE}, **other}
+    return dataclasses.replace(random_tables(), provenance=known)
+
+
+# ---- tune
+
+
+def tune_row(
+    recipe: str, kl: float, *, finalist: bool = True, pieces: int = 16, found: float | None = 0.5
+) -> dict[str, Any]:
+    interval = {"low": kl / 2, "high": 2 * kl} if pieces > 1 else {"low": None, "high": None}
+    facts = {} if found is None else {"found": {"mean": found, "low": found / 2, "high": (1 + found) / 2}}
+    costs = {
+        "keep": 0.25,
+        "kv_bytes": 30e6,
+        "kv_bytes_full": 100e6,
+        "prefill_seconds": 3.0,
+        "prefill_seconds_full": 2.0,
+    }
+    head = {"recipe": recipe, "pieces": pieces, "finalist": finalist, "kl": {"mean": kl, **interval}, "top1": 0.9}
+    return {**head, **facts, **costs}
+
+
+def tuned(*rows: dict[str, Any], facts: int = 4) -> dict[str, Any]:
+    full = {"kv_bytes": 100_000_000, **({"found": {"mean": 0.75, "low": 0.5, "high": 1.0}} if facts else {})}
+    recipes = [each["recipe"] for each in rows]
+    return {
+        "model": EVIL, "keep": 0.25, "tokens": 960, "continuation_tokens": 64, "pieces": 16, "facts": facts, "round": 4,
+        "rounds": 4, "measured": 16, "full": full, "recipe": recipes[0], "tied": recipes[:2],
+        "verdict": [EVIL, "Second."], "rows": list(rows), "dropped": [{"recipe": "gvote", "reason": EVIL}],
+    }  # fmt: skip
+
+
+TUNED = (
+    tune_row("tova(keep=0.25)", 0.2),
+    tune_row(EVIL, 0.1),
+    tune_row("h2o", 0.4, found=0.0),
+    tune_row("out", 0.8, finalist=False, pieces=1),
+)
+
+PAGES = {
+    "compare": lambda: compare.render(comparison(), TOKENS),
+    "results": results_page,
+    "trace": lambda: trace_page(EVIL, "tova"),
+    "latency": lambda: latency_page(latency_row("a", 10), latency_row(EVIL, 10)),
+    "serving": lambda: serving.render(served(EVIL, "recipe"), [["tokens", EVIL, "2", "x1"]]),
+    "compiled": lambda: compiled.render(tables()),
+    "tune": lambda: tune.render(tuned(*TUNED)),
+}
+"""A page of every command."""
