@@ -20,8 +20,8 @@ from keepset.allocators.uniform import Uniform
 from keepset.core.method import Method
 from keepset.methods.second_pass import SecondPassAttention
 from keepset.methods.snapkv import SnapKV
+from tests.methods.formulas import naive_scores, observed
 from tests.methods.naive import Given, Shape, kept, observe
-from tests.methods.test_second_pass import naive_scores, received_of
 from tests.tiers import examples
 
 Sets = list[list[list[int]]]
@@ -132,7 +132,7 @@ def test_equations_14_to_24(
         chunk=0,
     )
     shape = Shape(tuple(lengths), *heads, 4, 5)
-    observations = [received_of(scorer, shape, seed=seed + i, layer=i, layers=range(layers)) for i in range(layers)]
+    observations = [observed(scorer, shape, seed=seed + i, layer=i, layers=range(layers)) for i in range(layers)]
     for request in range(len(lengths)):
         scores = [naive_scores(scorer, observation, request) for observation in observations]
         if options["structured"]:
@@ -226,9 +226,7 @@ def test_heads_that_hold_different_numbers_share_what_there_is(
 
 def test_kvcompose_is_a_composition_under_its_own_name() -> None:
     scorer = SecondPassAttention(mean_term=True, chunk=0)
-    observations = [
-        received_of(scorer, Shape((30, 21), 2, 3, 4, 4), seed=i, layer=i, layers=range(3)) for i in range(3)
-    ]
+    observations = [observed(scorer, Shape((30, 21), 2, 3, 4, 4), seed=i, layer=i, layers=range(3)) for i in range(3)]
     for method, same in (
         (KVCompose(), Composite(scorer)),
         (KVCompose(structured=False, floor=0.1), Pool(scorer, floor=0.1)),
@@ -241,7 +239,7 @@ def test_kvcompose_is_a_composition_under_its_own_name() -> None:
 
 def test_a_layer_alone_keeps_what_it_was_asked_for() -> None:
     for method in (KVCompose(), KVCompose(structured=False), Pool(SecondPassAttention(chunk=0))):
-        observation = received_of(SecondPassAttention(chunk=0), Shape((30, 21), 2, 3, 4, 4))
+        observation = observed(SecondPassAttention(chunk=0), Shape((30, 21), 2, 3, 4, 4))
         counts = method.select(observation, Budget(7)).counts
         assert counts.sum(-1).tolist() == [[14, 14]]
 

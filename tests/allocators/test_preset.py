@@ -14,8 +14,8 @@ from keepset.allocators.presets import Glance, Preset, Reread
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.methods.prompt_queries import PromptQueries
 from tests.allocators.test_kvcompose import budgets, pooled, sets_of
+from tests.methods.formulas import naive_scores
 from tests.methods.naive import Shape, observe
-from tests.methods.test_prompt_queries import naive_scores
 from tests.tiers import examples
 
 

@@ -8,109 +8,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keepset import Budget, KeepsetError, Observation
+from keepset import Budget, KeepsetError
 from keepset.core.feature import Needs
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.methods import expected_attention
 from keepset.methods.expected_attention import ExpectedAttention
-from tests.methods.naive import (
-    DTYPES,
-    EXACT,
-    ROPE_BASE,
-    SHAPES,
-    Rope,
-    Shape,
-    check_scores,
-    dot,
-    kept,
-    length_of,
-    observe,
-    random_statistics,
-    softmax,
-)
+from tests.methods.formulas import FORMULAS, matmul, mean_rotation, naive_scores, transposed
+from tests.methods.naive import SHAPES, Rope, Shape, check_scores, dot, kept, observe, random_statistics
 
-Matrix = list[list[float]]
-
-
-def mean_rotation(size: int, start: int, future: int) -> Matrix:
-    """The mean of the rotations of the positions `start` ... `start + future - 1`, as a matrix."""
-    half = size // 2
-    mean = [[0.0] * size for _ in range(size)]
-    if size % 2:
-        mean[-1][-1] = 1.0
-    for position in range(start, start + future):
-        for plane in range(half):
-            angle = position * ROPE_BASE ** (-plane / half)
-            mean[plane][plane] += math.cos(angle) / future
-            mean[plane][plane + half] -= math.sin(angle) / future
-            mean[plane + half][plane] += math.sin(angle) / future
-            mean[plane + half][plane + half] += math.cos(angle) / future
-    return mean
-
-
-def matmul(a: Matrix, b: Matrix) -> Matrix:
-    return [[dot(row, column) for column in zip(*b, strict=True)] for row in a]
-
-
-def transposed(a: Matrix) -> Matrix:
-    return [list(row) for row in zip(*a, strict=True)]
-
-
-def naive_scores(observation: Observation, method: ExpectedAttention, request: int, head: int) -> list[float]:
-    moments = observation[QueryMoments(method.skip)]
-    group = moments.mean.shape[1] // observation.keys.shape[1]
-    length, size = length_of(observation, request), observation.keys.shape[-1]
-    keys = observation.keys[request, head, :length].double().tolist()
-    values = observation.values[request, head, :length].double().tolist()
-    positions = observation.positions[request, head, :length].tolist()
-    rotation = mean_rotation(size, int(observation.lengths[request]), method.future)
-    counted = [entry for entry in range(length) if positions[entry] >= method.skip]
-
-    attention = [0.0] * length
-    for member in range(group):
-        mean = moments.mean[request, head * group + member].double().tolist()
-        covariance = moments.covariance[request, head * group + member].double().tolist()
-        ahead = [dot(row, mean) for row in rotation]
-        spread = matmul(matmul(rotation, covariance), transposed(rotation))
-        logits = []
-        for entry in counted:
-            key = keys[entry]
-            logit = dot(key, ahead) * observation.scaling
-            if method.covariance:
-                logit += dot(key, [dot(row, key) for row in spread]) * observation.scaling**2 / 2
-            logits.append(logit)
-        for entry, weight in zip(counted, softmax(logits) if logits else [], strict=True):
-            attention[entry] += weight / group
-    if not method.value_norm:
-        return attention
-    norms = [math.sqrt(dot(value, value)) for value in values]
-    return [(attention[entry] + method.epsilon) * norms[entry] for entry in range(length)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "method",
-    [
-        ExpectedAttention(),
-        ExpectedAttention(epsilon=0.0),
-        ExpectedAttention(future=7, skip=0),
-        ExpectedAttention(future=30, covariance=False),
-        ExpectedAttention(future=1, skip=2, value_norm=False, epsilon=0.01),
-        ExpectedAttention(future=9, epsilon=0.02),
-    ],
-)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_scores_are_the_gaussian_expectation_times_the_values_norm(
-    shape: Shape, method: ExpectedAttention, dtype: torch.dtype
-) -> None:
-    # Everything is computed in float32, whatever the cache's type: the tolerance is the same.
-    observation = observe(shape, dtype=dtype, skips=(method.skip,))
-    expected = [
-        [naive_scores(observation, method, request, head) for head in range(shape.kv_heads)]
-        for request in range(shape.batch)
-    ]
-    check_scores(method, observation, expected, **{**EXACT, "rtol": 1e-4})
+CLOSE = FORMULAS["expected_attention"].exact
 
 
 def test_what_nothing_looks_at_counts_by_a_hundredth_of_its_values_norm() -> None:
@@ -137,10 +44,8 @@ def test_statistics_of_a_file_take_the_place_of_the_texts_own(shape: Shape, skip
     moments = QueryDistribution(layer.mean.expand(*batch), layer.covariance.expand(*batch, -1), Rope(lengths))
     method = ExpectedAttention(future=7, skip=skip)
     own = observe(shape, skips=(), features={QueryMoments(skip): moments})
-    expected = [
-        [naive_scores(own, method, request, h) for h in range(shape.kv_heads)] for request in range(shape.batch)
-    ]
-    check_scores(ExpectedAttention(future=7, skip=skip, stats="file"), observation, expected, **{**EXACT, "rtol": 1e-4})
+    expected = [naive_scores(method, own, request) for request in range(shape.batch)]
+    check_scores(ExpectedAttention(future=7, skip=skip, stats="file"), observation, expected, **CLOSE)
 
 
 def test_a_file_saves_the_collecting() -> None:
@@ -150,7 +55,7 @@ def test_a_file_saves_the_collecting() -> None:
 def test_the_models_own_scaling_is_used() -> None:
     method = ExpectedAttention(future=5)
     observation = observe(Shape((15,), 1, 2, 6, 6), scaling=0.9)
-    check_scores(method, observation, [[naive_scores(observation, method, 0, 0)]], **{**EXACT, "rtol": 1e-4})
+    check_scores(method, observation, [naive_scores(method, observation, 0)], **CLOSE)
 
 
 def test_expected_attention_is_what_sampled_queries_pay_on_average() -> None:

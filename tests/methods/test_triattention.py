@@ -1,92 +1,13 @@
-import cmath
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 
 from keepset import Budget, Observation
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.methods.triattention import TriAttention
-from tests.methods.naive import DTYPES, EXACT, SHAPES, Shape, check_scores, kept, length_of, observe
-
-
-def planes(measured: LayerStatistics) -> list[tuple[int, int | None, float]]:
-    """The two numbers of every plane, or a number by itself, and its frequency."""
-    partner, frequency = measured.partner.tolist(), measured.frequency.double().tolist()
-    return [
-        (first, None if second == first else second, frequency[second])
-        for first, second in enumerate(partner)
-        if first <= second
-    ]
-
-
-def pair(row: list[float], first: int, second: int | None) -> complex:
-    return complex(row[first], 0.0 if second is None else row[second])
-
-
-def naive_scores(observation: Observation, horizon: int, request: int, query_head: int) -> list[float]:
-    """Of one query head, standardised: keys un-rotated, then the series term by term."""
-    measured = observation[ModelStatistics("")].layers[observation.layer]
-    head = query_head * observation.keys.shape[1] // len(measured.mean)
-    length, now = length_of(observation, request), int(observation.lengths[request])
-    keys = observation.keys[request, head, :length].double().tolist()
-    positions = observation.positions[request, head, :length].tolist()
-    mean, norm = measured.mean[query_head].double().tolist(), measured.norm[query_head].double().tolist()
-    offsets = [2**n for n in range(40) if 2**n <= horizon]
-    scores = []
-    for key, position in zip(keys, positions, strict=True):
-        score = 0.0
-        for first, second, frequency in planes(measured):
-            gain = float(measured.gain[first])
-            plain = pair(key, first, second) * cmath.exp(-1j * frequency * position) / gain
-            centre = pair(mean, first, second)
-            angle = cmath.phase(centre * plain.conjugate())
-            for offset in offsets:
-                turned = math.cos(frequency * (now + offset - position) + angle)
-                score += gain**2 * abs(centre) * abs(plain) * turned / len(offsets)
-            concentration = abs(centre) / norm[first]
-            score += gain**2 * (1 - concentration) * norm[first] * abs(plain)
-        scores.append(score)
-    average = sum(scores) / length
-    deviation = math.sqrt(sum((score - average) ** 2 for score in scores) / length)
-    return [(score - average) / max(deviation, 1e-6) for score in scores]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("horizon", [65536, 1, 3])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_scores_are_the_trigonometric_series_and_the_norms(shape: Shape, horizon: int, dtype: torch.dtype) -> None:
-    observation = observe(shape, dtype=dtype, layer=3, layers=(1, 3))
-    expected = [
-        [
-            [max(scores) for scores in zip(*members, strict=True)]
-            for head in range(shape.kv_heads)
-            for members in [
-                [naive_scores(observation, horizon, request, head * shape.group + m) for m in range(shape.group)]
-            ]
-        ]
-        for request in range(shape.batch)
-    ]
-    # Frequencies are float32 numbers, multiplied by up to 65536, on either side.
-    check_scores(TriAttention(horizon=horizon), observation, expected, **{**EXACT, "rtol": 2e-3, "atol": 2e-4})
-
-
-def test_positions_after_a_compression_are_the_original_ones() -> None:
-    shape = Shape((7,), 2, 2, 6, 4)
-    positions = torch.tensor([[[0, 3, 4, 9, 11, 12, 20], [1, 2, 3, 4, 5, 6, 20]]])
-    observation = observe(shape, positions=positions)
-    expected = [
-        [
-            [
-                max(pairs)
-                for pairs in zip(*(naive_scores(observation, 64, 0, 2 * head + m) for m in (0, 1)), strict=True)
-            ]
-            for head in range(2)
-        ]
-    ]
-    check_scores(TriAttention(horizon=64), observation, expected, **{**EXACT, "rtol": 2e-3, "atol": 2e-4})
+from tests.methods.naive import Shape, kept, observe
 
 
 def one_plane(mean: float, norm: float, frequency: float) -> dict[ModelStatistics, Statistics]:

@@ -1,0 +1,46 @@
+"""Every scorer against its paper's formula (`formulas.py`), number by number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from keepset import METHODS, Method
+from keepset.allocators.presets import Preset
+from keepset.core.method import Allocator
+from tests.methods.formulas import FORMULAS, naive_scores, observed
+from tests.methods.naive import DTYPES, SHAPES, Shape, check_scores
+
+BY_THEMSELVES = {"random", "gvote", "duo_attention", "compilerkv"}
+"""Scorers whose tests write out more than scores: chance, votes, quotas, and a choice for all layers together."""
+
+CASES = [pytest.param(method, id=str(method)) for each in FORMULAS.values() for method in each.methods]
+THINNED = Shape((9, 7), 2, 2, 6, 6)
+
+
+def test_every_scorer_has_a_formula() -> None:
+    scorers = {name for name, kind in METHODS.items() if not issubclass(kind, Allocator | Preset)}
+    assert FORMULAS.keys() | BY_THEMSELVES == scorers
+
+
+def check(method: Method, shape: Shape, dtype: torch.dtype, positions: torch.Tensor | None = None) -> None:
+    observation = observed(method, shape, dtype=dtype, layer=5, layers=(2, 5, 7), positions=positions)
+    expected = [naive_scores(method, observation, request) for request in range(shape.batch)]
+    formula = FORMULAS[method.name]
+    check_scores(method, observation, expected, **(formula.exact if dtype == torch.float32 else formula.rounded))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", CASES)
+def test_scores_are_the_papers(method: Method, shape: Shape, dtype: torch.dtype) -> None:
+    check(method, shape, dtype)
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["heads alike", "heads apart"])
+@pytest.mark.parametrize("method", CASES)
+def test_scores_after_an_event_that_dropped_entries(method: Method, alike: bool) -> None:
+    one, other = [0, 1, 4, 5, 9, 12, 13, 14, 15], [0, 2, 3, 5, 6, 11, 13, 14, 15]
+    positions = torch.tensor([[one, one if alike else other], [other, other if alike else one]])
+    positions[1, :, 7:] = 0
+    check(method, THINNED, torch.float32, positions)
