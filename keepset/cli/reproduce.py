@@ -21,7 +21,7 @@ from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED, Source
 
 if TYPE_CHECKING:
-    from keepset.bench.papers.entry import Entry, Measured, Options, Sweep
+    from keepset.bench.papers.entry import Entry, MeasuredFigure, Options, Sweep
 
 _LIST = "list"
 _EMBEDDED = "embedded"
@@ -117,7 +117,7 @@ def _folder(path: Path) -> Iterator[None]:
             path.rmdir()
 
 
-def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -> tuple[list[Measured], bool]:
+def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -> tuple[list[MeasuredFigure], bool]:
     """Measure an entry under one model.
 
     Args:
@@ -130,13 +130,13 @@ def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -
     Returns:
         The figures, and whether anything was lost to a lack of memory or to a worker.
     """
-    rows: list[Measured] = []
+    rows: list[MeasuredFigure] = []
     lost = False
     for sweep in entry.sweeps:
         words = [sweep.file or entry.name, sweep.name, Path(source.called).name]
         path = out / f"{'-'.join(filter(None, words))}.sqlite"
-        measured, incomplete = _sweep(sweep, source, options, path, ray)
-        rows, lost = rows + measured, lost or incomplete
+        figures, incomplete = _sweep(sweep, source, options, path, ray)
+        rows, lost = rows + figures, lost or incomplete
     if entry.measure is not None:
         note(f"{entry.takes}, unless options say otherwise")
         with status(entry.title):
@@ -144,18 +144,18 @@ def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -
     return rows, lost
 
 
-def _sweep(sweep: Sweep, source: Source, options: Options, path: Path, ray: bool) -> tuple[list[Measured], bool]:
+def _sweep(sweep: Sweep, source: Source, options: Options, path: Path, ray: bool) -> tuple[list[MeasuredFigure], bool]:
     """Return the figures of one sweep, and whether any cell was lost."""
-    from keepset.bench.papers.measured import measured
-    from keepset.bench.papers.run import grid, idle
+    from keepset.bench.papers.figures import figures_of
+    from keepset.bench.papers.grid import count_idle, grid_of
     from keepset.bench.sweep.cost import cost
 
-    asked = grid(sweep, options)
+    asked = grid_of(sweep, options)
 
     def foretell(groups: Any, tokenizer: Any, chat: bool) -> None:
         each = cost(groups, tokenizer, sweep.mode, chat)
         note(f"{each}; figures go to {str(path)!r}")
-        for task, recipes in idle(asked).items():
+        for task, recipes in count_idle(asked).items():
             note(f"{task}: its answers end before {recipes} of the recipes drop anything: give more --output-tokens")
 
     check_writable(path)
@@ -163,20 +163,20 @@ def _sweep(sweep: Sweep, source: Source, options: Options, path: Path, ray: bool
     # Recipes that need no file are worth measuring without those that need one.
     swept = sweep_grid(path, asked, source, asking, ray, foretell, complete=False)
     say_lost(swept.lost)
-    return measured(sweep, swept.cells, options.files), bool(swept.lost)
+    return figures_of(sweep, swept.cells, options.files), bool(swept.lost)
 
 
-def _result(entry: Entry, model: str, rows: Sequence[Measured]) -> dict[str, Any]:
+def _result(entry: Entry, model: str, rows: Sequence[MeasuredFigure]) -> dict[str, Any]:
     """Return the measured figures beside the paper's.
 
     The paper's are those of the same model, or else of the first model that the paper has figures of. Figures that were
     not measured, because of other data or options, come last.
     """
-    from keepset.bench.papers.entry import Measured
+    from keepset.bench.papers.entry import MeasuredFigure
 
     paper_model = model if model in entry.published else next(iter(entry.published), None)
     paper = entry.published.get(paper_model or "", {})
-    unmeasured = [Measured(key, None, 0) for key in paper if key not in {row.key for row in rows}]
+    unmeasured = [MeasuredFigure(key, None, 0) for key in paper if key not in {row.key for row in rows}]
     figures = [{**row.key._asdict(), **asdict(row), "paper": paper.get(row.key)} for row in (*rows, *unmeasured)]
     for figure in figures:
         del figure["key"]
@@ -235,7 +235,7 @@ def _figure(figure: dict[str, float | None] | None, metric: str) -> str:
 
 def _number(value: float | None, metric: str) -> str:
     """Return a number as text: a fraction in percent, bytes in units of 10^6."""
-    from keepset.bench.papers.measured import FRACTIONS
+    from keepset.bench.papers.figures import FRACTIONS
 
     if value is None:
         return ""

@@ -19,6 +19,7 @@ from keepset.cli import console
 from keepset.core.tables import save
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
+from tests.bench.tasks.scaffold import write_items
 from tests.cli.conftest import Run
 from tests.cli.test_bad_input import check_refused
 from tests.core.test_tables import random_tables
@@ -27,8 +28,11 @@ ENTRIES = entries()
 CHEAP = ("--model", "embedded", "--limit", "2", "--output-tokens", "12")
 
 
-SHORT = {"ruler": ("niah_single_1", "ruler_vt"), "longbench": ("longbench_trec", "longbench_triviaqa")}
-SHORT["longbench2"] = ("longbench2_single", "longbench2_multi")
+SHORT = {
+    "ruler": ("niah_single_1", "ruler_vt"),
+    "longbench": ("longbench_trec", "longbench_triviaqa"),
+    "longbench2": ("longbench2_single", "longbench2_multi"),
+}
 LONGBENCH = Path(__file__).parents[1] / "bench" / "tasks" / "longbench"
 
 
@@ -42,15 +46,12 @@ def data(tmp_path: Path) -> str:
             {"question": f"What is {n} plus {n}?", "answer": f"#### {2 * n}", "subject": "Algebra", "level": 5 - n}
             for n in range(3)
         ]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    domains = [
-        {"_id": f"{domain} {n}", "domain": f"{domain}-Document QA", "question": "Which?", "context": "A text. " * 40}
-        | {f"choice_{letter}": f"The {letter}" for letter in "ABCD"}
-        | {"answer": "B"}
-        for domain in ("Single", "Multi")
-        for n in range(2)
-    ]
-    (folder / "longbench2.jsonl").write_text("\n".join(map(json.dumps, domains)), encoding="utf-8")
+        write_items(folder / f"{name}.jsonl", *rows)
+    asked = {"question": "Which?", "context": "A text. " * 40, "answer": "B"}
+    asked |= {f"choice_{letter}": f"The {letter}" for letter in "ABCD"}
+    domains = [f"{domain}-Document QA" for domain in ("Single", "Multi") for _ in range(2)]
+    items = [{"_id": str(n), "domain": domain, **asked} for n, domain in enumerate(domains)]
+    write_items(folder / "longbench2.jsonl", *items)
     return str(folder)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from keepset.bench.papers.entry import Entry, FigureKey, Measured, Sweep
+from keepset.bench.papers.entry import Entry, FigureKey, MeasuredFigure, Sweep
 from keepset.bench.papers.measurements import MEASUREMENTS
 from keepset.errors import KeepsetError
 from keepset.recipe import Schedule
@@ -143,7 +143,7 @@ def _sweeps(place: str, data: Any, paper: Mapping[str, Any]) -> Iterator[Sweep]:
         yield from (make(mode=mode, name=mode, suffix=f", {mode}") for mode in modes)
 
 
-def _measure(place: str, function: str = "", takes: str = "", **settings: Any) -> Callable[..., list[Measured]]:
+def _measure(place: str, function: str = "", takes: str = "", **settings: Any) -> Callable[..., list[MeasuredFigure]]:
     """Return the registered function with the entry's settings."""
     if function not in MEASUREMENTS:
         raise KeepsetError(f"{place}: there is no function {function!r}; use one of {', '.join(MEASUREMENTS)}.")

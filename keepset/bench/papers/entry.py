@@ -51,7 +51,7 @@ class FigureKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredFigure:
     """A figure that was measured over `examples` examples, of which `failed` have no result."""
 
     key: FigureKey
@@ -167,7 +167,7 @@ class Entry:
     title: str
     models: tuple[str, ...]
     sweeps: tuple[Sweep, ...] = ()
-    measure: Callable[[PreTrainedModel, Tokenizer, Options], Sequence[Measured]] | None = None
+    measure: Callable[[PreTrainedModel, Tokenizer, Options], Sequence[MeasuredFigure]] | None = None
     takes: str = ""
     published: Mapping[str, Mapping[FigureKey, float]] = field(default_factory=dict)
     note: str = ""

@@ -12,7 +12,7 @@ from keepset.bench.analysis.gaussianity import Gaussianity, hidden_gaussianity
 from keepset.bench.analysis.rows import Figure
 from keepset.bench.analysis.synthetic import Agreement, next_query
 from keepset.bench.latency import Timing, latency
-from keepset.bench.papers.entry import FigureKey, Measured, Options, recipe_of
+from keepset.bench.papers.entry import FigureKey, MeasuredFigure, Options, recipe_of
 from keepset.bench.tasks.task import Tokenizer
 from keepset.core.tables import Tables, load
 from keepset.errors import KeepsetError
@@ -24,7 +24,9 @@ _CHARACTERS = 8
 """More characters than a token of an essay has."""
 
 
-def hidden_states(model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int) -> list[Measured]:
+def hidden_states(
+    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int
+) -> list[MeasuredFigure]:
     """Measure how near each channel of the hidden states is to a normal distribution along a text.
 
     Args:
@@ -38,7 +40,9 @@ def hidden_states(model: PreTrainedModel, tokenizer: Tokenizer, options: Options
     return _by_layer(texts, "hidden states")
 
 
-def synthetic_queries(model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int) -> list[Measured]:
+def synthetic_queries(
+    model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int
+) -> list[MeasuredFigure]:
     """Measure how one synthesized query agrees with the query of a text's last token, which was masked.
 
     Args:
@@ -60,7 +64,9 @@ def _essays(tokenizer: Tokenizer, options: Options, length: int) -> Iterator[Int
         yield torch.tensor([tokenizer(essay(name), verbose=False)["input_ids"][:length]])
 
 
-def _by_layer(texts: Sequence[dict[int, Agreement]] | Sequence[dict[int, Gaussianity]], method: str) -> list[Measured]:
+def _by_layer(
+    texts: Sequence[dict[int, Agreement]] | Sequence[dict[int, Gaussianity]], method: str
+) -> list[MeasuredFigure]:
     """Return means over each text's heads or channels, of all layers and of each; intervals are over texts."""
     layers = list(texts[0])
     rows = []
@@ -69,7 +75,7 @@ def _by_layer(texts: Sequence[dict[int, Agreement]] | Sequence[dict[int, Gaussia
             values = [torch.cat([getattr(text[layer], name).double() for layer in wanted]) for text in texts]
             means = [float(each.nanmean()) for each in values if not each.isnan().all()]
             figure = Figure.of(sum(means) / len(means), intervals.of_mean(means)) if means else None
-            rows.append(Measured(FigureKey(task, method, None, name), figure, len(texts)))
+            rows.append(MeasuredFigure(FigureKey(task, method, None, name), figure, len(texts)))
     return rows
 
 
@@ -83,7 +89,7 @@ def generation_costs(
     recipe: str,
     lengths: Sequence[int],
     rounds: int,
-) -> list[Measured]:
+) -> list[MeasuredFigure]:
     """Measure time and memory of a generation: medians over rounds.
 
     Args:
@@ -103,7 +109,7 @@ def generation_costs(
     text = "\n\n".join(default_texts())[: _CHARACTERS * max(lengths)]
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].to(model.device)
     compressed = recipe_of(recipe, options.files)
-    rows: list[Measured] = []
+    rows: list[MeasuredFigure] = []
     for length in lengths:
         output = options.answer_tokens or length // 4
         if length > ids.shape[1]:
@@ -115,7 +121,9 @@ def generation_costs(
             for metric, value in _paper_units(timing).items():
                 figure = None if value is None else Figure(value, None, None)
                 key = FigureKey(f"{length} + {output}", name, keep, metric)
-                rows.append(Measured(key, figure, len(timing.rounds), int(timing.error is not None), timing.error))
+                rows.append(
+                    MeasuredFigure(key, figure, len(timing.rounds), int(timing.error is not None), timing.error)
+                )
     return sorted(rows, key=lambda row: (int(row.key.task.split()[0]), row.key.metric))
 
 
@@ -130,7 +138,7 @@ def _paper_units(timing: Timing) -> dict[str, float | None]:
     }
 
 
-def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> list[Measured]:
+def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> list[MeasuredFigure]:
     """Return the mean weight of a table's heads, and the share of heads below 1, layer by layer."""
     tables, rows = _tables(options), []
     for name, of_head in (("weight", tables.weights), ("heads below 1", (tables.weights < 1).float())):
@@ -139,7 +147,7 @@ def head_weights(model: PreTrainedModel, tokenizer: Tokenizer, options: Options)
     return rows
 
 
-def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> list[Measured]:
+def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -> list[MeasuredFigure]:
     """Return a table's mean threshold over all layers, for each bin of either risk."""
     tables, rows = _tables(options), []
     of_bin = tables.gate.mean(1)
@@ -158,14 +166,14 @@ def _tables(options: Options) -> Tables:
     return load(str(options.files["tables"]))
 
 
-def _by_budget(tables: Tables, place: str, metric: str, of_budget: Sequence[float]) -> list[Measured]:
+def _by_budget(tables: Tables, place: str, metric: str, of_budget: Sequence[float]) -> list[MeasuredFigure]:
     return [
-        Measured(FigureKey(place, "CompilerKV", keep, metric), Figure(value, None, None), 1)
+        MeasuredFigure(FigureKey(place, "CompilerKV", keep, metric), Figure(value, None, None), 1)
         for keep, value in zip(tables.budgets.tolist(), of_budget, strict=True)
     ]
 
 
-MEASUREMENTS: Mapping[str, Callable[..., list[Measured]]] = {
+MEASUREMENTS: Mapping[str, Callable[..., list[MeasuredFigure]]] = {
     function.__name__: function
     for function in (hidden_states, synthetic_queries, generation_costs, head_weights, thresholds)
 }

@@ -8,8 +8,8 @@ import pytest
 
 from keepset.bench.papers.catalogue import entries, entry_of, read_entries
 from keepset.bench.papers.entry import SCORE, SECONDS, Entry, FigureKey, Options
-from keepset.bench.papers.measured import CURVES, FRACTIONS
-from keepset.bench.papers.run import grid
+from keepset.bench.papers.figures import CURVES, FRACTIONS
+from keepset.bench.papers.grid import grid_of
 from keepset.bench.record import FIGURES
 from keepset.errors import KeepsetError
 
@@ -24,7 +24,7 @@ def test_names_recipes_and_tasks_exist(entry: Entry) -> None:
     assert len({sweep.name for sweep in entry.sweeps}) == len(entry.sweeps)
     assert (entry.measure is None) == bool(entry.sweeps) == (not entry.takes)
     for sweep in entry.sweeps:
-        asked = grid(sweep, Options())
+        asked = grid_of(sweep, Options())
         assert asked.tasks and all(asked.candidates[task.name] for task in asked.tasks)
         assert [line.candidate.error for line in sweep.lines({}) if line.candidate.error is not None] == []
         assert set(sweep.metrics) <= {SCORE, SECONDS, *FIGURES, *CURVES}
@@ -45,7 +45,7 @@ def keys(entry: Entry) -> set[FigureKey]:
     """The places of all figures that the entry's sweeps measure of whole tasks."""
     places: set[FigureKey] = set()
     for sweep in entry.sweeps:
-        tasks = [task.name for task in grid(sweep, Options()).tasks]
+        tasks = [task.name for task in grid_of(sweep, Options()).tasks]
         places |= {
             FigureKey(task + sweep.suffix, line.method, None if metric in CURVES else line.keep, metric)
             for task in (*tasks, *filter(None, [sweep.average]))

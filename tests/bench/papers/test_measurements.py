@@ -12,12 +12,12 @@ import torch
 from keepset import KeepsetError
 from keepset.bench.papers import measurements
 from keepset.bench.papers.catalogue import entry_of
-from keepset.bench.papers.entry import Measured, Options
+from keepset.bench.papers.entry import MeasuredFigure, Options
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables, neutral, save
 from tests.cli.conftest import tiny_model
 
 
-def measure(name: str, *arguments: Any) -> list[Measured]:
+def measure(name: str, *arguments: Any) -> list[MeasuredFigure]:
     function = entry_of(name).measure
     assert function is not None
     return list(function(*arguments))

@@ -8,7 +8,7 @@ from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Task, TaskSettings
 
 
-def grid(sweep: Sweep, options: Options) -> Grid:
+def grid_of(sweep: Sweep, options: Options) -> Grid:
     """Return the tasks and recipes of a sweep.
 
     Args:
@@ -28,7 +28,7 @@ def grid(sweep: Sweep, options: Options) -> Grid:
     return Grid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
 
 
-def idle(asked: Grid) -> dict[str, int]:
+def count_idle(asked: Grid) -> dict[str, int]:
     """Return by task how many recipes never compress, because answers end before their first event.
 
     Such a recipe compresses no prompt, and its interval is at least as long as the longest answer.

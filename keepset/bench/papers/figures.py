@@ -8,7 +8,7 @@ from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
 from keepset.bench.analysis.rows import Figure, by_example
 from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarize
-from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, Line, Measured, Sweep, removed_at
+from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, Line, MeasuredFigure, Sweep, removed_at
 from keepset.bench.record import Record
 
 CURVES = (AREA, *map(removed_at, TOLERANCES))
@@ -17,7 +17,7 @@ FRACTIONS = (SCORE, "keep", "finished", "repetition", "wipeout", "middle", *CURV
 """Metrics from 0 to 1, which are shown in percent."""
 
 
-def measured(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path]) -> list[Measured]:
+def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path]) -> list[MeasuredFigure]:
     """Return the figures of a sweep: of every task, method, budget and metric, then of all tasks together.
 
     An example on which a recipe failed counts as not answered in a score, and not at all in a cost.
@@ -37,7 +37,7 @@ def measured(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path]) -
         for metric in sweep.metrics:
             for line in lines:
                 if metric not in CURVES and (there := by_place.get((task, line.candidate.text))):
-                    rows.append(_measured(FigureKey(task + sweep.suffix, line.method, line.keep, metric), there))
+                    rows.append(_figure_of(FigureKey(task + sweep.suffix, line.method, line.keep, metric), there))
     if not sweep.average:
         return rows
     together = sweep.average + sweep.suffix
@@ -46,7 +46,7 @@ def measured(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path]) -
     return [*rows, *averages, *_over_budgets(together, sweep, cells, lines)]
 
 
-def _measured(key: FigureKey, cells: Sequence[Record]) -> Measured:
+def _figure_of(key: FigureKey, cells: Sequence[Record]) -> MeasuredFigure:
     errors = [cell.error for cell in cells if cell.error is not None]
     figure = None
     if len(errors) < len(cells):
@@ -54,7 +54,7 @@ def _measured(key: FigureKey, cells: Sequence[Record]) -> Measured:
         interval = intervals.of_score(values) if key.metric == SCORE else intervals.of_mean(values)
         figure = Figure.of(fmean(values), interval) if values else None
     examples = len({cell.example for cell in cells})
-    return Measured(key, figure, examples, len(errors), errors[0] if errors else None)
+    return MeasuredFigure(key, figure, examples, len(errors), errors[0] if errors else None)
 
 
 def _value(cell: Record, metric: str) -> float | None:
@@ -67,15 +67,15 @@ def _value(cell: Record, metric: str) -> float | None:
     return cell.figures.get(metric)
 
 
-def _by_line(rows: Sequence[Measured]) -> dict[FigureKey, list[Measured]]:
+def _by_line(rows: Sequence[MeasuredFigure]) -> dict[FigureKey, list[MeasuredFigure]]:
     """Return the figures grouped by method, budget and metric; the keys have no task."""
-    places: dict[FigureKey, list[Measured]] = {}
+    places: dict[FigureKey, list[MeasuredFigure]] = {}
     for row in rows:
         places.setdefault(row.key._replace(task=""), []).append(row)
     return places
 
 
-def _average(together: str, rows: Sequence[Measured], tasks: int) -> Measured:
+def _average(together: str, rows: Sequence[MeasuredFigure], tasks: int) -> MeasuredFigure:
     """Return the mean over tasks, each with the same weight; without a figure if a task has none."""
     figures = [row.figure for row in rows if row.figure is not None]
     figure = None
@@ -89,10 +89,12 @@ def _average(together: str, rows: Sequence[Measured], tasks: int) -> Measured:
         figure = Figure.of(fmean(each.value for each in figures), interval)
     error = next((row.error for row in rows if row.error is not None), None)
     counts = sum(row.examples for row in rows), sum(row.failed for row in rows)
-    return Measured(rows[0].key._replace(task=together), figure, *counts, error)
+    return MeasuredFigure(rows[0].key._replace(task=together), figure, *counts, error)
 
 
-def _over_budgets(together: str, sweep: Sweep, cells: Sequence[Record], lines: Sequence[Line]) -> Iterator[Measured]:
+def _over_budgets(
+    together: str, sweep: Sweep, cells: Sequence[Record], lines: Sequence[Line]
+) -> Iterator[MeasuredFigure]:
     """Yield figures of curves over all budgets: of a benchmark's tasks at one length, or of a single task."""
     metrics = [metric for metric in sweep.metrics if metric in CURVES]
     if not metrics:
@@ -105,7 +107,7 @@ def _over_budgets(together: str, sweep: Sweep, cells: Sequence[Record], lines: S
         for name, method in methods.items():
             if name in trades:
                 trade = trades[name]
-                yield Measured(
+                yield MeasuredFigure(
                     FigureKey(together, method, None, metric), _of_curve(trade, metric), trade.examples, trade.failed
                 )
 

@@ -8,8 +8,8 @@ from statistics import fmean
 
 import pytest
 
-from keepset.bench.papers.entry import AREA, SCORE, Measured, Sweep, removed_at
-from keepset.bench.papers.measured import measured
+from keepset.bench.papers.entry import AREA, SCORE, MeasuredFigure, Sweep, removed_at
+from keepset.bench.papers.figures import figures_of
 from keepset.bench.record import Record
 
 TASKS = ("niah_single_1@4096", "ruler_vt@4096")
@@ -48,14 +48,14 @@ def scores() -> dict[tuple[str, str, float], list[float]]:
     return found
 
 
-def figure(rows: list[Measured], *place: object) -> float:
+def figure(rows: list[MeasuredFigure], *place: object) -> float:
     (row,) = [row for row in rows if row.key == place]
     assert row.figure is not None
     return row.figure.value
 
 
 def test_scores_costs_and_their_means_over_tasks(scores: dict[tuple[str, str, float], list[float]]) -> None:
-    rows = measured(SWEEP, cells(scores), {})
+    rows = figures_of(SWEEP, cells(scores), {})
     for (task, method, kept), values in scores.items():
         keep = None if kept == 1.0 else kept
         assert figure(rows, f"{task}, agnostic", method, keep, SCORE) == pytest.approx(fmean(values))
@@ -67,7 +67,7 @@ def test_scores_costs_and_their_means_over_tasks(scores: dict[tuple[str, str, fl
 
 
 def test_areas_and_what_can_go(scores: dict[tuple[str, str, float], list[float]]) -> None:
-    rows = measured(SWEEP, cells(scores), {})
+    rows = figures_of(SWEEP, cells(scores), {})
     for method in SWEEP.methods:
         keeps = [1.0, 0.75, 0.5, 0.25]
         means = [[fmean(scores[task, method if keep < 1 else "Full KV", keep]) for keep in keeps] for task in TASKS]
@@ -86,7 +86,7 @@ def test_a_mean_needs_every_task(scores: dict[tuple[str, str, float], list[float
     lost = [
         replace(cell, error="no") if cell.task == TASKS[1] and cell.recipe.startswith("tova") else cell for cell in made
     ]
-    rows = {row.key: row for row in measured(SWEEP, lost, {}) if row.key.task == "ruler, agnostic"}
+    rows = {row.key: row for row in figures_of(SWEEP, lost, {}) if row.key.task == "ruler, agnostic"}
     place = next(key for key in rows if key.method == "TOVA" and key.metric == SCORE)
     assert rows[place].figure is None and rows[place].failed == 3 and rows[place].error == "no"
     assert not any(key.method == "TOVA" and key.metric == AREA for key in rows)
@@ -110,10 +110,10 @@ def test_parts_by_a_fact_seconds_and_what_is_not_known() -> None:
         )
         for level in (0, 2, 4)
     ]
-    rows = measured(sweep, made, {})
+    rows = figures_of(sweep, made, {})
     assert figure(rows, "math500", "TOVA", 64, "seconds") == pytest.approx(0.75 + 2)
     assert figure(rows, "math500, level 4", "TOVA", 64, "seconds") == pytest.approx(0.75 + 4)
     assert figure(rows, "math500, level 2", "TOVA", 64, "tokens") == 2
     assert len(rows) == 6
-    unsplit = measured(sweep, [replace(each, facts={}) for each in made], {})
+    unsplit = figures_of(sweep, [replace(each, facts={}) for each in made], {})
     assert {row.key.task for row in unsplit} == {"math500"}
