@@ -80,7 +80,7 @@ class RulerTask(Task):
         count = partial(measure, tokenizer)
         index, guess, wanted = 0, None, EXAMPLES if limit is None else limit
         while len(examples) < wanted and index != maker.questions:
-            make = partial(self._made, maker, index, seed)
+            make = partial(self._make_example, maker, index, seed)
             fitted = fit(make, count, space, smallest=maker.smallest, largest=maker.largest, guess=guess)
             if fitted is not None:
                 guess, example = fitted
@@ -95,7 +95,7 @@ class RulerTask(Task):
         return examples
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """Return the share of the answers that are in the reply, in upper or lower case.
+        """Return the share of the answers that are in the reply, whatever their case.
 
         One of several answers to a question about documents is enough. That is the paper's metric;
         lm-evaluation-harness asks for all of them.
@@ -104,7 +104,7 @@ class RulerTask(Task):
         hits = [float(answer.lower() in text) for answer in question.target]
         return {"match": max(hits) if self._any else sum(hits) / len(hits)}
 
-    def _made(self, maker: PromptMaker, index: int, seed: int, size: int) -> Example:
+    def _make_example(self, maker: PromptMaker, index: int, seed: int, size: int) -> Example:
         with seeded(f"{index} {seed}"):
             return self._example(index, *maker.make(size, index, seed))
 
