@@ -13,6 +13,9 @@ from types import SimpleNamespace
 import huggingface_hub.constants
 import pytest
 import torch
+from gguf import GGUFReader, dequantize
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import (
     BertConfig,
     CLIPConfig,
@@ -107,17 +110,37 @@ def test_config_and_tokenizer_agree(embedded: Embedded) -> None:
 
 
 @pytest.mark.full
+def test_weights_are_those_of_the_file(home: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are written without a word, and are those that gguf reads, but for the order of a head's numbers."""
+    with models.no_progress_bars():
+        models._write(models._gguf(), tmp_path)
+    assert capfd.readouterr() == ("", "")
+    stored = {each.name: each for each in GGUFReader(models._gguf()).tensors}
+    written = load_file(tmp_path / "model.safetensors")
+
+    def read(name: str) -> Tensor:
+        return torch.tensor(dequantize(stored[name].data, stored[name].tensor_type))
+
+    names = {"token_embd": "embed_tokens", "blk.3.attn_v": "layers.3.self_attn.v_proj", "output_norm": "norm"}
+    for theirs, ours in names.items():
+        assert torch.equal(written[f"model.{ours}.weight"], read(f"{theirs}.weight"))
+    # GGUF interleaves the two halves of each head that a rotation turns together.
+    keys, turned = written["model.layers.3.self_attn.k_proj.weight"], read("blk.3.attn_k.weight")
+    for head in range(3):
+        for number in range(64):
+            place = 64 * head + 2 * (number % 32) + number // 32
+            assert torch.equal(keys[64 * head + number], turned[place])
+
+
+@pytest.mark.full
 def test_crashed_conversion_leaves_nothing_and_two_processes_share_the_next(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    home: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the model's first layer, which is written once, and then copied by both at the same time."""
-    whole, both = models._model, get_context("fork").Barrier(2, timeout=60)
-    with monkeypatch.context() as patch, models.no_progress_bars():
-        patch.setattr(models, "_model", lambda read, tensors: whole({**read, "llama.block_count": 1}, tensors))
-        models._write(models._gguf(), tmp_path / "written")
+    """Of a tiny model, which both write at the same time."""
+    both = get_context("fork").Barrier(2, timeout=60)
 
     def copy(_: Path, to: Path) -> None:
-        shutil.copytree(tmp_path / "written", to, dirs_exist_ok=True)
+        shutil.copytree(tiny, to, dirs_exist_ok=True)
         both.wait()
 
     def crash(_: Path, to: Path) -> None:

@@ -59,7 +59,7 @@ def test_names_resolve_to_what_they_say() -> None:
     assert keepset.models is sys.modules["keepset.models"]
     assert set(keepset.METHODS) >= {"snapkv", "h2o", "adakv"}
     assert len(set(keepset.__all__)) == len(keepset.__all__)
-    assert set(dir(keepset)) == {*keepset.__all__, "__version__"}
+    assert set(dir(keepset)) == set(keepset.__all__)
 
 
 def test_star_import_takes_the_public_names() -> None:
@@ -70,7 +70,7 @@ def test_star_import_takes_the_public_names() -> None:
 
 @pytest.mark.parametrize("name", ["absent", "Caches", "torch", "_methods", "importlib_metadata"])
 def test_unknown_name(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"module 'keepset' has no attribute '{name}'"):
+    with pytest.raises(AttributeError, match=name):
         getattr(keepset, name)
     assert not hasattr(keepset, name)
     with pytest.raises(ImportError):
@@ -125,7 +125,8 @@ def test_type_checkers_find_them_in_an_installed_wheel(tmp_path: Path) -> None:
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "fresh")
     python = tmp_path / "fresh" / "bin" / "python"
     run(*pip, "--python", python, "install", "--no-deps", wheel)
-    assert run(python, "-c", "import keepset; print(keepset.__file__)").startswith(str(tmp_path / "fresh"))
+    where = "import importlib.util; print(importlib.util.find_spec('keepset').origin)"
+    assert run(python, "-c", where).startswith(str(tmp_path / "fresh"))
     (tmp_path / "user.py").write_text(
         'import keepset\nreveal_type(keepset.Recipe.parse("tova").budget)\nkeepset.Recipe.parse(3)\n'
     )
