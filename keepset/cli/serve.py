@@ -1,4 +1,4 @@
-"""`keepset serve`: vLLM's server under a recipe."""
+"""`keepset serve`: vLLM's server with a recipe."""
 
 import os
 import shlex
@@ -16,29 +16,25 @@ def serve(
         list[str] | None,
         Argument(
             metavar="MODEL [VLLM OPTIONS]",
-            help="A folder or a hub name, a small embedded model if none; then whatever `vllm serve` takes.",
+            help="A folder or a hub name, a small embedded model if none; then options of `vllm serve`.",
         ),
     ] = None,
     recipe: Annotated[
-        str | None, Option(help="What to keep, such as 'snapkv(keep=512, every=256)'; without it vLLM serves plainly.")
+        str | None, Option(help="A recipe, such as 'snapkv(keep=512, every=256)'. [default: plain vLLM]")
     ] = None,
     contexts: Annotated[
-        Path | None, Option(help="A folder of files of keepset context build, which requests can name.")
+        Path | None, Option(help="A folder with files of keepset context build, which requests can name.")
     ] = None,
     save_bytes: Annotated[
-        int, Option(min=0, help="Bytes of contexts that each API key's requests may save in that folder; else none.")
+        int, Option(min=0, help="Bytes of contexts that each API key's requests may save in that folder.")
     ] = 0,
 ) -> None:
-    """Serve a model with vLLM under a recipe.
+    """Serve a model with vLLM and a recipe.
 
-    With saved contexts, too, or those alone, at an OpenAI-compatible address. This process runs `vllm serve`, which
+    The address is OpenAI-compatible. Saved contexts can be served too, or alone. This process runs `vllm serve`, which
     gets every option that is not keepset's own, and ends with it. It listens on 127.0.0.1 unless --host says otherwise.
     The model comes before vLLM's options.
     """
-    from keepset.serving.spelling import check_spelling
-
-    check_spelling(words or [])
-
     from keepset.recipe import Recipe
     from keepset.serving.checks import check_model, check_port, check_recipe, limit_cpu_pool
     from keepset.serving.command import (

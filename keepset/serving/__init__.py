@@ -1,1 +1,1 @@
-"""Serving with vLLM: the command line of a server, and a load generator that measures one over HTTP."""
+"""vLLM servers: their command line, their HTTP interface, and `vllm bench serve` on them."""

@@ -1,4 +1,4 @@
-"""What is found out before vLLM starts, which takes a minute, and would say it in two hundred lines."""
+"""Checks before vLLM starts, which takes a minute and would give its errors in two hundred lines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ from keepset.vllm.recipe_support import objections
 _POOL = "VLLM_CPU_KVCACHE_SPACE"
 _GIB = 2**30
 _MOST_GIB = 4
-"""For the KV cache on a CPU, unless somebody says more: vLLM's own choice is nearly all memory that there is."""
+"""The most GiB of a CPU's KV cache if nobody asks for more. vLLM itself takes nearly all memory."""
 _PORT = 8000
 
 
 def check_recipe(recipe: Recipe | None, folder: str) -> None:
-    """Refuses a recipe that no vLLM serves, or whose files cannot be read or are of another model than the folder's."""
+    """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or are of another model.
+
+    Args:
+        recipe: the recipe; None for plain vLLM.
+        folder: the model's folder, or its name on the hub.
+    """
     if recipe is None:
         return
     for sentence in objections(recipe):
@@ -43,7 +48,7 @@ def check_recipe(recipe: Recipe | None, folder: str) -> None:
 
 
 def check_model(folder: str) -> None:
-    """Refuses what is neither a model's folder nor a hub name, and on a CPU weights that memory has no room for."""
+    """Refuse what is neither a model's folder nor a hub name, and on a CPU weights that do not fit free memory."""
     check_name(folder)
     if not Path(folder).is_dir():
         return
@@ -56,7 +61,7 @@ def check_model(folder: str) -> None:
 
 
 def check_port(options: Sequence[str]) -> None:
-    """Refuses a port that somebody listens on."""
+    """Refuse a port that is in use."""
     given, host = option(options, "--port"), option(options, "--host") or "127.0.0.1"
     port = given or str(_PORT)
     if not port.isdecimal() or not 0 <= int(port) < 2**16:
@@ -70,7 +75,14 @@ def check_port(options: Sequence[str]) -> None:
 
 
 def limit_cpu_pool(options: Sequence[str]) -> str | None:
-    """On a CPU asks, in the environment, for a small KV cache where nobody asked for one; says so in a sentence."""
+    """Limit a CPU's KV cache, in the environment, unless its size is given.
+
+    Args:
+        options: of `vllm serve`.
+
+    Returns:
+        A sentence that says so; None if nothing was limited.
+    """
     asked = [option(options, name) for name in ("--gpu-memory-utilization", "--kv-cache-memory-bytes")]
     if any(asked) or _POOL in os.environ or torch.accelerator.is_available():
         return None
@@ -81,7 +93,7 @@ def limit_cpu_pool(options: Sequence[str]) -> str | None:
 
 
 def _memory() -> int:
-    """Bytes that are free, or that caches of files would give back."""
+    """Return the bytes of memory that are free or only cache files."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

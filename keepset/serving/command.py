@@ -22,19 +22,19 @@ _SHORTEST = len("--add")
 _SMALL = 256
 _SECRET = ("--api-key", "--hf-token", "--watermark-config")
 _END_SECONDS = 10.0
-"""That vLLM may take to end, beyond what --shutdown-timeout gives requests."""
+"""Seconds that vLLM may take to end, in addition to --shutdown-timeout."""
 _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
 def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The model, if the words begin with one, and the options for vLLM: as vLLM itself wants its words."""
+    """Return the model if the words begin with one, as vLLM has it, and the options for vLLM."""
     if words and not words[0].startswith("-"):
         return words[0], list(words[1:])
     return None, list(words)
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Refuses options under which a benchmark could not reach its server."""
+    """Refuse options with which a benchmark could not reach its server."""
     if options and not options[0].startswith("-"):
         raise KeepsetError(f"{options[0]!r} is no option for vLLM: write MODEL, then --, then options.")
     for word in options:
@@ -44,7 +44,15 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def check_installed(recipe: Recipe | None, contexts: Path | None = None) -> None:
-    """Refuses, with an `UnsupportedEngineError`, a server that could not start, or would not know either of them."""
+    """Refuse a server that could not start, or would not know keepset.
+
+    Args:
+        recipe: the server's recipe, if it has one.
+        contexts: the folder of its contexts, if it has one.
+
+    Raises:
+        UnsupportedEngineError: vLLM is not installed, or does not load keepset's plug-in.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedEngineError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
     if recipe is None and contexts is None:
@@ -61,7 +69,7 @@ def check_installed(recipe: Recipe | None, contexts: Path | None = None) -> None
 
 
 def folder(model: str | None) -> str:
-    """Where a model is: the embedded one's folder for None or its name, others as they are named."""
+    """Return the embedded model's folder for None or its name, and any other name as it is."""
     if model is None or (model == models.EMBEDDED and not Path(model).is_dir()):
         return str(models.embedded_folder())
     return model
@@ -75,15 +83,18 @@ def command(
     contexts: Path | None = None,
     save_bytes: int = 0,
 ) -> list[str]:
-    """The words that start a server.
+    """Return the words that start a server.
 
     Args:
-        model: a folder or a hub name; the embedded model if None or its name.
+        model: a folder or a hub name; None for the embedded model.
         recipe: what to keep; None for plain vLLM.
-        options: further options of `vllm serve`; it listens on 127.0.0.1 if they do not say where.
-        forced: more of them, which the former cannot change.
-        contexts: the folder of saved contexts; None if there are none.
-        save_bytes: that each owner's requests may save there.
+        options: further options of `vllm serve`. Without a host among them the server listens on 127.0.0.1.
+        forced: options that `options` cannot change.
+        contexts: the folder of saved contexts; None if there is none.
+        save_bytes: bytes that each owner's requests may save in that folder.
+
+    Raises:
+        KeepsetError: options do not go together, or there is no such folder.
     """
     additional, rest = _additional(options)
     if recipe is not None:
@@ -118,7 +129,7 @@ def command(
 
 
 def _required_options(recipe: Recipe, options: Sequence[str], shares: bool) -> list[str]:
-    """What vLLM must be told beside the recipe, for some: what the plug-in would ask for."""
+    """Return the options that the plug-in would ask for with this recipe."""
     words, method = [], recipe.method
     one_table = method.traits.fixed_total and method.traits.equal_layers
     if not (one_table or shares or has_option(options, "--no-enable-prefix-caching")):
@@ -129,12 +140,12 @@ def _required_options(recipe: Recipe, options: Sequence[str], shares: bool) -> l
 
 
 def has_option(options: Sequence[str], name: str) -> bool:
-    """Whether an option is among these words, as `--name value` or `--name=value`, with dashes or underscores."""
+    """Return whether an option is among words, as `--name value` or `--name=value`, with dashes or underscores."""
     return any(_name(word) == name for word in options)
 
 
 def option(options: Sequence[str], name: str) -> str | None:
-    """What these words say of an option, the last time that it is among them; None if it is not."""
+    """Return the last value that words give an option; None if they do not give it."""
     said = None
     words = iter(options)
     for word in words:
@@ -158,7 +169,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
-    """A sentence for who keeps few entries in the large blocks that vLLM takes on a CPU; None for others."""
+    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU; else None."""
     keep = None if recipe is None else recipe.budget.keep
     few = isinstance(keep, int) and keep < _SMALL
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
@@ -175,7 +186,7 @@ def supervised(words: Sequence[str], options: Sequence[str]) -> list[str]:
     """
     try:
         seconds = _END_SECONDS + max(0, int(option(options, "--shutdown-timeout") or 0))
-    except ValueError:  # vLLM says so itself
+    except ValueError:  # vLLM itself refuses it
         seconds = _END_SECONDS
     return [sys.executable, "-P", "-m", "keepset.serving.supervisor", str(seconds), *words]
 
@@ -195,7 +206,7 @@ def _name(word: str) -> str:
 
 
 def _additional(options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What the options say in --additional-config, and the other options."""
+    """Return the content of --additional-config, and the other options."""
     additional: dict[str, Any] = {}
     rest: list[str] = []
     words = iter(options)

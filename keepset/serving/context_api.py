@@ -1,9 +1,9 @@
-"""What a vLLM server's HTTP interface says and takes of keepset: middleware that `keepset serve` adds.
+"""keepset's part of a vLLM server's HTTP interface: middleware that `keepset serve` adds.
 
-`{"keepset": {...}}` in the body of a request is checked here and goes on to the engine as one of vLLM's own extra
-arguments, with the owner of the key that asks, signed: the engine takes nothing else. On a route that does not take it
-the answer is 400. What only the engine can know, such as whether a prompt begins with a context, it refuses itself; its
-reason then takes the place of vLLM's error 500. `GET /v1/contexts` lists what contexts there are for an owner.
+The middleware checks `{"keepset": {...}}` in the body of a request. It passes the object to the engine among vLLM's
+extra arguments, with the owner of the API key, signed; the engine takes nothing that is not signed. A route that does
+not take the object answers 400. The engine itself refuses what only it can know, such as whether a prompt begins with a
+context; its reason then takes the place of vLLM's error 500. `GET /v1/contexts` lists an owner's contexts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY = 2**26
-"""Bytes of a request's body. The whole body is in memory, and is parsed while other requests wait."""
+"""The most bytes of a request's body. The whole body is in memory, and is parsed while other requests wait."""
 
 LISTING = "/v1/contexts"
 HONOURED = (
@@ -42,11 +42,11 @@ HONOURED = (
     "/v1/responses",
     "/v1/messages",
 )
-"""The routes that take what a request says to keepset. vLLM asks for the API key on each, and passes vllm_xargs on."""
+"""The routes that take the object. On each of them vLLM asks for the API key, and passes vllm_xargs on."""
 
 
 class ContextMiddleware:
-    """Takes its place behind vLLM's own check of API keys, which would else come after it."""
+    """Puts the middleware's work behind vLLM's own check of API keys, which would otherwise come after it."""
 
     def __init__(self, app: Any) -> None:
         from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -61,7 +61,7 @@ class ContextMiddleware:
             behind.app = _Contexts(behind.app, keys=True)  # type: ignore[assignment,arg-type]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Answer a request."""
         await self._app(scope, receive, send)
 
 
@@ -69,8 +69,8 @@ class _Contexts:
     """The middleware's work.
 
     Args:
-        app: what is behind it.
-        keys: whether who asks has been asked for a key.
+        app: the application behind it.
+        keys: whether a client has been asked for a key before.
     """
 
     def __init__(self, app: App, keys: bool) -> None:
@@ -87,7 +87,7 @@ class _Contexts:
             await self._app(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, honoured: bool) -> None:
-        """Answers a request with a body, which says something to keepset or nothing."""
+        """Answer a request with a body, which may have the object."""
         body = await _body(receive)
         if body is None:
             return
@@ -100,7 +100,7 @@ class _Contexts:
             await _refuse(send, "The body is nested too deeply: send a flatter one.")
             return
         except ValueError:
-            request = None  # vLLM says so itself
+            request = None  # vLLM itself refuses it
         if isinstance(request, dict):
             try:
                 options = _options(request, honoured)
@@ -129,7 +129,7 @@ class _Contexts:
         return owner_of(said.decode("latin-1").partition(" ")[2])
 
     def _check(self, scope: Scope, options: RequestOptions) -> None:
-        """Raises KeepsetError where it is known before the engine sees the request that it cannot be."""
+        """Raise `KeepsetError` if it is known before the engine sees the request that it will be refused."""
         config = scope["app"].state.vllm_config
         if options != RequestOptions() and not (is_signed(config) and has_key()):
             raise KeepsetError("This server cannot sign requests: start it with keepset serve.")
@@ -144,12 +144,12 @@ class _Contexts:
             options.recipe(recipe_of(config) if is_compressed(config) else None)
 
     def _refusal(self, scope: Scope, ticket: str) -> str | None:
-        """Why the engine has refused the request of this ticket, if it has."""
+        """Return why the engine has refused the request of this ticket; None if it has not."""
         why = stats.refusal(ticket)
         return None if why is None else self._without_paths(scope, why)
 
     def _without_paths(self, scope: Scope, sentence: str) -> str:
-        """The sentence with contexts' names where it has the paths of their files, which are no client's business."""
+        """Replace paths of contexts' files in a sentence by the contexts' names: no client may see paths."""
         folder = contexts_of(scope["app"].state.vllm_config)
         if folder is None:
             return sentence
@@ -183,7 +183,7 @@ class _Contexts:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Return a request's body, or None if the client has gone; of one above the limit the rest is read and dropped."""
+    """Return a request's body; None if the client has gone. The part of a body above the limit is dropped."""
     pieces, size, more = [], 0, True
     while more:
         message = await receive()
@@ -197,13 +197,13 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 def _is_form(scope: Scope) -> bool:
-    """Whether the body is a form, such as a sound to be transcribed: no route that takes one takes keepset's words."""
+    """Return whether the body is a form, such as a sound to transcribe. No route that takes one takes the object."""
     said = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
     return said.lower().startswith(b"multipart/")
 
 
 def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
-    """What a request asks for, taken out of it; raises KeepsetError where that cannot be."""
+    """Take the object out of a request and return it; raise `KeepsetError` if it cannot be taken."""
     more, sampling = request.get("vllm_xargs"), request.get("sampling_params")
     if honoured and more is not None and not isinstance(more, dict):
         raise KeepsetError("vllm_xargs is no object: give names and values, or leave it out.")
@@ -224,12 +224,12 @@ def _name(path: re.Match[str]) -> str:
 
 
 class _Answer:
-    """Sends what vLLM answers, but the engine's refusal in place of an error, and never the signature.
+    """Sends vLLM's answer, with the engine's refusal in place of an error, and without the signature.
 
     Args:
         send: to the client.
-        refusal: asks why the engine has refused the request, if it has.
-        signature: of what the request says.
+        refusal: returns why the engine has refused the request, if it has.
+        signature: of the object.
     """
 
     def __init__(self, send: Send, refusal: Callable[[], str | None], signature: bytes) -> None:
@@ -238,16 +238,16 @@ class _Answer:
         self._status, self._refused, self._held = 0, False, b""
 
     async def by(self, app: App, scope: Scope, receive: Receive) -> None:
-        """Have an application answer a request."""
+        """Let an application answer a request."""
         try:
             await app(scope, receive, self)
-        except Exception:  # as vLLM ends a stream whose request the engine has refused
+        except Exception:  # vLLM raises one when the engine has refused a stream's request
             if not await self._refuse():
                 raise
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            # Kept until the first piece, which may be a refusal.
+            # Held until the first piece, which may be a refusal.
             self._start, self._status = message, message["status"]
             return
         body = message.get("body", b"")
@@ -273,19 +273,19 @@ class _Answer:
 
 
 def _beginning(body: bytes, signature: bytes) -> bytes:
-    """Return the end of a piece that may be the beginning of a signature, whose rest is in the next piece."""
+    """Return the end of a piece if it may be the beginning of a signature that goes on in the next piece."""
     lengths = range(min(len(body), len(signature) - 1), 0, -1)
     return next((body[-length:] for length in lengths if signature.startswith(body[-length:])), b"")
 
 
 def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> list[tuple[bytes, bytes]]:
-    """Headers of a request with another body."""
+    """Return the headers of a request with another body."""
     others = [(name, value) for name, value in headers if name.lower() != b"content-length"]
     return [*others, (b"content-length", str(len(body)).encode())]
 
 
 def _repeated(body: bytes, receive: Receive) -> Receive:
-    """Receives this body, and then what else comes, which is that the client has gone: vLLM waits for that."""
+    """Return a function that receives this body, and then the message that the client has gone."""
     told = False
 
     async def again() -> dict[str, Any]:
@@ -303,7 +303,7 @@ async def _refuse(send: Send, sentence: str, status: int = 400) -> None:
 
 
 def _error(sentence: str, status: int = 400) -> dict[str, Any]:
-    """A refusal, as vLLM says its own."""
+    """Return a refusal in the form of vLLM's own."""
     return {"error": {"message": sentence, "type": "BadRequestError", "param": KEY, "code": status}}
 
 

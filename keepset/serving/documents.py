@@ -1,4 +1,4 @@
-"""Documents as contexts: built with the model before its servers start, and how many of them a pool holds."""
+"""Documents as saved contexts, built before a server starts, and how many of them a pool holds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from keepset.recipe import Recipe
-from keepset.serving.metrics import pool
+from keepset.serving.metrics import block_pool
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document's file, named as a server calls it, and the seconds that compressing it took."""
+    """A compressed document.
+
+    Attributes:
+        path: the file, named as a server calls the context.
+        seconds: that compressing it took.
+    """
 
     path: Path
     seconds: float
@@ -23,13 +28,17 @@ class Document:
 def build(
     model: str, dtype: str | None, recipe: Recipe, documents: Sequence[list[int]], to: Path
 ) -> Iterator[Document]:
-    """Writes each document's cache, compressed by a recipe, as a context of the model in that folder.
+    """Compress documents into contexts.
 
     Args:
-        model, dtype: as `models.load` has them; a dtype that it does not know is the server's own way to choose.
+        model: the model's folder, or its name on the hub.
+        dtype: the option of `vllm serve`; `auto` and None for the precision that the model is stored in.
         recipe: what to keep.
-        documents: tokens of each.
+        documents: tokens of each document.
         to: the folder for the files.
+
+    Yields:
+        Each document when its file is written.
     """
     import torch
 
@@ -47,32 +56,35 @@ def build(
 
 
 def held(tokens: int, documents: Sequence[Document], url: str, saved: bool) -> dict[str, Any]:
-    """What a document takes in the pool of the server there, and how many fit; None where it does not say.
+    """Return what a document takes in a server's pool, and how many documents the pool holds.
 
-    Counted are the blocks that requests share: of a prompt those that are full.
+    The blocks that requests share are counted; of a prompt these are its full blocks.
 
     Args:
         tokens: of a document.
-        documents: all of them.
-        url: the server's.
-        saved: whether it has them as contexts; else it computes them.
+        documents: the documents.
+        url: the server's address.
+        saved: whether the server has them as contexts; else it computes them.
+
+    Returns:
+        Figures by name; None for those that the server does not say.
     """
     figures: dict[str, Any] = dict.fromkeys(("nbytes", "held", "file_nbytes", "build_seconds"))
     if saved:
         figures["file_nbytes"] = sum(each.path.stat().st_size for each in documents) / len(documents)
         figures["build_seconds"] = sum(each.seconds for each in documents) / len(documents)
-    if (there := pool(url)) is not None:
-        blocks, block_bytes = _blocks(documents, there.block_size)
+    if (pool := block_pool(url)) is not None:
+        blocks, block_bytes = _blocks(documents, pool.block_size)
         if not saved:
-            blocks = tokens // there.block_size
-        # One of them is nobody's.
-        most = int((there.blocks - 1) / blocks) if blocks else None
-        figures |= {"blocks": blocks, "pool_blocks": there.blocks, "nbytes": blocks * block_bytes, "held": most}
+            blocks = tokens // pool.block_size
+        # One block of a pool is never used.
+        most = int((pool.blocks - 1) / blocks) if blocks else None
+        figures |= {"blocks": blocks, "pool_blocks": pool.blocks, "nbytes": blocks * block_bytes, "held": most}
     return figures
 
 
 def _blocks(documents: Sequence[Document], block_size: int) -> tuple[float, int]:
-    """Blocks that requests share of a context, the mean, and bytes of one."""
+    """Return the number of blocks of a context that requests share, on the mean, and the bytes of a block."""
     import torch
 
     from keepset.hf import saved

@@ -1,25 +1,30 @@
-"""What a load consists of, and which server may be put under it."""
+"""A load, and the server that it is put on."""
 
 import ipaddress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from keepset.errors import KeepsetError
+from keepset.serving.optional_imports import import_http
 
 MAX_CONCURRENCY = 1_000
 
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of equal size, sent as soon as there is a free place.
+    """Requests of equal size.
 
     Attributes:
-        requests: how many, each with a text of its own.
-        question_tokens: of a question after each text; then the texts are documents, the same in every round.
-        concurrency: how many may be outstanding at once.
-        rounds: how often it all is repeated, with other texts.
-        seed: for the choice of texts.
-        timeout: seconds that a request may take.
+        requests: number of requests in a round, each with a text of its own.
+        prompt_tokens: tokens of a text.
+        output_tokens: tokens of an answer.
+        concurrency: the most requests that are open at once.
+        rounds: how often all requests are made, with other texts.
+        seed: of the choice of texts.
+        question_tokens: tokens of a question after each text. Then the texts are documents, the same in every round.
+
+    Raises:
+        KeepsetError: a number is out of range.
     """
 
     requests: int
@@ -28,7 +33,6 @@ class Load:
     concurrency: int
     rounds: int = 1
     seed: int = 0
-    timeout: float = 600.0
     question_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -43,15 +47,54 @@ class Load:
         ):
             if not least <= value <= most:
                 raise KeepsetError(f"--{name} {value} is out of range: use an integer from {least} to {most}.")
-        if not 0 < self.timeout <= 86400:
-            raise KeepsetError(f"--request-timeout {self.timeout} is out of range: use seconds from above 0 to 86400.")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model that a server says it serves.
+
+    Attributes:
+        name: the name for requests.
+        root: where the server has the model from; None if it does not say.
+        longest: the tokens that its context takes; None if it does not say.
+    """
+
+    name: str
+    root: str | None
+    longest: int | None
+
+
+def served_model(url: str) -> ServedModel:
+    """Ask a server what it serves; raise `KeepsetError` if it is no OpenAI-compatible one."""
+    library = import_http()
+    try:
+        answer = library.get(f"{url}/v1/models", timeout=10.0, trust_env=False)
+        answer.raise_for_status()
+        model = answer.json()["data"][0]
+        name, root, longest = str(model["id"]), model.get("root"), model.get("max_model_len")
+    except (library.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+        cause = str(error) if isinstance(error, library.HTTPError) else "it does not say what it serves"
+        raise KeepsetError(f"There is no OpenAI-compatible server at {url} ({cause.splitlines()[0]}).") from error
+    return ServedModel(
+        name, root if isinstance(root, str) else None, longest if isinstance(longest, int) and longest > 0 else None
+    )
+
+
+def check_fits(load: Load, model: ServedModel) -> None:
+    """Refuse, with a `KeepsetError`, a load whose requests are longer than the server's context."""
+    prompt = load.prompt_tokens + load.question_tokens
+    if model.longest is not None and prompt + load.output_tokens > model.longest:
+        raise KeepsetError(
+            f"{prompt} tokens of prompt and {load.output_tokens} of output do not fit the server's "
+            f"context of {model.longest}: ask for fewer, or give it a larger --max-model-len."
+        )
 
 
 def local_url(url: str) -> str:
-    """The address of a server on this machine, without a slash at its end.
+    """Return the address of a server on this machine, without a slash at its end.
 
     Raises:
-        KeepsetError: it is no such address; a load is put on nobody else's machine.
+        KeepsetError: it is no such address. No load is put on another machine.
     """
     try:
         parts = urlsplit(url)
@@ -74,5 +117,5 @@ def _is_local(host: str) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host == "localhost"
-    # An IPv6 address that maps or scopes another one is not worth its doubts.
+    # IPv6 addresses that map or scope another address are refused.
     return address.is_loopback if address.version == 4 else str(address) == "::1"

@@ -1,42 +1,65 @@
-"""What a server says about itself at `/metrics`."""
+"""A server's metrics, as it shows them at `/metrics`."""
 
+from __future__ import annotations
+
+import time
 from dataclasses import dataclass, field
 
-from keepset.serving.optional_imports import AsyncClient, import_http, import_parser
+from keepset.serving.optional_imports import import_http, import_parser
 
 _KEEPSET, _USAGE, _POOL = "keepset:", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"
 _SUMMED = {
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
     "preemptions": "vllm:num_preemptions_total",
+    "finished": "vllm:request_success_total",
 }
 _NAMES = (_KEEPSET, _USAGE, *_SUMMED.values())
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sample:
-    """One look at the metrics; None for what the server does not have.
+    """The metrics at one moment; None for those that the server does not have.
 
     Attributes:
-        time: seconds since the round's start.
-        running, waiting: requests that are computed, and that wait to be.
-        preemptions: so far.
-        kv_usage: the share of the pool's blocks that are taken; the mean over engines.
-        counters: keepset's own, so far.
+        time: in seconds.
+        running: requests that are computed.
+        waiting: requests that wait to be computed.
+        preemptions: number of preemptions so far.
+        finished: number of requests that have ended so far.
+        kv_usage: the share of the pool's blocks that are taken, on the mean over engines.
+        counters: keepset's own counters.
     """
 
     time: float
     running: float | None = None
     waiting: float | None = None
     preemptions: float | None = None
+    finished: float | None = None
     kv_usage: float | None = None
     counters: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class BlockPool:
+    """The size of a server's pool: number of blocks, and tokens of each."""
+
+    blocks: int
+    block_size: int
+
+
 def parse_sample(text: str, time: float) -> Sample:
-    """A sample from the text format of Prometheus; a `ValueError` where it is not in that format."""
+    """Read the metrics that keepset shows.
+
+    Args:
+        text: Prometheus' text format.
+        time: the sample's time, in seconds.
+
+    Raises:
+        ValueError: the text is not in that format.
+    """
     families = import_parser()
-    # A server has hundreds of lines, and whoever measures it should not keep it from working.
+    # A server has hundreds of other lines.
     lines = [line for line in text.splitlines() if line.startswith(_NAMES)]
     values: dict[str, list[float]] = {}
     for family in families("\n".join(lines) + "\n"):
@@ -56,16 +79,18 @@ def parse_sample(text: str, time: float) -> Sample:
     )
 
 
-@dataclass(frozen=True)
-class BlockPool:
-    """A server's pool: so many blocks, of so many tokens each."""
+def take_sample(url: str) -> Sample | None:
+    """Return a server's metrics, with the time of `time.perf_counter`; None if it does not show them."""
+    library = import_http()
+    try:
+        response = library.get(f"{url}/metrics", timeout=10.0, trust_env=False)
+        return parse_sample(response.text, time.perf_counter()) if response.status_code == 200 else None
+    except (library.HTTPError, ValueError):
+        return None
 
-    blocks: int
-    block_size: int
 
-
-def pool(url: str) -> BlockPool | None:
-    """The pool of the server there; None if it does not say."""
+def block_pool(url: str) -> BlockPool | None:
+    """Return the size of a server's pool; None if it does not say."""
     library, families = import_http(), import_parser()
     try:
         text = library.get(f"{url}/metrics", timeout=10.0, trust_env=False).text
@@ -73,13 +98,4 @@ def pool(url: str) -> BlockPool | None:
         (sample,) = [sample for family in families("\n".join(lines) + "\n") for sample in family.samples]
         return BlockPool(int(sample.labels["num_gpu_blocks"]), int(sample.labels["block_size"]))
     except (library.HTTPError, ValueError, KeyError):
-        return None
-
-
-async def take_sample(client: AsyncClient, time: float) -> Sample | None:
-    """The server's metrics now; None if it does not show them."""
-    try:
-        response = await client.get("/metrics", timeout=10.0)
-        return parse_sample(response.text, time) if response.status_code == 200 else None
-    except (import_http().HTTPError, ValueError):
         return None

@@ -1,25 +1,24 @@
-"""Libraries that only `keepset[serve]` brings along."""
+"""Libraries that only `keepset[serve]` installs."""
 
 import importlib
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from keepset.errors import KeepsetError
 
-if TYPE_CHECKING:
-    import httpx2
-
-AsyncClient: TypeAlias = "httpx2.AsyncClient"
-Response: TypeAlias = "httpx2.Response"
-
 
 def import_http() -> Any:
-    """The HTTP library; a `KeepsetError` where it is not installed."""
+    """Return the HTTP library; raise `KeepsetError` if it is not installed."""
     return _import("httpx2", "HTTP client")
 
 
 def import_parser() -> Any:
-    """What takes apart the text format of Prometheus; a `KeepsetError` where it is not installed."""
+    """Return the parser of Prometheus' text format; raise `KeepsetError` if it is not installed."""
     return _import("prometheus_client.parser", "reader of metrics").text_string_to_metric_families
+
+
+def check_bench() -> None:
+    """Raise `KeepsetError` if a library that `vllm bench serve` reads prompts with is not installed."""
+    _import("pandas", "reader of prompts")
 
 
 def _import(module: str, name: str) -> Any:

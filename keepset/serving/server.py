@@ -1,4 +1,4 @@
-"""A vLLM server of one's own: started, waited for, and always stopped with all of its processes."""
+"""Processes with a log, such as a vLLM server, which are always ended with all that they have started."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Self
 
@@ -17,12 +17,12 @@ from keepset.vllm.signing import SIGNING_KEY, new_key
 _HOST = "127.0.0.1"
 _STOP_SECONDS = 15.0
 _LINES = 20
-# The first error of a log is why the others came; warnings name errors that may come.
+# The first error of a log is the cause of the others. Warnings name errors that may come.
 _ERROR = re.compile(r"^(?!.*\bWARNING\b).*?\b([A-Z]\w*Error: [^\n]+)", re.M)
 
 
 class ServerError(Exception):
-    """A server that did not start or did not last: a sentence, and the end of its log."""
+    """A process that has failed: a sentence, and the end of its log."""
 
     def __init__(self, sentence: str, log: Sequence[str]) -> None:
         super().__init__(sentence)
@@ -30,27 +30,34 @@ class ServerError(Exception):
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
 
 
-class ServerProcess:
-    """A server process between `with` and the block's end; the command lets it listen on this port."""
+class LoggedProcess:
+    """A process that runs within a `with` block.
+
+    Args:
+        command: its words.
+        environment: variables that it gets in addition to this process's.
+    """
+
+    name = "The process"
 
     _process: subprocess.Popen[bytes]
     _log: IO[bytes]
 
-    def __init__(self, command: Sequence[str], port: int) -> None:
-        self.url, self._command = f"http://{_HOST}:{port}", command
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self._command, self._environment = command, environment or {}
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
-        # Ctrl-C reaches only us.
+        # In a session of its own Ctrl-C does not reach it.
         self._process = start(
             self._command,
-            env={**os.environ, SIGNING_KEY: new_key()},
+            env={**os.environ, **self._environment},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -67,8 +74,42 @@ class ServerProcess:
             end(self._process)
             self._log.close()
 
+    def code(self) -> int | None:
+        """Return the exit code; None while the process runs."""
+        return self._process.poll()
+
+    def failure(self) -> ServerError:
+        """Return an error that says how the process has ended, and why if its log says so."""
+        cause = _ERROR.search(self._text())
+        why = f": {cause[1].strip().rstrip('.')}" if cause else ""
+        return ServerError(f"{self.name} stopped with exit code {self.code()}{why}.", self.last_lines())
+
+    def last_lines(self) -> list[str]:
+        """Return the end of what the process has written."""
+        return [line for line in self._text().splitlines() if line.strip()][-_LINES:]
+
+    def _text(self) -> str:
+        # pread leaves the file's position alone, which the process shares and writes at.
+        size, length = os.fstat(self._log.fileno()).st_size, 64 * 1024
+        return os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")
+
+
+class ServerProcess(LoggedProcess):
+    """A vLLM server.
+
+    Args:
+        command: the words that start it, with the port.
+        port: of 127.0.0.1, on which it listens.
+    """
+
+    name = "The server"
+
+    def __init__(self, command: Sequence[str], port: int) -> None:
+        super().__init__(command, {SIGNING_KEY: new_key()})
+        self.url = f"http://{_HOST}:{port}"
+
     def wait(self, seconds: float) -> None:
-        """Wait until it answers; a `ServerError` where it stopped, or did not answer in time."""
+        """Wait until the server answers; raise `ServerError` if it stops, or does not answer within some seconds."""
         library = import_http()
         until = time.monotonic() + seconds
         with library.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:
@@ -82,18 +123,6 @@ class ServerProcess:
                 time.sleep(0.25)
 
     def check(self) -> None:
-        """Raises a `ServerError` where it does not run any more."""
-        code = self._process.poll()
-        if code is not None:
-            cause = _ERROR.search(self._text())
-            why = f": {cause[1].strip().rstrip('.')}" if cause else ""
-            raise ServerError(f"The server stopped with exit code {code}{why}.", self.last_lines())
-
-    def last_lines(self) -> list[str]:
-        """The end of what it wrote."""
-        return [line for line in self._text().splitlines() if line.strip()][-_LINES:]
-
-    def _text(self) -> str:
-        # Read by place, so that the process, which shares the file's, goes on writing at the end.
-        size, length = os.fstat(self._log.fileno()).st_size, 64 * 1024
-        return os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")
+        """Raise `ServerError` if the server has stopped."""
+        if self.code() is not None:
+            raise self.failure()

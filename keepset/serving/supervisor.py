@@ -1,8 +1,8 @@
-"""A process that starts another, and ends with all that it has started: `python -m keepset.serving.supervisor`.
+"""A supervisor, which starts a command and ends all of its processes: `python -m keepset.serving.supervisor`.
 
-vLLM's launcher may miss a signal that comes while its engine starts, and both then stay for good. So `keepset serve`
-becomes this process, which hands signals on and ends what is left of vLLM after a few seconds. It imports nothing but
-the standard library, because it stays for as long as vLLM runs.
+vLLM's launcher may miss a signal that comes while its engine starts, and both then run forever. So `keepset serve`
+becomes this process, which passes signals on and kills what is left of vLLM after a few seconds. It imports the
+standard library alone, because it runs for as long as vLLM does.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def supervise(command: Sequence[str], seconds: float) -> int:
-    """Run a command to its end, and return its exit code, which is 128 and more if a signal has ended it.
+    """Run a command to its end.
 
     Args:
         command: its words.
-        seconds: that the command and all that it has started may go on after the first signal.
+        seconds: that the command and all that it has started may run after the first signal.
+
+    Returns:
+        The exit code; 128 and the signal's number if a signal has ended the command.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     process = start(command, preexec_fn=_begin)
@@ -58,7 +61,7 @@ def supervise(command: Sequence[str], seconds: float) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     process.wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # there is nobody to hand them on to
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # nobody is left to pass them on to
     code = end(process)
     return code if code >= 0 else 128 - code
 

@@ -15,10 +15,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keepset.serving import command as commands
-from keepset.serving import spelling, workload
-from keepset.serving.workload import TokenSource
+from keepset.serving import prompts
+from keepset.serving.prompts import TextSource
+from tests.bench.sweep.letters import letters
 from tests.cli.conftest import Forked, Run
-from tests.serving.conftest import Fake, fake
+from tests.serving.conftest import Fake, bench, fake
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "serving" / "fake_vllm.py"
@@ -26,12 +27,15 @@ RECIPE = ("--recipe", "snapkv(keep=512,every=256)")
 SIZES = ("--requests", "6", "--prompt-tokens", "5", "--output-tokens", "4")
 BENCH = ("bench", "serve", *RECIPE, *SIZES)
 
-__all__ = ["fake"]  # The fixture.
+__all__ = ["bench", "fake"]  # The fixtures.
 
 
 @pytest.fixture(autouse=True)
-def tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload, "token_source", lambda folder: TokenSource(list(range(100)), text=True))
+def tokens(monkeypatch: pytest.MonkeyPatch, bench: None) -> None:
+    """A letter is a token."""
+    tokenizer = letters()
+    alphabet = tokenizer("".join(map(chr, range(65, 123))))["input_ids"]
+    monkeypatch.setattr(prompts, "text_source", lambda folder: TextSource(tokenizer, alphabet))
     monkeypatch.setattr(commands, "check_installed", lambda recipe: None)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
@@ -51,7 +55,6 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return [sys.executable, str(FAKE), *words, *crash, *forced]
 
     monkeypatch.setattr(commands, "command", command)
-    monkeypatch.setattr(spelling, "_options_of_vllm", set)  # the small servers' own are none of them
     return started
 
 
@@ -87,19 +90,19 @@ def test_plain_against_recipe(run: Run, servers: list[list[str]], tmp_path: Path
     for server in result["servers"]:
         assert server["summary"]["requests"] == 12 and server["summary"]["failed"] == 0
         assert server["summary"]["output_tokens"] == 48
-        assert [len(each["requests"]) for each in server["rounds"]] == [6, 6]
-        assert all(len(request["chunks"]) == 4 for each in server["rounds"] for request in each["requests"])
-        assert all(len(each["samples"]) >= 2 for each in server["rounds"])
+        (measured,) = server["rounds"]
+        assert [len(request["chunks"]) for request in measured["requests"]] == [4] * 12
+        assert len(measured["samples"]) >= 2
 
 
 @pytest.mark.full
 def test_questions_to_documents(
     run: Run, servers: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain vLLM is sent documents with their questions, the other questions with the names of contexts."""
+    """Both servers are sent documents with their questions; the second finds the contexts by their first tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=100, head_dim=8
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=256, head_dim=8
     )
     tiny = LlamaForCausalLM(config).eval()
     monkeypatch.setattr("keepset.models.load", lambda folder, dtype: (tiny, None))
@@ -116,7 +119,7 @@ def test_questions_to_documents(
     # 40 blocks of 4 tokens: 10 for a document; of 10 entries of every head two pages of 4 are full, and a last one.
     assert "documents that the pool holds 4 20 x5.00 better" in lines
     plain, contexts = load(tmp_path / "a.json")["servers"]
-    assert plain["summary"]["prompt_tokens"] == 2 * 3 * 47 and contexts["summary"]["prompt_tokens"] == 2 * 3 * 7
+    assert plain["summary"]["prompt_tokens"] == contexts["summary"]["prompt_tokens"] == 2 * 3 * 47
     block_bytes = 2 * 2 * 4 * 2 * 8 * 4  # layers, heads, entries, keys and values, numbers, bytes
     assert (plain["documents"]["nbytes"], contexts["documents"]["nbytes"]) == (10 * block_bytes, 2 * block_bytes)
     assert contexts["documents"]["first_token_seconds"]["later"]["p50"] > 0
@@ -146,7 +149,7 @@ def test_failed_requests_are_shown(run: Run, servers: list[list[str]], tmp_path:
     assert done.code == 1
     lines = [" ".join(line.split()) for line in done.out.splitlines()]
     assert "requests failed 1 1 x1.00" in lines
-    assert 'plain: HTTP 503: {"error": "too much"}' in lines
+    assert any(line.startswith("plain: ") and "503" in line for line in lines)
     assert load(tmp_path / "a.json")["servers"][1]["summary"]["failed"] == 1
 
 
@@ -198,6 +201,7 @@ def test_what_a_server_says_is_text(run: Run, servers: list[list[str]], fake: Fa
         ([*RECIPE, "--concurrency", "0"], "--concurrency 0 is out of range"),
         ([*RECIPE, "--concurrency", "1001"], "--concurrency 1001 is out of range"),
         ([*RECIPE, "--start-timeout", "nan"], "--start-timeout nan is out of range"),
+        ([*RECIPE, "--load-timeout", "0"], "--load-timeout 0.0 is out of range"),
         ([*RECIPE, "m", "--", "--port", "8000"], "--port is not for the benchmark"),
         ([*RECIPE, "m", "n"], "'n' is no option for vLLM"),
         (["--url", "http://example.org"], "is not on this machine"),
@@ -219,7 +223,7 @@ def test_refused(run: Run, servers: list[list[str]], words: list[str], because: 
     assert servers == [] and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("missing", ["httpx2", "prometheus_client.parser"])
+@pytest.mark.parametrize("missing", ["httpx2", "prometheus_client.parser", "pandas"])
 def test_a_library_that_is_not_installed(run: Run, fake: Fake, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     done = run("bench", "serve", "--url", fake.url, *SIZES)

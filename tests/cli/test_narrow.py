@@ -15,7 +15,7 @@ from keepset.bench.record import FULL
 from keepset.cli import console
 from keepset.cli.bench import print_table
 from keepset.core.tables import save
-from keepset.serving.table import table_rows
+from keepset.serving.figures import table_rows
 from tests.bench.analysis.cells import cells
 from tests.cli.conftest import Run
 from tests.cli.test_results import write

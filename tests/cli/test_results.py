@@ -32,14 +32,13 @@ SWEEP = [
 
 def write(made: Sequence[Record], path: Path) -> None:
     """What `keepset eval` would leave."""
-    groups: dict[tuple[str, int, str], list[Record]] = {}
+    examples: dict[tuple[str, int], dict[str, None]] = {}
     for each in made:
-        groups.setdefault((each.task, each.seed, each.example), []).append(each)
+        examples.setdefault((each.task, each.seed), {})[each.example] = None
     with Store.begin(path, f"model {EVIL}", {"--mode": "agnostic", "--limit": None}) as store:
-        for task, seed in dict.fromkeys((task, seed) for task, seed, _ in groups):
-            store.register(task, seed, [key[2] for key in groups if key[:2] == (task, seed)], "digest")
-        for members in groups.values():
-            assert all(map(store.save, members))
+        for (task, seed), ids in examples.items():
+            store.register(task, seed, list(ids), "digest")
+        assert all(map(store.save, made))
 
 
 @pytest.fixture

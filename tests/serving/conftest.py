@@ -1,4 +1,4 @@
-"""A small server that speaks as much of OpenAI's language as the load generator does, with known delays."""
+"""A small server that speaks as much of OpenAI's language as a load needs, with known delays."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from keepset.serving import vllm_bench
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -20,6 +23,8 @@ vllm:num_requests_running{{engine="0",model_name="a\\"b"}} {running}
 vllm:num_requests_waiting{{engine="0",model_name="a\\"b"}} 3.0
 vllm:num_requests_waiting_by_reason{{engine="0",reason="capacity"}} 77.0
 vllm:num_preemptions_total{{engine="0"}} {looks}
+vllm:request_success_total{{engine="0",finished_reason="length"}} {finished}
+vllm:request_success_total{{engine="0",finished_reason="stop"}} 2
 vllm:num_preemptions_created{{engine="0"}} 1.7e9
 vllm:kv_cache_usage_perc{{engine="0"}} 0.25
 vllm:kv_cache_usage_perc{{engine="1"}} 0.75
@@ -56,7 +61,18 @@ class Fake:
     running: int = 0
     most: int = 0
     looks: int = 0
+    finished: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+BENCH = Path(__file__).with_name("fake_bench.py")
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`vllm bench serve` is a small program of the same shape, because vLLM takes long to import."""
+    monkeypatch.setattr(vllm_bench, "_PROGRAM", BENCH.read_text("utf-8"))
+    monkeypatch.setattr(vllm_bench, "SAMPLE_SECONDS", 0.05)
 
 
 def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
@@ -81,7 +97,8 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                 self.send(json.dumps(fake.models))
             elif self.path == "/metrics" and fake.metrics is not None:
                 fake.looks += 1
-                self.send(fake.metrics.format(running=fake.running, looks=fake.looks), kind="text/plain")
+                now = {name: getattr(fake, name) for name in ("running", "looks", "finished")}
+                self.send(fake.metrics.format(**now), kind="text/plain")
             else:
                 self.send("no such page", 404)
 
@@ -105,6 +122,7 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                     # Before the end is sent, after which a client asks again.
                     with fake.lock:
                         fake.running -= 1
+                        fake.finished += 1
                 if whole:
                     if trouble != "no end":
                         self.piece("[DONE]")
@@ -134,7 +152,10 @@ def handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
                 if trouble == "nonsense":
                     self.piece("{nonsense")
             short = trouble == "short"
-            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sum(fake.tokens) - short}
+            usage = {
+                "prompt_tokens": len(body["prompt"]),  # a letter is a token
+                "completion_tokens": sum(fake.tokens) - short,
+            }
             if trouble != "no usage":
                 self.piece({"choices": [], "usage": usage})
             return True

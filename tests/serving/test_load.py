@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from keepset.errors import KeepsetError
-from keepset.serving.load import Load, local_url
+from keepset.serving.load import Load, ServedModel, check_fits, local_url, served_model
+from tests.serving.conftest import Fake
 
 
 @pytest.mark.parametrize(
@@ -68,8 +69,6 @@ def test_what_is_no_address(url: str) -> None:
         ("output_tokens", -1, "--output-tokens -1 is out of range"),
         ("rounds", 0, "--rounds 0 is out of range"),
         ("seed", -1, "--seed -1 is out of range"),
-        ("timeout", 0.0, "--request-timeout 0.0 is out of range"),
-        ("timeout", float("nan"), "--request-timeout nan is out of range"),
     ],
 )
 def test_sizes(name: str, value: Any, because: str) -> None:
@@ -78,3 +77,24 @@ def test_sizes(name: str, value: Any, because: str) -> None:
     with pytest.raises(KeepsetError) as refused:
         Load(**{**sizes, name: value})
     assert because in str(refused.value)
+
+
+def test_a_server_says_what_it_serves(fake: Fake) -> None:
+    assert served_model(fake.url) == ServedModel("fake", "here", 4096)
+    fake.models = {"data": [{"id": 5, "root": None, "max_model_len": "many"}]}
+    assert served_model(fake.url) == ServedModel("5", None, None)
+
+
+@pytest.mark.parametrize("said", [{}, {"data": []}, {"data": [[]]}, [], {"data": [{"name": "x"}]}])
+def test_a_server_of_another_kind_is_refused(fake: Fake, said: Any) -> None:
+    fake.models = said
+    with pytest.raises(KeepsetError, match="There is no OpenAI-compatible server at"):
+        served_model(fake.url)
+
+
+def test_a_load_has_to_fit_the_context() -> None:
+    load = Load(1, 30, 10, 1, question_tokens=5)
+    check_fits(load, ServedModel("", None, 45))
+    check_fits(load, ServedModel("", None, None))
+    with pytest.raises(KeepsetError, match="35 tokens of prompt and 10 of output do not fit"):
+        check_fits(load, ServedModel("", None, 44))

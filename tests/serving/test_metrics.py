@@ -8,14 +8,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from keepset.serving.metrics import parse_sample
+from keepset.serving.metrics import BlockPool, block_pool, parse_sample, take_sample
 from keepset.vllm import stats
-from tests.serving.conftest import METRICS
+from tests.serving.conftest import METRICS, Fake
 
 
 def test_sums_over_engines_and_the_mean_use_of_their_pools() -> None:
-    sample = parse_sample(METRICS.format(running=4, looks=9), 1.5)
-    assert (sample.time, sample.running, sample.waiting, sample.preemptions) == (1.5, 4, 3, 9)
+    sample = parse_sample(METRICS.format(running=4, looks=9, finished=5), 1.5)
+    assert (sample.time, sample.running, sample.waiting, sample.preemptions, sample.finished) == (1.5, 4, 3, 9, 7)
     assert sample.kv_usage == 0.5
     assert sample.counters == {"events": 9, "entries_kept": 109}
 
@@ -24,6 +24,17 @@ def test_what_is_not_there_is_none() -> None:
     sample = parse_sample("# nothing\nother_total 3\n", 0.0)
     assert (sample.running, sample.waiting, sample.preemptions, sample.kv_usage) == (None,) * 4
     assert sample.counters == {}
+
+
+def test_a_server_shows_its_metrics_or_does_not(fake: Fake) -> None:
+    sample = take_sample(fake.url)
+    assert sample is not None and sample.waiting == 3
+    assert block_pool(fake.url) == BlockPool(41, 4)
+    for text in ("{nonsense", "vllm:num_requests_running{} what", None):
+        fake.metrics = None if text is None else text.replace("{", "{{").replace("}", "}}")
+        assert text == "{nonsense" or take_sample(fake.url) is None
+        assert block_pool(fake.url) is None
+    assert take_sample("http://127.0.0.1:9") is None and block_pool("http://127.0.0.1:9") is None
 
 
 def test_several_servers_show_what_all_processes_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from keepset.bench.report import plot
 from keepset.bench.report.page import errors, page
 from keepset.bench.report.table import Column, Line, Table
 from keepset.bench.report.units import integer
-from keepset.serving.summary import ratio, rounded
+from keepset.serving.figures import ratio, rounded
 
 _ERRORS = 5
 """Errors of a server that are shown at most."""

@@ -1,0 +1,127 @@
+"""The prompts of a load: texts of a number of tokens, each from another place of the essays."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from keepset.errors import KeepsetError
+from keepset.serving.load import Load
+from keepset.texts import essay, essays
+
+_TRIES = 50
+"""Places of the text that are tried for a piece of a number of tokens."""
+_WORD = re.compile(r"[\u0120\u2581][A-Za-z]+")
+"""A token that is a whole word, with the mark of a space before it."""
+_RANDOM = 100_000
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A long text to cut prompts from.
+
+    Attributes:
+        tokenizer: the model's.
+        ids: the text's tokens.
+        note: why the text is no essay; None if it is one.
+    """
+
+    tokenizer: Any
+    ids: list[int]
+    note: str | None = None
+
+    def places(self, draw: random.Random) -> Iterator[int]:
+        """Yield places at which words begin, each once and then again, in random order."""
+        tokens = self.tokenizer.convert_ids_to_tokens(self.ids)
+        places = [place for place, token in enumerate(tokens) if token.startswith(("\u0120", "\u2581"))]
+        places = places or list(range(len(tokens)))
+        while True:
+            yield from draw.sample(places, len(places))
+
+    def cut(self, places: Iterator[int], count: int, after: str = "") -> str:
+        """Cut a piece out of the text, with this number of tokens if one of some places has such a piece.
+
+        Args:
+            places: where pieces may begin; the text goes round.
+            count: tokens of the piece.
+            after: the text that comes before the piece, whose tokens have to stay what they are.
+
+        Raises:
+            KeepsetError: the tokens before every piece change.
+        """
+        before, piece = self.encode(after) if after else [], None
+        length = count if after else count - len(self.encode(""))
+        for place in islice(places, _TRIES):
+            text = self.tokenizer.decode([self.ids[(place + i) % len(self.ids)] for i in range(length)]).rstrip()
+            text = f" {text}" if after and not text.startswith(" ") else text
+            whole = self.encode(after + text)
+            if whole[: len(before)] == before:
+                piece = text
+                if len(whole) == len(before) + count:
+                    break
+            length = max(1, length + len(before) + count - len(whole))
+        if piece is None:
+            raise KeepsetError("The model's tokenizer joins a document with a question, so no context can be used.")
+        return piece
+
+    def encode(self, text: str) -> list[int]:
+        """Return a text's tokens, with those that the tokenizer adds, as a server has them."""
+        return list(self.tokenizer(text, verbose=False)["input_ids"])
+
+
+def text_source(folder: str) -> TextSource:
+    """Return the essays as a model's tokens; random words if the essays are not installed.
+
+    Args:
+        folder: the model's folder, or its name on the hub.
+
+    Raises:
+        KeepsetError: the model's tokenizer cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise KeepsetError(
+            f"The tokenizer of {folder!r} cannot be loaded: give MODEL, a folder or a name on the Hugging Face Hub."
+        ) from error
+    try:
+        text = "\n\n".join(essay(name) for name in essays())
+    except KeepsetError as error:
+        words = sorted(index for token, index in tokenizer.get_vocab().items() if _WORD.fullmatch(token))
+        if not words:
+            raise
+        return TextSource(tokenizer, random.Random(0).choices(words, k=_RANDOM), f"Prompts are random words. {error}")
+    return TextSource(tokenizer, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The texts of a load.
+
+    Attributes:
+        warm_up: the text of a request before the load.
+        documents: the documents that are asked about; none if prompts are texts without questions.
+        texts: the prompts of all requests, round by round.
+    """
+
+    warm_up: str
+    documents: list[str]
+    texts: list[str]
+
+
+def make_prompts(source: TextSource, load: Load) -> Prompts:
+    """Cut a load's prompts. They are the same for the same seed."""
+    places = source.places(random.Random(load.seed))
+    warm_up = source.cut(places, load.prompt_tokens)
+    if not load.question_tokens:
+        count = load.rounds * load.requests
+        return Prompts(warm_up, [], [source.cut(places, load.prompt_tokens) for _ in range(count)])
+    documents = [source.cut(places, load.prompt_tokens) for _ in range(load.requests)]
+    asked = documents * load.rounds
+    return Prompts(warm_up, documents, [text + source.cut(places, load.question_tokens, after=text) for text in asked])
