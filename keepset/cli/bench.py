@@ -16,7 +16,7 @@ from typer import Argument, Exit, Option
 
 import keepset
 from keepset.cli.checks import check_writable
-from keepset.cli.console import cell, counted, foretold, note, output, progress, say, show, status, table, write
+from keepset.cli.console import counted, foretold, note, output, progress, say, show_table, status, write
 from keepset.cli.options import Html, Json, group
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from keepset.serving.load import Load, ServedModel
     from keepset.serving.prompts import Prompts
 
-_ERRORS = 5
 _DAY = 86400
 
 bench = group("bench", "Measure how fast recipes are.")
@@ -262,6 +261,8 @@ def _compressed(documents: Iterator[Document], load: Load) -> list[Document]:
 
 def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:
     """Print the figures, and why requests failed."""
+    from keepset.bench.report.serving import failures, table
+
     load, servers = result["load"], result["servers"]
     what = f"requests of {load['prompt_tokens']}"
     if load["question_tokens"]:
@@ -272,14 +273,9 @@ def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:
     )
     if result["recipe"] is not None:
         say(f"recipe: {result['recipe']}")
-    ratio = ["ratio"] if len(servers) > 1 else []
-    grid = table("", numbers=[*(server["name"] for server in servers), *ratio])
-    for row in rows:
-        grid.add_row(*map(cell, row))
-    show(grid)
-    for server in servers:
-        for error in server["summary"]["errors"][:_ERRORS]:
-            say(f"{server['name']}: {error}", style="red")
+    show_table(table(servers, rows))
+    for failure in failures(servers):
+        say(failure, style="red")
 
 
 @contextmanager

@@ -66,8 +66,7 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
         )
     ]
     several = "; each server by its own clock, from its first request on." if len(servers) > 1 else "."
-    gaps = " A gap lies between two rounds." if load["rounds"] > 1 else ""
-    reading = f"Read from the server's metrics every half second{several}{gaps}"
+    reading = f"Read from the server's metrics every half second{several}"
     less = "Share of the answered requests that took at most so long. Further left is better."
     return page(
         "keepset bench serve",
