@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
@@ -10,16 +9,14 @@ from hypothesis import strategies as st
 
 from keepset import Budget, Observation
 from keepset.allocators.adakv import AdaKV
-from keepset.core.method import Method
 from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
-from tests.methods.naive import Given, Shape, kept, observe
+from tests.allocators.formulas import heads_of
+from tests.methods.naive import Given, Shape, observe
 from tests.tiers import examples
 
-Scores = list[list[float]]  # of one request: [head][entry]
 
-
-def observed(*requests: Scores) -> Observation:
+def observed(*requests: list[list[float]]) -> Observation:
     """Requests whose entries have these scores."""
     lengths = tuple(len(request[0]) for request in requests)
     scores = torch.full((len(requests), len(requests[0]), max(lengths)), math.nan)
@@ -29,74 +26,11 @@ def observed(*requests: Scores) -> Observation:
     return observe(shape, state={"scores": scores})
 
 
-def naive_counts(scores: Scores, keep: int, floor: Fraction) -> list[int]:
-    """The best entries of all heads are counted, mixed with the uniform share, and rounded to the total."""
-    heads = range(len(scores))
-    pool = sorted(((score, entry, head) for head in heads for entry, score in enumerate(scores[head])), reverse=True)
-    best = [head for _, _, head in pool[: len(scores) * keep]]
-    shares = [(1 - floor) * best.count(head) + floor * keep for head in heads]
-    counts = [math.floor(share) for share in shares]
-    by_remainder = sorted(heads, key=lambda head: (counts[head] - shares[head], head))
-    for head in by_remainder[: len(scores) * keep - sum(counts)]:
-        counts[head] += 1
-    return counts
-
-
-def naive_sets(scores: Scores, keep: int, floor: Fraction) -> list[list[int]]:
-    sets = []
-    for head, count in enumerate(naive_counts(scores, keep, floor)):
-        entries = range(len(scores[head]))
-        best_first = sorted(entries, key=lambda entry: (scores[head][entry], entry), reverse=True)
-        sets.append(sorted(best_first[:count]))
-    return sets
-
-
-def sets_of(method: Method, observation: Observation, budget: Budget, request: int = 0) -> list[list[int]]:
-    keep_set = method.select(observation, budget)
-    return [kept(keep_set, observation, request, head) for head in range(observation.keys.shape[1])]
-
-
-@st.composite
-def scored(draw: st.DrawFn) -> list[Scores]:
-    """One to three requests; few different scores, so that there are ties."""
-    heads = draw(st.integers(1, 5))
-    score = st.integers(-3, 3).map(float) | st.floats(-1, 1, width=32)
-    return [
-        [draw(st.lists(score, min_size=length, max_size=length)) for _ in range(heads)]
-        for length in draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
-    ]
-
-
-@examples(150, derandomize=False)
-@given(requests=scored(), keep=st.integers(1, 14), quarters=st.integers(0, 4))
-def test_matches_the_naive_algorithm(requests: list[Scores], keep: int, quarters: int) -> None:
-    # Quarters are exact in binary: shares with equal remainders are equal for both.
-    observation = observed(*requests)
-    method = AdaKV(Given(), floor=quarters / 4)
-    for request, scores in enumerate(requests):
-        expected = naive_sets(scores, min(keep, len(scores[0])), Fraction(quarters, 4))
-        assert sets_of(method, observation, Budget(keep), request) == expected
-
-
-@examples(150, derandomize=False)
-@given(requests=scored(), keep=st.integers(1, 14), percent=st.integers(0, 100))
-def test_every_request_keeps_exactly_heads_times_keep(requests: list[Scores], keep: int, percent: int) -> None:
-    observation = observed(*requests)
-    for request, scores in enumerate(requests):
-        budget, entries = min(keep, len(scores[0])), len(scores[0])
-        counts = [
-            len(positions)
-            for positions in sets_of(AdaKV(Given(), floor=percent / 100), observation, Budget(keep), request)
-        ]
-        assert sum(counts) == len(scores) * budget
-        assert all(math.floor(budget * percent / 100) <= count <= entries for count in counts)
-
-
 def test_the_default_floor_is_a_fifth() -> None:
     scores = [[9.0 - t for t in range(10)], [-float(t) for t in range(10)], [-20.0 - t for t in range(10)]]
     assert AdaKV(Given()).floor == 0.2
     # Of the 15 best the heads hold 10, 5 and 0; with the fifth of 5: 9, 5 and 1.
-    assert sets_of(AdaKV(Given()), observed(scores), Budget(5)) == [list(range(9)), list(range(5)), [0]]
+    assert heads_of(AdaKV(Given()), observed(scores), Budget(5)) == [list(range(9)), list(range(5)), [0]]
 
 
 def test_a_floor_of_one_is_uniform() -> None:
@@ -104,27 +38,27 @@ def test_a_floor_of_one_is_uniform() -> None:
     scorer = SnapKV(window=4)
     for budget in (Budget(8, recent=4), Budget(0.3, recent=4)):
         for request in range(2):
-            adaptive = sets_of(AdaKV(scorer, floor=1), observation, budget, request)
-            assert adaptive == sets_of(scorer, observation, budget, request)
+            adaptive = heads_of(AdaKV(scorer, floor=1), observation, budget, request)
+            assert adaptive == heads_of(scorer, observation, budget, request)
 
 
 def test_one_kv_head_is_uniform() -> None:
     observation = observe(Shape((33, 21), 1, 6, 5, 5))
     for request in range(2):
-        adaptive = sets_of(AdaKV(SnapKV(window=4)), observation, Budget(8, recent=4), request)
-        assert adaptive == sets_of(SnapKV(window=4), observation, Budget(8, recent=4), request)
+        adaptive = heads_of(AdaKV(SnapKV(window=4)), observation, Budget(8, recent=4), request)
+        assert adaptive == heads_of(SnapKV(window=4), observation, Budget(8, recent=4), request)
 
 
 @pytest.mark.parametrize("score", [0.0, math.nan, math.inf, -math.inf])
 def test_heads_with_equal_scores_get_equal_shares(score: float) -> None:
     scores = [[score] * 10 for _ in range(3)]
-    assert sets_of(AdaKV(Given(), floor=0), observed(scores), Budget(4)) == [[6, 7, 8, 9]] * 3
+    assert heads_of(AdaKV(Given(), floor=0), observed(scores), Budget(4)) == [[6, 7, 8, 9]] * 3
 
 
 def test_a_fraction_below_what_always_stays_keeps_that_in_every_head() -> None:
     scores = [[float(head * t) for t in range(10)] for head in range(3)]
     always = [0, *range(4, 10)]
-    assert sets_of(AdaKV(Given(), floor=0), observed(scores), Budget(0.4, sinks=1, recent=6)) == [always] * 3
+    assert heads_of(AdaKV(Given(), floor=0), observed(scores), Budget(0.4, sinks=1, recent=6)) == [always] * 3
 
 
 @examples(150, derandomize=False)

@@ -1,61 +1,16 @@
-"""ChunkKV against lists: chunks best first, the last one filled with its best."""
+"""ChunkKV: what its paper says in words."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Recipe
 from keepset.allocators.adakv import AdaKV
 from keepset.allocators.chunkkv import ChunkKV
 from keepset.allocators.pyramid import Pyramid
 from keepset.methods.knorm import Knorm
-from tests.methods.naive import Given, Shape, kept, length_of, observe
-from tests.tiers import examples
-
-
-def naive(heads: list[list[float]], head: int, chunk: int, keep: int, sinks: int, recent: int) -> list[int]:
-    """Entries of one head, of which none was dropped before; all heads together say which chunk is the better."""
-    scores, length = heads[head], len(heads[head])
-    first = [entry for entry in range(length) if entry < sinks]
-    newest = [entry for entry in reversed(range(length)) if entry >= length - recent and entry not in first]
-    always = first + newest
-    if keep <= len(always):
-        return sorted(always[:keep])
-    chosen = list(always)
-    chunks = []
-    for start in range(0, length, chunk):
-        rest = [entry for entry in range(start, min(start + chunk, length)) if entry not in always]
-        if rest:
-            mean = sum(sum(scores[entry] for entry in rest) for scores in heads) / len(heads)
-            chunks.append((mean / len(rest), start, rest))
-    for _, _, rest in sorted(chunks, reverse=True):
-        best = sorted(rest, key=lambda entry: (scores[entry], entry), reverse=True)
-        chosen += best[: keep - len(chosen)]
-    return sorted(chosen)
-
-
-@examples(150, derandomize=False)
-@given(data=st.data(), chunk=st.integers(1, 9), sinks=st.integers(0, 5), recent=st.integers(0, 5))
-def test_whole_chunks_stay_the_best_first(data: st.DataObject, chunk: int, sinks: int, recent: int) -> None:
-    lengths = tuple(data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=3)))
-    shape = Shape(lengths, data.draw(st.sampled_from([1, 3])), 1, 1, 1)
-    keep = data.draw(st.integers(max(1, sinks + recent), 32) | st.floats(0.05, 1.0))
-    # Few different whole numbers: many ties, and means that no rounding touches.
-    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
-    size = (shape.batch, shape.kv_heads, shape.entries)
-    scores = torch.randint(0, data.draw(st.sampled_from([1, 4, 1000])), size, generator=draw).float()
-    observation = observe(shape, state={"scores": scores})
-    budget = Budget(keep, sinks, recent)
-    keep_set = ChunkKV(Given(), chunk=chunk).select(observation, budget)
-    for request, head in [(r, h) for r in range(shape.batch) for h in range(shape.kv_heads)]:
-        length = length_of(observation, request)
-        number = int(budget.quotas(observation.sizes)[request, head])
-        expected = naive(scores[request, :, :length].tolist(), head, chunk, number, sinks, recent)
-        assert len(expected) == number
-        assert kept(keep_set, observation, request, head) == expected
+from tests.methods.naive import Given, Shape, kept, observe
 
 
 def test_chunks_are_of_what_is_there_after_an_earlier_compression() -> None:

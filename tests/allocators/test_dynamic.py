@@ -1,41 +1,18 @@
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset import Budget, Observation
+from keepset import Budget
 from keepset.allocators.dynamic import Dynamic
+from tests.allocators.formulas import Scores, given_scores, rounded
 from tests.allocators.test_layers import level
-from tests.methods.naive import Given, Shape, observe
+from tests.methods.naive import Given
 from tests.tiers import examples
-
-Scores = list[list[list[float]]]  # of one request: [layer][head][entry]
-
-
-def observed(scores: Scores) -> list[Observation]:
-    layers, heads, length = len(scores), len(scores[0]), len(scores[0][0])
-    return [
-        observe(
-            Shape((length,), heads, 1, 1, 1),
-            layer=layer,
-            layers=range(layers),
-            state={"scores": torch.tensor([scores[layer]])},
-        )
-        for layer in range(layers)
-    ]
-
-
-def rounded(ideal: list[Fraction], total: int) -> list[int]:
-    counts = [math.floor(number) for number in ideal]
-    by_remainder = sorted(range(len(ideal)), key=lambda part: (counts[part] - ideal[part], part))
-    for part in by_remainder[: total - sum(counts)]:
-        counts[part] += 1
-    return counts
 
 
 def naive(scores: Scores, keep: int, r_max: int, interval: int) -> list[int]:
@@ -76,7 +53,7 @@ def test_matches_the_updates_written_out(data: st.DataObject, keep: int, r_max: 
     )
     table = table.flatten().argsort().argsort().view(table.shape).float()
     scores = table.tolist()
-    keep_set = Dynamic(Given(), r_max=r_max, interval=interval).select_all(observed(scores), Budget(keep))
+    keep_set = Dynamic(Given(), r_max=r_max, interval=interval).select_all(given_scores(*scores), Budget(keep))
     counts = keep_set.counts[:, 0].tolist()
     assert all(len(set(layer)) == 1 for layer in counts)
     got = [layer[0] for layer in counts]
@@ -88,7 +65,7 @@ def test_matches_the_updates_written_out(data: st.DataObject, keep: int, r_max: 
 
 def test_by_hand() -> None:
     low, mid, high = ([[float(base + entry) for entry in range(30)]] for base in (0, 100, 125))
-    counts = Dynamic(Given(), interval=3).select_all(observed([mid, high, low]), Budget(11)).counts.flatten()
+    counts = Dynamic(Given(), interval=3).select_all(given_scores(mid, high, low), Budget(11)).counts.flatten()
     # The 30 best of the pool: 130 to 154 in the second layer alone, 128 and 129 in two, 127 where it comes earlier.
     assert counts.tolist() == [1 + 2, 1 + 28, 1]
 
@@ -96,7 +73,7 @@ def test_by_hand() -> None:
 def test_a_layer_holds_at_most_r_max_times_the_mean() -> None:
     low, high = ([[float(base + entry) for entry in range(100)]] for base in (0, 1000))
     for r_max, expected in ((1, [11, 11, 11]), (2, [6, 21, 6]), (10, [1, 31, 1])):
-        counts = Dynamic(Given(), r_max=r_max).select_all(observed([low, high, low]), Budget(11)).counts.flatten()
+        counts = Dynamic(Given(), r_max=r_max).select_all(given_scores(low, high, low), Budget(11)).counts.flatten()
         assert counts.tolist() == expected
 
 
@@ -104,7 +81,7 @@ def test_what_an_update_cut_does_not_come_back() -> None:
     """The second layer has the 10 best scores: among two layers that is all that counts, among four it is not."""
     low, mid = ([[float(base + entry) for entry in range(40)]] for base in (0, 100))
     few = [[1000.0 + entry if entry < 10 else -entry for entry in range(40)]]
-    layers = observed([mid, few, low, low])
+    layers = given_scores(mid, few, low, low)
     assert Dynamic(Given(), interval=4).select_all(layers, Budget(5)).counts.flatten().tolist() == [7, 11, 1, 1]
     assert Dynamic(Given(), interval=2).select_all(layers, Budget(5)).counts.flatten().tolist() == [1, 17, 1, 1]
 
@@ -112,4 +89,6 @@ def test_what_an_update_cut_does_not_come_back() -> None:
 @pytest.mark.parametrize("score", [0.0, math.nan, math.inf])
 def test_equal_scores_are_equal_budgets(score: float) -> None:
     scores = [[[score] * 10 for _ in range(2)] for _ in range(3)]
-    assert Dynamic(Given(), interval=1).select_all(observed(scores), Budget(4)).counts.flatten().tolist() == [4] * 6
+    assert (
+        Dynamic(Given(), interval=1).select_all(given_scores(*scores), Budget(4)).counts.flatten().tolist() == [4] * 6
+    )

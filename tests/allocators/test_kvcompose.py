@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,86 +16,12 @@ from keepset.allocators.pool import Pool
 from keepset.allocators.presets import KVCompose
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.uniform import Uniform
-from keepset.core.method import Method
 from keepset.methods.second_pass import SecondPassAttention
 from keepset.methods.snapkv import SnapKV
+from tests.allocators.formulas import budgets, composite, given_scores, pool, sets_of
 from tests.methods.formulas import naive_scores, observed
-from tests.methods.naive import Given, Shape, kept, observe
+from tests.methods.naive import Given, Shape, observe
 from tests.tiers import examples
-
-Sets = list[list[list[int]]]
-"""Positions `[layer][head]` that stay of one request."""
-
-
-def sets_of(method: Method, observations: Sequence[Observation], budget: Budget, request: int) -> Sets:
-    keep_set = method.select_all(observations, budget)
-    return [
-        [kept(keep_set, observation, request, head) for head in range(observation.keys.shape[1])]
-        for observation in observations
-    ]
-
-
-def best_first(scores: list[float], budget: Budget) -> list[int]:
-    """Entries in the order in which they stay; of equal ones the later first."""
-    entries = range(len(scores))
-    sinks = [entry for entry in entries if entry < budget.sinks]
-    recent = [entry for entry in reversed(entries) if entry >= len(scores) - budget.recent and entry not in sinks]
-    rest = [entry for entry in entries if entry not in sinks + recent]
-    return sinks + recent + sorted(rest, key=lambda entry: (scores[entry], entry), reverse=True)
-
-
-def share(budget: Budget, layers: int, length: int) -> int:
-    """Composite tokens that stay of all layers together (equation 21), one of each at least."""
-    keep = budget.keep
-    total = layers * length * round(keep * 100) // 100 if isinstance(keep, float) else layers * min(keep, length)
-    return max(total, layers)
-
-
-def composite(scores: list[list[list[float]]], budget: Budget, aggregate: str, floor: float) -> Sets:
-    """Equations 17 to 24 over `scores[layer][head][entry]`."""
-    layers, heads, length = len(scores), len(scores[0]), len(scores[0][0])
-    total = share(budget, layers, length)
-    always = min(max(budget.sinks + budget.recent, 1), length, total // layers)
-    order = [[best_first(head, budget) for head in layer] for layer in scores]
-    rest = total - always * layers
-    least = min(int(floor * rest / layers), length - always)
-    tokens = []
-    for layer in range(layers):
-        for rank in range(always + least, length):
-            worth = [scores[layer][head][order[layer][head][rank]] for head in range(heads)]
-            tokens.append((max(worth) if aggregate == "max" else sum(worth) / heads, layer))
-    counts = [always + least] * layers
-    for _, layer in sorted(tokens, reverse=True)[: rest - least * layers]:
-        counts[layer] += 1
-    return [[sorted(head[: counts[layer]]) for head in order[layer]] for layer in range(layers)]
-
-
-def pooled(scores: list[list[list[float]]], budget: Budget, floor: float) -> Sets:
-    """The best of all heads of all layers, some of each in any case."""
-    parts = [(layer, head) for layer in range(len(scores)) for head in range(len(scores[0]))]
-    length = len(scores[0][0])
-    keep = budget.keep
-    total = (
-        len(parts) * length * round(keep * 100) // 100 if isinstance(keep, float) else len(parts) * min(keep, length)
-    )
-    total = max(total, len(parts))
-    least = min(max(1, budget.sinks + budget.recent, int(floor * total / len(parts))), length)
-    order = {part: best_first(scores[part[0]][part[1]], budget) for part in parts}
-    entries = [(scores[p[0]][p[1]][entry], p) for p in parts for entry in order[p][least:]]
-    counts = dict.fromkeys(parts, least)
-    for _, part in sorted(entries, reverse=True)[: total - least * len(parts)]:
-        counts[part] += 1
-    return [
-        [sorted(order[layer, head][: counts[layer, head]]) for head in range(len(scores[0]))]
-        for layer in range(len(scores))
-    ]
-
-
-@st.composite
-def budgets(draw: st.DrawFn) -> Budget:
-    sinks, recent = draw(st.integers(0, 2)), draw(st.integers(0, 3))
-    number = st.integers(max(1, sinks + recent), 20)
-    return Budget(draw(number | st.integers(60, 100).map(lambda percent: percent / 100)), sinks, recent)
 
 
 @examples(60)
@@ -135,24 +60,9 @@ def test_equations_14_to_24(
     observations = [observed(scorer, shape, seed=seed + i, layer=i, layers=range(layers)) for i in range(layers)]
     for request in range(len(lengths)):
         scores = [naive_scores(scorer, observation, request) for observation in observations]
-        if options["structured"]:
-            expected = composite(scores, budget, options["aggregate_head"], options["floor"])
-        else:
-            expected = pooled(scores, budget, options["floor"])
+        composition: Any = method.composition
+        expected = (composite if options["structured"] else pool)(scores, budget, composition)
         assert sets_of(method, observations, budget, request) == expected
-
-
-def given_scores(*layers: list[list[float]]) -> list[Observation]:
-    """One observation per layer with `scores[head][entry]`."""
-    return [
-        observe(
-            Shape((len(layer[0]),), len(layer), 2, 3, 3),
-            layer=index,
-            layers=range(len(layers)),
-            state={"scores": torch.tensor([layer])},
-        )
-        for index, layer in enumerate(layers)
-    ]
 
 
 def test_the_papers_example_in_words() -> None:

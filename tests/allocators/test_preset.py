@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Recipe
+from keepset.allocators.pool import Pool
 from keepset.allocators.presets import Glance, Preset, Reread
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.methods.prompt_queries import PromptQueries
-from tests.allocators.test_kvcompose import budgets, pooled, sets_of
+from tests.allocators.formulas import budgets, pool, sets_of
 from tests.methods.formulas import naive_scores
 from tests.methods.naive import Shape, observe
 from tests.tiers import examples
@@ -52,7 +53,7 @@ def test_one_pool_of_prompt_queries(
     ]
     for request in range(shape.batch):
         scores = [naive_scores(scorer, observation, request) for observation in observations]
-        assert sets_of(method, observations, budget, request) == pooled(scores, budget, 0.2)
+        assert sets_of(method, observations, budget, request) == pool(scores, budget, Pool(scorer))
 
 
 @pytest.mark.parametrize(

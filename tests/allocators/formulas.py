@@ -1,0 +1,192 @@
+"""Allocators a second time, in loops over plain numbers: which entries each keeps of one request.
+
+A formula is given `scores[layer][head][entry]`, and returns the entries that stay, `[layer][head]`. It is registered
+with the allocators that it is checked for; `test_formulas.py` compares them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from keepset import Budget, Method, Observation
+from keepset.allocators.adakv import AdaKV
+from keepset.allocators.chunkkv import ChunkKV
+from keepset.allocators.composite import Composite
+from keepset.allocators.pool import Pool
+from keepset.allocators.uniform import Uniform
+from tests.methods.naive import Given, Shape, kept, observe
+
+Scores = list[list[list[float]]]
+Sets = list[list[list[int]]]
+Formula = Callable[[Scores, Budget, Any], Sets]
+
+FORMULAS: list[tuple[Method, Formula]] = []
+"""Allocators, and the formula of each."""
+
+
+def formula(*allocators: Method) -> Callable[[Formula], Formula]:
+    """Register a formula for allocators of one kind with different parameters."""
+
+    def register(sets: Formula) -> Formula:
+        FORMULAS.extend((allocator, sets) for allocator in allocators)
+        return sets
+
+    return register
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> Budget:
+    sinks, recent = draw(st.integers(0, 3)), draw(st.integers(0, 4))
+    number = st.integers(max(1, sinks + recent), 20)
+    return Budget(draw(number | st.integers(1, 100).map(lambda percent: percent / 100)), sinks, recent)
+
+
+def given_scores(*layers: Sequence[Sequence[float]]) -> list[Observation]:
+    """One observation per layer whose entries have these scores, `[head][entry]`; one request."""
+    return [
+        observe(
+            Shape((len(layer[0]),), len(layer), 2, 3, 3),
+            layer=index,
+            layers=range(len(layers)),
+            state={"scores": torch.tensor([layer])},
+        )
+        for index, layer in enumerate(layers)
+    ]
+
+
+def sets_of(method: Method, observations: Sequence[Observation], budget: Budget, request: int = 0) -> Sets:
+    """What every head of one request keeps, `[layer][head]`."""
+    keep_set = method.select_all(observations, budget)
+    return [
+        [kept(keep_set, observation, request, head) for head in range(observation.keys.shape[1])]
+        for observation in observations
+    ]
+
+
+def heads_of(method: Method, observation: Observation, budget: Budget, request: int = 0) -> list[list[int]]:
+    """What every head of one request keeps of one layer."""
+    return sets_of(method, [observation], budget, request)[0]
+
+
+def rounded(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Whole numbers that sum to the total: largest remainders are rounded up, of equal ones the earlier."""
+    counts = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda part: (counts[part] - shares[part], part))
+    for part in by_remainder[: total - sum(counts)]:
+        counts[part] += 1
+    return counts
+
+
+def key(scores: Sequence[float], entry: int, budget: Budget) -> tuple[int, float, int]:
+    """What entries are ordered by: sinks, the first one first; the recent suffix; scores, of equal ones the later."""
+    if entry < budget.sinks:
+        return 2, -entry, entry
+    return (1, 0.0, entry) if entry >= len(scores) - budget.recent else (0, scores[entry], entry)
+
+
+def best_first(scores: Sequence[float], budget: Budget) -> list[int]:
+    return sorted(range(len(scores)), key=lambda entry: key(scores, entry, budget), reverse=True)
+
+
+def always(budget: Budget, length: int) -> int:
+    """How many entries stay in any case."""
+    return min(max(1, budget.sinks + budget.recent), length)
+
+
+def quota(budget: Budget, length: int, parts: int = 1) -> int:
+    """Entries that stay of so many parts together, each of which holds as many; a fraction is taken of all at once."""
+    keep = budget.keep
+    assert keep is not None
+    if isinstance(keep, int):
+        return parts * min(keep, length)
+    return max(parts * length * round(keep * 100) // 100, parts * always(budget, length))
+
+
+@formula(Uniform(Given()))
+def uniform(scores: Scores, budget: Budget, method: Uniform) -> Sets:
+    number = quota(budget, len(scores[0][0]))
+    return [[sorted(best_first(head, budget)[:number]) for head in layer] for layer in scores]
+
+
+# Quarters are exact in binary: shares with equal remainders are equal for both.
+@formula(*(AdaKV(Given(), floor=quarters / 4) for quarters in range(5)))
+def adakv(scores: Scores, budget: Budget, method: AdaKV) -> Sets:
+    """The best entries of all heads are counted, mixed with the uniform share, and rounded to the total."""
+    number, sets = quota(budget, len(scores[0][0])), []
+    for layer in scores:
+        pool = sorted(
+            ((*key(head, entry, budget), index) for index, head in enumerate(layer) for entry in range(len(head))),
+            reverse=True,
+        )
+        best = [index for *_, index in pool[: len(layer) * number]]
+        floor = Fraction(method.floor)
+        shares = [(1 - floor) * best.count(index) + floor * number for index in range(len(layer))]
+        counts = rounded(shares, len(layer) * number)
+        sets.append([sorted(best_first(h, budget)[:count]) for h, count in zip(layer, counts, strict=True)])
+    return sets
+
+
+@formula(*(ChunkKV(Given(), chunk=chunk) for chunk in (1, 2, 3, 7)))
+def chunkkv(scores: Scores, budget: Budget, method: ChunkKV) -> Sets:
+    """Chunks best first, the last one filled with its best."""
+    return [[_chunks(layer, head, budget, method.chunk) for head in range(len(layer))] for layer in scores]
+
+
+def _chunks(heads: list[list[float]], head: int, budget: Budget, chunk: int) -> list[int]:
+    """Entries of one head; all heads together say which chunk is the better."""
+    scores, length = heads[head], len(heads[head])
+    number = quota(budget, length)
+    chosen = best_first(scores, budget)[: min(budget.sinks + budget.recent, length)]
+    always_stay, chunks = set(chosen), []
+    for start in range(0, length, chunk):
+        rest = [entry for entry in range(start, min(start + chunk, length)) if entry not in always_stay]
+        if rest:
+            mean = sum(sum(own[entry] for entry in rest) for own in heads) / len(heads)
+            chunks.append((mean / len(rest), start, rest))
+    for _, _, rest in sorted(chunks, reverse=True):
+        best = sorted(rest, key=lambda entry: (scores[entry], entry), reverse=True)
+        chosen += best[: max(0, number - len(chosen))]
+    return sorted(chosen[:number])
+
+
+@formula(*(Composite(Given(), how, floor) for how in ("max", "mean") for floor in (0.0, 0.25, 1.0)))
+def composite(scores: Scores, budget: Budget, method: Composite) -> Sets:
+    """KVCompose's equations 17 to 24: entries of one rank make a token; the best tokens say what each layer keeps."""
+    layers, length = len(scores), len(scores[0][0])
+    total = quota(budget, length, layers)
+    certain = min(always(budget, length), total // layers)
+    order = [[best_first(head, budget) for head in layer] for layer in scores]
+    rest = total - certain * layers
+    least = min(int(method.floor * rest / layers), length - certain)
+    tokens = []
+    for layer in range(layers):
+        for rank in range(certain + least, length):
+            worth = [head[places[rank]] for head, places in zip(scores[layer], order[layer], strict=True)]
+            value = max(worth) if method.aggregate_head == "max" else sum(worth) / len(worth)
+            tokens.append((value, -rank, layer))
+    counts = [certain + least] * layers
+    for _, _, layer in sorted(tokens, reverse=True)[: rest - least * layers]:
+        counts[layer] += 1
+    return [[sorted(head[: counts[layer]]) for head in order[layer]] for layer in range(layers)]
+
+
+@formula(*(Pool(Given(), floor=floor) for floor in (0.0, 0.25, 1.0)))
+def pool(scores: Scores, budget: Budget, method: Pool) -> Sets:
+    """The best entries of all heads of all layers, some of each in any case; of equal ones the earlier entry."""
+    parts = [head for layer in scores for head in layer]
+    length = len(parts[0])
+    total = quota(budget, length, len(parts))
+    least = min(max(always(budget, length), int(method.floor * total / len(parts))), length)
+    order = [best_first(head, budget) for head in parts]
+    others = [(head[e], -e, part) for part, head in enumerate(parts) for e in order[part][least:]]
+    counts = [least] * len(parts)
+    for _, _, part in sorted(others, reverse=True)[: total - least * len(parts)]:
+        counts[part] += 1
+    sets = [sorted(places[:count]) for places, count in zip(order, counts, strict=True)]
+    return [sets[first : first + len(scores[0])] for first in range(0, len(sets), len(scores[0]))]
