@@ -93,3 +93,9 @@ def test_every_method_has_its_row_and_its_formula() -> None:
 def test_the_reference_has_every_public_name() -> None:
     shown = re.findall(r"^::: keepset\.(\w+)$", text_of(ROOT / "docs" / "api.md"), flags=re.M)
     assert {*shown, "KeepsetError"} >= set(keepset.__all__)
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.stem)
+def test_files_that_are_named_exist(document: Path) -> None:
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)(?: \w+)?`", text_of(document)):
+        assert (ROOT / name).exists() or (ROOT / "keepset" / name).exists(), name
