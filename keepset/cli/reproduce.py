@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_writable
-from keepset.cli.console import cell, load, note, output, say, show, status, table
+from keepset.cli.console import load, note, output, say, show, show_table, status, table
 from keepset.cli.numbers import parse_whole
 from keepset.cli.options import Device, Dtype, Json, SamplingSeed
 from keepset.cli.streaming import Sampling
@@ -207,6 +206,8 @@ def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_result(entry: Entry, result: dict[str, Any]) -> None:
+    from keepset.bench.papers.table import table_of
+
     say(f"{entry.source}: {entry.title}. Model: {result['model']}.")
     if result["model"] == EMBEDDED:
         say("This model is far too small for these tasks: its scores mean nothing.")
@@ -214,35 +215,7 @@ def _print_result(entry: Entry, result: dict[str, Any]) -> None:
         say(f"The paper's figures are of {result['paper_model']}.")
     if entry.note:
         say(entry.note)
-    grid = table("", numbers=("keep", "paper", "measured (95 %)", "examples"), optional=("examples",), fold=True)
-    for (task, metric), rows in groupby(result["rows"], lambda row: (row["task"], row["metric"])):
-        grid.add_row(cell(f"{task}, {metric}", style="bold"))
-        for row in rows:
-            failed = f"  failed on {row['failed']} of {row['examples']}: {row['error']}" if row["failed"] else None
-            keep = "" if row["keep"] is None else str(row["keep"])
-            figures = _number(row["paper"], metric), _figure(row["figure"], metric)
-            grid.add_row(cell(f"  {row['method']}", failed), keep, *figures, str(row["examples"]))
-    show(grid)
-
-
-def _figure(figure: dict[str, float | None] | None, metric: str) -> str:
-    """Return a figure with its interval, which a narrow terminal puts on a line of its own."""
-    if figure is None:
-        return ""
-    value, low, high = (_number(figure[name], metric) for name in ("value", "low", "high"))
-    return f"{value} ({low}..{high})" if low else value
-
-
-def _number(value: float | None, metric: str) -> str:
-    """Return a number as text: a fraction in percent, bytes in units of 10^6."""
-    from keepset.bench.papers.figures import FRACTIONS
-
-    if value is None:
-        return ""
-    if metric.endswith("_bytes"):
-        return f"{value / 1e6:.1f} MB"
-    # What rounds to zero has no sign of its own.
-    return f"{round(100 * value, 1) + 0.0:.1f}" if metric in FRACTIONS else f"{value:,.4g}"
+    show_table(table_of(result["rows"]))
 
 
 def _short(model: str) -> str:
