@@ -75,7 +75,7 @@ class LayerState(LogicalLayer):
     @property
     def nbytes(self) -> int:
         """Bytes allocated for this layer's entries, and for what the next event looks at beside them."""
-        recorded = 0 if self.decoding is None else self.decoding.passing.nbytes
+        recorded = 0 if self.decoding is None else self.decoding.recorder.nbytes
         return recorded + (0 if self.store is None else self.store.nbytes)
 
     @property
@@ -114,7 +114,7 @@ class LayerState(LogicalLayer):
                 self.store = _packed(new)
             self.prompt.add(new, self.store)
             if self.decoding is not None:
-                self.decoding.passing.record(new, None, self.decoding.next)
+                self.decoding.recorder.record(new, None, self.decoding.next)
             until = new if new.end >= self.prompt.length else None
         elif self.decoding is not None:
             self.store = self.store or _packed(new)
@@ -191,7 +191,7 @@ class LayerState(LogicalLayer):
             beyond, real = self.beyond, None if self.beyond.real is None else self.beyond.real.indices
             self.store.append(beyond.key, beyond.value, beyond.positions, real)
             if self.decoding is not None:
-                self.decoding.passing.record(beyond, self.store, self.decoding.next)
+                self.decoding.recorder.record(beyond, self.store, self.decoding.next)
             self.beyond = None
 
     def make_room(self, n: int) -> EntryStore:
@@ -203,7 +203,7 @@ class LayerState(LogicalLayer):
     def can_take_back(self, removed: int) -> bool:
         """Return whether the newest `removed` tokens can be forgotten."""
         decoding = self.decoding
-        return decoding is None or decoding.passing.taken_back(self.logical - removed, decoding.next)
+        return decoding is None or decoding.recorder.taken_back(self.logical - removed, decoding.next)
 
     def take_back(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
         """Forget the newest tokens.
@@ -217,14 +217,14 @@ class LayerState(LogicalLayer):
             self.store.crop(per_request)
             self.logical -= removed
             if self.decoding is not None:
-                self.decoding.passing.crop(self.logical, lengths, self.store)
+                self.decoding.recorder.crop(self.logical, lengths, self.store)
 
     def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
         """Make the batch consist of these requests."""
         if self.store is not None:
             self.store.reorder(beam_idx.tolist())
             if self.decoding is not None:
-                self.decoding.passing.reorder(beam_idx)
+                self.decoding.recorder.reorder(beam_idx)
 
     def fork(self) -> LayerState:
         """Return an independent copy."""
@@ -344,13 +344,13 @@ class DecodingPhase:
 
     Attributes:
         next: logical length of the next event; every token so far lies before it.
-        passing: what the queries before it leave behind.
+        recorder: records the queries before it.
     """
 
     def __init__(self, needs: Needs, every: int, next_event: int) -> None:
         self._newest, self._every = needs.newest, every
-        self.next, self.passing = next_event, QueryRecorder(needs, every)
-        self._span = max(self.passing.reach, 1)
+        self.next, self.recorder = next_event, QueryRecorder(needs, every)
+        self._span = max(self.recorder.reach, 1)
 
     def looks_at(self, new: AttentionInput) -> bool:
         """Return whether the next event will look at these tokens' queries, or lies among the tokens."""
@@ -367,17 +367,17 @@ class DecodingPhase:
             The tokens up to the newest event that they reach, and those beyond it. Older events are passed over.
         """
         if new.end < self.next:
-            self.passing.record(new, store, self.next)
+            self.recorder.record(new, store, self.next)
             return None, None
         point = new.end - (new.end - self.next) % self._every
         until, beyond = new.split(point)
         if beyond is not None:
             store.crop((beyond.lengths - until.lengths).tolist())
         if self.next < point:  # nobody looks at what was collected for the events that are passed over
-            self.passing.forget(store)
+            self.recorder.forget(store)
             self.next = point
-        self.passing.record(until, store, point)
-        self.passing.add_up(until, store, point)
+        self.recorder.record(until, store, point)
+        self.recorder.add_up(until, store, point)
         return until, beyond
 
     def observe(
@@ -393,16 +393,16 @@ class DecodingPhase:
         """
         state = store.others
         entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries}
-        queries = self.passing.window.newest(self._newest)
-        collected = self.passing.values(until, state)  # takes its columns out of the state
-        self.passing.begin(until.padded)
+        queries = self.recorder.window.newest(self._newest)
+        collected = self.recorder.values(until, state)  # takes its columns out of the state
+        self.recorder.begin(until.padded)
         self.next += self._every
         return StoredObservation(store, **entries, **queries, **whole, state=state, features={**features, **collected})
 
     def fork(self) -> DecodingPhase:
         """Return an independent copy."""
         copied = copy.copy(self)
-        copied.passing = self.passing.fork()
+        copied.recorder = self.recorder.fork()
         return copied
 
 

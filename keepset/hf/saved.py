@@ -130,7 +130,7 @@ class Saved(NamedTuple):
         else:
             for kept in cache.kept_layers.values():
                 kept.decoding = DecodingPhase(cache.needs, cache.schedule.every, self.decoding[0])
-                kept.decoding.passing.until = self.decoding[1]
+                kept.decoding.recorder.until = self.decoding[1]
         try:
             for layer, tensors in zip(cache.layers, self.layers, strict=True):
                 _restore(layer, tensors, self.progress.logical)
@@ -179,7 +179,7 @@ def save(
         "progress": {
             **{name: getattr(progress, name) for name in ("logical", "prompt", "compressed_at")},
             "next_event": None if decoding is None else decoding.next,
-            "added_up": None if decoding is None else decoding.passing.until,
+            "added_up": None if decoding is None else decoding.recorder.until,
         },
         "layers": len(cache.layers),
         "event": None if event is None else {figure: getattr(event, figure) for figure in FIGURES},
@@ -360,7 +360,7 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
         assert layer.store is not None
         tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
         if layer.decoding is not None:
-            tensors |= {f"passing.{name}": tensor for name, tensor in layer.decoding.passing.tensors.items()}
+            tensors |= {f"passing.{name}": tensor for name, tensor in layer.decoding.recorder.tensors.items()}
         counts = torch.tensor(layer.store.counts)
         return {**tensors, "counts": counts.view(layer.store.batch, layer.store.kv_heads)}
     if type(layer) is DynamicSlidingWindowLayer and layer.keys is not None and layer.values is not None:
@@ -378,7 +378,7 @@ def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
     if isinstance(layer, LayerState):
         layer.store, layer.logical = EntryStore.of(_without(tensors, "columns."), tensors["counts"]), logical
         if layer.decoding is not None:
-            layer.decoding.passing.restore(_without(tensors, "passing."), logical, layer.decoding.next)
+            layer.decoding.recorder.restore(_without(tensors, "passing."), logical, layer.decoding.next)
     else:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
         layer.keys, layer.values = tensors["keys"], tensors["values"]

@@ -13,17 +13,17 @@ class QueryRecord:
     """What is recorded of one request. `RequestTable` files it by page.
 
     Attributes:
-        slot: its slot in the rings of the layers (`QueryRing`).
+        slot: the request's slot in the rings of the layers (`QueryRing`).
         start: position of the first token that was recorded without a gap.
         length: tokens that the request had when it was recorded last.
-        point: length at the event that the sums are for.
-        added: length up to which queries are added up for it.
-        written: length at which they were added up last; 0 where none is yet, and entries have no numbers.
-        shares: pages of its prompt that other requests may have, too, until its first compression.
-        own: whether one of them does whose window is open, so that its sums are in private columns.
-        held: newest queries that are held back, because they came behind an event of their own step.
-        chunks: what its prompt told each layer, where the recipe looks at all of it.
-        prompt_tokens: how many of the prompt's first tokens that is.
+        point: tokens at the event that its sums are for.
+        added: position up to which its queries are added up.
+        written: tokens at which they were added up last; 0 if they were not yet, and entries have no numbers.
+        shares: pages of its prompt that other requests may have, too, until its first event.
+        own: whether its sums are in private columns, because another request with an open window has a page of it.
+        held: how many of its newest queries are held back, because they came behind an event of their own step.
+        chunks: for each layer what was collected of its prompt, if the recipe looks at whole prompts.
+        prompt_tokens: how many of the prompt's first tokens were collected.
     """
 
     slot: int
@@ -39,11 +39,16 @@ class QueryRecord:
     prompt_tokens: int = 0
 
     def aim(self, point: int, begins: int) -> None:
-        """What is added up from now on is for the event there, whose window begins at this position."""
+        """Start the sums of the event at `point`, unless they have begun.
+
+        Args:
+            point: tokens at the event.
+            begins: position of the first query in its window.
+        """
         if self.point != point:
             self.point, self.added, self.written, self.held = point, begins, 0, 0
 
 
 def slots_for(requests: int) -> int:
-    """Places that layers hold: a quarter more than requests run, for those that ended unseen or pause."""
+    """Return how many slots layers need: a quarter more than requests run, for requests that ended unseen or pause."""
     return requests + max(requests // 4, 2)

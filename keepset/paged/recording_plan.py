@@ -1,4 +1,4 @@
-"""`CapturePlanner`: which of a step's queries are recorded or added up, because an event will look at them."""
+"""`CapturePlanner`: plans which of a step's queries are recorded or added up, because an event will look at them."""
 
 from __future__ import annotations
 
@@ -20,55 +20,78 @@ from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recording.features import Recording
 
 LocateEntries = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[], EntriesInPages]]
-"""Says where the layers have the entries of these requests before the step's events, once it is planned."""
+"""Return a function that says, once the step is planned, where these requests' entries lie before the step's events."""
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Queries of one request from `begin` to `stop` that are added up; `unwritten` entries have no number yet."""
+    """Queries of one request that are added up.
+
+    Attributes:
+        request, record: the request, and what is recorded of it.
+        begin, stop: positions of the queries, the end exclusive.
+        point: tokens at the event that they are added up for.
+        unwritten: how many of the newest entries of each head have no number yet.
+    """
 
     request: ScheduledRequest
-    slot: int
+    record: QueryRecord
     begin: int
     stop: int
     point: int
     unwritten: int
-    own: bool
 
     @property
     def ends_prompt(self) -> bool:
+        """Whether the event is the prompt's end."""
         return self.point == self.request.prompt
 
 
 class _Step:
-    """What a step records and adds up, as numbers of the host until all requests are through."""
+    """What a step records and adds up, as host numbers until all its requests are planned.
+
+    Args:
+        batch: the step.
+        recording: what is recorded of queries.
+        entries: locates entries.
+
+    Attributes:
+        chunks: tokens of prompts that are collected as a whole.
+    """
 
     def __init__(self, batch: StepBatch, recording: Recording, entries: LocateEntries) -> None:
         self._batch, self._recording, self._entries = batch, recording, entries
         self.chunks: list[PromptChunk] = []
-        # What is added up of the step before and of this one, and what is held back for the next.
+        # Queries of the step before and of this one that are added up, and those that are held back for the next step.
         self._taken_up: list[QueryAddition] = []
         self._added: list[QueryAddition] = []
         self._held: list[HeldQueries] = []
-        # Of each query its number, its request's slot and its place there, before and after events.
+        # Queries that are recorded before the events and after them: number in the step, slot, place in the slot.
         self._early: list[tuple[int, int, int]] = []
         self._late: list[tuple[int, int, int]] = []
-        # What is added up from the rings, before and after this step's queries are recorded.
+        # Queries in rings that are added up, before and after this step's queries are recorded.
         self._flushed: list[_Waiting] = []
         self._ringed: list[_Waiting] = []
-        # What could still wait in its ring.
+        # Queries in rings that could still wait.
         self._patient: list[tuple[ScheduledRequest, QueryRecord, int, int]] = []
 
     def window(
         self, request: ScheduledRequest, record: QueryRecord, point: int, first: int, stop: int, begins: int
     ) -> None:
-        """The step's tokens from `first` to `stop`, of the window before a point, which begins there."""
+        """Plan the step's tokens in the window of one event of a request.
+
+        Args:
+            request, record: the request, and what is recorded of it.
+            point: tokens at the event.
+            first, stop: positions of the tokens, the end exclusive.
+            begins: position of the first query that is recorded for the event.
+        """
         recording, behind = self._recording, first > request.before
         offset = request.first_query - request.before
         record.aim(point, max(0, point - recording.summed(point == request.prompt)))
         begin, number = record.added, stop - record.added
         if number > recording.waiting and behind:
-            # The event before them moves entries, so what these receive is added up in the next step.
+            # The event moves entries before these queries can be added up, so they are held back for the next step.
             self._held.append(HeldQueries(record.slot, offset + begin, offset + stop))
             record.held = number
         elif number > recording.waiting:
@@ -92,7 +115,7 @@ class _Step:
 
     def finish(self, plan: StepPlan) -> None:
         """Fill the plan's lists of operations, in the order in which they run."""
-        if self._ringed:  # Where one must be added up, all are, and from then on they fall due in the same steps.
+        if self._ringed:  # If some must be added up, all are; from then on they fall due in the same steps.
             self._ringed += [self._taken(*one) for one in self._patient]
         early, late = self._capture(self._early), self._capture(self._late)
         late_captures = [] if late is None else [LateCapture(late)]
@@ -109,25 +132,34 @@ class _Step:
         plan.after_events = [*late_captures]
 
     def _taken(self, request: ScheduledRequest, record: QueryRecord, begin: int, stop: int) -> _Waiting:
-        """From now on these are added up, and all entries have a number."""
-        waiting = _Waiting(request, record.slot, begin, stop, record.point, request.after - record.written, record.own)
+        """Return queries that are added up from now on; after that, all entries have a number."""
+        waiting = _Waiting(request, record, begin, stop, record.point, request.after - record.written)
         record.added, record.written = stop, request.after
         return waiting
 
     def _from_rings(self, waiting: list[_Waiting]) -> list[QueryAddition]:
+        """Return additions of queries in rings: one for requests at their prompt's end, one for the others."""
         groups: defaultdict[bool, list[_Waiting]] = defaultdict(list)
         for each in waiting:
             groups[each.ends_prompt].append(each)
         return [self._additions(group, self._recording.waiting) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
-        """The newest so many queries before each `stop`; those before `begin` do not count."""
-        numbers = [(one.slot, one.begin, one.stop, one.point, one.request.after, one.unwritten) for one in waiting]
+        """Return the addition of some requests' queries.
+
+        Args:
+            waiting: the queries of each request.
+            number: how many queries before each `stop` to take; those before `begin` do not count.
+            source: where the queries are, if not in the rings.
+        """
+        numbers = [
+            (one.record.slot, one.begin, one.stop, one.point, one.request.after, one.unwritten) for one in waiting
+        ]
         slots, begins, stops, points, lengths, unwritten = self._batch.tensor(numbers).t().contiguous().unbind()
         positions = stops[:, None] + torch.arange(-number, 0, device=stops.device)
         entries = self._entries(self._batch, [one.request for one in waiting])
         ends_prompt = waiting[0].ends_prompt
-        owners = [(one.slot, one.request.after) if one.own else None for one in waiting]
+        owners = [(one.record.slot, one.request.after) if one.record.own else None for one in waiting]
         return QueryAddition(
             slots,
             positions,
@@ -142,6 +174,7 @@ class _Step:
         )
 
     def _capture(self, places: list[tuple[int, int, int]]) -> QueryCapture | None:
+        """Return the operation that records queries, or None if there are none."""
         return QueryCapture(*self._batch.tensor(places).unbind(1)) if places else None
 
 
@@ -166,7 +199,13 @@ class CapturePlanner:
         self._ended: list[QueryRecord] = []
 
     def plan(self, batch: StepBatch, plan: StepPlan, entries: LocateEntries) -> None:
-        """Adds to the step's plan the queries and chunks that the next events will look at."""
+        """Add to a step's plan the queries and prompts that later events look at.
+
+        Args:
+            batch: the step.
+            plan: what the layers do in it; written to.
+            entries: locates entries.
+        """
         if not self._records:
             return
         windows = []
@@ -208,7 +247,7 @@ class CapturePlanner:
         Returns:
             The records, and by row the pages that others may have, too, of the requests whose first window opens.
         """
-        self._table.close_records(self._ended)  # whose events have been executed by now
+        self._table.close_records(self._ended)  # their events have been executed by now
         self._ended = []
         opening = {row: leading for row, (one, _) in recorded.items() if (leading := self._may_share(one))}
         return self._table.records(batch, {row: start for row, (_, start) in recorded.items()}, opening)
@@ -217,11 +256,11 @@ class CapturePlanner:
         """Return whether a page of this request is another's, too, whose sums lie at the page's slots."""
         records = (other for other in self._table.open_records() if other is not record)
         others = (other for other in records if other.point and not other.own)
-        # Where two begin alike their pages lie at the same places.
+        # Requests that begin alike have equal pages at the same places.
         return any(mine == theirs for other in others for mine, theirs in zip(record.shares, other.shares))  # noqa: B905
 
     def _may_share(self, request: ScheduledRequest) -> int:
-        """Leading pages of a request that others may have, too, where its first window opens in this step; else 0."""
+        """Return how many leading pages of a request others may have, too; 0 unless its first window opens now."""
         prompt, before = request.prompt, request.before
         event = self._schedule.upcoming(prompt, before)
         apart = request.own is not None or not self._schedule.shares(prompt, before)
@@ -244,7 +283,7 @@ class CapturePlanner:
             return []
         records = [self._by_row[request.row] for request in requests]
         for request, record, at in zip(requests, records, points, strict=True):
-            # First tokens may have come from another request's pages: then their queries were not seen.
+            # The first tokens may have come from another request's pages; then nobody saw their queries.
             shared = 0 if request.own else self._schedule.shareable(request.prompt) or 0
             lost = record.start > max(self._begins(request.prompt, at), shared)
             unseen = self._collects and at == request.prompt and record.prompt_tokens < at
@@ -253,16 +292,22 @@ class CapturePlanner:
         return records
 
     def _begins(self, prompt: int, point: int) -> int:
-        """Position of the first query that the event at this point looks at, or that is added up for it."""
-        return max(0, point - max(self._recording.newest, self._recording.summed(point == prompt)))
+        """Return the position of the first query that is recorded for an event.
+
+        Args:
+            prompt: tokens of the prompt.
+            point: tokens at the event.
+        """
+        return max(0, point - self._recording.reach(ends_prompt=point == prompt))
 
     def _chunk(self, request: ScheduledRequest, record: QueryRecord, blocks: Int[Tensor, " width"]) -> PromptChunk:
+        """Return the tokens of a prompt that this step brings, to be collected."""
         until = min(request.prompt, request.after)
         if not record.chunks:
             record.chunks = [Accumulators(self._needs) for _ in range(self._layers)]
         if record.prompt_tokens == request.before:
             record.prompt_tokens = until
-        # Nothing has compressed a prompt before its end.
+        # A prompt is not compressed before its end, so its pages are the engine's own.
         blocks = blocks[: -(-until // self._schedule.block_size)].long()
         kv_heads = self._schedule.kv_heads
         subpages = blocks * kv_heads + torch.arange(kv_heads, device=blocks.device)[:, None]

@@ -730,7 +730,7 @@ def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
         model(prompt(2, tokens), attention_mask=mask, position_ids=at, past_key_values=past)
         assert past.nbytes == bytes_of_entries(past)
         if past.events[-1].length == past.get_seq_length():
-            windows = sum(layer.decoding.passing.nbytes for layer in past.layers)
+            windows = sum(layer.decoding.recorder.nbytes for layer in past.layers)
             assert past.nbytes - windows == past.keep_set.entries * (past.keep_set.layer(0).entry_bytes + 4 + extra)
         held = past.get_seq_length() - past.events[-1].length
         assert past.layers[0].store.nbytes <= (past.keep_set.layer(0).indices.numel() + 4 * (held + 64)) * 140
@@ -783,10 +783,10 @@ def test_queries_are_looked_at_only_before_an_event_and_hardly_any_is_held(name:
         model(prompt(1, 1, step), past_key_values=past)
         looked_at = max(0, step % 20 - (20 - reach))
         for layer in past.layers:
-            passing, moments = layer.decoding.passing, 4 * 4 * (1 + 16 + 16 * 17 // 2)
-            assert (passing.nbytes > 0) == (looked_at > 0)
-            assert passing.window.size <= min(looked_at, 6 if name == "expected_attention" else 1)
-            assert passing.nbytes <= moments + 2 * (4 * 16 * 4 + 8 + 2 * 16 * 4)
+            recorder, moments = layer.decoding.recorder, 4 * 4 * (1 + 16 + 16 * 17 // 2)
+            assert (recorder.nbytes > 0) == (looked_at > 0)
+            assert recorder.window.size <= min(looked_at, 6 if name == "expected_attention" else 1)
+            assert recorder.nbytes <= moments + 2 * (4 * 16 * 4 + 8 + 2 * 16 * 4)
             columns = set(layer.store.packed) - {"keys", "values", "positions"}
             assert columns == ({"received of 5"} if name == "snapkv" and looked_at > 1 else set())
 

@@ -55,7 +55,7 @@ def naive(cache: Any, architecture: str = "llama") -> Naive:
         steps.append(logits.double().log_softmax(-1).tolist())
         if isinstance(cache, keepset.Cache):
             nbytes.append(cache.nbytes)
-            windows = [layer.decoding.passing.nbytes for layer in cache.layers if layer.decoding is not None]
+            windows = [layer.decoding.recorder.nbytes for layer in cache.layers if layer.decoding is not None]
             stores = [layer.store.packed for layer in cache.layers]
             sums = [column.nbytes for store in stores for name, column in store.items() if name.startswith("received")]
             recorded = max(recorded, sum(windows) + sum(sums))
