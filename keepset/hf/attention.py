@@ -104,7 +104,7 @@ class AttentionInput:
         positions: of the tokens, counted from each request's first token; padding has that of the token before.
         real: which tokens are not padding; None if all are real.
         start, end: logical lengths of the cache before and after the tokens.
-        padded: whether the cache has any padding, that of these tokens included.
+        cache_valid: which tokens of the cache, up to these, are no padding; None if all are.
         layer_input: input of the attention module, if somebody looks at it.
         rotation: rotation of the queries, if somebody looks at it.
         lse: log-sum-exp of every query's logits, request by request, if attention has computed it.
@@ -123,7 +123,7 @@ class AttentionInput:
     real: RealTokens | None = None
     start: int = 0
     end: int = 0
-    padded: bool = False
+    cache_valid: Bool[Tensor, "batch logical"] | None = None
     layer_input: LayerInput | None = None
     rotation: Rotation | None = None
     lse: list[Tensor] | None = None
@@ -132,6 +132,11 @@ class AttentionInput:
     def valid(self) -> Bool[Tensor, "batch n"] | None:
         """Mask of the tokens that are not padding; None if all are real."""
         return None if self.real is None else self.real.mask
+
+    @property
+    def padded(self) -> bool:
+        """Whether the cache has any padding, that of these tokens included."""
+        return self.cache_valid is not None
 
     @property
     def length(self) -> int:

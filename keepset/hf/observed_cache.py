@@ -326,7 +326,7 @@ class ObservedCache(TransformersCache, KnowsText):
             self._advance(new)
         progress = self.progress
         assert progress is not None and progress.positions is not None
-        new.positions, new.padded = progress.positions.to(new.query.device), progress.valid is not None
+        new.positions, new.cache_valid = progress.positions.to(new.query.device), progress.valid
         new.start, new.end = layer.logical, layer.logical + new.length
         if self._hooks is not None and layer.looks_at(new):
             new.layer_input = self._hooks.layer_input(new)

@@ -88,21 +88,21 @@ class QueryRecorder:
         if keeps_all and self.window.size > bound + _MOST:
             self.window.keep(bound)
 
-    def add_up(self, forward: AttentionInput, store: EntryStore, point: int) -> None:
+    def add_up(self, new: AttentionInput, store: EntryStore, point: int) -> None:
         """Add up all recorded queries.
 
         Args:
-            forward: the newest tokens, whose queries are recorded.
+            new: the newest tokens, whose queries are recorded.
             store: entries of the layer.
             point: logical length at the next event.
         """
-        self._add_up(forward, store, forward.end, forward.lengths, point)
+        self._add_up(new, store, new.end, new.lengths, point)
 
-    def values(self, forward: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
-        """Return the features of an event at the forward's end.
+    def values(self, new: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
+        """Return the features of an event at the end of these tokens.
 
         Args:
-            forward: the newest tokens.
+            new: the newest tokens.
             state: columns of the store; the columns of window sums are taken out.
         """
         values: dict[Feature[Any], Any] = {
@@ -110,8 +110,8 @@ class QueryRecorder:
             for feature in self._features.sums
         }
         for feature, moments in self.moments.items():
-            assert forward.layer_input is not None
-            values[feature] = feature.distribution(moments, forward.layer_input, forward.lengths)
+            assert new.layer_input is not None
+            values[feature] = feature.distribution(moments, new.layer_input, new.lengths)
         return values
 
     def forget(self, store: EntryStore) -> None:
@@ -222,7 +222,7 @@ class QueryRecorder:
         self.window.add(new.query, new.positions, new.valid, new.length, rotation)
 
     def _add_up(
-        self, forward: AttentionInput, store: EntryStore, end: int, lengths: Int[Tensor, " batch"], point: int
+        self, new: AttentionInput, store: EntryStore, end: int, lengths: Int[Tensor, " batch"], point: int
     ) -> None:
         """Add up the recorded queries, which end at the logical length `end` and at `lengths` of the requests."""
         holes = self.window.holes
@@ -233,33 +233,49 @@ class QueryRecorder:
             waiting = self.window.newest(self.window.size if holes else end - begins)
             queries, at, exists = waiting["queries"], waiting["query_positions"], None
             if holes:
-                exists = self._counted(feature, at, lengths + (point - end))
+                exists = self._counted(new, feature, point, at)
             if isinstance(feature, WindowAttention):
-                last = feature.last_visible(at, lengths + (point - end)) if feature.history else at
+                last = feature.last_visible(at, _lengths_at(new, point, feature.window, at)) if feature.history else at
                 last = last if exists is None else last.masked_fill(~exists, -1)
                 column = store.column(feature.column, feature.sums_of.shape(queries.shape[1] // store.kv_heads))
-                scaling = forward.scaling
-                add_received(column, queries, store.heads, store.kv_heads, last, scaling, feature.sums_of)
+                add_received(column, queries, store.heads, store.kv_heads, last, new.scaling, feature.sums_of)
             else:
-                assert forward.layer_input is not None
-                source = forward.layer_input.rotated_by(self.window.rotation(queries.shape[2]))
-                chunk = Chunk(queries, list, at, exists, forward.scaling, source=source)
+                assert new.layer_input is not None
+                source = new.layer_input.rotated_by(self.window.rotation(queries.shape[2]))
+                chunk = Chunk(queries, list, at, exists, new.scaling, source=source)
                 feature.add(self.moments.setdefault(feature, Moments()), chunk)
-        shifted = holes or forward.padded
+        shifted = holes or new.padded
         # A copy, since a view would keep a whole forward's positions.
         self.until, self._lengths = end, lengths.clone() if shifted else None
         self.window.keep(self._features.newest if shifted else end - (point - self._features.newest))
 
     def _counted(
-        self, feature: SummedFeature, at: Int[Tensor, "batch n"], points: Int[Tensor, " batch"]
+        self, new: AttentionInput, feature: SummedFeature, point: int, at: Int[Tensor, "batch n"]
     ) -> Bool[Tensor, "batch n"]:
-        """Return which queries are in the feature's window before an event at `points`, and not added up yet."""
-        begins = (points - self._features.window(feature)).clamp(min=0)
+        """Return which queries, at these positions, are in a feature's window and not added up yet."""
+        window = self._features.window(feature)
         added = at.new_full((), self.until) if self._lengths is None else self._lengths
-        return at >= begins.maximum(added)[:, None]
+        return at >= (_lengths_at(new, point, window, at) - window).maximum(added)[:, None]
 
 
-def _query_nbytes(forward: AttentionInput) -> int:
+def _lengths_at(new: AttentionInput, point: int, window: int, at: Int[Tensor, "batch n"]) -> Int[Tensor, " batch"]:
+    """Return how many tokens each request would have at an event if none in the window before it were padding.
+
+    Padding in a window counts as tokens. So what is in a window is known when it begins, and does not depend on when
+    its queries are added up.
+
+    Args:
+        new: the newest tokens.
+        point: logical length at the event.
+        window: tokens of the window.
+        at: positions, on the device for the result.
+    """
+    if new.cache_valid is None:
+        return at.new_full((len(at),), point)
+    return new.cache_valid[:, : max(point - window, 0)].sum(-1).to(at.device) + window
+
+
+def _query_nbytes(new: AttentionInput) -> int:
     """Return the bytes that are recorded of one token."""
-    parts = (forward.query, forward.positions, *(forward.rotation or ()))
-    return sum(part.nbytes for part in parts) // forward.length
+    parts = (new.query, new.positions, *(new.rotation or ()))
+    return sum(part.nbytes for part in parts) // new.length

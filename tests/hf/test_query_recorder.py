@@ -175,3 +175,36 @@ def test_what_is_added_up_is_not_taken_back_in_part() -> None:
     assert past.nbytes == held and past.get_seq_length() == 34
     past.crop(27)  # all of the window
     assert past.get_seq_length() == 27
+
+
+@pytest.mark.parametrize("chunks", [[14], [1] * 14, [3, 9, 2], [5, 1, 8]], ids=str)
+@pytest.mark.parametrize("padding", [range(8, 14), range(9, 12), range(2, 11)], ids=str)
+@torch.no_grad()
+def test_padding_in_a_window_counts_as_tokens(padding: range, chunks: list[int]) -> None:
+    """Its request has fewer queries there, whenever they are added up, in a batch and alone."""
+    method, window, compared = Both(), 6, []
+    ids, mask = prompt(2, 34), torch.ones(2, 34, dtype=torch.long)
+    mask[1, [20 + token for token in padding]] = 0
+    begins = mask[:, : 34 - window].sum(-1)
+
+    def compare(observation: Observation, budget: Budget, keep_set: keepset.KeepSet) -> None:
+        if observation.lengths[0] == observation.prompts[0]:
+            return
+        rows = slice(-len(observation.lengths), None)
+        at = observation.query_positions
+        counts = (at >= begins[rows, None]) & (at >= 0)
+        usage = observation.by_query_group((observation.window_attention(window) * counts[:, None, :, None]).sum(2))
+        received = observation[WindowAttention(window)].attention_sums
+        torch.testing.assert_close(received, usage.mean(2), rtol=1e-5, atol=1e-6)
+        compared.append(len(received))
+
+    for rows in (slice(0, 2), slice(1, 2)):
+        past = keepset.Cache(tiny("llama"), keepset.Recipe.of(method, keep=11, every=14), observer=compare)
+        end = 0
+        for tokens in (20, *chunks):
+            end += tokens
+            at = (mask[rows, :end].cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
+            new = ids[rows, end - tokens : end]
+            tiny("llama")(new, attention_mask=mask[rows, :end], position_ids=at, past_key_values=past)
+        assert [event.length for event in past.events] == [20, 34]
+    assert compared == [2, 2, 1, 1]
