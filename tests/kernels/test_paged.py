@@ -156,7 +156,7 @@ def test_attention_is_that_of_every_entry(
     if implementation == "triton":
         from keepset.kernels.triton import paged
 
-        monkeypatch.setattr(paged, "_LEAST_PART", 64)  # so that heads are cut
+        monkeypatch.setattr(paged, "LEAST_PART", 64)  # so that heads are cut
     lengths, new = [190, 150, 1, 2, 0, 65], [1, 3, 1, 1, 0, 2]
     case = Case.draw(lengths, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, dtype)
     tokens, count = case.tokens(listed), sum(new) if listed else len(lengths)

@@ -13,13 +13,10 @@ from torch import Tensor
 from keepset.kernels import dispatch
 from keepset.kernels.packed import HeadTable, PackedHeads
 from keepset.kernels.triton.softmax import streamed
-from keepset.kernels.triton.tiles import rows_of
+from keepset.kernels.triton.tiles import LEAST_PART, PROGRAMS_PER_PROCESSOR, rows_of
 
 _BLOCK = 64
 """Parts are multiples of so many entries."""
-_PROGRAMS_PER_PROCESSOR = 4
-_LEAST_PART = 256
-"""Entries of a part, at least: a shorter one is not worth the merge."""
 _MERGED = 16
 """Parts of a query that are merged at a time."""
 
@@ -81,8 +78,8 @@ def ragged_attention(
 
 def _part(device: torch.device, entries: int) -> int:
     """Return how many entries a part has: enough parts to keep the device busy, none too short to be worth it."""
-    even = triton.cdiv(entries, dispatch.processors(device) * _PROGRAMS_PER_PROCESSOR)
-    return max(_LEAST_PART, triton.cdiv(even, _BLOCK) * _BLOCK)
+    even = triton.cdiv(entries, dispatch.processors(device) * PROGRAMS_PER_PROCESSOR)
+    return max(LEAST_PART, triton.cdiv(even, _BLOCK) * _BLOCK)
 
 
 # Only the dtypes of `keys_kind` and the like are used: heads are found by the table's addresses.

@@ -14,11 +14,8 @@ from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import Addresses, FiledLayouts, PagedTokens
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
 from keepset.kernels.triton.softmax import streamed
-from keepset.kernels.triton.tiles import rows_of
+from keepset.kernels.triton.tiles import LEAST_PART, PROGRAMS_PER_PROCESSOR, rows_of
 
-_PROGRAMS_PER_PROCESSOR = 4
-_LEAST_PART = 256
-"""Entries of a part, at least: a shorter one is not worth the merge."""
 _SPLITS = 8, 64
 """Parts of a long head: the least, since other heads of the step may be far shorter, and the most."""
 
@@ -61,7 +58,7 @@ def attend(
         0 if bias is None else bias.stride(0), scaling, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block, SIZE=size, ROWS=max(16, triton.next_power_of_2(group)),
-        BLOCK=rows_of(head_block, cache.dtype), LEAST_PART=_LEAST_PART,
+        BLOCK=rows_of(head_block, cache.dtype), LEAST_PART=LEAST_PART,
         LISTED=tokens.rows is not None, BIASED=bias is not None, SPLIT=splits > 1,
         ALIGNED=addresses.aligned,
     )  # fmt: skip
@@ -133,8 +130,8 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
         numbers: numbers of the output.
     """
     least, most = _SPLITS
-    even = triton.cdiv(dispatch.processors(device) * _PROGRAMS_PER_PROCESSOR, programs)
-    worth = min(triton.cdiv(longest, _LEAST_PART), max(least, min(most, even)))
+    even = triton.cdiv(dispatch.processors(device) * PROGRAMS_PER_PROCESSOR, programs)
+    worth = min(triton.cdiv(longest, LEAST_PART), max(least, min(most, even)))
     return max(1, min(worth, DEVICE_BLOCK // numbers))
 
 
@@ -171,9 +168,32 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
 
 
 @triton.jit
+def _dealt_to(counts, shared, head, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
+    """Return what `_dealt` does, of one head."""
+    count, kept, start, later = _dealt(counts, shared, HEADS, HEADS_BLOCK, SIZE)
+    own = tl.arange(0, HEADS_BLOCK) == head
+    count, kept = tl.sum(tl.where(own, count, 0), 0), tl.sum(tl.where(own, kept, 0), 0)
+    return count, kept, tl.sum(tl.where(own, start, 0), 0), tl.sum(tl.where(own, later, 0), 0)
+
+
+@triton.jit
 def _number(page, kept, start, later, HEADS: tl.constexpr):
     """Return the number of a head's page among its request's sub-pages."""
     return tl.where(page < kept, start + page, later + page * HEADS)
+
+
+@triton.jit
+def _locate(page, kept, start, later, first_block, shared, layer, layers, HEADS: tl.constexpr):
+    """Return each page's number, its index in the block table, and the layer in whose cache it lies."""
+    number = _number(page, kept, start, later, HEADS)
+    index, holder = first_block + number // HEADS, page * 0 + layer
+    if shared > 0:
+        # Shared pages are numbered through all layers.
+        elsewhere = page < kept
+        number = tl.where(elsewhere, number + shared - 1, number)
+        index = tl.where(elsewhere, number // (HEADS * layers), index)
+        holder = tl.where(elsewhere, number // HEADS % layers, holder)
+    return number, index, holder
 
 
 @triton.jit(do_not_specialize=["layer", "outputs"])
@@ -194,10 +214,7 @@ def _attend_pages(
         place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
     length = tl.load(lengths + token).to(tl.int32)
     shared = tl.load(shares + row * shared_row).to(tl.int32)
-    all_counts, all_kept, starts, laters = _dealt(counts + row * counts_row, shared > 0, HEADS, HEADS_BLOCK, SIZE)
-    own = tl.arange(0, HEADS_BLOCK) == head
-    count, kept = tl.sum(tl.where(own, all_counts, 0), 0), tl.sum(tl.where(own, all_kept, 0), 0)
-    start, later = tl.sum(tl.where(own, starts, 0), 0), tl.sum(tl.where(own, laters, 0), 0)
+    count, kept, start, later = _dealt_to(counts + row * counts_row, shared > 0, head, HEADS, HEADS_BLOCK, SIZE)
     since = length - tl.load(event_lengths + row * event_row).to(tl.int32)
     entries = tl.where(length > 0, count + since, 0)
     first_block = tl.load(firsts + row * first_row).to(tl.int32)
@@ -219,16 +236,8 @@ def _attend_pages(
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         entry = offset + tl.arange(0, BLOCK)
         stored = entry < entries
-        number = _number(entry // SIZE, kept, start, later, HEADS)
-        index = first_block + number // HEADS
-        if shared > 0:
-            # Shared pages are numbered through all layers.
-            elsewhere = entry // SIZE < kept
-            number = tl.where(elsewhere, number + shared - 1, number)
-            index = tl.where(elsewhere, number // (HEADS * layers), index)
-            holder = tl.where(elsewhere, number // HEADS % layers, layer)
-        else:
-            holder = entry * 0 + layer
+        page = entry // SIZE
+        number, index, holder = _locate(page, kept, start, later, first_block, shared, layer, layers, HEADS)
         block = tl.load(table + index, mask=stored, other=0).to(tl.int64)
         at = block * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
         numbers = tl.load(caches + holder).to(cache.dtype)

@@ -11,13 +11,10 @@ from torch import Tensor
 from keepset.kernels import dispatch
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.paged_arguments import Addresses, ColumnTarget, EntriesInPages, RecordedQueries
-from keepset.kernels.triton.paged import _dealt, _number
+from keepset.kernels.triton.paged import _dealt_to, _locate
 from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
-from keepset.kernels.triton.tiles import rows_of
+from keepset.kernels.triton.tiles import LEAST_PART, PROGRAMS_PER_PROCESSOR, rows_of
 
-_PROGRAMS_PER_PROCESSOR = 4
-_LEAST_PART = 256
-"""Entries of a part, at least: a shorter one is not worth a program."""
 _PARTS = 4, 16
 """Parts of a long head: the least, since other heads may be far shorter, and the most."""
 
@@ -51,8 +48,8 @@ def add_received(
     tokens = max(16 // wide, min(max(block // wide, 1), triton.next_power_of_2(n)), 1)
     blocks = triton.cdiv(n, tokens)
     least, most = _PARTS
-    even = triton.cdiv(dispatch.processors(kind.device) * _PROGRAMS_PER_PROCESSOR, heads)
-    parts = max(1, min(triton.cdiv(entries.longest, _LEAST_PART), max(least, min(most, even))))
+    even = triton.cdiv(dispatch.processors(kind.device) * PROGRAMS_PER_PROCESSOR, heads)
+    parts = max(1, min(triton.cdiv(entries.longest, LEAST_PART), max(least, min(most, even))))
     summed = tokens * (1 if largest else wide)
     # Always as wide as for most parts: another width would be another program, compiled while requests wait.
     partial = torch.empty(heads, blocks * summed, most, device=kind.device)
@@ -66,7 +63,7 @@ def add_received(
     )  # fmt: skip
     sizes = dict(
         GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
-        HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=block, LEAST_PART=_LEAST_PART,
+        HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=block, LEAST_PART=LEAST_PART,
         LARGEST=largest, BIASED=target.bias is not None, PLACED=target.positions is not None,
         ROWS=summed, PARTS=most,
         ALIGNED=addresses.aligned,
@@ -97,10 +94,7 @@ def _place(
     head, row, layer = program % HEADS, program // HEADS % rows, program // HEADS // rows
     of_layer = row * of_group + (first + layer) % of_group
     shared = tl.load(shares + of_layer).to(tl.int32)
-    all_counts, all_pages, starts, laters = _dealt(counts + of_layer * HEADS, shared > 0, HEADS, HEADS_BLOCK, SIZE)
-    own = tl.arange(0, HEADS_BLOCK) == head
-    count, pages = tl.sum(tl.where(own, all_counts, 0), 0), tl.sum(tl.where(own, all_pages, 0), 0)
-    start, later = tl.sum(tl.where(own, starts, 0), 0), tl.sum(tl.where(own, laters, 0), 0)
+    count, pages, start, later = _dealt_to(counts + of_layer * HEADS, shared > 0, head, HEADS, HEADS_BLOCK, SIZE)
     length = tl.load(lengths + row).to(tl.int32)
     entries = count + length - tl.load(event_lengths + of_layer).to(tl.int32)
     packed = tl.load(packs + of_layer * HEADS + head).to(tl.int32)
@@ -136,14 +130,8 @@ def _logits(
     ).to(kind.dtype.element_ty)  # fmt: skip
     last = tl.load(last_visible + row * n + token, mask=exists, other=-1)
     stored = entry < entries
-    number = _number(entry // SIZE, pages, start, later, HEADS)
-    index, holder = first_block + number // HEADS, entry * 0 + first + layer
-    if shared > 0:
-        # Shared pages are numbered through all layers.
-        elsewhere = entry // SIZE < pages
-        number = tl.where(elsewhere, number + shared - 1, number)
-        index = tl.where(elsewhere, number // (HEADS * layers), index)
-        holder = tl.where(elsewhere, number // HEADS % layers, holder)
+    page = entry // SIZE
+    number, index, holder = _locate(page, pages, start, later, first_block, shared, first + layer, layers, HEADS)
     of_page = tl.load(table + index, mask=stored, other=0).to(tl.int64)
     at = of_page * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
     keys = tl.load(addresses + holder).to(kind.dtype)

@@ -11,12 +11,10 @@ from torch import Tensor
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import HeadTable, PackedHeads
 from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
-from keepset.kernels.triton.tiles import rows_of
+from keepset.kernels.triton.tiles import LEAST_PART, rows_of
 
 _PARTS = 16
 """Parts of a head, at most, for the log-sum-exps of its queries."""
-_LEAST_PART = 256
-"""Entries of a part, at least: a shorter one is not worth a program."""
 
 
 def add_received(
@@ -44,7 +42,7 @@ def add_received(
     tokens = max(16 // wide, min(max(block // wide, 1), triton.next_power_of_2(n)), 1)
     blocks = triton.cdiv(n, tokens)
     length = -(-max(packed.longest, 1) // _PARTS)
-    part = max(_LEAST_PART, triton.cdiv(length, block) * block)
+    part = max(LEAST_PART, triton.cdiv(length, block) * block)
     parts = triton.cdiv(max(packed.longest, 1), part)
     # A row for each query head and token; for each token if the largest logit of a group counts.
     rows = tokens * (1 if largest else wide)
