@@ -218,6 +218,7 @@ class QueryRecorder:
         return self._few, max(self._few, requests * moments_nbytes(heads, head_dim) // query_nbytes)
 
     def _add(self, new: AttentionInput) -> None:
+        """Record queries, and their rotation if moments are made of them."""
         rotation = new.rotation if self._features.moments else None
         self.window.add(new.query, new.positions, new.valid, new.length, rotation)
 

@@ -111,11 +111,22 @@ class EntryColumns:
     def read(
         self, name: str, slots: Int[Tensor, "layers_rows kv_heads entries"]
     ) -> Float[Tensor, "layers_rows kv_heads entries *rest"]:
-        """Return a column's numbers at these slots, which are numbered through all layers."""
+        """Return a column's numbers.
+
+        Args:
+            name: name of the column.
+            slots: slots, numbered through all layers.
+        """
         return self[name].flatten(0, 1)[slots]
 
     def write(self, name: str, slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]) -> None:
-        """Write number `i` to `slots[i]`; slots are numbered through all layers."""
+        """Write number `i` to `slots[i]`.
+
+        Args:
+            name: name of the column.
+            slots: slots, numbered through all layers.
+            numbers: what to write.
+        """
         self[name].view(-1)[slots] = numbers.to(self[name].dtype)
 
     def positions(
@@ -137,6 +148,11 @@ class EntryColumns:
         return stored.where(index < packed[..., None], positions)
 
     def write_positions(self, slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]) -> None:
-        """Write the original positions of entries, if there is a column of them."""
+        """Write the original positions of entries, if there is a column for them.
+
+        Args:
+            slots: slots, numbered through all layers.
+            positions: of the entries.
+        """
         if POSITION in self:
             self.write(POSITION, slots, positions.int().view(torch.float32))

@@ -41,7 +41,12 @@ class RecordedFeatures:
 
     @classmethod
     def of(cls, needs: Needs, every: int | None) -> RecordedFeatures:
-        """Return the recorded features of a method's needs, with an event after every so many tokens."""
+        """Return what is recorded for a method.
+
+        Args:
+            needs: what the method looks at.
+            every: tokens from event to event; None if there is no event after the prompt.
+        """
         moments = [] if every is None else [feature for feature in needs.of(QueryMoments) if feature.buffer]
         return RecordedFeatures(tuple(needs.of(WindowAttention)), tuple(moments), needs.newest, every)
 

@@ -54,7 +54,12 @@ class QueryRing:
         return self._rings.nbytes + sum(part.nbytes for parts in self._moments.values() for part in parts.values())
 
     def part(self, first: int, layers: int) -> QueryRing:
-        """Return a view of `layers` layers from the `first` on."""
+        """Return a view of some layers.
+
+        Args:
+            first: the first layer.
+            layers: how many.
+        """
         part = copy.copy(self)
         part._rings = self._rings[first : first + layers]
         part._moments = {
@@ -82,22 +87,45 @@ class QueryRing:
         self._rings[layers.start : layers.stop, slots, places] = queries
 
     def hold(self, layer: int, slot: int, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
-        """Hold queries that are too many for a ring until `held` takes them out."""
+        """Hold a copy of queries that are too many for a ring, until `held` takes them out.
+
+        Args:
+            layer: the layer.
+            slot: slot of the request.
+            queries: queries after rotation.
+        """
         self._held[layer, slot] = queries.clone()
 
     def held(self, layers: range, slot: int) -> RecordedQueries:
-        """Take out what was held for a slot in these layers."""
+        """Take out the queries that were held in some layers.
+
+        Args:
+            layers: the layers.
+            slot: slot of the request.
+        """
         return of_step(torch.stack([self._held.pop((layer, slot)) for layer in layers]))
 
     def at(self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]) -> RecordedQueries:
-        """Return where the queries at these positions lie; nothing is copied."""
+        """Return where queries lie; nothing is copied.
+
+        Args:
+            layers: the layers.
+            slots: slot of each request.
+            positions: positions of the queries.
+        """
         rings = self._rings[layers.start : layers.stop]
         return RecordedQueries(rings, slots, positions % rings.shape[2])
 
     def newest(
         self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
     ) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
-        """Return a copy of the queries at these positions, zero where a position is negative."""
+        """Return a copy of queries, zero where a position is negative.
+
+        Args:
+            layers: the layers.
+            slots: slot of each request.
+            positions: positions of the queries.
+        """
         queries = self._rings[layers.start : layers.stop, slots[:, None], positions % self._rings.shape[2]]
         return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)
 
@@ -156,7 +184,14 @@ class QueryRing:
         slots: Int[Tensor, " rows"],
         fresh: Bool[Tensor, " rows"] | None = None,
     ) -> Moments:
-        """Return a copy of the moments of these requests in these layers, zero for those that are `fresh`."""
+        """Return a copy of the moments of some requests.
+
+        Args:
+            feature: the moments.
+            layers: the layers.
+            slots: slot of each request.
+            fresh: requests that have no moments yet, whatever lies in their slots; theirs are zero.
+        """
         parts = self._moments[feature]
         chosen = {name: part[layers.start : layers.stop, slots].flatten(0, 1) for name, part in parts.items()}
         if fresh is not None:

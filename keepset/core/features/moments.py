@@ -107,7 +107,12 @@ class _OfRows(Feature[Value]):
         """Return the rows of a chunk."""
 
     def add(self, moments: Moments, chunk: Chunk) -> None:
-        """Add a chunk's rows to moments."""
+        """Add a chunk's rows to moments.
+
+        Args:
+            moments: moments of earlier rows; changed.
+            chunk: new tokens, with a source.
+        """
         moments.add(self.rows(chunk), chunk.counted(self.skip), self.full)
 
     @abstractmethod
