@@ -48,7 +48,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to keep, how much of it, and when.
+    """A method, a budget and a schedule: what to keep, how much of it, and when.
 
     The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its parameters, then the
     options of the budget (`keep`, `sinks`, `recent`, `protect_prompt`, `protect`) and of the schedule (`prefill`,

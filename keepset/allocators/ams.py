@@ -25,7 +25,7 @@ _EPSILON = 1e-12
 
 
 class Segments(NamedTuple):
-    """How AMS divides one layer at an event.
+    """A layer at an event as AMS divides it.
 
     Attributes:
         mass: the mass of every entry; it sums to 1 over a head and is 0 at holes.

@@ -50,9 +50,6 @@ class LayerAllocator(Allocator):
             room: the most that each layer can take.
         """
 
-    def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        return self.select_all([observation], budget)
-
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         scorer, heads = self.scorer, observations[0].valid.shape[1]
         rankings = [scorer.ranked(each, budget, scorer.quotas(each.sizes, budget)) for each in observations]

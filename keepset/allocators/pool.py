@@ -39,9 +39,6 @@ class Pool(Allocator):
             return f"{self.name} says how much every head keeps, and {inner.name} says so too: leave one of them out."
         return ""
 
-    def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        return self.select_all([observation], budget)
-
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         scorer = self.scorer
         rankings = [scorer.ranked(each, budget, scorer.quotas(each.sizes, budget)) for each in observations]

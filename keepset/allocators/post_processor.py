@@ -37,9 +37,6 @@ class PostProcessor(Allocator):
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         return self.processed(ranking.observation, self.scorer.choose(ranking))
 
-    def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        return self.select_all([observation], budget)
-
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         chosen = self.scorer.select_all(observations, budget)
         if self.traits.across_layers:

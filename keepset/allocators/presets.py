@@ -43,9 +43,6 @@ class Preset(Method):
     def score(self, observation: Observation) -> Scores:
         return self.composition.score(observation)
 
-    def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        return self.composition.select(observation, budget)
-
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         return self.composition.select_all(observations, budget)
 

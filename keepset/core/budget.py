@@ -164,4 +164,4 @@ LIMIT = 2**63
 """Numbers of tokens must be below this: it is more than an int64 tensor can hold."""
 
 KEEP_HELP = "use a fraction in (0, 1] such as 0.25, or a whole number of entries from 1 such as 512"
-"""How an error explains what `keep` may be."""
+"""The explanation of `keep` in errors."""

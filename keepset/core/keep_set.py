@@ -18,7 +18,7 @@ from keepset.errors import KeepsetError
 
 
 class Layout(StrEnum):
-    """Where the numbers of kept entries may differ."""
+    """The dimensions in which numbers of kept entries may differ."""
 
     DENSE = "dense"
     LAYER_RAGGED = "layer-ragged"
@@ -128,7 +128,7 @@ class KeptIndices:
 
 @dataclass(frozen=True, eq=False)
 class LayerKeepSet:
-    """What one layer keeps, packed head after head and request after request, each head's part sorted.
+    """The entries that one layer keeps, packed head after head and request after request, each head's part sorted.
 
     Attributes:
         layer: the layer's index in the model.

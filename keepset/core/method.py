@@ -144,19 +144,11 @@ class Method(ABC):
         return ranking.best()
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        """Return what stays of one layer, and what the method remembers of it.
-
-        Args:
-            observation: the layer, with everything that the method's traits name as needed.
-            budget: the recipe's budget.
-
-        Raises:
-            KeepsetError: if the observation lacks something that the method needs.
-        """
-        return KeepSet([self.choose(self.ranked(observation, budget, self.quotas(observation.sizes, budget)))])
+        """Return what stays of one layer, and what the method remembers of it; see `select_all`."""
+        return self.select_all([observation], budget)
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        """Return what stays of all layers.
+        """Return what stays of all layers, and what the method remembers of them.
 
         Args:
             observations: the layers in the model's order, with everything that the method needs. One observation may
@@ -166,7 +158,8 @@ class Method(ABC):
         Raises:
             KeepsetError: if an observation lacks something that the method needs.
         """
-        return KeepSet([self.select(each, budget).layer(each.layer_ids[0]) for each in observations])
+        rankings = (self.ranked(each, budget, self.quotas(each.sizes, budget)) for each in observations)
+        return KeepSet([self.choose(ranking) for ranking in rankings])
 
     def _check(self, field: dataclasses.Field[Any], kind: Any) -> None:
         """Raise RecipeError if a parameter has a value that is not allowed; make a float of an int where one is due."""

@@ -1,4 +1,4 @@
-"""Whether scores of NaN raise an error: they do not while requests are served, and do while recipes are measured."""
+"""The switch that makes scores of NaN an error: off while requests are served, on while recipes are measured."""
 
 from __future__ import annotations
 

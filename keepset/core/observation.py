@@ -1,4 +1,4 @@
-"""`Observation`: what a method may look at at one compression event."""
+"""`Observation`: everything that a method may look at at one compression event."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keepset.kernels.window import first_unseen, masked_softmax, received_attent
 
 @dataclass(frozen=True, eq=False, init=False)
 class Observation:
-    """What a method may look at: one layer at one compression event, for all requests of a batch.
+    """One layer at one compression event, for all requests of a batch: everything that a method may look at.
 
     A runtime may show several layers as one batch, layer after layer, each with all requests. A row is then a request
     in a layer, and what depends on the layer is looked up for each row (`depths`, `indices`, `repeat_per_request`).

@@ -10,10 +10,10 @@ QueryHeadScores = Float[Tensor, "batch query_heads entries"]
 """A number for every entry of every request and query head."""
 
 Quotas = Int[Tensor, "batch kv_heads"]
-"""How many entries every KV head of every request keeps."""
+"""The number of entries that every KV head of every request keeps."""
 
 Mask = Bool[Tensor, "batch kv_heads entries"]
-"""Whether each entry of every request and KV head is meant."""
+"""A truth value for every entry of every request and KV head."""
 
 Queries = Float[Tensor, "batch query_heads n head_dim"]
 """n queries of every query head of every request."""

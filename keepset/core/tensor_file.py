@@ -19,7 +19,7 @@ from keepset.core.tensor_reader import TensorReader, opened, parse_json
 from keepset.errors import CorruptFileError, KeepsetError
 
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What reading damaged contents raises. RecursionError is a RuntimeError, and so are PyTorch's errors."""
+"""The errors that reading damaged contents raises. RecursionError is a RuntimeError, and so are PyTorch's errors."""
 
 
 @dataclass(frozen=True)

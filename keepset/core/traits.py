@@ -1,4 +1,4 @@
-"""`Traits`: what a runtime has to know of a method before it runs."""
+"""`Traits`: the properties of a method that a runtime has to know before the method runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from keepset.core.keep_set import Layout
 
 @dataclass(frozen=True)
 class Traits:
-    """What a runtime has to know of a method before it runs.
+    """The properties of a method that a runtime has to know before the method runs.
 
     Attributes:
         needs: features to collect beyond keys, values and positions.

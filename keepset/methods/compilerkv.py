@@ -102,9 +102,6 @@ class CompilerKV(Method):
         first = tables.budgets.new_zeros(len(observation.valid), device=observation.valid.device)
         return self._utility(observation, self.received_attention([observation]), tables, first)
 
-    def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        return self.select_all([observation], budget)
-
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
         tables, received = self.tables_for(observations[0]), self.received_attention(observations)
         parts = []

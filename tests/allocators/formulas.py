@@ -48,7 +48,7 @@ def budgets(draw: st.DrawFn) -> Budget:
 
 
 def given_scores(*layers: Sequence[Sequence[float]]) -> list[Observation]:
-    """One observation per layer whose entries have these scores, `[head][entry]`; one request."""
+    """Return one observation per layer, of one request, whose entries have these scores, `[head][entry]`."""
     return [
         observe(
             Shape((len(layer[0]),), len(layer), 2, 3, 3),
@@ -61,7 +61,7 @@ def given_scores(*layers: Sequence[Sequence[float]]) -> list[Observation]:
 
 
 def sets_of(method: Method, observations: Sequence[Observation], budget: Budget, request: int = 0) -> Sets:
-    """What every head of one request keeps, `[layer][head]`."""
+    """Return what every head of one request keeps, `[layer][head]`."""
     keep_set = method.select_all(observations, budget)
     return [
         [kept(keep_set, observation, request, head) for head in range(observation.keys.shape[1])]
@@ -70,12 +70,12 @@ def sets_of(method: Method, observations: Sequence[Observation], budget: Budget,
 
 
 def heads_of(method: Method, observation: Observation, budget: Budget, request: int = 0) -> list[list[int]]:
-    """What every head of one request keeps of one layer."""
+    """Return what every head of one request keeps of one layer."""
     return sets_of(method, [observation], budget, request)[0]
 
 
 def rounded(shares: Sequence[Fraction], total: int) -> list[int]:
-    """Whole numbers that sum to the total: largest remainders are rounded up, of equal ones the earlier."""
+    """Return whole numbers that sum to the total: largest remainders are rounded up, of equal ones the earlier."""
     counts = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda part: (counts[part] - shares[part], part))
     for part in by_remainder[: total - sum(counts)]:
@@ -84,7 +84,7 @@ def rounded(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 def key(scores: Sequence[float], entry: int, budget: Budget) -> tuple[int, float, int]:
-    """What entries are ordered by: sinks, the first one first; the recent suffix; scores, of equal ones the later."""
+    """Return the order of entries: sinks, the first one best; the recent suffix; scores, of equal ones the later."""
     if entry < budget.sinks:
         return 2, -entry, entry
     return (1, 0.0, entry) if entry >= len(scores) - budget.recent else (0, scores[entry], entry)
@@ -95,12 +95,12 @@ def best_first(scores: Sequence[float], budget: Budget) -> list[int]:
 
 
 def always(budget: Budget, length: int) -> int:
-    """How many entries stay in any case."""
+    """Return how many entries stay in any case."""
     return min(max(1, budget.sinks + budget.recent), length)
 
 
 def quota(budget: Budget, length: int, parts: int = 1) -> int:
-    """Entries that stay of so many parts together, each of which holds as many; a fraction is taken of all at once."""
+    """Return the entries that equally long parts keep together; a fraction is taken of all of them at once."""
     keep = budget.keep
     assert keep is not None
     if isinstance(keep, int):

@@ -1,4 +1,4 @@
-"""All nestings of two or three allocators, rewriters and presets, and what a request holds under one at each event."""
+"""All nestings of two or three allocators, post-processors and presets, and what a request holds at each event."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def allowed() -> list[Nesting]:
 
 @dataclass
 class Held:
-    """What every head of every layer holds of one request, and what the method remembers of it."""
+    """The entries that every head of every layer holds of one request, and what the method remembers of them."""
 
     positions: list[list[list[int]]]
     state: list[dict[str, list[list[float]]]]
@@ -73,13 +73,13 @@ class Held:
         return [[len(head) for head in layer] for layer in self.positions]
 
     def grown(self, first: int, tokens: int) -> Held:
-        """The same with new tokens, of which nothing is remembered yet."""
+        """Return the state with new tokens, of which nothing is remembered yet."""
         positions = [[[*head, *range(first, first + tokens)] for head in layer] for layer in self.positions]
         zeros = [0.0] * tokens
         return Held(positions, [{name: [[*h, *zeros] for h in of] for name, of in each.items()} for each in self.state])
 
     def compressed(self, method: Method, budget: Budget, length: int, prompt: int, seed: int) -> Held:
-        """What stays of it at an event, whose numbers are random."""
+        """Return what stays at an event whose numbers are random."""
         observations = [
             observe(
                 Shape((max(map(len, heads)),), HEADS, 2, 4, 3),

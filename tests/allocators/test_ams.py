@@ -229,7 +229,7 @@ def test_switches() -> None:
 
 
 def test_a_region_of_low_scores_is_not_wiped_out() -> None:
-    """What a global top-k drops whole keeps its share of what it receives."""
+    """A region that a global top-k drops as a whole keeps its share of what it receives."""
     observation = observe(Shape((200,), 1, 2, 8, 8), state={"scores": torch.arange(200.0)[None, None]})
     budget = Budget(40, sinks=0, recent=0)
     plain = kept(Recipe(Given(), budget).select(observation), observation, 0, 0)
@@ -289,7 +289,7 @@ def counted(observation: Observation, ranked: Tensor) -> Counter[str]:
 
 
 def test_an_event_does_not_wait_for_a_device_nor_loop_over_heads() -> None:
-    """The same operations for one head as for many, one segment as for many, and none that looks at a value."""
+    """Many heads and segments take the same operations as one, and none of these looks at a value."""
     calls = []
     for heads, batch in ((1, 1), (8, 1), (2, 5)):
         observation = observe(Shape((300,) * batch, heads, 2, 8, 8))

@@ -115,7 +115,7 @@ def test_snapkv_in_two_stages(shape: Shape, dtype: torch.dtype) -> None:
 
 
 def test_a_stage_of_its_own() -> None:
-    """Of ten entries of equal score those of large values are the second half; with alpha 1 nothing changes."""
+    """Among ten entries of about equal score those of large values are the second half; alpha 1 changes nothing."""
     observation = observe(Shape((10,), 1, 2, 3, 3), state={"scores": torch.arange(10.0)[None, None] * 1e-6})
     observation.values[0, 0] = 0.001
     observation.values[0, 0, [1, 3]] = 5.0

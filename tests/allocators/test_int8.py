@@ -1,4 +1,4 @@
-"""What stays is stored in 8 bits: the same entries in fewer bytes, and attention over what they are rounded to."""
+"""`int8` stores the same entries in fewer bytes, and attention reads the rounded ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_it_is_the_last_step() -> None:
 
 @pytest.mark.parametrize("text", RECIPES)
 def test_the_same_entries_in_fewer_bytes(text: str) -> None:
-    """Of a head of 16 numbers: 32 bytes, two scales and a position, and with `match` a bias."""
+    """An entry of a head of 16 numbers takes 32 bytes, two scales and a position, and with `match` a bias."""
     ids, mask = left_padded(prompt(2, 40), [0, 7])
     cache = keepset.Cache(tiny("llama"), text.format("snapkv"))
     whole = keepset.Cache(tiny("llama"), text.format("snapkv").removeprefix("int8(").replace("), keep", ", keep"))
@@ -71,7 +71,7 @@ def test_the_oracle_agrees_on_fed_tokens_with_padding() -> None:
 
 @pytest.mark.parametrize("inner", [pytest.param("snapkv(window=4)", marks=pytest.mark.full), "adakv(tova)"])
 def test_entries_do_not_drift_from_event_to_event(inner: str) -> None:
-    """They are read, chosen among and rounded once more: to the same 8 bits."""
+    """Each event reads entries, chooses among them and rounds them once more, to the same 8 bits."""
     ids, held = prompt(1, 40), []
     cache = keepset.Cache(tiny("llama"), f"int8({inner}, keep=16, every=8)")
     output = generate(tiny("llama"), ids, cache, max_new_tokens=7)

@@ -96,7 +96,7 @@ def test_of_equal_scores_all_layers_get_as_many() -> None:
 def test_heads_that_hold_different_numbers_share_what_there_is(
     data: st.DataObject, seed: int, keep: int, floor: float
 ) -> None:
-    """As at an event after others."""
+    """At an event after others heads hold different numbers of entries."""
     held = data.draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=4))
     length = 20
     observations = []

@@ -1,4 +1,4 @@
-"""How a budget is divided among layers: the division itself, and what holds for every allocator of this kind."""
+"""The division of a budget among layers, and what holds for every allocator that divides it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = [ZigZag, Dynamic]
 
 
 def level(shares: list[int], total: int, room: list[int]) -> list[Fraction]:
-    """In proportion to shares; who is full leaves the rest to the others, round after round."""
+    """Divide in proportion to shares; a full part leaves the rest to the others, round after round."""
     given = [Fraction(0)] * len(shares)
     open_ = {part for part, share in enumerate(shares) if share and room[part]}
     left = Fraction(min(total, sum(room[part] for part in open_)))
@@ -64,7 +64,7 @@ def test_no_share_at_all_is_an_equal_share() -> None:
 def test_layers_that_hold_different_numbers_share_what_there_is(
     kind: type[LayerAllocator], data: st.DataObject, seed: int, keep: int
 ) -> None:
-    """As at an event after others: what one layer is too short for the others keep."""
+    """At an event after others the other layers keep what one is too short for."""
     held = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=5))
     length = 30
     observations = [

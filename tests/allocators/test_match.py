@@ -1,4 +1,4 @@
-"""What is chosen stays what it was; entries that stay are fitted to what attention over all gives."""
+"""`match` leaves the choice as it was, and fits the entries that stay to attention over all entries."""
 
 from __future__ import annotations
 

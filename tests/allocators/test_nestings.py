@@ -1,4 +1,4 @@
-"""Every nesting of two or three allocators, rewriters and presets is refused, or keeps what its budget says."""
+"""Every nesting of two or three allocators, post-processors and presets is refused, or keeps what its budget says."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_heads_share_a_budget_once(text: str) -> None:
 
 
 def one_budget_for_all(method: Method) -> bool:
-    """Whether a fraction is taken of all layers together, and not of each head."""
+    """Return whether a fraction is taken of all layers together, and not of each head."""
     return method.traits.across_layers or not method.traits.fixed_total
 
 
@@ -63,7 +63,7 @@ def check_a_fraction(nesting: Nesting, prompt: int, percent: int, sinks: int, re
 
 
 def check_entries(nesting: Nesting, prompt: int, budget: Budget, every: int, seed: int) -> None:
-    """At the prompt's end, unless that is protected, and at two events after it, where the method has such."""
+    """Check the prompt's end, unless it is protected, and two events after it, if the method works there."""
     method, cap = made(nesting), nesting[-1] in CAPS
     recipe = Recipe(method, budget, Schedule(every=every))
     schedules = [EvictionSchedule(recipe, layer, LAYERS, HEADS, 1) for layer in LAYERS]
@@ -101,7 +101,7 @@ def check_counts(method: Method, kept: Held, total: int, each: int, exact: bool)
 
 
 def check_forecast(method: Method, budget: Budget, held: Held, length: int, prompt: int, kept: Held) -> None:
-    """What is said ahead of looking at an event is what it keeps."""
+    """Check that the forecast of an event is what it keeps."""
     if not method.traits.count_known_on_host:
         return
     for layer, before, after in zip(LAYERS, held.counts, kept.counts, strict=True):

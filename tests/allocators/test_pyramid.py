@@ -23,7 +23,7 @@ def model(shape: Shape, layers: int) -> list[Observation]:
 
 
 def counts(method: Pyramid, shape: Shape, layers: int, budget: Budget, request: int = 0) -> list[int]:
-    """What every layer keeps, the same in each of its heads."""
+    """Return what every layer keeps, the same in each of its heads."""
     per_layer = method.select_all(model(shape, layers), budget).counts[:, request].tolist()
     assert all(len(set(heads)) == 1 for heads in per_layer)
     return [heads[0] for heads in per_layer]

@@ -52,7 +52,7 @@ def naive_cuts(mass: list[float], share: float, shortest: int, longest: int) -> 
 
 
 def lengths_of(segment: Tensor, valid: Tensor) -> list[int]:
-    """Of one head's segments, in order; also checks that they are contiguous."""
+    """Return the lengths of one head's segments in order; check that they are contiguous."""
     mine = segment[valid].tolist()
     assert mine == sorted(mine) and set(mine) == set(range(max(mine) + 1))
     return [mine.count(index) for index in range(max(mine) + 1)]
@@ -120,7 +120,7 @@ def divisions(draw: st.DrawFn) -> tuple[int, list[float], list[int], list[int]]:
 
 
 def naive_shares(total: float, mass: list[float], upper: list[int], minimum: list[float]) -> list[float]:
-    """By bisection for the factor."""
+    """Return the shares, by bisection for the factor."""
 
     def shares(factor: float) -> list[float]:
         return [min(least + factor * part, high) for least, part, high in zip(minimum, mass, upper, strict=True)]

@@ -1,4 +1,4 @@
-"""What may be replaced by a file, and safetensors files read as safetensors itself reads them."""
+"""Paths that a file may replace, and safetensors files that are read as safetensors itself reads them."""
 
 from __future__ import annotations
 

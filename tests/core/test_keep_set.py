@@ -34,7 +34,7 @@ class Cached:
 
 
 def masked(entries: list[list[list[int]]], sets: list[list[list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which entries are chosen, and all their positions."""
+    """Return a random choice of entries, and all positions."""
     mask = [
         [[entry in chosen for entry in cached] for cached, chosen in zip(*heads, strict=True)]
         for heads in zip(entries, sets, strict=True)

@@ -16,7 +16,7 @@ def observation(entries: int, **parts: torch.Tensor) -> Observation:
 
 
 def best_first(scores: list[float], budget: Budget, **parts: torch.Tensor) -> list[int]:
-    """All entries of one head in the order in which selection takes them."""
+    """Return all entries of one head in the order in which selection takes them."""
     one_head = observation(len(scores), **parts)
     ranked = ranked_scores(torch.tensor([[scores]]), one_head, budget)
     taken: list[int] = []

@@ -247,7 +247,7 @@ def r_kv(observation: Observation, method: RKV, request: int, head: int) -> list
 def _importance(
     observation: Observation, method: RKV, request: int, head: int, keys: Matrix, before: list[int]
 ) -> list[float]:
-    """From the attention of each query head and each query of the window to the entries before it."""
+    """Return what entries before the window receive on average from its queries, max-pooled."""
     assert observation.queries is not None
     count = min(method.window, observation.queries.shape[2], int(observation.lengths[request]))
     received, members = [0.0] * len(keys), list(group_of(observation, head))
@@ -264,7 +264,7 @@ def _importance(
 
 
 def _redundancy(method: RKV, keys: Matrix) -> list[float]:
-    """From the cosines between the keys before the window."""
+    """Return a softmax over the mean cosines between the keys before the window."""
     unit = [[x / norm(key) for x in key] for key in keys]
     cosines = [[0.0 if i == j else dot(a, b) for j, b in enumerate(unit)] for i, a in enumerate(unit)]
     for row in cosines:
@@ -440,7 +440,7 @@ def _planes(measured: LayerStatistics) -> list[tuple[int, int | None, float]]:
 
 
 def _of_query_head(observation: Observation, method: TriAttention, request: int, head: int, member: int) -> list[float]:
-    """Of one query head, standardised: keys un-rotated, then the series term by term."""
+    """Return the standardised scores of one query head: keys un-rotated, then the series term by term."""
     measured, now = observation[ModelStatistics("")].layers[observation.layer], int(observation.lengths[request])
     mean, norms = measured.mean[member].double().tolist(), measured.norm[member].double().tolist()
     offsets = [2**n for n in range(40) if 2**n <= method.horizon]

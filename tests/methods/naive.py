@@ -56,14 +56,14 @@ SHAPES = [
 DTYPES = [torch.float32, torch.bfloat16]
 
 EXACT = dict(rtol=1e-5, atol=1e-6)
-"""For sums of a few dozen float32 products: a handful of roundings of 2**-24 each."""
+"""The tolerance for sums of a few dozen float32 products: a handful of roundings of 2**-24 each."""
 ROUNDED_LOGITS = dict(rtol=0.04, atol=1e-4)
-"""Where logits are rounded to bfloat16's 8 bits: of |logit| < 8 that takes up to 8 * 2**-9, and softmax
-sees it twice, in the numerator and in the sum."""
+"""The tolerance for logits rounded to bfloat16's 8 bits: that changes |logit| < 8 by up to 8 * 2**-9, which a softmax
+sees twice, in the numerator and in the sum."""
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    """How far attention may be from the naive one."""
+    """Return how far attention may be from the naive one."""
     return EXACT if dtype == torch.float32 else ROUNDED_LOGITS
 
 
@@ -207,13 +207,13 @@ def observe(
 
 @cache
 def of_methods(kind: type[Feature[Any]]) -> list[Feature[Any]]:
-    """What registered methods look at of this kind by default."""
+    """Return the features of one kind that registered methods look at by default."""
     kinds = [method for method in METHODS.values() if not issubclass(method, Allocator)]
     return [feature for method in kinds for feature in method().traits.needs.of(kind)]
 
 
 def of_a_second_pass(columns: Tensor, tokens: int = 7) -> SecondPassColumns:
-    """What entries received of so many tokens, from some positive numbers."""
+    """Return what entries received from a number of tokens, made of some positive numbers."""
     largest = columns / (1 + columns)
     received = [largest * (1 + tokens) / 2, largest, largest.square() * (1 + tokens) / 2]
     statistics = dict(zip((ColumnStatistic.SUM, ColumnStatistic.MAX, ColumnStatistic.SQUARE), received, strict=True))
@@ -242,7 +242,7 @@ def alone(observation: Observation, request: int) -> Observation:
 
 
 def features_of(observation: Observation, requests: list[int], entries: slice = slice(None)) -> dict[Feature[Any], Any]:
-    """What some requests of a batch have, of some of their entries."""
+    """Return the features of some requests of a batch, for some of their entries."""
     rope = Rope(tuple(observation.lengths[requests].tolist()))
 
     def part(feature: Feature[Any], value: Any) -> Any:
@@ -294,14 +294,14 @@ def several(observations: Sequence[Observation]) -> Observation:
 
 
 def projection(observation: Observation) -> Tensor:
-    """What its hidden states are multiplied with, `[hidden, query_heads, head_dim]`."""
+    """Return the weights that make queries of hidden states, `[hidden, query_heads, head_dim]`."""
     (hidden, *_) = (value for value in observation.features.values() if isinstance(value, HiddenDistribution))
     assert isinstance(hidden.queries, Project)
     return hidden.queries.weights
 
 
 def length_of(observation: Observation, request: int) -> int:
-    """How many entries a request has."""
+    """Return how many entries a request has."""
     return int(observation.valid[request, 0].sum())
 
 

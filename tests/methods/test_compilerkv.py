@@ -209,7 +209,7 @@ def test_few_entries_can_reach_a_threshold_of_the_utility_itself() -> None:
 def test_scores_where_heads_hold_different_entries(
     folder: Path, case: tuple[Shape, int, Budget, list[float], int], dtype: torch.dtype, seed: int
 ) -> None:
-    """As after an earlier event: attention is added up by position, and each KV head has its own heads' maximum."""
+    """After an earlier event attention is added up by position, and each KV head has its own heads' maximum."""
     shape, layers, *_ = case
     draw = torch.Generator().manual_seed(seed)
     tables, file = written(folder, layers, shape.kv_heads * shape.group)
@@ -253,7 +253,7 @@ def test_one_layers_score_is_what_it_selects_by() -> None:
 def test_filled_up_the_threshold_changes_nothing(
     folder: Path, case: tuple[Shape, int, Budget, list[float], int], seed: int
 ) -> None:
-    """And what stays by default is the best of what stays then."""
+    """Entries that stay by default are the best of those that stay when layers are filled up."""
     shape, layers, budget, perplexities, _ = case
     _, file = written(folder, layers, shape.kv_heads * shape.group, seed)
     observations = layers_of(shape, layers, perplexities, seed, file)
@@ -362,7 +362,7 @@ def test_what_it_needs_and_says(folder: Path) -> None:
 
 
 def losses(rows: list[list[float]], stay: Sequence[int]) -> tuple[list[float], list[float], float]:
-    """Of every row of attention what it pays to the dropped, and its L1 error (A1); and |E|_F over all rows (A4).
+    """Return every row's attention to the dropped and its L1 error (A1), and |E|_F over all rows (A4).
 
     What stays is renormalised; a row that sees none of it attends to nothing.
     """
@@ -377,7 +377,7 @@ def losses(rows: list[list[float]], stay: Sequence[int]) -> tuple[list[float], l
 
 
 def check_theorem(heads: list[list[list[float]]], stay: Sequence[int]) -> None:
-    """What the proof of theorem 4.1 shows of a layer, with its constants.
+    """Check what the proof of theorem 4.1 shows about a layer, with its constants.
 
     A1 is an equality wherever a row sees something that stays. So a row's error has length sqrt(2) X at most, X being
     its dropped mass, and the mean of |E|_F over heads is within that of sqrt(2 sum X^2), and that within sqrt(2 T) max
@@ -401,7 +401,7 @@ def check_theorem(heads: list[list[list[float]]], stay: Sequence[int]) -> None:
 @examples(60)
 @given(length=st.integers(6, 20), keep=st.integers(WINDOW, 20), heads=st.integers(1, 4), seed=st.integers(0, 99))
 def test_theorem_4_1_on_random_attention(length: int, keep: int, heads: int, seed: int) -> None:
-    """For what the method keeps, and for any other choice, whose rows may see nothing of it."""
+    """It holds for what the method keeps, and for any other choice, of which some rows may see nothing."""
     seen = layers_of(Shape((length,), heads, 1, 4, 4), 1, [1.0], seed)
     keep_set = CompilerKV(window=WINDOW, elastic=False).select_all(seen, Budget(keep, recent=WINDOW))
     rows = [window_attention(seen[0], 0, head, WINDOW) for head in range(heads)]

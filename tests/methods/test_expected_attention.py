@@ -98,7 +98,7 @@ def _zeros() -> tuple[torch.Tensor, torch.Tensor]:
 def test_expected_logits_are_those_of_each_key(
     size: int, block: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of matrices that need not be symmetric: rounding leaves none that is."""
+    """The matrices need not be symmetric: rounding leaves none that is."""
     monkeypatch.setattr(expected_attention, "CACHE_BLOCK" if device == "cpu" else "DEVICE_BLOCK", block)
     draw = torch.Generator().manual_seed(size)
     keys, matrices = torch.randn(2, 3, 11, size, generator=draw), torch.randn(2, 3, 2, size, size, generator=draw)

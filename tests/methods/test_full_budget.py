@@ -1,4 +1,4 @@
-"""What `keep=1.0` comes to under every registered method, and what the guide says of it."""
+"""A budget of `keep=1.0` under every registered method, and what the guide says about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH, HEADS, LAYERS = 200, 2, (0, 1, 4)
 
 
 def is_the_full_cache(text: str, keep: int | float) -> bool:
-    """Whether everything stays, every number as it was, by a method with its own defaults."""
+    """Return whether everything stays, every number as it was, under a method with its own defaults."""
     method, shape = Recipe.parse(text).method, Shape((LENGTH,), HEADS, 2, 8, 8)
     # Attention that is sharp, or all entries are wanted by some query.
     sharp = [observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, scaling=2.0) for layer in LAYERS]

@@ -155,7 +155,7 @@ def test_blocks_of_samples_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @examples(200)
 @given(weights=st.lists(st.integers(0, 9), min_size=1, max_size=12), tenths=st.integers(0, 10))
 def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass(weights: list[int], tenths: int) -> None:
-    """In whole numbers, a total of a power of two, so that no rounding decides."""
+    """Weights are whole numbers that sum to a power of two, so that no rounding decides."""
     weights = [*weights, 2**7 - sum(weights)]
     attention = torch.tensor(weights) / 2**7
     count, mass = int(nucleus(attention, tenths / 16)), tenths * 8

@@ -1,4 +1,4 @@
-"""What every registered method promises, whatever the text, the batch and the budget."""
+"""Promises of every registered method, whatever the text, the batch and the budget."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Case:
         ]
 
     def _positions(self, layer: int) -> torch.Tensor | None:
-        """As after an earlier compression: every head lost other entries, never the newest."""
+        """Return positions after an earlier compression: every head lost other entries, never the newest."""
         if not self.dropped:
             return None
         draw = torch.Generator().manual_seed(self.seed + layer)
@@ -152,7 +152,7 @@ def entries_of(observation: Observation, request: int, head: int) -> list[int]:
 
 
 def always(case: Case, observation: Observation, request: int, head: int) -> list[int]:
-    """What always stays, the most important first: sinks from the first on, then the newest backwards."""
+    """Return the entries that always stay, the most important first: sinks, then the newest ones backwards."""
     entries, newest = entries_of(observation, request, head), int(observation.lengths[request])
     sinks = [entry for entry in entries if entry < case.budget.sinks]
     recent = [entry for entry in reversed(entries) if entry >= newest - case.budget.recent and entry not in sinks]
@@ -211,7 +211,7 @@ def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
 def test_keeps_a_protected_prompt_and_exactly_its_number(
     name: str, data: st.DataObject, recent: int, more: int, seed: int
 ) -> None:
-    """At an event after others: the prompt is there in every head, and of what followed each lost something else.
+    """An event after others: every head holds the whole prompt, and each lost other entries of what followed.
 
     The whole prompt is protected, or a range that is part of every one.
     """
@@ -298,7 +298,7 @@ def test_every_request_is_decided_by_itself_wherever_it_is_in_the_batch(
 def test_layers_that_are_shown_as_one_batch_keep_what_they_keep_one_by_one(
     name: str, case: Case, data: st.DataObject
 ) -> None:
-    """As paged runtimes show them to all methods that they serve, as many at a time as there is room for."""
+    """Paged runtimes show layers this way to all methods that they serve, as many at a time as there is room for."""
     method, apart, batch = make(name), case.observations(), case.shape.batch
     first = data.draw(st.sampled_from([1, 2, 4]))
     shown = [several(some) for some in (apart[:first], apart[first:]) if some]
@@ -333,7 +333,7 @@ def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> No
 
 
 def permuted(observation: Observation, order: list[int]) -> Observation:
-    """The same requests in another order."""
+    """Return an observation of the same requests in another order."""
     assert observation.queries is not None and observation.query_positions is not None
     return Observation(
         keys=observation.keys[order],

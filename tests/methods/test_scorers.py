@@ -1,4 +1,4 @@
-"""What the papers of scorers say in words: what stays by itself, and what a parameter changes."""
+"""Statements that papers make about scorers in words: what stays by itself, and what a parameter changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.methods.naive import EXACT, SHAPES, SUM, Shape, check_scores, kept, l
 
 
 def heads_of(text: str, observation: Observation) -> list[list[int]]:
-    """What each head of the only request keeps under a recipe."""
+    """Return what each head of the only request keeps under a recipe."""
     keep_set = Recipe.parse(text).select(observation)
     return [kept(keep_set, observation, 0, head) for head in range(observation.keys.shape[1])]
 

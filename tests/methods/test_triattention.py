@@ -24,7 +24,7 @@ def one_plane(mean: float, norm: float, frequency: float) -> dict[ModelStatistic
 
 
 def rotated(length: int, frequency: float) -> torch.Tensor:
-    """The same key at every position."""
+    """Return one key, rotated to every position."""
     angles = torch.arange(length) * frequency
     return torch.stack([angles.cos(), angles.sin()], -1)[None, None]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,7 +46,10 @@ class Mass(Method):
     def score(self, observation: Observation) -> Tensor:
         return observation.by_query_group(observation.window_attention(self.window)).mean((2, 3))
 
-    def select(self, observation: Observation, budget: Budget) -> KeepSet:
+    def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
+        return KeepSet([self._kept(each, budget).layer(each.layer_ids[0]) for each in observations])
+
+    def _kept(self, observation: Observation, budget: Budget) -> KeepSet:
         scores = self.score(observation).masked_fill(~observation.valid, 0.0)
         best, order = scores.sort(dim=-1, descending=True, stable=True)
         enough = best.cumsum(-1) - best >= self.share

@@ -1,1 +1,1 @@
-"""What a method can look at besides entries, one file each."""
+"""The things besides entries that a method can look at, one file each."""
