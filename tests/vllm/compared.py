@@ -1,8 +1,9 @@
-"""What tests of engines against the reference and the transformers runtime have in common."""
+"""What tests of engines have in common: how engines are run, and what they are held against."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -10,16 +11,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import keepset
 from keepset import Recipe
 from tests.paged.reference import newest_event
-from tests.vllm.engine import Ask, Result, layers_of
+from tests.vllm.engine import Ask, Result, Scenario, layers_of, raw
 from tests.vllm.oracle import Oracle
 
 CHUNKED = {"max_num_batched_tokens": 256}
 
 Embedded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+Key = TypeVar("Key")
 
 
 def asks(essay: list[int], lengths: tuple[int, ...], tokens: int) -> list[Ask]:
     return [Ask(essay[137 * index : 137 * index + length], tokens) for index, length in enumerate(lengths)]
+
+
+def answers_of(scenarios: Mapping[Key, Scenario], env: dict[str, str] | None = None) -> dict[Key, Any]:
+    """What each engine answered, or the text of its error; all run in one process."""
+    return dict(zip(scenarios, raw(*scenarios.values(), env=env), strict=True))
 
 
 def result(answers: dict[Any, Any], key: object) -> Result:
@@ -28,15 +35,28 @@ def result(answers: dict[Any, Any], key: object) -> Result:
     return Result(**answer)
 
 
-def check_oracle(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> None:
-    """What was produced and kept is what the reference does in the same steps."""
+def check_oracle(oracle: Oracle, recipe: str | None, some: list[Ask], engine: Result) -> None:
+    """What was produced and kept is what the reference does in the same steps; without a recipe all was kept."""
+    parsed = None if recipe is None else Recipe.parse(recipe)
     for index, ask in enumerate(some):
         tokens = engine.tokens[index] or []
         assert ask.abort is not None or len(tokens) == ask.max_tokens
-        replay = oracle.replay(Recipe.parse(recipe), ask.ids, tokens, engine.steps_of(index))
+        replay = oracle.replay(parsed, ask.ids, tokens, engine.steps_of(index))
         assert replay.best == tokens
         assert engine.events_of(index) == replay.events
     engine.check_nothing_left()
+
+
+def check_transformers(
+    model: PreTrainedModel, recipe: str | Recipe, some: list[Ask], engine: Result, places: Iterable[int] | None = None
+) -> None:
+    """What was produced and kept is what the transformers runtime does; `places` are the requests to look at."""
+    for index in range(len(some)) if places is None else places:
+        ids, tokens = some[index].ids, engine.tokens[index]
+        assert tokens is not None
+        cache = keepset.Cache(model, recipe, prompt_length=len(ids), history=True)
+        assert fed(model, cache, cache.recipe, ids, tokens) == tokens
+        check_cache(cache, engine, index)
 
 
 @torch.no_grad()

@@ -135,3 +135,11 @@ def tiny_oracle(tiny: Path) -> Oracle:
     from tests.vllm.oracle import Oracle
 
     return Oracle(LlamaForCausalLM.from_pretrained(tiny).eval(), BLOCK)
+
+
+@pytest.fixture(scope="session")
+def tiny_and_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random model of two layers, with the embedded model's tokenizer."""
+    from tests.vllm.served import save_model
+
+    return save_model(tmp_path_factory.mktemp("tiny"), tie_word_embeddings=True)

@@ -27,16 +27,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import keepset
-from keepset.recipe import Recipe
-from keepset.serving.command import command
 from keepset.serving.context_api import HONOURED
-from keepset.serving.server import ServerProcess, free_port
+from keepset.serving.server import ServerProcess
 from keepset.vllm.owned_contexts import EVERYBODY, owner_of
 from keepset.vllm.request_options import MAX_RANGES
 from keepset.vllm.signing import SIGNING_KEY, signed
-from tests.vllm.engine import SPARING
-from tests.vllm.serve import forked
-from tests.vllm.test_soak import OPTIONS, save_tiny
+from tests.vllm.served import save_model, served
 
 PATIENCE = 20.0
 """Seconds in which anything is answered: a request that holds others would take minutes."""
@@ -405,12 +401,8 @@ def prove(model: Path, folder: Path, keys: bool, minutes: float, seed: int) -> N
         AssertionError: an answer is not as it must be.
     """
     save_contexts(model, folder)
-    port = free_port()
-    options = [*OPTIONS, *(["--api-key", "one", "two"] if keys else []), "--enable-log-requests"]
-    words = command(str(model), Recipe.parse(RECIPE), options, ["--port", str(port)], contexts=folder, save_bytes=10**6)
-    draw = random.Random(seed)
-    with ServerProcess(forked(words), port) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
-        server.wait(600)
+    options, draw = [*(["--api-key", "one", "two"] if keys else []), "--enable-log-requests"], random.Random(seed)
+    with served(model, RECIPE, options, PATIENCE, contexts=folder, save_bytes=10**6) as (server, client):
         proof, start, minute = Proof(client, server, folder, keys), time.monotonic(), 0
         # Requests are drawn with signatures of this server's, too.
         os.environ[SIGNING_KEY] = proof._secret
@@ -433,10 +425,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="for both servers together")
     parser.add_argument("--seed", type=int, default=1)
     said = parser.parse_args()
-    os.environ.update(SPARING)
     with TemporaryDirectory() as place:
         model = Path(place) / "tiny"
-        save_tiny(model)
+        save_model(model, tie_word_embeddings=True)
         for keys in (True, False):
             folder = Path(place) / f"contexts-{keys}"
             folder.mkdir()

@@ -23,6 +23,7 @@ from keepset.vllm import owned_contexts as owned
 from keepset.vllm import signing, stats
 from keepset.vllm.request_options import MAX_BYTES, MAX_RANGES, RequestOptions, from_signed, parse_options
 from tests.hf.damage import flipped
+from tests.vllm.asgi import call, text_of
 
 
 @pytest.fixture(autouse=True)
@@ -89,30 +90,14 @@ def server(
     more = {**more, "keepset_save_bytes": limit} if limit else more
     said = {"keepset_contexts": str(folder), "keepset_signed": True, **more}
     config = SimpleNamespace(additional_config=said, model_config=model_config)
-    middleware = ContextMiddleware(inner)
+    middleware, app = ContextMiddleware(inner), SimpleNamespace(state=SimpleNamespace(vllm_config=config))
 
     def asked(method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
         text = json.dumps(body).encode() if not isinstance(body, bytes) else body
-        pieces = [text[:5], text[5:]]
-        answer: list[Any] = [] if answers is None else answers
-
-        async def receive() -> Any:
-            if not pieces:
-                await asyncio.Event().wait()
-            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
-
-        async def send(message: Any) -> None:
-            answer.append(message)
-
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "headers": [(b"content-length", str(len(text)).encode()), (b"authorization", f"Bearer {key}".encode())],
-            "app": SimpleNamespace(state=SimpleNamespace(vllm_config=config)),
-        }
-        asyncio.run(middleware(scope, receive, send))
-        return answer[0]["status"], json.loads(b"".join(piece["body"] for piece in answer[1:]))
+        sent = call(middleware, method, path, text, key, app=app)
+        if answers is not None:
+            answers.extend(sent)
+        return sent[0]["status"], json.loads(text_of(sent))
 
     return asked
 

@@ -9,22 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import keepset
-from keepset.recipe import Recipe
-from keepset.serving.command import command
-from keepset.serving.server import ServerProcess, free_port
-from tests.vllm.engine import SPARING
-from tests.vllm.serve import forked
-from tests.vllm.test_soak import OPTIONS, tiny_and_tokenizer
+from tests.vllm.served import served
 
 pytestmark = pytest.mark.full
 
-__all__ = ["tiny_and_tokenizer"]
 TEXT = list(range(300, 400))
 RECIPE = "adakv(snapkv(window=8), keep=40, every=16)"
 Ask = Any
@@ -32,24 +25,14 @@ Ask = Any
 
 @pytest.fixture(scope="module")
 def ask(tiny_and_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    folder, port = tmp_path_factory.mktemp("contexts"), free_port()
+    folder = tmp_path_factory.mktemp("contexts")
     model = AutoModelForCausalLM.from_pretrained(tiny_and_tokenizer)
     cache = keepset.Cache(model, "knorm(keep=0.25)")
     with torch.no_grad():
         model(torch.tensor([TEXT]), past_key_values=cache)
     cache.save(folder / "manual.safetensors", token_ids=TEXT)
-    options, forced = [*OPTIONS, "--enable-prompt-embeds", "--api-key", "one", "two"], ["--port", str(port)]
-    words = command(str(tiny_and_tokenizer), Recipe.parse(RECIPE), options, forced, contexts=folder, save_bytes=10**7)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SPARING.items():
-            patch.setenv(name, value)
-        yield from serve(forked(words), port)
-
-
-def serve(words: list[str], port: int) -> Iterator[Ask]:
-    """A way to ask a server."""
-    with ServerProcess(words, port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-        server.wait(600)
+    options = ["--enable-prompt-embeds", "--api-key", "one", "two"]
+    with served(tiny_and_tokenizer, RECIPE, options, contexts=folder, save_bytes=10**7) as (server, client):
 
         def asked(path: str, key: str = "one", **body: Any) -> Any:
             headers = {"authorization": f"Bearer {key}"}

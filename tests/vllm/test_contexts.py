@@ -13,14 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import keepset
 from tests.hf.damage import flipped
-from tests.vllm.compared import result
+from tests.vllm.compared import answers_of, result
 from tests.vllm.conftest import TINY
-from tests.vllm.engine import BLOCK, Ask, Result, Scenario, raw
-from tests.vllm.late import Late
+from tests.vllm.contexts import IDS, JOINT, OPENING, TOKENS, ask, question, serving, write
+from tests.vllm.engine import BLOCK, Ask, Result
 
-settings = Late("keepset.vllm.settings")
-
-IDS = torch.randint(3, 512, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
 CONTEXTS = {
     "uniform": ("snapkv(window=8, keep=40)", 150),
     "ragged": ("adakv(snapkv(window=8), keep=0.3)", 230),
@@ -34,28 +31,12 @@ CONTEXTS = {
     "values": ("match(adakv(snapkv(window=8)), biases=False, window=8, keep=64)", 200),
 }
 SIZES = (5, 33, 70, 1)
-TOKENS = 24
-ENGINE: dict[str, Any] = {
-    "max_model_len": 512,
-    "num_gpu_blocks_override": 160,
-    "max_num_batched_tokens": 64,
-    "enable_prefix_caching": True,
-}
-
-
-def question(index: int, size: int) -> list[int]:
-    return IDS[1000 + 101 * index : 1000 + 101 * index + size]
-
-
-def ask(name: str, index: int, size: int, tokens: int = TOKENS, **more: Any) -> Ask:
-    return Ask(question(index, size), tokens, extra={"keepset": {"context": name}}, **more)
-
 
 EACH = [ask(name, place, SIZES[place % 4]) for place, name in enumerate(CONTEXTS)] + [Ask(question(25, 120), TOKENS)]
 AGAIN = [*EACH, *(ask(name, 10 + place, SIZES[(place + 1) % 4]) for place, name in enumerate(CONTEXTS))]
 BY_TEXT = ["a text", "and more"]
 """Contexts whose files know their tokens; the second goes on where the first ends."""
-TEXT, MORE, OPENING, JOINT = IDS[3000:3200], IDS[3000:3260], IDS[3000:3003], [11, 12]
+TEXT, MORE = IDS[3000:3200], IDS[3000:3260]
 FOUND = [
     Ask(TEXT + question(1, 20), TOKENS),
     Ask(MORE + question(2, 20), TOKENS),
@@ -103,16 +84,6 @@ ALL = [*REFUSED, *EACH, *FOUND]
 """All of them at once."""
 
 
-def write(
-    folder: Path, model: PreTrainedModel, name: str, recipe: str, tokens: int, text: list[int] | None = None
-) -> Path:
-    cache = keepset.Cache(model, recipe)
-    with torch.no_grad():
-        model(torch.tensor([text or IDS[:tokens]]), past_key_values=cache)
-    cache.save(folder / f"{name}.safetensors", force=True, token_ids=text, opening=len(OPENING), joint=JOINT)
-    return folder / f"{name}.safetensors"
-
-
 @pytest.fixture(scope="module")
 def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("contexts")
@@ -133,19 +104,9 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
     return folder
 
 
-def scenario(tiny: Path, folder: Path, asks: list[Ask], preempt: tuple[int, ...] = (), **more: Any) -> Scenario:
-    engine = more.pop("engine", {})
-    contexts = {
-        "additional_config": {settings.CONTEXTS: str(folder)},
-        "kv_transfer_config": settings.CONTEXT_CONNECTOR,
-    }
-    return Scenario(None, asks, preempt, {"model": str(tiny), **contexts, **ENGINE, **engine}, **more)
-
-
 @pytest.fixture(scope="module")
 def engines(tiny: Path, folder: Path) -> dict[str, Any]:
-    scenarios = {"all": scenario(tiny, folder, ALL), "later": scenario(tiny, folder, LATER)}
-    return dict(zip(scenarios, raw(*scenarios.values()), strict=True))
+    return answers_of({"all": serving(tiny, folder, ALL), "later": serving(tiny, folder, LATER)})
 
 
 @pytest.fixture(scope="module")
@@ -157,19 +118,17 @@ def many(tiny_model: PreTrainedModel, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def others(tiny: Path, folder: Path, many: None) -> dict[str, Any]:
+    two_prompts = {"max_model_len": 2048, "num_gpu_blocks_override": 1 + 2 * (2048 // BLOCK)}
     scenarios = {
-        "turmoil": scenario(tiny, folder, TURMOIL, (12, 33)),
-        "crowd": scenario(tiny, folder, CROWD, engine={"num_gpu_blocks_override": 30}),
-        "soak": scenario(tiny, folder, SOAK, (90, 200), engine={"num_gpu_blocks_override": 40}),
-        "in turn": scenario(
-            tiny, folder, IN_TURN, engine={"max_model_len": 2048, "num_gpu_blocks_override": 1 + 2 * (2048 // BLOCK)}
-        ),
-        "apart": scenario(tiny, folder, AGAIN, own_process=True),
-        "ahead": scenario(tiny, folder, TURMOIL, engine={"async_scheduling": True}, stub_streams=True),
+        "turmoil": serving(tiny, folder, TURMOIL, preempt=(12, 33)),
+        "crowd": serving(tiny, folder, CROWD, engine={"num_gpu_blocks_override": 30}),
+        "soak": serving(tiny, folder, SOAK, preempt=(90, 200), engine={"num_gpu_blocks_override": 40}),
+        "in turn": serving(tiny, folder, IN_TURN, engine=two_prompts),
+        "apart": serving(tiny, folder, AGAIN, own_process=True),
     }
+    ahead = serving(tiny, folder, TURMOIL, engine={"async_scheduling": True}, stub_streams=True)
     nobind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    answers = raw(*list(scenarios.values())[:-1], env=nobind) + raw(scenarios["ahead"])
-    return dict(zip(scenarios, answers, strict=True))
+    return answers_of(scenarios, env=nobind) | answers_of({"ahead": ahead})
 
 
 @torch.no_grad()
@@ -285,8 +244,8 @@ def test_ranks_that_share_the_heads(tmp_path: Path) -> None:
     for name, (recipe, tokens) in CONTEXTS.items():
         write(folder, model, name, recipe, tokens)
     engine = {"tensor_parallel_size": 3, "num_gpu_blocks_override": 40}
-    scenarios = scenario(tiny, folder, EACH, engine=engine), scenario(tiny, folder, TURMOIL, (12,), engine=engine)
-    answers = dict(enumerate(raw(*scenarios, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})))
+    scenarios = serving(tiny, folder, EACH, engine=engine), serving(tiny, folder, TURMOIL, preempt=(12,), engine=engine)
+    answers = answers_of(dict(enumerate(scenarios)), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
     for place, some in enumerate((EACH, TURMOIL)):
         check(model, folder, some, result(answers, place))
     assert sum(result(answers, 1).preemptions) > 0

@@ -16,14 +16,11 @@ from transformers import PreTrainedModel
 
 import keepset
 from tests.hf.damage import flipped
-from tests.vllm.compared import result
-from tests.vllm.engine import Ask, Result, Scenario, raw, sealed
+from tests.vllm.contexts import IDS, going_on, question, serving, write
+from tests.vllm.engine import Ask, Result, Scenario, run, sealed
 from tests.vllm.late import Late
-from tests.vllm.test_contexts import ENGINE, IDS, question, write
-from tests.vllm.test_contexts_that_go_on import going_on
 
 pytestmark = pytest.mark.full
-settings = Late("keepset.vllm.settings")
 owned = Late("keepset.vllm.owned_contexts")
 
 REQUESTS = int(os.environ.get("KEEPSET_SOAK", "200"))
@@ -77,17 +74,8 @@ def chats(tiny_model: PreTrainedModel) -> dict[tuple[str, int], list[Turn]]:
     }
 
 
-def scenario(tiny: Path, folder: Path, recipe: str, some: list[Ask], signed: bool = False, **more: Any) -> Scenario:
-    additional = {settings.CONTEXTS: str(folder), settings.SAVE_LIMIT: 260_000, "keepset": recipe}
-    additional[settings.SIGNED] = signed
-    engine = {
-        "model": str(tiny),
-        **ENGINE,
-        "additional_config": additional,
-        "kv_transfer_config": settings.CONTEXT_CONNECTOR,
-        "num_gpu_blocks_override": 40,
-    }
-    return Scenario(None, some, (), engine, **more)
+def scenario(tiny: Path, folder: Path, recipe: str, some: list[Ask], **more: Any) -> Scenario:
+    return serving(tiny, folder, some, recipe, save=260_000, engine={"num_gpu_blocks_override": 40}, **more)
 
 
 def aborted(draw: random.Random, add: int) -> int | None:
@@ -131,8 +119,7 @@ def test_nothing_is_lost_and_nobody_mixed_up(
     place = folder / "coming.safetensors"
     files = [(step, coming if step % 40 else None, place) for step in range(10, REQUESTS, 20)]
     files += [(step, folder / "flipped.safetensors", place) for step in range(55, REQUESTS, 80)]
-    answer = raw(scenario(tiny, folder, ONCE, [one for one, _ in some], signed=True, files=files))[0]
-    engine = result({"": answer}, "")
+    (engine,) = run(scenario(tiny, folder, ONCE, [one for one, _ in some], signed=True, files=files))
     engine.check_nothing_left()
     check(tiny_model, folder, coming, some, engine, chats)
     for tenant in TENANTS:
@@ -196,7 +183,7 @@ def test_branches_leave_what_they_share_alone(tiny: Path, tiny_model: PreTrained
         extra = draw.choice([None, *({"keepset": {"context": name}} for name in [*GOING, "still"])])
         ids = question(draw.randrange(9), draw.choice([1, 20, 70]))
         some.append(Ask(ids, draw.randrange(1, 20), add=number, abort=aborted(draw, number), extra=extra))
-    engine = result({"": raw(scenario(tiny, tmp_path, EVERY, some))[0]}, "")
+    (engine,) = run(scenario(tiny, tmp_path, EVERY, some))
     engine.check_nothing_left()
     for index, one in enumerate(some):
         tokens = engine.tokens[index] or []

@@ -6,18 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
-import keepset
-from tests.vllm.compared import check_oracle, result
-from tests.vllm.engine import Ask, Result, Scenario, raw
-from tests.vllm.late import Late
+from tests.vllm.compared import answers_of, check_oracle, result
+from tests.vllm.contexts import ask, going_on, question, serving, write
+from tests.vllm.engine import Ask, Result, Scenario
 from tests.vllm.oracle import Oracle
-from tests.vllm.test_contexts import ENGINE, ask, question, write
 
 pytestmark = pytest.mark.full
-settings = Late("keepset.vllm.settings")
 
 RECIPES = {
     "equal": "snapkv(window=8, keep=40, every=16)",
@@ -42,12 +38,8 @@ TURMOIL = [*ASKS, ask("long", 7, 30, 60, add=4, abort=25), ask("wide", 8, 30, 60
 
 
 def scenario(tiny: Path, folder: Path, name: str) -> Scenario:
-    recipe = RECIPES[name]
-    additional = {settings.CONTEXTS: str(folder), settings.SAVE_LIMIT: 10**7, "keepset": recipe}
-    connector = {"kv_transfer_config": settings.CONTEXT_CONNECTOR}
-    engine = {"model": str(tiny), **ENGINE, "additional_config": additional, **connector}
-    some = TURMOIL if name == "turmoil" else [PLAIN, *ASKS]
-    return Scenario(None, some, (13, 40) if name == "turmoil" else (), engine, own_process=name == "apart")
+    some, preempt = (TURMOIL, (13, 40)) if name == "turmoil" else ([PLAIN, *ASKS], ())
+    return serving(tiny, folder, some, RECIPES[name], save=10**7, preempt=preempt, own_process=name == "apart")
 
 
 @pytest.fixture(scope="module")
@@ -64,25 +56,7 @@ def folders(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def engines(tiny: Path, folders: dict[str, Path]) -> dict[str, Any]:
-    return dict(zip(RECIPES, raw(*(scenario(tiny, folders[name], name) for name in RECIPES)), strict=True))
-
-
-@torch.no_grad()
-def going_on(
-    model: PreTrainedModel, path: Path, asked: list[int], tokens: list[int], steps: list[tuple[int, int]]
-) -> list[int]:
-    """The best token after each of the answer's, fed in the engine's steps; a preempted request begins again."""
-    ids, best, cache = asked + tokens, dict[int, int](), keepset.Cache.load(path, model)
-    begin = cache.get_seq_length()
-    for first, number in steps:
-        if first == begin:
-            cache = keepset.Cache.load(path, model)
-        new = ids[first - begin : first - begin + number]
-        logits = model(torch.tensor([new]), past_key_values=cache, use_cache=True).logits[0]
-        place = first + number - begin - len(asked)
-        if 0 <= place < len(tokens) and place not in best:
-            best[place] = int(logits[-1].argmax())
-    return [best[place] for place in range(len(tokens))]
+    return answers_of({name: scenario(tiny, folders[name], name) for name in RECIPES})
 
 
 def check(name: str, engine: Result, folder: Path, model: PreTrainedModel, oracle: Oracle) -> None:

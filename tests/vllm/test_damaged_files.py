@@ -17,18 +17,12 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import keepset
-from keepset.models import embedded_folder
-from keepset.recipe import Recipe
-from keepset.serving.command import command
-from keepset.serving.server import ServerProcess, free_port
 from tests.hf.damage import damaged, flipped
 from tests.proof import by_hand, take_steps
-from tests.vllm.engine import SPARING
-from tests.vllm.serve import forked
-from tests.vllm.test_soak import OPTIONS
+from tests.vllm.served import save_model, served
 
 pytestmark = pytest.mark.full
 RECIPE = "adakv(snapkv(window=8), keep=40, every=16)"
@@ -174,31 +168,18 @@ def instead_of(path: Path, what: str) -> None:
 def prove(seed: int, steps: range, minutes: float | None = None, show: bool = False) -> Counter[str]:
     """Start a server and take steps, as `take_steps` says; return what was counted."""
     with tempfile.TemporaryDirectory() as name:
-        model, folder, port = Path(name) / "model", Path(name) / "contexts", free_port()
-        make_model(model)
+        model, folder = Path(name) / "model", Path(name) / "contexts"
+        save_model(model, initializer_range=0.3)  # so that answers depend on all that it attends to
         folder.mkdir()
         whole = written(model, folder)
-        options = [*OPTIONS, "--host", "127.0.0.1", "--port", str(port)]
-        line = command(str(model), Recipe.parse(RECIPE), options, contexts=folder, save_bytes=10**6)
-        with ServerProcess(forked(line), port) as server, httpx.Client(base_url=server.url, timeout=60) as client:
-            server.wait(300)
+        more: dict[str, Any] = {"contexts": folder, "save_bytes": 10**6, "env": {"VLLM_SERVER_DEV_MODE": "1"}}
+        with served(model, RECIPE, **more) as (server, client):
             proof = Proof(client, folder, whole)
             try:
                 take_steps(proof.step, proof.counts, seed, steps, minutes, show)
             except AssertionError as error:
                 raise AssertionError("\n".join([str(error), *server.last_lines()])) from error
             return proof.counts
-
-
-def make_model(folder: Path) -> None:
-    """A random model whose answers depend on all that it attends to, with the embedded model's tokenizer."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32, "vocab_size": 49152}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
-    config = LlamaConfig(**sizes, **heads, initializer_range=0.3, bos_token_id=1, eos_token_id=2)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for file in (*embedded_folder().glob("tokenizer*"), *embedded_folder().glob("chat_template*")):
-        shutil.copy(file, folder)
 
 
 @torch.no_grad()
@@ -214,13 +195,10 @@ def written(model: Path, folder: Path) -> dict[str, bytes]:
     return whole
 
 
-def test_damaged_files_are_refused_and_nobody_else_notices(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**SPARING, "VLLM_SERVER_DEV_MODE": "1"}.items():
-        monkeypatch.setenv(name, value)
+def test_damaged_files_are_refused_and_nobody_else_notices() -> None:
     counts = prove(1, range(STEPS))
     assert counts["steps"] == STEPS and counts["refused"] > counts["answered"] > 0
 
 
 if __name__ == "__main__":
-    os.environ |= {**SPARING, "VLLM_SERVER_DEV_MODE": "1"}
     by_hand(lambda seed, steps, minutes: prove(seed, steps, minutes, show=True))

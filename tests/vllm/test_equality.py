@@ -17,9 +17,19 @@ from keepset import Recipe
 from keepset.core.feature import Needs
 from keepset.hf.prompt_session import Recorder
 from tests.paged.methods import registered
-from tests.vllm.compared import CHUNKED, Embedded, asks, check_cache, check_oracle, fed, result
+from tests.vllm.compared import (
+    CHUNKED,
+    Embedded,
+    answers_of,
+    asks,
+    check_cache,
+    check_oracle,
+    check_transformers,
+    fed,
+    result,
+)
 from tests.vllm.conftest import LAYERS
-from tests.vllm.engine import Ask, Result, Scenario, raw, run
+from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.full
@@ -65,15 +75,14 @@ def engines(prompts: list[Ask], shallow: Path) -> dict[str, Any]:
     scenarios = {recipe: Scenario(recipe, asks_of(recipe, prompts), engine=few) for recipe in AFTER_PREFILL}
     scenarios |= {recipe: Scenario(recipe, prompts, engine=few) for recipe in UNTOUCHED}
     scenarios["none"] = Scenario(None, prompts, engine=few)
-    return dict(zip(scenarios, raw(*scenarios.values()), strict=True))
+    return answers_of(scenarios)
 
 
 @pytest.fixture(scope="module")
 def plain(prompts: list[Ask], shallow: Path) -> Result:
     """vLLM alone."""
-    (answer,) = raw(Scenario(None, prompts, engine=CHUNKED | {"model": str(shallow)}), env={"VLLM_PLUGINS": ""})
-    assert isinstance(answer, dict), answer
-    return Result(**answer)
+    alone = Scenario(None, prompts, engine=CHUNKED | {"model": str(shallow)})
+    return result(answers_of({"": alone}, env={"VLLM_PLUGINS": ""}), "")
 
 
 @pytest.fixture(scope="module")
@@ -128,9 +137,7 @@ def test_all_layers_of_the_model(recipe: str, text: list[int], embedded: Embedde
     ask = Ask(text[:128], 8)
     (engine,) = run(Scenario(recipe, [ask]))
     check_oracle(oracle, recipe, [ask], engine)
-    cache = keepset.Cache(embedded[0], recipe, history=True)
-    assert fed(embedded[0], cache, cache.recipe, ask.ids, engine.tokens[0] or []) == engine.tokens[0]
-    check_cache(cache, engine, 0)
+    check_transformers(embedded[0], recipe, [ask], engine)
     assert len(engine.events[0]) == 1 and len(engine.events[0][0]["layers"]) == embedded[0].config.num_hidden_layers
 
 
@@ -144,10 +151,7 @@ def test_without_a_recipe_it_is_vllm(engines: dict[str, Any], plain: Result) -> 
 
 
 def test_vllm_is_transformers(plain: Result, prompts: list[Ask], shallow_oracle: Oracle) -> None:
-    for index, ask in enumerate(prompts):
-        tokens = plain.tokens[index]
-        assert tokens is not None
-        assert shallow_oracle.replay(None, ask.ids, tokens, plain.steps_of(index)).best == tokens
+    check_oracle(shallow_oracle, None, prompts, plain)
 
 
 @pytest.mark.parametrize("recipe", UNTOUCHED)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-import keepset
-from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed
+from tests.vllm.compared import CHUNKED, asks, check_oracle, check_transformers
 from tests.vllm.engine import Ask, Scenario, run
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_life import IDS
@@ -43,10 +42,7 @@ def test_a_backend_for_gpus(backend: str, tiny: Path, tiny_oracle: Oracle) -> No
     plain = results[-1]
     assert plain.classes == [vllms]
     assert not any(plain.stats.values())
-    for index, ask in enumerate(some):
-        tokens = plain.tokens[index]
-        assert tokens is not None
-        assert tiny_oracle.replay(None, ask.ids, tokens, plain.steps_of(index)).best == tokens
+    check_oracle(tiny_oracle, None, some, plain)
 
 
 def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle, tiny_model: PreTrainedModel) -> None:
@@ -68,9 +64,4 @@ def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle, t
         assert result.classes == ["FlashKeepImpl"] and all(result.events)
     assert sum(plain.preemptions) > 1
     check_oracle(Oracle(tiny_oracle.model, 16), recipe, some, plain)
-    for index, ask in enumerate(some):
-        cache = keepset.Cache(tiny_model, biased, prompt_length=len(ask.ids), history=True)
-        tokens = fitted.tokens[index]
-        assert tokens is not None
-        assert fed(tiny_model, cache, cache.recipe, ask.ids, tokens) == tokens
-        check_cache(cache, fitted, index)
+    check_transformers(tiny_model, biased, some, fitted)

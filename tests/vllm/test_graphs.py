@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-import keepset
-from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed
+from tests.vllm.compared import CHUNKED, asks, check_oracle, check_transformers
 from tests.vllm.engine import Ask, Scenario, run
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
@@ -83,9 +82,4 @@ def test_biases_are_added_in_replayed_steps(tiny: Path, tiny_model: PreTrainedMo
     engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED}
     (result,) = run(Scenario(recipe, some, engine=engine, backend="FLASH_ATTN", graphs=True))
     assert result.replays > 30
-    for index, ask in enumerate(some):
-        tokens = result.tokens[index]
-        assert tokens is not None
-        cache = keepset.Cache(tiny_model, recipe, prompt_length=len(ask.ids), history=True)
-        assert fed(tiny_model, cache, cache.recipe, ask.ids, tokens) == tokens
-        check_cache(cache, result, index)
+    check_transformers(tiny_model, recipe, some, result)

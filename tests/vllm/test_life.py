@@ -6,7 +6,6 @@ steps that the engine took, and at the end all pages are back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import pytest
 import torch
 
 from keepset import Recipe
-from tests.vllm.compared import check_oracle, result
-from tests.vllm.engine import BLOCK, Ask, Scenario, raw
+from tests.vllm.compared import answers_of, check_oracle, result
+from tests.vllm.engine import BLOCK, Ask, Scenario
 from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.full
@@ -90,34 +89,30 @@ def urgent(text: list[int]) -> list[Ask]:
     return [Ask(text[500 * i : 500 * i + 150], 170, priority=2 - i) for i in range(3)]
 
 
-def run(text: Sequence[tuple[str, Scenario]]) -> dict[str, Any]:
-    return dict(zip([name for name, _ in text], raw(*(scenario for _, scenario in text)), strict=True))
-
-
 @pytest.fixture(scope="module")
 def disturbed(tiny: Path) -> dict[str, Any]:
     engine = {"model": str(tiny), "max_num_batched_tokens": 128, "max_num_seqs": 5}
-    return run([(recipe, Scenario(recipe, turmoil(IDS), (25, 60), engine, layer_groups=2)) for recipe in EVENTFUL])
+    return answers_of({recipe: Scenario(recipe, turmoil(IDS), (25, 60), engine, layer_groups=2) for recipe in EVENTFUL})
 
 
 @pytest.fixture(scope="module")
 def crowded(tiny: Path) -> dict[str, Any]:
     engine = {"model": str(tiny), "max_num_batched_tokens": 64, "num_gpu_blocks_override": 20, "max_model_len": 512}
     shared = {"enable_prefix_caching": True}
-    scenarios = [(recipe, Scenario(recipe, cramped(IDS), engine=engine)) for recipe in CRAMPED]
+    scenarios = {recipe: Scenario(recipe, cramped(IDS), engine=engine) for recipe in CRAMPED}
     others = {
         "shared": Scenario(CRAMPED[0], cramped(IDS), engine=engine | shared),
         "short": Scenario(GROWING, short(IDS), engine=engine),
     }
-    return run([*scenarios, *others.items()])
+    return answers_of(scenarios | others)
 
 
 @pytest.fixture(scope="module")
 def prefixes(tiny: Path) -> dict[str, Any]:
     engine = {"model": str(tiny), "enable_prefix_caching": True, "max_num_batched_tokens": 128}
-    scenarios = [(recipe, Scenario(recipe, sharing(IDS), engine=engine)) for recipe in SHARING]
+    scenarios = {recipe: Scenario(recipe, sharing(IDS), engine=engine) for recipe in SHARING}
     at_once = Scenario(TOGETHER, together(IDS), engine=engine | {"max_num_batched_tokens": 512})
-    return run([*scenarios, (TOGETHER, at_once)])
+    return answers_of(scenarios | {TOGETHER: at_once})
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +120,11 @@ def others(tiny: Path, shallow: Path) -> dict[str, Any]:
     small = {"max_num_batched_tokens": 512, "num_gpu_blocks_override": 27, "max_model_len": 512}
     priority = {"model": str(tiny), "scheduling_policy": "priority"} | small | {"num_gpu_blocks_override": 24}
     ids = torch.randint(1000, (4096,), generator=torch.Generator().manual_seed(0)).tolist()
-    return run(
-        [
-            (URGENT, Scenario(URGENT, urgent(IDS), engine=priority)),
-            (LONG, Scenario(LONG, [Ask(ids, 3)], engine={"model": str(shallow), "max_model_len": 8192})),
-        ]
+    return answers_of(
+        {
+            URGENT: Scenario(URGENT, urgent(IDS), engine=priority),
+            LONG: Scenario(LONG, [Ask(ids, 3)], engine={"model": str(shallow), "max_model_len": 8192}),
+        }
     )
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 import keepset
 from keepset import Recipe
-from tests.vllm.compared import check_cache, fed, result
-from tests.vllm.engine import Ask, Result, Scenario, raw
+from tests.vllm.compared import answers_of, check_transformers, fed, result
+from tests.vllm.engine import Ask, Result, Scenario
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_tiny import ENGINE, EQUAL, FROM_DATA, IDS
@@ -83,7 +83,7 @@ def scenario(tiny: Path, recipe: str, some: list[Ask], preempt: tuple[int, ...] 
 
 @pytest.fixture(scope="module")
 def engines(tiny: Path) -> dict[str, Any]:
-    return {"equal": raw(scenario(tiny, EQUAL, [*asks(OWN), *REFUSED]))[0]}
+    return answers_of({"equal": scenario(tiny, EQUAL, [*asks(OWN), *REFUSED])})
 
 
 RECIPES = {
@@ -115,8 +115,8 @@ def others(tiny: Path) -> dict[str, Any]:
         )
         for name, recipe in RECIPES.items()
     }
-    answers = raw(*list(scenarios.values())[:-1]) + raw(scenarios["ahead"])
-    return dict(zip(scenarios, answers, strict=True))
+    ahead = {"ahead": scenarios.pop("ahead")}
+    return answers_of(scenarios) | answers_of(ahead)
 
 
 def requests_of(name: str) -> list[Ask]:
@@ -164,10 +164,7 @@ def test_each_is_compressed_by_its_own(
     assert max(step["running"] for step in engine.steps) >= 6
     for index, one in enumerate(own):
         if (recipe := own_recipe(EQUAL, one)) is not None:
-            cache = keepset.Cache(tiny_model, recipe, prompt_length=len(one.ids), history=True)
-            tokens = engine.tokens[index] or []
-            assert fed(tiny_model, cache, recipe, one.ids, tokens) == tokens
-            check_cache(cache, engine, index)
+            check_transformers(tiny_model, recipe, own, engine, [index])
 
 
 def test_what_cannot_be_ends_with_an_error(engines: dict[str, Any]) -> None:

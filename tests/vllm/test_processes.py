@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from keepset import Recipe
-from tests.vllm.compared import result
+from tests.vllm.compared import answers_of, result
 from tests.vllm.conftest import TINY
-from tests.vllm.engine import Ask, Result, Scenario, raw, run
+from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle, Replay
 from tests.vllm.test_life import IDS
 
@@ -58,8 +58,7 @@ def engines(tiny: Path) -> dict[tuple[str, str], Any]:
     ranks = one | {"tensor_parallel_size": 2}
     scenarios = {("apart", recipe): Scenario(recipe, some, engine=one, own_process=True) for recipe in RECIPES}
     scenarios |= {("ranks", recipe): Scenario(recipe, some, engine=ranks) for recipe in SHARED}
-    answers = raw(*scenarios.values(), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    return dict(zip(scenarios, answers, strict=True))
+    return answers_of(scenarios, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -14,6 +14,7 @@ import pytest
 from keepset.serving import context_api
 from keepset.serving.context_api import HONOURED, KEY
 from keepset.vllm import signing
+from tests.vllm.asgi import call, text_of
 
 KNOWN = """
     /tokenize /detokenize /v1/systemone /ping /invocations /collective_rpc /sleep /wake_up /pause /resume
@@ -77,23 +78,10 @@ def test_every_route_is_known(apps: dict[str, Any]) -> None:
         assert sockets == ["/v1/realtime"]
 
 
-def answer(app: Any, method: str, path: str, body: bytes, key: str = "", kind: str = "application/json") -> Any:
+def answer(app: Any, method: str, path: str, body: bytes, key: str = "") -> Any:
     """Status and text of what an application answers."""
-    pieces, answered = [body[:7], body[7:]], []
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces)}
-
-    async def send(message: Any) -> None:
-        answered.append(message)
-
-    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
-    headers += [(b"authorization", f"Bearer {key}".encode())] if key else []
-    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "headers": headers}
-    scope |= {"query_string": b"", "root_path": "", "http_version": "1.1", "scheme": "http", "state": {}}
-    scope |= {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "asgi": {"version": "3.0"}, "extensions": {}}
-    asyncio.run(app(scope, receive, send))
-    return answered[0]["status"], b"".join(piece.get("body", b"") for piece in answered[1:]).decode()
+    sent = call(app, method, path, body, key)
+    return sent[0]["status"], text_of(sent)
 
 
 @pytest.mark.parametrize("guard", ["no key", "key"])

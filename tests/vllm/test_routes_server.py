@@ -10,19 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.engine import SPARING
 from tests.vllm.forgery import prove
-from tests.vllm.test_soak import tiny_and_tokenizer
 
 pytestmark = pytest.mark.full
-
-__all__ = ["tiny_and_tokenizer"]
 
 
 @pytest.mark.parametrize("keys", [True, False], ids=["with keys", "without keys"])
 def test_nothing_forged_is_done_and_nothing_wrong_ends_the_server(
-    keys: bool, tiny_and_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keys: bool, tiny_and_tokenizer: Path, tmp_path: Path
 ) -> None:
-    for name, value in SPARING.items():
-        monkeypatch.setenv(name, value)
     prove(tiny_and_tokenizer, tmp_path, keys, minutes=0.5, seed=1)

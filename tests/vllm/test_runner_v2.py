@@ -52,7 +52,4 @@ def test_it_shares_prefixes_and_preempts(engines: dict[str, Result]) -> None:
 def test_without_a_recipe_it_is_vllm(engines: dict[str, Result], tiny_oracle: Oracle) -> None:
     engine = engines["no recipe"]
     assert engine.classes == ["CPUAttentionBackendImpl"] and not any(engine.events)
-    for index, ask in enumerate(SHORT):
-        tokens = engine.tokens[index]
-        assert tokens is not None
-        assert tiny_oracle.replay(None, ask.ids, tokens, engine.steps_of(index)).best == tokens
+    check_oracle(tiny_oracle, None, SHORT, engine)

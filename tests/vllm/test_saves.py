@@ -11,12 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 import keepset
-from tests.vllm.compared import result
-from tests.vllm.engine import Ask, Result, Scenario, raw, sealed
+from tests.vllm.compared import answers_of, result
+from tests.vllm.contexts import IDS, serving
+from tests.vllm.engine import Ask, Result, sealed
 from tests.vllm.late import Late
-from tests.vllm.test_contexts import ENGINE, IDS
 
-settings = Late("keepset.vllm.settings")
 owned = Late("keepset.vllm.owned_contexts")
 
 TOKENS = 20
@@ -102,21 +101,6 @@ def chat(model: PreTrainedModel, recipe: str | None) -> Chat:
     return Chat(first, second, asks)
 
 
-def scenario(
-    tiny: Path, folder: Path, recipe: str | None, asks: list[Ask], limit: int | None = 10**7, **more: Any
-) -> Scenario:
-    additional = {settings.CONTEXTS: str(folder), settings.SIGNED: True, **({"keepset": recipe} if recipe else {})}
-    additional |= {} if limit is None else {settings.SAVE_LIMIT: limit}
-    engine = {
-        "model": str(tiny),
-        **ENGINE,
-        "additional_config": additional,
-        "kv_transfer_config": settings.CONTEXT_CONNECTOR,
-        **more.pop("engine", {}),
-    }
-    return Scenario(None, asks, (), engine, **more)
-
-
 @pytest.fixture(scope="module")
 def chats(tiny_model: PreTrainedModel) -> dict[str, Chat]:
     return {name: chat(tiny_model, recipe) for name, recipe in RECIPES.items()}
@@ -129,8 +113,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engines(tiny: Path, folders: dict[str, Path], chats: dict[str, Chat]) -> dict[str, Any]:
-    scenarios = {"equal": scenario(tiny, folders["equal"], RECIPES["equal"], chats["equal"].asks)}
-    return dict(zip(scenarios, raw(*scenarios.values()), strict=True))
+    equal = serving(tiny, folders["equal"], chats["equal"].asks, RECIPES["equal"], save=10**7, signed=True)
+    return answers_of({"equal": equal})
 
 
 @pytest.fixture(scope="module")
@@ -138,15 +122,17 @@ def others(tiny: Path, folders: dict[str, Path], chats: dict[str, Chat]) -> dict
     more: dict[str, Any] = {"apart": {"own_process": True}}
     more["ranks"] = {"engine": {"tensor_parallel_size": 2}}
     more["ahead"] = {"engine": {"async_scheduling": True}, "stub_streams": True}
-    names = [name for name in folders if name != "equal"]
     scenarios = {
-        name: scenario(tiny, folders[name], RECIPES[kind(name)], chats[kind(name)].asks, **more.get(name, {}))
-        for name in names
+        name: serving(
+            tiny, folder, chats[kind(name)].asks, RECIPES[kind(name)], 10**7, signed=True, **more.get(name, {})
+        )
+        for name, folder in folders.items()
+        if name != "equal"
     }
-    scenarios["restart"] = scenario(tiny, folders["ragged"], RECIPES["ragged"], chats["ragged"].asks[7:9], limit=None)
-    ahead = scenarios.pop("ahead")
-    answers = raw(*scenarios.values(), env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    return dict(zip(scenarios, answers, strict=True)) | {"ahead": raw(ahead)[0]}
+    ahead = {"ahead": scenarios.pop("ahead")}
+    again = chats["ragged"].asks[7:9]
+    scenarios["restart"] = serving(tiny, folders["ragged"], again, RECIPES["ragged"], signed=True)
+    return answers_of(scenarios, env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"}) | answers_of(ahead)
 
 
 def kind(name: str) -> str:

@@ -8,63 +8,25 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from keepset.models import embedded_folder
-from keepset.recipe import Recipe
-from keepset.serving.command import command
 from keepset.serving.metrics import parse_sample
-from keepset.serving.server import ServerProcess, free_port
-from tests.vllm.compared import result
-from tests.vllm.engine import SPARING, Ask, Scenario, raw
-from tests.vllm.serve import forked
+from tests.vllm.compared import answers_of, result
+from tests.vllm.engine import Ask, Scenario
+from tests.vllm.served import served
 
 pytestmark = pytest.mark.full
 
 RECIPES = ["snapkv(window=8, keep=40, every=24)", "adakv(tova, keep=64, every=48)"]
 REQUESTS = 120
 AT_ONCE = 40
-# So few that requests wait and are preempted: each may need 12, and the pool has 47.
-OPTIONS = ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
-OPTIONS += ["--block-size", "32", "--num-gpu-blocks-override", "48", "--max-model-len", "384"]
-OPTIONS += ["--max-num-seqs", "24", "--max-num-batched-tokens", "128"]
+# So few blocks that requests wait and are preempted, as in the server's options.
 ENGINE = {"num_gpu_blocks_override": 48, "max_model_len": 384, "max_num_seqs": 24, "max_num_batched_tokens": 128}
-
-
-@pytest.fixture(scope="module")
-def tiny_and_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of two layers, with the embedded model's tokenizer."""
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-def save_tiny(folder: Path) -> Path:
-    """Save that model in a folder, which is returned."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=49152,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    for file in (*embedded_folder().glob("tokenizer*"), *embedded_folder().glob("chat_template*")):
-        shutil.copy(file, folder)
-    return folder
 
 
 async def one(client: httpx.AsyncClient, rng: random.Random, gate: asyncio.Semaphore) -> bool:
@@ -118,7 +80,7 @@ def random_asks(rng: random.Random) -> list[Ask]:
 @pytest.fixture(scope="module")
 def engines(tiny: Path) -> dict[str, Any]:
     some, engine = random_asks(random.Random(1)), ENGINE | {"model": str(tiny)}
-    return dict(zip(RECIPES, raw(*(Scenario(recipe, some, (90, 200), engine) for recipe in RECIPES)), strict=True))
+    return answers_of({recipe: Scenario(recipe, some, (90, 200), engine) for recipe in RECIPES})
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -134,21 +96,15 @@ def test_an_engine_loses_no_page_and_no_answer(recipe: str, engines: dict[str, A
     engine.check_nothing_left()
 
 
-def test_a_server_loses_no_page_and_no_answer(tiny_and_tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SPARING.items():
-        monkeypatch.setenv(name, value)
-    port = free_port()
-    words = command(str(tiny_and_tokenizer), Recipe.parse(RECIPES[1]), OPTIONS, ["--port", str(port)])
-    with ServerProcess(forked(words), port) as server:
-        server.wait(600)
+def test_a_server_loses_no_page_and_no_answer(tiny_and_tokenizer: Path) -> None:
+    with served(tiny_and_tokenizer, RECIPES[1]) as (server, client):
         answered = asyncio.run(soak(server.url, seed=1))
         assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some hung up"
-        with httpx.Client(base_url=server.url) as client:
-            for _ in range(60):
-                sample = parse_sample(client.get("/metrics").text, time.monotonic())
-                if sample.running == 0 and sample.waiting == 0 and sample.kv_usage == 0:
-                    break
-                time.sleep(0.5)
+        for _ in range(60):
+            sample = parse_sample(client.get("/metrics").text, time.monotonic())
+            if sample.running == 0 and sample.waiting == 0 and sample.kv_usage == 0:
+                break
+            time.sleep(0.5)
         server.check()
     assert (sample.running, sample.waiting, sample.kv_usage) == (0, 0, 0)
     assert sample.counters["events"] > 100

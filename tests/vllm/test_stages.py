@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keepset import Recipe
-from tests.vllm.compared import result
+from tests.vllm.compared import answers_of, result
 from tests.vllm.conftest import TINY
-from tests.vllm.engine import BLOCK, Ask, Result, Scenario, raw
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario, run
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_own_budgets import OWN
@@ -68,8 +68,7 @@ def engines(deep: Path) -> dict[str, Any]:
         recipe: Scenario(recipe, asks(), engine=engine(deep, num_gpu_blocks_override=of(recipe, LAYERS)))
         for recipe in RECIPES
     }
-    answers = raw(*scenarios.values(), env={"VLLM_PP_LAYER_PARTITION": SPLIT})
-    return dict(zip(scenarios, answers, strict=True))
+    return answers_of(scenarios, env={"VLLM_PP_LAYER_PARTITION": SPLIT})
 
 
 def check(served: Result, some: list[Ask], recipe: str, oracle: Oracle) -> None:
@@ -94,8 +93,8 @@ def test_tokens_and_freed_pages_are_the_reference(recipe: str, engines: dict[str
 def test_so_they_are_under_model_runner_v2(deep: Path, oracle: Oracle) -> None:
     """The default on GPUs; in Triton's interpreter it takes its time."""
     some = [replace(ask, max_tokens=15) for ask in asks()[:2]]
-    (answer,) = raw(Scenario(RAGGED, some, engine=engine(deep), runner_v2=True))
-    check(result({RAGGED: answer}, RAGGED), some, RAGGED, oracle)
+    (served,) = run(Scenario(RAGGED, some, engine=engine(deep), runner_v2=True))
+    check(served, some, RAGGED, oracle)
 
 
 def test_steps_overlap(engines: dict[str, Any]) -> None:
@@ -111,14 +110,10 @@ def test_budgets_of_requests_own(tiny: Path) -> None:
     connected = {"kv_transfer_config": settings.CONNECTOR, "num_gpu_blocks_override": 160}
     alone = {"pipeline_parallel_size": 1, **connected}
     some = own_asks(OWN)
-    apart, together = (
-        Result(**answer) if isinstance(answer, dict) else answer
-        for answer in raw(
-            Scenario(LAYERS_DIFFER, some, engine=engine(tiny, **connected)),
-            Scenario(LAYERS_DIFFER, some, engine=engine(tiny, **alone)),
-        )
+    apart, together = run(
+        Scenario(LAYERS_DIFFER, some, engine=engine(tiny, **connected)),
+        Scenario(LAYERS_DIFFER, some, engine=engine(tiny, **alone)),
     )
-    assert isinstance(apart, Result) and isinstance(together, Result), (apart, together)
     assert apart.groups == TINY.num_hidden_layers
     assert apart.tokens == together.tokens
     assert apart.stats["events"] == together.stats["events"] > 0

@@ -15,11 +15,10 @@ import pytest
 
 from keepset.serving.server import free_port
 from tests.vllm.engine import ROOT, SPARING
-from tests.vllm.test_soak import OPTIONS, tiny_and_tokenizer
+from tests.vllm.served import OPTIONS
 
 pytestmark = pytest.mark.full
 
-__all__ = ["tiny_and_tokenizer"]
 PATIENCE = 300.0
 MARK = "KEEPSET_TEST_OF_SIGNALS"
 

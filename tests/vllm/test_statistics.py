@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import keepset
 from keepset import KeepsetError, Recipe
 from keepset.core.statistics import save
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
-from tests.vllm.compared import check_cache, fed
+from tests.vllm.compared import check_transformers
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.test_refusals import config, validation
 
@@ -50,13 +49,9 @@ def engines(shallow: Path, file: Path, essay: list[int]) -> dict[str, tuple[list
 def test_the_same_entries_as_under_transformers(
     recipe: str, engines: dict[str, Any], shallow_model: PreTrainedModel, file: Path
 ) -> None:
-    parsed, model = Recipe.parse(recipe.format(file=str(file))), shallow_model
     some, result = engines[recipe]
-    for index, ask in enumerate(some):
-        cache = keepset.Cache(model, parsed, prompt_length=len(ask.ids), history=True)
-        assert fed(model, cache, parsed, ask.ids, result.tokens[index]) == result.tokens[index]
-        check_cache(cache, result, index)
-        assert result.events[index]
+    assert all(result.events)
+    check_transformers(shallow_model, recipe.format(file=str(file)), some, result)
     result.check_nothing_left()
 
 

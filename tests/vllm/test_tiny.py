@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import keepset
-from tests.vllm.compared import check_cache, check_oracle, fed
+from tests.vllm.compared import answers_of, check_oracle, check_transformers, result
 from tests.vllm.engine import BLOCK, Ask, Result, Scenario, raw
 from tests.vllm.oracle import Oracle
 
@@ -96,10 +95,8 @@ def engines(tiny: Path) -> dict[str, Result]:
     scenarios["no recipe"] = NO_RECIPE
     for scenario in scenarios.values():
         scenario.engine.update({"model": str(tiny), **ENGINE, **scenario.engine})
-    answers = dict(zip(names, raw(*(scenarios[name] for name in names)), strict=True))
-    for answer in answers.values():
-        assert isinstance(answer, dict), answer
-    return {name: Result(**answer) for name, answer in answers.items()}
+    answers = answers_of({name: scenarios[name] for name in names})
+    return {name: result(answers, name) for name in names}
 
 
 @pytest.mark.parametrize("recipe", ONCE)
@@ -113,24 +110,14 @@ def test_it_is_the_reference(recipe: str, engines: dict[str, Result], tiny_oracl
 
 @pytest.mark.parametrize("recipe", [*ONCE, *FITTED])
 def test_it_is_the_transformers_runtime(recipe: str, engines: dict[str, Result], tiny_model: PreTrainedModel) -> None:
-    engine = engines[recipe]
-    for index, ask in enumerate(UNDISTURBED):
-        cache = keepset.Cache(tiny_model, recipe, prompt_length=len(ask.ids), history=True)
-        tokens = engine.tokens[index]
-        assert tokens is not None
-        assert fed(tiny_model, cache, cache.recipe, ask.ids, tokens) == tokens
-        check_cache(cache, engine, index)
+    check_transformers(tiny_model, recipe, UNDISTURBED, engines[recipe])
 
 
 def test_without_a_recipe_it_is_vllm(engines: dict[str, Result], tiny_oracle: Oracle) -> None:
     engine = engines["no recipe"]
     assert engine.classes == ["CPUAttentionBackendImpl"]
     assert not any(engine.events) and not any(engine.stats.values())
-    for index, ask in enumerate(UNDISTURBED):
-        tokens = engine.tokens[index]
-        assert tokens is not None
-        assert tiny_oracle.replay(None, ask.ids, tokens, engine.steps_of(index)).best == tokens
-    engine.check_nothing_left()
+    check_oracle(tiny_oracle, None, UNDISTURBED, engine)
 
 
 @pytest.mark.parametrize("name", LIFE)

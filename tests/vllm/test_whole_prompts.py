@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-import keepset
-from keepset import Recipe
-from tests.vllm.compared import CHUNKED, asks, check_cache, check_oracle, fed, result
-from tests.vllm.engine import Ask, Scenario, raw
+from tests.vllm.compared import CHUNKED, answers_of, asks, check_oracle, check_transformers, result
+from tests.vllm.engine import Ask, Scenario
 from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.full
@@ -39,9 +37,9 @@ def repeated(prompts: list[Ask]) -> list[Ask]:
 @pytest.fixture(scope="module")
 def engines(prompts: list[Ask], repeated: list[Ask], shallow: Path) -> dict[str, Any]:
     engine = CHUNKED | {"model": str(shallow)}
-    once = [Scenario(recipe, prompts, engine=engine) for recipe in ONCE]
-    again = [Scenario(recipe, repeated, preempt=[12], engine=engine | own) for recipe, own in AGAIN.items()]
-    return dict(zip((*ONCE, *AGAIN), raw(*once, *again), strict=True))
+    once = {recipe: Scenario(recipe, prompts, engine=engine) for recipe in ONCE}
+    again = {recipe: Scenario(recipe, repeated, preempt=[12], engine=engine | own) for recipe, own in AGAIN.items()}
+    return answers_of(once | again)
 
 
 @pytest.mark.parametrize("recipe", [*ONCE, *AGAIN])
@@ -58,13 +56,7 @@ def test_it_is_the_reference(
 def test_it_is_the_transformers_runtime(
     recipe: str, engines: dict[str, Any], prompts: list[Ask], shallow_model: PreTrainedModel
 ) -> None:
-    engine, model = result(engines, recipe), shallow_model
-    for index, ask in enumerate(prompts):
-        cache = keepset.Cache(model, recipe, prompt_length=len(ask.ids), history=True)
-        tokens = engine.tokens[index]
-        assert tokens is not None
-        assert fed(model, cache, Recipe.parse(recipe), ask.ids, tokens) == tokens
-        check_cache(cache, engine, index)
+    check_transformers(shallow_model, recipe, prompts, result(engines, recipe))
 
 
 @pytest.mark.parametrize("recipe", AGAIN)
