@@ -27,6 +27,25 @@ REQUESTS = 8
 """That run at once, at most."""
 
 
+def planner_of(
+    recipe: str | Recipe,
+    layers: int = 2,
+    kv_heads: int = 2,
+    block_size: int = 4,
+    group: int = 2,
+    head_dim: int = 8,
+    itemsize: int = 4,
+    *,
+    blocks: int = 10**4,
+    requests: int = 64,
+) -> Planner:
+    """A planner of so many layers, with so many query heads to a KV head, in a pool of so many blocks."""
+    parsed = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+    schedule = EvictionSchedule(parsed, 0, tuple(range(layers)), kv_heads, block_size)
+    recording = Recording.of_recipe(parsed, group, head_dim, itemsize)
+    return Planner(schedule, recording, range(layers), requests, blocks, FreedBlocks())
+
+
 def layer_group(
     recipe: str,
     caches: list[Tensor],
@@ -38,12 +57,12 @@ def layer_group(
     """Layers with these caches `[blocks, kv_heads, size, 2 * head_dim]`, with so many query heads to a KV head."""
     page_entries._table.cache_clear()  # of caches that lay there before
     blocks, kv_heads, size, width = caches[0].shape
-    layers, dtype = tuple(range(len(caches))), caches[0].dtype if eight_bits is None else eight_bits[0].dtype
-    schedule = EvictionSchedule(Recipe.parse(recipe), 0, layers, kv_heads, size)
-    recording = Recording.of_recipe(schedule.recipe, group, width // 2, dtype.itemsize)
-    planner = Planner(schedule, recording, layers, REQUESTS, blocks, FreedBlocks())
-    shape = len(layers), slots_for(REQUESTS), kv_heads * group, width // 2
-    ring = QueryRing(recording, *shape, dtype, caches[0].device)
+    dtype = caches[0].dtype if eight_bits is None else eight_bits[0].dtype
+    planner = planner_of(
+        recipe, len(caches), kv_heads, size, group, width // 2, dtype.itemsize, blocks=blocks, requests=REQUESTS
+    )
+    shape = len(caches), slots_for(REQUESTS), kv_heads * group, width // 2
+    ring = QueryRing(planner.recording, *shape, dtype, caches[0].device)
     how = eight_bits or [None] * len(caches)
     pages = [partial(StridedPages, caches, place, one) for place, one in enumerate(how)]
     return LayerGroup(planner, pages, ring, (width // 2) ** -0.5, rotary, projections)

@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from keepset import Recipe
-from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
-from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
 from keepset.paged.step import ScheduledRequest, StepBatch
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
+from tests.paged.layers import planner_of
 
 REQUESTS, BLOCK = 64, 16
 SMOLLM2, HALF_A_BILLION = (9, 3, 64, torch.float32, 96, 32), (14, 2, 64, torch.bfloat16, 96, 32)
@@ -28,10 +26,8 @@ def beside(shape: tuple[int, int, int, torch.dtype, int, int], method: str) -> f
     recipe = Recipe.of(Recipe.parse(method).method, keep=keep, every=every)
     blocks = REQUESTS * (keep + every) // BLOCK
     pages = StridedPages([torch.zeros(blocks, kv_heads, BLOCK, 2 * size, dtype=dtype)])
-    recording = Recording.of_recipe(recipe, query_heads // kv_heads, size, dtype.itemsize)
-    schedule = EvictionSchedule(recipe, 0, (0,), kv_heads, BLOCK)
-    planner = Planner(schedule, recording, (0,), REQUESTS, blocks, FreedBlocks())
-    ring = QueryRing(recording, 1, slots_for(REQUESTS), query_heads, size, dtype)
+    planner = planner_of(recipe, 1, kv_heads, BLOCK, query_heads // kv_heads, size, dtype.itemsize, blocks=blocks)
+    ring = QueryRing(planner.recording, 1, slots_for(REQUESTS), query_heads, size, dtype)
     group = LayerGroup(planner, [lambda: pages], ring, size**-0.5)
     return (ring.nbytes + group.columns.nbytes) / (pages.slots * pages.entry_bytes)
 
@@ -68,8 +64,7 @@ def test_queries_of_64_requests_of_an_8b_model(method: str) -> None:
 
 def test_prompts_of_131072_tokens_are_compressed_one_by_one() -> None:
     """And short ones together, so that an event takes no more entries out of the pages than one prompt has."""
-    schedule = EvictionSchedule(Recipe.parse("knorm(keep=0.25)"), 0, (0,), 8, BLOCK)
-    planner = Planner(schedule, Recording.of_recipe(schedule.recipe, 4, 128, 2), (0,), REQUESTS, 10**6, FreedBlocks())
+    planner = planner_of("knorm(keep=0.25)", 1, 8, BLOCK, 4, 128, 2, blocks=10**6)
     for length, together in ((131072, 1), (8192, 16), (500, 64)):
         rows = [ScheduledRequest(row, row, row + 1, length, length - 1, length) for row in range(REQUESTS)]
         table = torch.zeros(REQUESTS, 131072 // BLOCK, dtype=torch.int32)

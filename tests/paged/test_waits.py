@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keepset import Recipe
 from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.paged import append_to_pages, paged_attention
-from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.freed_blocks import FreedBlocks
-from keepset.paged.planner import Planner
 from keepset.paged.query_records import QueryRecord
 from keepset.paged.request_table import RequestState
 from keepset.paged.step import ScheduledRequest, StepBatch
-from keepset.recording.features import Recording
 
 pytest.importorskip("triton")
 from tests.paged import layers
@@ -36,14 +31,12 @@ def test_equal_heads_are_planned_without_waiting(number: int, monkeypatch: pytes
     """Prompts, decoding with and without events, first ones and later ones; the plan is that of a CPU."""
     kinds = [(30, 0, 30), (30, 30, 31), (21, 34, 35), (40, 45, 46), (9, 9, 10)]
     requests = [kinds[index % len(kinds)] for index in range(number * len(kinds))]
-    schedule = EvictionSchedule(Recipe.parse("knorm(keep=10, every=7)"), 0, (0, 1), 2, BLOCK)
     plain = batch_of(requests, posing=False)
-    recording = Recording.of_recipe(schedule.recipe, 2, 8, 4)
-    expected = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks()).plan(plain)
+    expected = layers.planner_of("knorm(keep=10, every=7)").plan(plain)
     with Gpu(monkeypatch) as gpu:
         batch = batch_of(requests, posing=True)
         gpu.reset()
-        plan = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks()).plan(batch)
+        plan = layers.planner_of("knorm(keep=10, every=7)").plan(batch)
         assert not gpu.waits
     assert plan.shifted is not None and expected.shifted is not None and plan.events
     for made, there in (
@@ -60,17 +53,15 @@ def test_equal_heads_decode_after_one_upload_and_one_kernel(
     number: int, triton_interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What attention is told is at the same addresses in every step, and what a CPU tells it."""
-    schedule = EvictionSchedule(Recipe.parse("knorm(keep=10, every=7)"), 0, (0, 1), 2, BLOCK)
-    recording, addresses = Recording.of_recipe(schedule.recipe, 2, 8, 4), []
-    plain = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks())
+    plain, addresses = layers.planner_of("knorm(keep=10, every=7)"), []
     with Gpu(monkeypatch) as gpu:
-        planner = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks())
+        planner = layers.planner_of("knorm(keep=10, every=7)")
         for before in (30, 31, 38, 39):
             requests = [(30, before, before + 1), (21, before, before + 1), (23, before, before + 1)] * number
             batch, there = batch_of(requests, posing=True), batch_of(requests, posing=False)
             gpu.reset()
             told = planner.plan(batch).shifted
-            if not schedule.due(30, before, before + 1):
+            if not plain.schedule.due(30, before, before + 1):
                 assert not gpu.waits
                 assert before == 30 or gpu.launches == {"_to_copy": 1, "_shift": 1}
             assert told is not None
@@ -90,10 +81,7 @@ PROMPTS, DECODING = [(30, 0, 30), (21, 0, 21)], [(30, 30, 31), (21, 21, 22)]
 
 def planned(steps: list[list[tuple[int, int, int]]], put: Any, gpu: Gpu | None = None) -> list[Any]:
     """Plans of these steps, counted one by one; at events first heads keep 6 entries, second ones 14."""
-    schedule = EvictionSchedule(Recipe.parse(RAGGED), 0, (0, 1), 2, BLOCK)
-    recording = Recording.of_recipe(schedule.recipe, 2, 8, 4)
-    planner = Planner(schedule, recording, (0, 1), 64, 10**3, FreedBlocks())
-    plans = []
+    planner, plans = layers.planner_of(RAGGED, blocks=10**3), []
     for requests in steps:
         batch = batch_of(requests, posing=put is Posing)
         if gpu is not None:
@@ -161,10 +149,7 @@ class Allocated(TorchDispatchMode):
 def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
     """Of 32 layers with 8 KV heads and blocks of 16, beside 63 requests: 3.6 GiB while tables were made."""
     places, size, prompt = range(32), 16, 131072
-    schedule = EvictionSchedule(Recipe.parse("adakv(knorm, keep=256)"), 0, tuple(places), 8, size)
-    recording = Recording.of_recipe(schedule.recipe, 4, 128, 2)
-    planner = Planner(schedule, recording, tuple(places), 64, 64 * prompt // size, FreedBlocks())
-
+    planner = layers.planner_of("adakv(knorm, keep=256)", len(places), 8, size, 4, 128, 2, blocks=64 * prompt // size)
     for event in planner.plan(layers.batch_of([(500, 0, 500)] * 63, prompt // size, size)).events:
         assignment = event.pages.assign(places, torch.full((len(event.rows) * 32, 8), 256))
         assert assignment.fits is not None and all(assignment.fits.host_values)
@@ -181,13 +166,11 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
 @pytest.mark.parametrize("number", [1, 12])
 def test_recorded_queries_are_planned_with_one_look(number: int, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At pages, from which requests are told, however many there are; and none where no window is open."""
-    schedule = EvictionSchedule(Recipe.parse(recipe), 0, (0, 1), 2, BLOCK)
-    recording = Recording.of_recipe(schedule.recipe, 2, 8, 4)
     kinds = [(60, 0, 60), (60, 60, 61), (53, 66, 67), (70, 76, 77)]
     with Gpu(monkeypatch) as gpu:
         for open_windows, some in ((True, kinds * number), (False, [(90, 0, 50)] * number)):
             batch = batch_of(some, posing=True)
-            planner = Planner(schedule, recording, (0, 1), 64, 10**4, FreedBlocks())
+            planner = layers.planner_of(recipe)
             planner.requests._claim = recorded_so_far  # type: ignore[method-assign]
             gpu.reset()
             plan = planner.plan(batch)
@@ -198,9 +181,8 @@ def test_recorded_queries_are_planned_with_one_look(number: int, recipe: str, mo
 @pytest.mark.parametrize("keep", [10, 73, 74, 1000])
 def test_nothing_is_recorded_for_events_that_drop_nothing(keep: int) -> None:
     """A window before the events at 60 tokens, of a prompt, and at 74 is open."""
-    schedule = EvictionSchedule(Recipe.parse(f"snapkv(window=7, keep={keep}, every=7)"), 0, (0, 1), 2, BLOCK)
     for request, event in (((60, 0, 58), 60), ((60, 69, 70), 74)):
-        planner = Planner(schedule, Recording.of_recipe(schedule.recipe, 2, 8, 4), (0, 1), 64, 10**4, FreedBlocks())
+        planner = layers.planner_of(f"snapkv(window=7, keep={keep}, every=7)")
         plan = planner.plan(batch_of([request], posing=False))
         assert bool(plan.in_layers) == (event > keep)
 
