@@ -87,6 +87,25 @@ class FreedBlockCounts(KVConnectorWorkerMetadata):
         return FreedBlockCounts(mine | others | both)
 
 
+@dataclass
+class KnownRequest:
+    """What the process that schedules knows of one request.
+
+    Attributes:
+        request: vLLM's request.
+        recipe: by which it is compressed; None if it is not.
+        has_own: whether this is a recipe of its own, and not the engine's.
+        ticket: the front end's ticket for it; "" if it has none.
+        denied: whether it cannot have what it asks for, and ends with an error.
+    """
+
+    request: Request
+    recipe: Recipe | None
+    has_own: bool = False
+    ticket: str = ""
+    denied: bool = False
+
+
 class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     """The KV connector of recipes whose counts come from the data, and of requests with budgets of their own."""
 
@@ -98,13 +117,10 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             raise UnsupportedEngineError(
                 'keepset\'s carrier needs a recipe: give additional_config {"keepset": "..."}.'
             )
-        self._requests: dict[str, Request] = {}
+        self._known: dict[str, KnownRequest] = {}
         self._recipe = recipe_of(vllm_config) if is_compressed(vllm_config) else None
-        self._own: dict[str, Recipe | None] = {}  # recipes of requests with budgets of their own
         self._beginning: dict[str, OwnBudget] = {}
-        self._tickets: dict[str, str] = {}
         self._waiting: set[str] = set()
-        self._denied: set[str] = set()
         self._refused: set[str] = set()
         self._failed: set[str] = set()
         self._signed = is_signed(vllm_config)
@@ -156,21 +172,21 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Note the options of a request. If they cannot be granted, this request ends with an error, and no other."""
-        self._requests[request.request_id] = request
+        known = self._known[request.request_id] = KnownRequest(request, self._recipe)
         try:
             options = self._options(request)
-            self._tickets[request.request_id] = options.ticket
+            known.ticket = options.ticket
             self._grant(request, options)
         except Exception as error:  # whatever a request says and whatever happens to files, other requests are served
-            known = isinstance(error, KeepsetError)
-            logger.error("Request %s: %s", request.request_id, error, exc_info=not known)
-            self._refuse(request, str(error) if known else "The server cannot do this; its log says why.")
-            self._denied.add(request.request_id)
+            is_known = isinstance(error, KeepsetError)
+            logger.error("Request %s: %s", request.request_id, error, exc_info=not is_known)
+            self._refuse(request, str(error) if is_known else "The server cannot do this; its log says why.")
+            known.denied = True
             request.skip_reading_prefix_cache = False  # or vLLM would not ask for its tokens, and not end it
 
     def _refuse(self, request: Request, why: str) -> None:
         """Tell the front end why, if it has asked."""
-        stats.refused(self._tickets.get(request.request_id, ""), why)
+        stats.refused(self._known[request.request_id].ticket, why)
 
     def _options(self, request: Request) -> RequestOptions:
         """Return a request's options. Behind a front end that signs, only signed options count."""
@@ -191,7 +207,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _settle(self, request: Request, recipe: Recipe | None) -> None:
         """Have a request compressed by a recipe of its own; None for no compression."""
-        self._own[request.request_id] = recipe
+        known = self._known[request.request_id]
+        known.recipe, known.has_own = recipe, True
         for manager in self._managers:
             manager.settle(request.request_id, recipe)
         # Whatever its tokens, it may not share the pages of requests with another budget.
@@ -202,19 +219,19 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return None to have a request wait for a step, or tokens that cannot be loaded to end it."""
-        name = request.request_id
-        if name in self._denied:
+        name, known = request.request_id, self._known[request.request_id]
+        if known.denied:
             return request.num_tokens - num_computed_tokens, True
-        if name not in self._own or self._managers[0].is_reserved(name):
+        if not known.has_own or self._managers[0].is_reserved(name):
             return 0, False
         # One at a time: reserved blocks that nobody uses must not keep other requests out.
         if not self._beginning and self._managers[0].block_pool.get_num_free_blocks() >= len(self._managers):
-            recipe, pages = self._own[name], [manager.reserve(name) for manager in self._managers]
-            self._beginning[name] = OwnBudget(None if recipe is None else recipe.budget, pages)
+            budget = None if known.recipe is None else known.recipe.budget
+            self._beginning[name] = OwnBudget(budget, [manager.reserve(name) for manager in self._managers])
         return None, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens and request.request_id in self._denied:
+        if num_external_tokens and self._known[request.request_id].denied:
             self._refused.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExpectedEvents:
@@ -228,7 +245,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         expected = ExpectedEvents(begin=self._beginning, ended=ended | late, refused=self._refused)
         self._waiting, self._beginning, self._refused = set(self._beginning), {}, set()
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
-            request = self._requests[name]
+            request = self._known[name].request
             before, after = request.num_computed_tokens, request.num_computed_tokens + tokens
             for group, manager in enumerate(self._managers):
                 if isinstance(manager, KeepManager) and manager.due(request, before, after):
@@ -242,19 +259,15 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(freed, FreedBlockCounts):
             return
         for (name, preemptions, group), blocks in freed.blocks.items():
-            request = self._requests.get(name)
-            if request is not None and request.num_preemptions == preemptions and not request.is_finished():
+            known = self._known.get(name)
+            if known and known.request.num_preemptions == preemptions and not known.request.is_finished():
                 self._managers[group].release(name, blocks)
 
     def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. Its blocks may be freed at once."""
-        name = request.request_id
-        self._requests.pop(name, None)
-        self._own.pop(name, None)
-        self._tickets.pop(name, None)
-        self._denied.discard(name)
+        self._known.pop(request.request_id, None)
         for manager in self._managers:
-            manager.forget(name)
+            manager.forget(request.request_id)
         return False, None
 
     @property

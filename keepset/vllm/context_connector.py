@@ -181,7 +181,7 @@ class ContextConnector(BlockCountConnector):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         asked = self._asked.get(request.request_id)
-        if asked is None or request.request_id in self._denied:
+        if asked is None or self._known[request.request_id].denied:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
         # While one request loads the context, others wait for its pages.
         missing = asked.placement.shared and num_computed_tokens < asked.placement.own * self._manager.block_size
@@ -192,7 +192,7 @@ class ContextConnector(BlockCountConnector):
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         name = request.request_id
-        if name not in self._asked or name in self._denied or not num_external_tokens:
+        if name not in self._asked or self._known[name].denied or not num_external_tokens:
             return
         context, placement = self._asked[name]
         whole = not placement.shared
@@ -228,7 +228,7 @@ class ContextConnector(BlockCountConnector):
         if (
             asked is not None
             and request.status == RequestStatus.FINISHED_ERROR
-            and request.request_id not in self._denied
+            and not self._known[request.request_id].denied
         ):
             self._refuse(request, f"Context {asked.context.name!r} cannot be loaded: build it again.")
         if asked is not None and asked.context.owner:
@@ -243,10 +243,10 @@ class ContextConnector(BlockCountConnector):
         if name not in self._saves:
             return False
         ended = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        if not ended or not 0 < length <= request.num_tokens or name in self._denied:
+        if not ended or not 0 < length <= request.num_tokens or self._known[name].denied:
             del self._saves[name]
             return False
-        asked, own = self._asked.get(name), self._own.get(name, self._recipe)
+        asked, own = self._asked.get(name), self._known[name].recipe
         recipe = None if own is None else str(own)
         recipe = recipe if asked is None else asked.context.contents.header.recipe
         blocks = [block.block_id for block in self._manager.req_to_blocks[name]]

@@ -95,7 +95,6 @@ class EngineContext:
         self._watch = watch_projections(self.projections) if recipe.method.traits.needs.hidden_states else None
         self._ring: QueryRing | None = None
         self._reserve: Tensor | None = None
-        self._parts: dict[tuple[str, ...], QueryRing] = {}
         self._specs_made = 0
         self._tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
@@ -157,8 +156,7 @@ class EngineContext:
         """Return the room that a group of layers, given by their names, has for queries."""
         assert self._ring is not None
         self._reserve = None  # vLLM has measured
-        taken = sum(map(len, self._parts))
-        return self._parts.setdefault(tuple(layers), self._ring.part(taken, len(layers)))
+        return self._ring.part(self._first(layers), len(layers))
 
     def _room(self, layers: int) -> QueryRing:
         slots = slots_for(self.config.scheduler_config.max_num_seqs)
@@ -172,9 +170,14 @@ class EngineContext:
 
     def tape(self, layers: Sequence[str]) -> Tensor | None:
         """Return where layers of these names leave their queries while a graph captures them; None if no graph does."""
+        first = self._first(layers)
+        return None if self._tape is None else self._tape[first : first + len(layers)]
+
+    def _first(self, layers: Sequence[str]) -> int:
+        """Return the place of the first of neighbouring layers among those of this process."""
         first = list(self.layers).index(layers[0])
         assert list(self.layers)[first : first + len(layers)] == list(layers)
-        return None if self._tape is None else self._tape[first : first + len(layers)]
+        return first
 
     def leave(self, layer: str, queries: Tensor) -> None:
         """Copy the queries of a step that a graph may capture to the tape.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -37,6 +37,22 @@ class RunningRequest:
     freed: int = 0
 
 
+class OwnSchedule(NamedTuple):
+    """A request that is not compressed as the others of its group.
+
+    Attributes:
+        schedule: when it is compressed.
+        prompt: tokens that count as its prompt, if it begins with a context.
+        placement: where the context is in its blocks.
+        first_hash: the hash of its first block, if the context's blocks are found by that.
+    """
+
+    schedule: EvictionSchedule
+    prompt: int | None = None
+    placement: ContextPlacement | None = None
+    first_hash: Any = None
+
+
 class KeepManager(FullAttentionManager, SchedulerAdapter):
     """vLLM's manager of blocks, which also frees blocks that compressions have emptied.
 
@@ -58,15 +74,13 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         )
         self._requests: dict[str, RunningRequest] = {}
         self._prefixes: dict[Any, ContextPlacement] = kv_cache_spec.contexts
-        self._contexts: dict[str, tuple[ContextPlacement, Any]] = {}
         self._coming: tuple[str, RunningRequest] | None = None
-        self._own: dict[str, EvictionSchedule] = {}
-        self._from: dict[str, int] = {}  # tokens that count as prompts, of requests after contexts
+        self._own: dict[str, OwnSchedule] = {}
         self._reserved: dict[str, KVCacheBlock] = {}
 
     def schedule_of(self, request_id: str) -> EvictionSchedule:
         """Return when a request is compressed."""
-        return self._own.get(request_id, self.schedule)
+        return self._own[request_id].schedule if request_id in self._own else self.schedule
 
     def settle(self, request_id: str, recipe: Recipe | None) -> None:
         """Have a new request compressed by a recipe of its own.
@@ -75,11 +89,12 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             request_id: the engine's name of the request.
             recipe: its recipe, of the same method; None if it is never compressed.
         """
-        self._own[request_id] = self.schedule.under(recipe)
+        self._own[request_id] = OwnSchedule(self.schedule.under(recipe))
 
     def due(self, request: Request, before: int, after: int) -> int:
         """Return the event that a step from `before` to `after` tokens brings a request; 0 if it brings none."""
-        prompt = self._from.get(request.request_id, request.num_prompt_tokens)
+        own = self._own.get(request.request_id)
+        prompt = request.num_prompt_tokens if own is None or own.prompt is None else own.prompt
         return self.schedule_of(request.request_id).due(prompt, before, after)
 
     def reserve(self, request_id: str) -> int:
@@ -132,8 +147,9 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         """Return vLLM's count; for a waiting request, with the room that running requests will grow into."""
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
-        # Most tokens of a context have no block.
-        if self._admission is None or not kwargs.get("apply_admission_cap") or request_id in self._contexts:
+        own = self._own.get(request_id)
+        begins_with_context = own is not None and own.placement is not None  # whose tokens mostly have no block
+        if self._admission is None or not kwargs.get("apply_admission_cap") or begins_with_context:
             return needed
         held, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)
         return self._admission.required_blocks(num_tokens, needed, held, schedule)
@@ -164,10 +180,9 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def forget(self, request_id: str) -> None:
         """Forget a request for good, and its context once no other request has it."""
-        self._own.pop(request_id, None)
-        self._from.pop(request_id, None)
-        _, first = self._contexts.pop(request_id, (None, None))
-        if first is not None and all(first != other for _, other in self._contexts.values()):
+        own = self._own.pop(request_id, None)
+        first = None if own is None else own.first_hash
+        if first is not None and all(first != other.first_hash for other in self._own.values()):
             self._prefixes.pop(first, None)
 
     def begin(
@@ -187,21 +202,17 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             recipe: by which the request is compressed further; None if it is not.
             prompt: tokens after which that begins.
         """
-        self._contexts[request_id] = placement, block_hashes[0] if placement.own else None
-        self._own[request_id] = self.schedule.under(recipe, counted=False)
-        self._from[request_id] = prompt
-        if placement.own:
-            self._prefixes[block_hashes[0]] = placement
+        schedule, first = self.schedule.under(recipe, counted=False), block_hashes[0] if placement.own else None
+        self._own[request_id] = OwnSchedule(schedule, prompt, placement, first)
+        if first is not None:
+            self._prefixes[first] = placement
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
         """Offer to other requests only blocks that no compression of this one writes to."""
-        if request.request_id in self._contexts:
-            placement, _ = self._contexts[request.request_id]
-            if not placement.shared:
-                return
-            super().cache_blocks(request, min(num_tokens, placement.own * self.block_size), *args, **kwargs)
-            return
-        if request.request_id in self._own:  # the hashes of its tokens do not say its budget
+        if (own := self._own.get(request.request_id)) is not None:
+            # The hashes of a request's tokens do not say its budget, but those of a context begin with its digest.
+            if own.placement is not None and own.placement.shared:
+                super().cache_blocks(request, min(num_tokens, own.placement.own * self.block_size), *args, **kwargs)
             return
         if num_tokens >= request.num_prompt_tokens:
             # If it is preempted after this it starts again. How much of its prompt may be shared then depends on the
