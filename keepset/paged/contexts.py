@@ -16,7 +16,7 @@ from keepset.kernels.page_layout import PageGroup, PageLayout
 
 @dataclass(frozen=True)
 class ContextPlacement:
-    """Which logical blocks of a request hold the context that it begins with.
+    """The logical blocks of a request that hold the context that it begins with.
 
     Attributes:
         tokens: tokens of the context, kept or not.
@@ -92,7 +92,7 @@ def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size:
 
 
 class EntryPlaces(NamedTuple):
-    """Where entries of a context go.
+    """The places of entries of a context.
 
     Attributes:
         chosen: which of all entries of the context.

@@ -1,4 +1,4 @@
-"""What an engine with a paged cache must provide to run keepset: the interfaces of its adapter.
+"""Interfaces of an engine's adapter: everything that an engine with a paged cache must provide to run keepset.
 
 docs/engines.md says when each is called. vLLM's adapter (`keepset.vllm`) is written against them.
 """

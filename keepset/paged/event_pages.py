@@ -14,7 +14,7 @@ from keepset.core.keep_set import LazyHostInts
 
 
 class OccupiedPages(NamedTuple):
-    """Where the entries of requests lie in some layers, layer after layer and request after request.
+    """The pages of requests' entries in some layers, layer after layer and request after request.
 
     Attributes:
         subpages: the sub-pages of each head, in the order of its entries; numbered through all layers of the group.

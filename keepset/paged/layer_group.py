@@ -18,7 +18,7 @@ from keepset.paged.step import LayerOperation, StepPlan
 from keepset.recording.ring import QueryRing
 
 CountEviction = Callable[..., None]
-"""Is told by keyword of layers' compression: `events` (requests; 0 where the first layer is not among them),
+"""Counts compressions. It takes by keyword `events` (requests; 0 where the first layer is not among them),
 `entries_kept`, `entries_dropped`, and `seconds`."""
 
 

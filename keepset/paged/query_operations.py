@@ -1,4 +1,4 @@
-"""What layers do with queries: collect a prompt's, add some up, hold some back, or write them to their rings.
+"""Operations of layers on queries: collect a prompt's, add some up, hold some back, or write them to a ring.
 
 Each is a `LayerOperation`; `StepPlan` says in which order they run.
 """

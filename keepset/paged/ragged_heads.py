@@ -27,7 +27,7 @@ _NO_SLOT = -1
 
 
 class RaggedPages:
-    """Where the entries of some requests lie, whose heads have different numbers of them.
+    """The pages of some requests whose heads have different numbers of entries.
 
     The device is asked for the sizes of heads at once, and waited for when they are needed.
 

@@ -30,7 +30,7 @@ from keepset.paged.step import ScheduledRequest, StepBatch
 
 @dataclass(frozen=True)
 class RequestOverrides:
-    """What holds for one request instead of what the engine, or its group of layers, says.
+    """Facts of one request that replace those of the engine, or of its group of layers.
 
     Attributes:
         name: the engine's name of the request.
@@ -47,7 +47,7 @@ class RequestOverrides:
 
 @dataclass
 class RequestState:
-    """What the host knows of one request.
+    """Everything that the host knows of one request.
 
     Attributes:
         page: the page that holds its newest token, or is to hold its first.

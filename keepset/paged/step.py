@@ -76,7 +76,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class ShiftedBatch:
-    """What attention is told instead of the engine's batch: the same requests, less the entries that were dropped.
+    """The batch that attention gets instead of the engine's: the same requests, less the entries that were dropped.
 
     Attributes:
         block_table, seq_lens: blocks and lengths of what is kept. They lie at the same addresses in every step, because
@@ -93,7 +93,7 @@ class ShiftedBatch:
 
 @dataclass
 class RaggedStep:
-    """Where the entries of heads of different lengths lie in one step.
+    """The layout of heads of different lengths in one step.
 
     Attributes:
         pages: the page that holds each request's newest token.
@@ -126,7 +126,7 @@ class LayerOperation(Protocol):
     """Something that layers do with the queries of a step, or with those that they have recorded."""
 
     reads_entries: ClassVar[bool]
-    """Whether it looks at entries, so that it must be known where these lie."""
+    """True if it looks at entries, so that it must be known where these lie."""
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Run it in some layers.
@@ -141,7 +141,7 @@ class LayerOperation(Protocol):
 
 @dataclass
 class StepPlan:
-    """What the layers of a group do in one step and after it: the same for all layers.
+    """The work of a group's layers in one step and after it, the same for all layers.
 
     What is done follows in this order, each list from its first operation to its last:
 
@@ -173,5 +173,5 @@ class StepPlan:
 
     @property
     def reads_entries(self) -> bool:
-        """Whether an operation looks at entries."""
+        """True if an operation looks at entries."""
         return any(operation.reads_entries for operation in (*self.in_layers, *self.before_events))

@@ -1,4 +1,4 @@
-"""What keepset adds to an attention layer of vLLM, whichever its backend: a mixin for the backend's own class."""
+"""`CompressedAttentionImpl`: a mixin for the attention layers of any of vLLM's backends."""
 
 from __future__ import annotations
 

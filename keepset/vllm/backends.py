@@ -27,7 +27,7 @@ _LAYERS: dict[str, type[CompressedAttentionImpl]] = {
     "TRITON_ATTN": CompressedAttentionImpl,
     "CPU_ATTN": CPUMixin,
 }
-"""What is mixed into the layers of each backend that keepset knows."""
+"""The mixin for the layers of each backend that keepset knows."""
 
 
 class KeepBackend(AttentionBackend):

@@ -89,7 +89,7 @@ class FreedBlockCounts(KVConnectorWorkerMetadata):
 
 @dataclass
 class KnownRequest:
-    """What the process that schedules knows of one request.
+    """Everything that the connector knows of one request, in the process that schedules.
 
     Attributes:
         request: vLLM's request.

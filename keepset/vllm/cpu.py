@@ -1,4 +1,4 @@
-"""What keepset adds to an attention layer of vLLM's CPU backend."""
+"""`CPUMixin`: a mixin for the attention layers of vLLM's CPU backend."""
 
 from __future__ import annotations
 

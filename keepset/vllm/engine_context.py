@@ -64,7 +64,7 @@ class PlannedStep:
 
 
 class EngineContext:
-    """What classes share under one configuration with a recipe.
+    """State that keepset's classes share under one configuration with a recipe.
 
     Args:
         config: vLLM's configuration.
@@ -110,7 +110,7 @@ class EngineContext:
 
     @cached_property
     def recording(self) -> Recording:
-        """What layers record of queries."""
+        """The queries that layers record, and what is made of them."""
         heads, head_dim, dtype = self._queries
         group = heads // self.config.model_config.get_num_kv_heads(self.config.parallel_config)
         return Recording.of_recipe(self.recipe, group, head_dim, dtype.itemsize)

@@ -92,7 +92,7 @@ class RequestOptions:
 
     @property
     def is_own(self) -> bool:
-        """Whether the request is compressed in another way than the engine's recipe says."""
+        """True if the request is compressed in another way than the engine's recipe says."""
         return self.off or self.keep is not None or bool(self.protect)
 
     def to_signed(self) -> str:

@@ -1,4 +1,4 @@
-"""What a vLLM configuration says about keepset."""
+"""Keepset's settings in a vLLM configuration."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CONNECTOR = {
 
 
 CONTEXTS = "keepset_contexts"
-"""Its key for the folder of saved contexts, whose files requests name."""
+"""The key of `additional_config` for the folder of saved contexts, whose files requests name."""
 
 SAVE_LIMIT = "keepset_save_bytes"
-"""Its key for the bytes of contexts that each owner's requests may save; without it nothing is saved."""
+"""The key of `additional_config` for the bytes that each owner's requests may save; without it nothing is saved."""
 
 SIGNED = "keepset_signed"
-"""Its key for whether a front end signs requests' options, so that the engine takes no others."""
+"""The key of `additional_config` that says a front end signs options, so that the engine takes no others."""
 
 _WHOLE = "adakv(streaming_llm, keep=1.0)"
 """The recipe of an engine with contexts alone: nothing is dropped, and each head has pages of its own."""

@@ -34,7 +34,7 @@ REQUESTS = 1024
 """How many of the newest requests are kept."""
 
 CONTEXTS = 1024
-"""For how many contexts requests are counted."""
+"""The number of contexts whose requests are counted."""
 
 _COUNTER = np.dtype([(name, "f8") for name in COUNTERS])
 _REQUEST = np.dtype(

@@ -53,7 +53,7 @@ class Allocator:
                 self._put(head, entry)
 
     def share(self, counts: list[int], own: int, free: list[Page]) -> None:
-        """From now on the request holds so many entries; all pages but each head's last one are some of the free."""
+        """Make the request hold so many entries. All pages but each head's last one are taken from the free ones."""
         shared = [max(-(-count // self.block_size) - 1, 0) for count in counts]
         self.own = self.first = own
         self.heads = [Head([], [free.pop(0) for _ in range(pages)], pages) for pages in shared]
@@ -74,7 +74,7 @@ class Allocator:
 
     @property
     def layout(self) -> tuple[list[int], int, int, int]:
-        """Of the state now, as if an event had just happened."""
+        """The layout as if an event had just happened."""
         return [len(head.held) for head in self.heads], self.length, self.first, self.through
 
 
@@ -116,7 +116,7 @@ class Row:
             self.states[index] = layer.layout
 
     def subpages(self, layer: int, head: int) -> list[int]:
-        """Of a head, numbered on from the layer's own cache into those that follow."""
+        """A head's sub-pages, numbered on from the layer's own cache into those that follow."""
         pages = self.layers[layer].heads[head].pages
         further = [(of - layer) % len(self.layers) * self.blocks for _, of, _ in pages]
         return [

@@ -73,7 +73,7 @@ class Request:
     events: list[int] = field(default_factory=list)
 
     def restart(self) -> Request:
-        """It after a preemption."""
+        """The request after a preemption."""
         return Request(self.number, self.prompt)
 
 
@@ -138,7 +138,7 @@ class Engine:
                 self._release(running[int(name)].blocks[leader], blocks)
 
     def leave(self, request: Request) -> None:
-        """Its blocks are free."""
+        """Free a request's blocks."""
         for table in request.blocks.values():
             self._release(table, len(table))
 
@@ -266,7 +266,7 @@ class Engine:
 
 
 def attention(queries: Tensor, pages: StridedPages, subpages: Tensor, have: int) -> Tensor:
-    """Of the newest queries `[n, group, dim]` over one head's entries."""
+    """Attention of the newest queries `[n, group, dim]` over one head's entries."""
     keys, values = (part[:have] for part in pages.read(subpages))
     logits = torch.einsum("ngd,ed->nge", queries, keys) * SCALING
     future = torch.arange(have) > torch.arange(have - len(queries), have)[:, None]
@@ -274,7 +274,7 @@ def attention(queries: Tensor, pages: StridedPages, subpages: Tensor, have: int)
 
 
 def expected(layer: int, request: Request, first: int, end: int) -> Tensor:
-    """What the request's queries from `first` on see of what it holds; the new entries are held from here on."""
+    """Attention of the request's queries from `first` on, over what it holds. New entries are held from here on."""
     keys, values, queries = numbers(request.number, layer)
     rows = []
     for head, held in enumerate(request.kept[layer]):
@@ -288,7 +288,7 @@ def expected(layer: int, request: Request, first: int, end: int) -> Tensor:
 
 
 def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observation:
-    """What the method may look at of one layer."""
+    """The observation of one layer."""
     heads = [[position for position in head if position < at] for head in request.kept[layer]]
     most = max(map(len, heads))
     all_keys, all_values, all_queries = numbers(request.number, layer)

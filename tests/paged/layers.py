@@ -71,7 +71,7 @@ def layer_group(
 def batch_of(
     requests: list[tuple[int, int, int]], width: int, size: int, put: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> StepBatch:
-    """Of prompts, and the tokens before and after the step; each request has `width` blocks of `size` tokens."""
+    """A step of requests, given by prompt and tokens before and after; each has `width` blocks of `size` tokens."""
     rows, first = [], 0
     for row, (prompt, before, after) in enumerate(requests):
         rows.append(ScheduledRequest(row, first, first + after - before, prompt, before, after))

@@ -119,7 +119,7 @@ def register() -> None:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """They are known inside."""
+    """Register them while the context lasts."""
     with pytest.MonkeyPatch.context() as patch:
         for method in OWN:
             patch.setitem(registry._methods, method.name, method)

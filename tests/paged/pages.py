@@ -1,4 +1,4 @@
-"""What holds of pages of every kind."""
+"""Checks of pages of every kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> Tenso
 
 
 def check_only_the_given_slots_are_written(pages: Pages, cache: Tensor) -> None:
-    """Of three blocks of two heads, 32 entries of 32 numbers each, all of them ones."""
+    """The cache has three blocks of two heads, 32 entries of 32 numbers each, all ones."""
     before = cache.clone()
     pages.write(torch.zeros(0, 32), torch.zeros(0, 32), torch.zeros(0, dtype=torch.long))
     assert torch.equal(cache, before)
@@ -32,7 +32,7 @@ def check_only_the_given_slots_are_written(pages: Pages, cache: Tensor) -> None:
 
 
 def check_entries_may_be_views_of_larger_tensors(pages: Pages) -> None:
-    """Of one block of one head, 32 entries of 32 numbers."""
+    """The cache has one block of one head, 32 entries of 32 numbers."""
     wide = random(64, 20, 2, dtype=torch.float32, generator=seeded(2))
     keys, values = wide[:, 1:9, 0].T.repeat(1, 1), wide[:, ::2, 1].T[:8]
     expected = (keys[:, ::2].clone(), values[:, ::2].clone())

@@ -1,4 +1,4 @@
-"""What an engine must do to a request, in a few lines: for references that know nothing of pages."""
+"""Events and freed blocks of a request in a few lines, for references that know nothing of pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def newest_event(recipe: Recipe, prompt: int, start: int, stop: int) -> int:
 
 
 def is_executed(recipe: Recipe, block_size: int, at: int, old: list[list[int]], kept: list[list[int]]) -> bool:
-    """Whether a layer, where the recipe says how many stay, drops enough: ragged heads need a block that goes."""
+    """Return whether a layer with fixed counts drops enough to be compressed: ragged heads must free a block."""
     average = -(-sum(map(len, kept)) // len(kept))
     return at - average >= (1 if recipe.method.traits.equal_heads else block_size) and kept != old
 

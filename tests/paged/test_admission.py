@@ -130,7 +130,7 @@ class Scheduler:
 def test_who_was_admitted_is_not_preempted(
     block_size: int, keep: int, every: int, budget: int, steps_ahead: int, data: st.DataObject
 ) -> None:
-    """Where prompts fill the budget, so that what a request holds is foreseen for good."""
+    """Prompts fill the budget, so that what a request holds is foreseen for good."""
     schedule = schedule_of(f"knorm(keep={keep}, every={every})", block_size)
     sizes = data.draw(st.lists(st.tuples(st.integers(keep, keep + 90), st.integers(1, 120)), min_size=2, max_size=10))
     waiting = [Request(str(number), *size) for number, size in enumerate(sizes)]
@@ -146,7 +146,7 @@ def test_who_was_admitted_is_not_preempted(
 
 
 def foreseen(admission: Admission, requests: list[Request], tokens: int, needed: int) -> int:
-    """What must be free, by adding up each request's blocks step by step."""
+    """The blocks that must be free, added up request by request and step by step."""
     schedule, budget, ahead = admission._schedule, admission._tokens_per_step, admission._steps_ahead
     reach = math.lcm(schedule.recipe.schedule.every or 1, schedule.block_size) + 2
 
@@ -200,7 +200,7 @@ def situations(draw: st.DrawFn) -> tuple[Admission, int, int]:
 @examples(150)
 @given(situations(), st.data())
 def test_the_sums_are_those_of_a_count(situation: tuple[Admission, int, int], data: st.DataObject) -> None:
-    """Whoever comes, goes, is left out of a step, or computes its prompt in whatever chunks."""
+    """Requests come, go, are left out of steps, and compute their prompts in chunks of any size."""
     admission, _, _ = situation
     requests: list[Request] = []
     for number in range(data.draw(st.integers(1, 12))):
@@ -229,7 +229,7 @@ def test_the_sums_are_those_of_a_count(situation: tuple[Admission, int, int], da
 
 
 def required(schedule: EvictionSchedule, lengths: list[int], tokens: int, needed: int) -> int:
-    """Of requests with prompts of 64 tokens."""
+    """All requests have prompts of 64 tokens."""
     admission = Admission(schedule, 10**6)
     for number, length in enumerate(lengths):
         admission.update(str(number), 64, length)

@@ -1,4 +1,4 @@
-"""What is held beside the pool, while as many requests run as it holds entries of."""
+"""Bytes beside the pool, while as many requests run as the pool holds entries of."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def tokens(request: Request, draw: random.Random) -> int:
 
 @pytest.mark.parametrize("recipe", [BEHIND[0], *(pytest.param(one, marks=pytest.mark.full) for one in BEHIND[1:])])
 def test_steps_that_end_in_the_window_of_the_next_event(recipe: str) -> None:
-    """As when a preempted request is computed again: what came behind an event in its own step is not what was kept."""
+    """Entries behind an event of their own step: so it is when a preempted request is computed again."""
     engine, every = Engine(recipe, BLOCKS), Recipe.parse(recipe).schedule.every
     assert every is not None
     for number, behind in enumerate((every - 1, 2 * every - 2)):

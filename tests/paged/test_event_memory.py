@@ -1,4 +1,4 @@
-"""What an event takes beside the pool: a fixed amount of a long prompt at a time, and the same comes of it."""
+"""The workspace of an event is fixed, however long the prompt, and does not change what the event keeps."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_entries_of_eight_bits_are_those_that_they_stand_for(recipe: str, kind: 
 
 
 def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None:
-    """Of three prompts whose windows open in one step two begin alike, and the third has a later page of the first."""
+    """Three windows open in one step: two prompts begin alike, and the third has a later page of the first."""
     group, queue = layer_group("snapkv(window=8, keep=15)", list(random_caches()), GROUP), EventQueue(FreedBlocks())
     batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
     apart = queue.plan(group, batch)
@@ -100,7 +100,7 @@ def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None
 
 
 def additions(plan: StepPlan) -> list[QueryAddition]:
-    """What layers add up in a step."""
+    """The additions of a step's plan."""
     return [operation for operation in plan.in_layers if isinstance(operation, QueryAddition)]
 
 

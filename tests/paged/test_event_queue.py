@@ -26,7 +26,7 @@ def executed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int,
 
 @pytest.mark.parametrize("recipe", ["knorm(keep=9)", "pyramid(knorm, keep=9)", "pool(snapkv(window=2), keep=9)"])
 def test_they_wait_for_the_next_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one group of layers and with a group for each; the step's own blocks are still there."""
+    """There is one group of layers, or one for each layer. The step's own blocks are still there."""
     engine = Engine(recipe, 60)
     done, request = executed(engine, monkeypatch), Request(0, 30)
     engine.step({0: 30}, {0: request})
@@ -38,7 +38,7 @@ def test_they_wait_for_the_next_step(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_event_is_executed_though_its_request_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pages belong to another one by then, who has not written to them yet."""
+    """The pages belong to another request by then, which has not written to them yet."""
     engine = Engine("snapkv(window=3, kernel=1, keep=9)", 12)
     done, gone, next_one = executed(engine, monkeypatch), Request(0, 30), Request(1, 40)
     engine.step({0: 30}, {0: gone})

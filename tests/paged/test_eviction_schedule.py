@@ -1,4 +1,4 @@
-"""What the scheduler foresees is what happens to a request that gets one token after another."""
+"""The schedule of a request is what happens when it gets one token after another."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_prompt_that_is_looked_at_as_a_whole_comes_from_nobody_elses_pages(rec
 
 
 def test_a_layer_that_is_attended_head_by_head_waits_until_a_block_has_been_dropped() -> None:
-    """As beside contexts, whose heads may differ: until then a request holds less than a block beyond its budget."""
+    """Beside contexts, whose heads may differ, a request may hold up to a block beyond its budget."""
     recipe = Recipe.parse("snapkv(window=3, kernel=3, keep=20, every=2)")
     together, by_head = timeline_of(recipe, 0, 8), timeline_of(recipe, 0, 8, per_head=True)
     lengths = range(24, 40)

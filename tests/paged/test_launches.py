@@ -1,4 +1,4 @@
-"""What an event would launch on a GPU: no more for many layers than for two, and it keeps what a CPU keeps."""
+"""Launches of an event on a GPU: as many for 8 layers as for two; and it keeps what a CPU keeps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_an_event_launches_the_same_for_any_number_of_layers(recipe: str, most: 
 
 
 class Projection:
-    """Of a layer that does not rotate: what is there of hidden states makes the queries that it hands over."""
+    """A projection of a layer that does not rotate, so that its queries follow from hidden states alone."""
 
     def __init__(self, weights: Tensor) -> None:
         self._weights, self.hidden = weights, None

@@ -28,7 +28,7 @@ def test_entries_may_be_views_of_larger_tensors() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)])
 def test_strided_pages_are_their_logical_view(dtype: torch.dtype, order: tuple[int, ...]) -> None:
-    """For every order of the axes in memory, with gaps between blocks too."""
+    """The axes may be in any order in memory, with gaps between blocks."""
     shape = [6, 3, 4, 10]
     memory = random(*(shape[axis] for axis in order), dtype=dtype, generator=seeded(7))
     memory = torch.stack((memory, memory * 0), dim=1)[:, 0]

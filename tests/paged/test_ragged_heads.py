@@ -175,7 +175,7 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_several_tokens_of_a_single_head_follow_one_another_in_memory() -> None:
-    """As each of several ranks may have one: the step checks that kernels, which walk by address, are told right."""
+    """Each of several ranks may have one head. The step checks addresses, by which kernels walk."""
     batch = Batch(2, 3, 1, 4)
     batch.step([0, 1], [9, 9])
     batch.step([0, 1], [1, 1], event=True)

@@ -1,4 +1,4 @@
-"""What passes before an event is added up a few queries at a time, those of all requests in the same steps."""
+"""Queries before an event are added up a few at a time, those of all requests in the same steps."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def batch_of(requests: Sequence[tuple[Sequence[int], int, int]], prompts: Sequen
 
 
 def overridden(table: RequestTable, *requests: tuple[list[int], int, int]) -> list[bool]:
-    """Whether each of a step's requests is the one that began after a context."""
+    """For each of a step's requests, whether it is the one that began after a context."""
     return [request.after_context for request in table.with_overrides(batch_of(requests)).requests]
 
 

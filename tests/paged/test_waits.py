@@ -1,4 +1,4 @@
-"""What a step's plan, and layers with ragged heads, would ask of a GPU: the host waits for nothing."""
+"""Host syncs and launches of a step's plan, and of layers with ragged heads, on a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_equal_heads_are_planned_without_waiting(number: int, monkeypatch: pytes
 def test_equal_heads_decode_after_one_upload_and_one_kernel(
     number: int, triton_interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What attention is told is at the same addresses in every step, and what a CPU tells it."""
+    """Attention gets the same addresses in every step, and the numbers that a CPU computes."""
     plain, addresses = layers.planner_of("knorm(keep=10, every=7)"), []
     with Gpu(monkeypatch) as gpu:
         planner = layers.planner_of("knorm(keep=10, every=7)")
@@ -147,7 +147,7 @@ class Allocated(TorchDispatchMode):
 
 @pytest.mark.full
 def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
-    """Of 32 layers with 8 KV heads and blocks of 16, beside 63 requests: 3.6 GiB while tables were made."""
+    """There are 32 layers with 8 KV heads and blocks of 16, and 63 other requests. Tables would take 3.6 GiB."""
     places, size, prompt = range(32), 16, 131072
     planner = layers.planner_of("adakv(knorm, keep=256)", len(places), 8, size, 4, 128, 2, blocks=64 * prompt // size)
     for event in planner.plan(layers.batch_of([(500, 0, 500)] * 63, prompt // size, size)).events:
@@ -165,7 +165,7 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
 @pytest.mark.parametrize("recipe", ["snapkv(window=5, keep=10, every=7)", "ams(tova, window=9, keep=40, every=7)"])
 @pytest.mark.parametrize("number", [1, 12])
 def test_recorded_queries_are_planned_with_one_look(number: int, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At pages, from which requests are told, however many there are; and none where no window is open."""
+    """One host sync reads all pages, by which requests are known; there is none if no window is open."""
     kinds = [(60, 0, 60), (60, 60, 61), (53, 66, 67), (70, 76, 77)]
     with Gpu(monkeypatch) as gpu:
         for open_windows, some in ((True, kinds * number), (False, [(90, 0, 50)] * number)):
@@ -188,5 +188,5 @@ def test_nothing_is_recorded_for_events_that_drop_nothing(keep: int) -> None:
 
 
 def recorded_so_far(page: int, request: ScheduledRequest) -> RequestState:
-    """As if all had been recorded so far."""
+    """A state as if all queries had been recorded so far."""
     return RequestState(page, request.before, request.prompt, record=QueryRecord(0, 0, request.before))

@@ -1,4 +1,4 @@
-"""What tests of engines have in common: how engines are run, and what they are held against."""
+"""Shared by tests of engines: how these are run, and what they are held against."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def asks(essay: list[int], lengths: tuple[int, ...], tokens: int) -> list[Ask]:
 
 
 def answers_of(scenarios: Mapping[Key, Scenario], env: dict[str, str] | None = None) -> dict[Key, Any]:
-    """What each engine answered, or the text of its error; all run in one process."""
+    """The answer of each engine, or the text of its error; all run in one process."""
     return dict(zip(scenarios, raw(*scenarios.values(), env=env), strict=True))
 
 
@@ -36,7 +36,7 @@ def result(answers: dict[Any, Any], key: object) -> Result:
 
 
 def check_oracle(oracle: Oracle, recipe: str | None, some: list[Ask], engine: Result) -> None:
-    """What was produced and kept is what the reference does in the same steps; without a recipe all was kept."""
+    """Check that tokens and kept entries are the reference's in the same steps; without a recipe all was kept."""
     parsed = None if recipe is None else Recipe.parse(recipe)
     for index, ask in enumerate(some):
         tokens = engine.tokens[index] or []
@@ -50,7 +50,7 @@ def check_oracle(oracle: Oracle, recipe: str | None, some: list[Ask], engine: Re
 def check_transformers(
     model: PreTrainedModel, recipe: str | Recipe, some: list[Ask], engine: Result, places: Iterable[int] | None = None
 ) -> None:
-    """What was produced and kept is what the transformers runtime does; `places` are the requests to look at."""
+    """Check that tokens and kept entries are the transformers runtime's, of requests at `places` or of all."""
     for index in range(len(some)) if places is None else places:
         ids, tokens = some[index].ids, engine.tokens[index]
         assert tokens is not None

@@ -100,7 +100,7 @@ def shallow(words: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shallow_model(shallow: Path) -> PreTrainedModel:
-    """That one, loaded: shared, so leave it as it is."""
+    """The same model, loaded. It is shared: leave it as it is."""
     return LlamaForCausalLM.from_pretrained(shallow).eval()
 
 
@@ -124,7 +124,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny: Path) -> PreTrainedModel:
-    """That one, loaded: shared, so leave it as it is."""
+    """The same model, loaded. It is shared: leave it as it is."""
     return LlamaForCausalLM.from_pretrained(tiny).eval()
 
 

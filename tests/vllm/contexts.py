@@ -1,4 +1,4 @@
-"""What tests of contexts have in common: prompts, files, and engines that serve them."""
+"""Shared by tests of contexts: prompts, files, and engines that serve them."""
 
 from __future__ import annotations
 

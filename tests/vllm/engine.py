@@ -87,7 +87,7 @@ class Scenario:
     files: Sequence[tuple[int, Path | None, Path]] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """What `tests.vllm.job` reads."""
+        """The scenario as `tests.vllm.job` reads it."""
         engine: dict[str, Any] = {
             "model": str(embedded_folder()),
             "dtype": "float32",
@@ -122,7 +122,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Result:
-    """What an engine did, request after request; the watched parts are empty where its scheduler is elsewhere.
+    """Everything that an engine did, request after request; watched parts are empty if nobody could watch it.
 
     Attributes:
         tokens: of the outputs; None for what was aborted before its first.
@@ -177,7 +177,7 @@ class Result:
 
 
 def layers_of(event: dict[str, Any]) -> dict[int, list[list[int]]]:
-    """What each layer of an event keeps."""
+    """The positions that each layer of an event keeps."""
     return {int(layer): heads for layer, heads in event["layers"].items()}
 
 
@@ -191,7 +191,7 @@ def run(*scenarios: Scenario) -> list[Result]:
 
 
 def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
-    """The same, where an engine may end with an error's text."""
+    """Run engines, and return their answers, or the text of an error."""
     with TemporaryDirectory() as folder:
         log, answered = Path(folder) / "log", Path(folder) / "answer.json"
         job = {

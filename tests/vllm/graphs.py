@@ -23,7 +23,7 @@ SIZES = [1, 2, 4, 8]
 
 
 class Graph(TorchDispatchMode):
-    """What is launched while it is active."""
+    """Everything that is launched while it is active."""
 
     active: Graph | None = None
 
@@ -79,7 +79,7 @@ def _noted(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Graphs:
-    """Those of a model runner, once they are captured.
+    """The captured graphs of a model runner.
 
     Attributes:
         replays: steps that were.
@@ -127,7 +127,7 @@ class Graphs:
         assert sorted(graphs) == SIZES
 
     def _capture_v2(self, runner: Any) -> None:
-        """As the runner itself does it, which knows its graphs: a replay is no forward there."""
+        """Capture as the runner itself does, which knows its graphs: a replay is no forward there."""
         from vllm.config import CUDAGraphMode
 
         manager, state, addresses = runner.cudagraph_manager, runner.model_state, {}
@@ -159,7 +159,7 @@ class Graphs:
 
 
 def _addresses(told: Any) -> tuple[int, ...]:
-    """Where an attention layer looks: of FlashInfer what has been planned for it."""
+    """The addresses that an attention layer reads; for FlashInfer, its plan."""
     if hasattr(told, "block_table"):
         return told.block_table.data_ptr(), told.seq_lens.data_ptr()
     return (id(told.decode.wrapper),)
@@ -175,7 +175,7 @@ def _captured(graph: Graph, *args: Any, **more: Any) -> Iterator[None]:
 
 
 def _use_v2() -> None:
-    """What model runner V2 captures with."""
+    """Replace what model runner V2 captures with."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 

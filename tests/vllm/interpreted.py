@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def warm_up(worker: Any) -> None:
-    """What the worker for GPUs does before the first request: a run without requests, and some that nobody sent."""
+    """Do what the worker for GPUs does before the first request: a run without requests, and some with made-up ones."""
     from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
     runner = worker.model_runner

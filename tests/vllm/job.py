@@ -1,4 +1,4 @@
-"""What a job does: one engine after another, a list of scenarios, see `tests.vllm.engine.Scenario`.
+"""Runs a job: a list of scenarios (`tests.vllm.engine.Scenario`), one engine after another.
 
 Whatever a scenario ends with, its result or the text of its error, is at its place in the job's answer.
 """
@@ -24,7 +24,7 @@ from tests.vllm import graphs, interpreted
 
 
 class Watch:
-    """What happens inside an engine whose scheduler is in this process."""
+    """Watches an engine whose scheduler is in this process."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -234,7 +234,7 @@ def step_of(engine: Any, is_here: bool) -> Any:
 
 @torch.inference_mode()
 def run_events() -> None:
-    """Those of the last step, which none follows."""
+    """Execute the events of the last step, which no step follows."""
     from keepset.vllm import engine_context
 
     if (context := engine_context.active()) is not None:

@@ -58,7 +58,7 @@ def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
 
 
 def schedule(num_heads_q: int, num_heads_kv: int, cache_seqlens: Tensor, **_: Any) -> Tensor:
-    """What FlashAttention's kernel is told beforehand: here, for what it was meant."""
+    """The schedule that FlashAttention's kernel is given: here, what it was made for."""
     return torch.tensor([num_heads_kv, num_heads_q, *cache_seqlens.tolist()])
 
 

@@ -34,7 +34,7 @@ poll = SpinCondition.wait
 
 
 def wait(condition: SpinCondition, timeout_ms: int | None = None) -> None:
-    """For a moment: a word may come before anybody listens."""
+    """Wait for a moment: a message may come before anybody listens."""
     condition.busy_loop_s = 0
     poll(condition, min(2, 2 if timeout_ms is None else timeout_ms))
 

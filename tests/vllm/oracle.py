@@ -1,4 +1,4 @@
-"""What an engine must do, written out in transformers: every head of every layer has its own list of entries.
+"""The reference for engines, written in transformers: every head of every layer has its own list of entries.
 
 It takes the steps that the engine took, with the engine's own tokens, and knows nothing of pages.
 """
@@ -35,7 +35,7 @@ class Head:
     positions: list[int]
 
     def only(self, positions: Sequence[int]) -> Head:
-        """Those at these positions."""
+        """The entries at these positions."""
         wanted = set(positions)
         places = [place for place, position in enumerate(self.positions) if position in wanted]
         return Head(self.keys[places], self.values[places], [self.positions[place] for place in places])
@@ -61,7 +61,7 @@ class Layer:
 
 @dataclass
 class Replay:
-    """What the reference did.
+    """Everything that the reference did.
 
     Attributes:
         best: the best next token at every step that ended with a new token.
@@ -208,7 +208,7 @@ class Oracle:
             found.events.append((at, kept, left))
 
     def _observe(self, recipe: Recipe, index: int, layer: Layer, at: int, prompt: int) -> Observation:
-        """What the method may look at."""
+        """The observation of an event."""
         heads = [head.only(range(at)) for head in layer.heads]
         most = max(len(head.positions) for head in heads)
         keys = torch.zeros(1, len(heads), most, heads[0].keys.shape[-1])
@@ -285,7 +285,7 @@ class Oracle:
         return (heads @ self._mean_rotation(at, future, heads.shape[-1]))[None]
 
     def _moments(self, layer: Layer, skip: int, buffer: int, at: int, prompt: int) -> QueryDistribution:
-        """Of the whole prompt at its end, of the newest queries later."""
+        """Features of the whole prompt at its end, and of the newest queries later."""
         first = max(skip, 0 if at == prompt else at - buffer)
         rows = layer.unrotated[:, first:at].double()
         mean = rows.mean(1) if rows.shape[1] else rows.new_zeros(rows.shape[0], rows.shape[2])
@@ -313,7 +313,7 @@ class Oracle:
         }
 
     def _fits(self, layer: Layer, kept: list[int], at: int, length: int) -> bool:
-        """Whether what stays fits into the blocks that the layer still has. Notes how many are not needed."""
+        """Return whether what stays fits into the blocks that the layer still has, and note how many are not needed."""
         gone = blocks_gone(self.block_size, kept, at, length)
         if gone < layer.blocks_gone:
             return False

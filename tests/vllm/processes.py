@@ -52,7 +52,7 @@ class Process(ForkServerProcess):
             atexit._run_exitfuncs()  # as a spawned one does; forks of Python 3.11 do not
 
     def _be_asked_for_more(self) -> None:
-        """Where vLLM would spawn a process from here, it is another of these."""
+        """Replace the processes that vLLM would spawn from here by others of these."""
         get_context, context = multiprocessing.get_context, Context()
         Process.log = self._own_log
         forkserver._forkserver.ensure_running = lambda: None  # it would look for a child of its own

@@ -1,4 +1,4 @@
-"""Which attention backend vLLM's own choice for CUDA ends at, on GPUs that are not there."""
+"""The attention backend that vLLM chooses for CUDA, on GPUs that are not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server's middleware answers, rewrites and passes on, without a server."""
+"""The server's middleware, without a server: what it answers, rewrites and passes on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Inner:
         self.answer = answer or (lambda body: (200, [b"{}"]))
 
     def said(self) -> RequestOptions:
-        """What the newest request says to the engine."""
+        """The options of the newest request, as the engine gets them."""
         return replace(from_signed(self.bodies[-1]["vllm_xargs"]["keepset"]), ticket="")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

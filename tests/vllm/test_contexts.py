@@ -144,7 +144,7 @@ def expected(model: PreTrainedModel, folder: Path, one: Ask) -> list[int]:
 
 
 def part(engine: Result, some: list[Ask]) -> Result:
-    """What became of these requests of all."""
+    """The part of the result that is of these requests."""
     places = [next(place for place, one in enumerate(ALL) if one is each) for each in some]
     names = ("tokens", "cached", "reasons", "log")
     lists = {name: [getattr(engine, name)[place] for place in places] for name in names}
@@ -202,7 +202,7 @@ def test_a_prompt_that_begins_with_a_text_gets_it(
 def test_a_pool_for_two_documents_holds_fifteen(
     others: dict[str, Any], tiny_model: PreTrainedModel, folder: Path
 ) -> None:
-    """At a tenth, with layers that hold different numbers: each is loaded once, and found when its turn comes again."""
+    """A tenth is kept, and layers hold different numbers. Each is loaded once, and found when its turn comes again."""
     engine = result(others, "in turn")
     check(tiny_model, folder, IN_TURN, engine)
     assert [engine.loads[f"many {place}"] for place in range(MANY)] == [1] * MANY

@@ -37,7 +37,7 @@ CHATS, TURNS = 3, 3
 
 
 class Turn(NamedTuple):
-    """What a chat has come to, and what may be answered: computed whole, or gone on from any turn before."""
+    """A turn of a chat, and its possible answers: computed whole, or gone on from any turn before."""
 
     said: list[int]
     answers: list[list[int]]

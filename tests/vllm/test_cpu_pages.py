@@ -40,7 +40,7 @@ def isa_of(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
 
 
 def official_write(cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, isa: str) -> None:
-    """As `CPUAttentionBackendImpl.do_kv_cache_update` does it: keys `[tokens, heads, head_dim]`, slots of blocks."""
+    """Write as `CPUAttentionBackendImpl.do_kv_cache_update` does: keys `[tokens, heads, head_dim]`, slots of blocks."""
     blocks, kv_heads, block_size, _ = cache.shape
     key_cache, value_cache = cache.view(blocks, kv_heads, block_size * 2, -1).chunk(2, dim=2)
     kernels().cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
@@ -86,7 +86,7 @@ def official_attention(
 
 
 def naive_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Of the newest queries `[n, group, head_dim]` over one head's entries, the n newest of them their own."""
+    """Attention of the n newest queries `[n, group, head_dim]` over one head's entries, their own included."""
     rows = []
     for i, query in enumerate(queries.double()):
         seen = len(keys) - len(queries) + 1 + i

@@ -32,7 +32,7 @@ RECIPES = [
 
 
 def rounded(numbers: Tensor, kind: torch.dtype) -> Tensor:
-    """To numbers of 8 bits, towards zero, as vLLM's kernel for CPUs does it."""
+    """Round numbers to 8 bits, towards zero, as vLLM's kernel for CPUs does."""
     numbers = numbers.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
     nearest = numbers.to(kind)
     beyond = nearest.float().abs() > numbers.abs()

@@ -39,7 +39,7 @@ BACKENDS = {"FLASH_ATTN": [*EQUAL, *RAGGED], "TRITON_ATTN": [*EQUAL, *RAGGED], "
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_replayed_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle: Oracle) -> None:
-    """Of some prompts the last chunk is one token, so that it may be among the decoding ones and replayed with them."""
+    """The last chunk of some prompts is one token, which may be replayed among decoding ones."""
     some = [*asks(IDS, (257, 150, 300), 40), Ask(IDS[50:307], 40, add=5), Ask(IDS[9:200], 30, add=9)]
     engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED}
     recipes = BACKENDS[backend]
@@ -65,7 +65,7 @@ def test_so_they_are_under_model_runner_v2(tiny: Path, tiny_oracle: Oracle) -> N
 
 
 def test_budgets_of_requests_own(tiny: Path) -> None:
-    """They are told which group of layers is which, also after vLLM has measured graphs over a cache for that alone."""
+    """Groups of layers are told apart also after vLLM has measured graphs with a cache made for that."""
     engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED, "kv_transfer_config": settings.CONNECTOR}
     called = Scenario(EQUAL[1], own_asks(OWN), engine=engine, backend="FLASH_ATTN")
     (one,), (other,) = run(called), run(replace(called, graphs=True))
@@ -77,7 +77,7 @@ def test_budgets_of_requests_own(tiny: Path) -> None:
 
 
 def test_biases_are_added_in_replayed_steps(tiny: Path, tiny_model: PreTrainedModel) -> None:
-    """Of these the reference knows nothing: there the transformers runtime is it."""
+    """The reference knows no biases: here it is the transformers runtime."""
     some, recipe = asks(IDS, (257, 150), 40), "match(snapkv(window=8), window=8, keep=40, every=12)"
     engine = {"model": str(tiny), "max_num_seqs": 8, **CHUNKED}
     (result,) = run(Scenario(recipe, some, engine=engine, backend="FLASH_ATTN", graphs=True))

@@ -1,4 +1,4 @@
-"""What enters a layer's attention, and the queries that come of it; found without a word to the model."""
+"""The input of a layer's attention, and the queries made of it, found without changes to the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HIDDEN, HEADS, SIZE = 10, 3, 4
 
 
 class Projection(nn.Module):
-    """Of queries, and of a key and a value, as vLLM's: with a second result."""
+    """A projection to queries, a key and a value, with a second result as vLLM's has."""
 
     def __init__(self) -> None:
         super().__init__()

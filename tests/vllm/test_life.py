@@ -81,7 +81,7 @@ def sharing(text: list[int]) -> list[Ask]:
 
 
 def together(text: list[int]) -> list[Ask]:
-    """Whose prompts end in one step, and begin with the same pages."""
+    """Requests whose prompts end in one step, and begin with the same pages."""
     return [Ask(text[0:400], 10), Ask(text[0:330] + text[1000:1070], 10)]
 
 
@@ -138,7 +138,7 @@ def test_preemptions_aborts_and_arrivals(recipe: str, disturbed: dict[str, Any],
 
 
 def test_a_preempted_request_chooses_anew(disturbed: dict[str, Any]) -> None:
-    """It starts from its whole text again, so the newest event that the recomputed tokens pass is the only one."""
+    """A preempted request starts from its whole text, so the newest event that its tokens pass is the only one."""
     engine = result(disturbed, EVENTFUL[0])
     ats = [event["at"] for event in engine.events[0]]
     starts_again = [place for place in range(1, len(engine.log[0])) if engine.log[0][place][1] == 0]
@@ -186,7 +186,7 @@ def test_prefixes_are_shared_with_compressed_requests(
 
 
 def test_prompts_that_share_pages_end_in_one_step(prefixes: dict[str, Any], tiny_oracle: Oracle) -> None:
-    """What an entry of these pages receives is each request's own."""
+    """Sums of entries in shared pages are each request's own."""
     engine = result(prefixes, TOGETHER)
     assert engine.cached == [0, 288] and [log[0][2] for log in engine.log] == [400, 112]
     check_oracle(tiny_oracle, TOGETHER, together(IDS), engine)

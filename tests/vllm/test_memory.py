@@ -1,4 +1,4 @@
-"""What is held while vLLM measures is as much as will be needed, once it has made the cache of the rest."""
+"""The bytes reserved while vLLM measures are those needed once there is a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MB, GB = 2**20, 2**30
 
 
 def shape(longest: int = 131072) -> Any:
-    """Of an 8B model."""
+    """The shape of an 8B model."""
     return memory.Shape(layers=32, kv_heads=8, entry_bytes=512, longest=longest)
 
 

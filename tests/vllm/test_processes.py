@@ -53,7 +53,7 @@ def check(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> list[
 
 @pytest.fixture(scope="module")
 def engines(tiny: Path) -> dict[tuple[str, str], Any]:
-    """Those of which parts are in other processes."""
+    """Engines with parts in other processes."""
     one, some = ENGINE | {"model": str(tiny)}, asks()
     ranks = one | {"tensor_parallel_size": 2}
     scenarios = {("apart", recipe): Scenario(recipe, some, engine=one, own_process=True) for recipe in RECIPES}
@@ -98,7 +98,7 @@ def test_drafts_that_are_taken_back(tiny: Path, tiny_oracle: Oracle) -> None:
 
 
 def test_a_scheduler_that_runs_ahead(tiny: Path, tiny_oracle: Oracle) -> None:
-    """It plans a step before it knows the outcome of the one before."""
+    """The scheduler plans a step before it knows the outcome of the one before."""
     some = asks()
     # Where layers have tables of their own, a block is of one group of layers.
     blocks = (64, TINY.num_hidden_layers * 64)

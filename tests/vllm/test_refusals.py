@@ -1,4 +1,4 @@
-"""What cannot be served is refused in one sentence, when the engine starts."""
+"""Configurations and models that cannot be served are refused in one sentence, when the engine starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ modes, specs = Late("vllm.config"), Late("vllm.v1.kv_cache_interface")
 
 
 def config(**changes: Any) -> Any:
-    """What keepset looks at of a configuration that it serves; `part__name=value` changes it."""
+    """The part of a configuration that keepset looks at, and serves; `part__name=value` changes it."""
     whole = SimpleNamespace(
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
@@ -198,7 +198,7 @@ def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) ->
 
 
 def test_breakable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They replay what writes to the cache, whatever the operators that graphs are split at."""
+    """Breakable graphs replay what writes to the cache, whatever the operators that graphs are split at."""
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     validation.check(config(), Recipe.parse(UNIFORM))
     validation.check(config(compilation_config__cudagraph_mode="NONE"), Recipe.parse(RAGGED))

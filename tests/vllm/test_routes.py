@@ -169,7 +169,7 @@ def test_no_piece_of_an_answer_shows_a_signature() -> None:
 @pytest.mark.parametrize("begun", [0, 1, 2])
 @pytest.mark.parametrize("refusal", ["It cannot be.", None])
 def test_an_answer_that_breaks_off_ends_with_the_refusal(begun: int, refusal: str | None) -> None:
-    """As vLLM's of /v1/responses does, whose status is sent before the engine has seen the request."""
+    """vLLM's /v1/responses sends its status before the engine has seen the request."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -195,7 +195,7 @@ def test_an_answer_that_breaks_off_ends_with_the_refusal(begun: int, refusal: st
 
 
 def test_a_beam_search_takes_no_words(apps: dict[str, Any]) -> None:
-    """Its requests to the engine have parameters of their own."""
+    """A beam search's requests to the engine have parameters of their own."""
     body = json.dumps({"model": "m", "prompt": "a", "use_beam_search": True, KEY: {"off": True}}).encode()
     for path in HONOURED:
         status, text = answer(apps["no key"], "POST", path, body)

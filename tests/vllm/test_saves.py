@@ -44,7 +44,7 @@ FORGED: list[Any] = [
 
 
 class Turn(NamedTuple):
-    """What was said, what the answer is, and the cache after it."""
+    """A turn of a chat: the text, its answer, and the cache after it."""
 
     said: list[int]
     answer: list[int]
@@ -136,7 +136,7 @@ def others(tiny: Path, folders: dict[str, Path], chats: dict[str, Chat]) -> dict
 
 
 def kind(name: str) -> str:
-    """Under which recipe; heads that differ are divided on each rank for itself, so that ranks have equal ones."""
+    """The recipe of an engine. Each rank divides a budget over its own heads, so ranks are tested with equal heads."""
     return {"ranks": "equal"}.get(name, name if name in RECIPES else "ragged")
 
 

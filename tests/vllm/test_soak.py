@@ -68,7 +68,7 @@ async def soak(url: str, seed: int) -> int:
 
 
 def random_asks(rng: random.Random) -> list[Ask]:
-    """The same load on an engine: some come at once, some are aborted while they wait or run."""
+    """The same load for an engine: some requests come at once, some are aborted while they wait or run."""
     asks = []
     for number in range(REQUESTS):
         tokens, add = rng.randint(1, 120), max(0, number - AT_ONCE) * 4

@@ -46,7 +46,7 @@ def oracle(deep: Path) -> Oracle:
 
 
 def asks() -> list[Ask]:
-    """Some begin and one is aborted while others are in flight, with prompts of several chunks."""
+    """Requests with prompts of several chunks. Some begin, and one is aborted, while others are in flight."""
     some = [Ask(IDS[300 * i : 300 * i + n], 30, add=3 * i) for i, n in enumerate((150, 90, 230, 60, 131))]
     return [*some, replace(some[0], add=20), Ask(IDS[2000:2170], 30, add=12, abort=30)]
 
