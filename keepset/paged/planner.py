@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
 
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.paged.block_tables import BlockTables
@@ -17,6 +18,26 @@ from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recipe import Recipe
 from keepset.recording.features import Recording
+
+
+class _EventKind(NamedTuple):
+    """The facts that requests of one event share.
+
+    Attributes:
+        recipe: their recipe.
+        fixed: whether the scheduler knows how many entries they keep.
+        newer: entries after the event's point.
+        compressed: whether they were compressed before.
+        ends_prompt: whether the point is the prompt's end.
+        sizes: what else the block tables need to be equal.
+    """
+
+    recipe: Recipe
+    fixed: bool
+    newer: int
+    compressed: bool
+    ends_prompt: bool
+    sizes: Hashable
 
 
 class Planner:
@@ -102,47 +123,41 @@ class Planner:
             self._recording_plan.plan(batch, plan, self._tables.entries)
         due = list(self._due(batch))
         self._tables.place_step(batch, plan, bool(due))
-        plan.events = [self._event(batch, requests) for requests in due]
+        plan.events = [self._event(batch, kind, requests) for kind, requests in due]
         return plan
 
-    def _due(self, batch: StepBatch) -> Iterator[list[ScheduledRequest]]:
+    def _due(self, batch: StepBatch) -> Iterator[tuple[_EventKind, list[ScheduledRequest]]]:
         """Yield requests that are compressed together after the step."""
-        groups: defaultdict[Hashable, list[ScheduledRequest]] = defaultdict(list)
+        kinds: defaultdict[_EventKind, list[ScheduledRequest]] = defaultdict(list)
         for request in batch.requests:
             schedule = self._tables.schedule_of(request)
             if at := schedule.due(request.prompt, request.before, request.after):
                 compressed, newer = self._tables.was_compressed(request), request.after - at
-                key = schedule.recipe, schedule.fixed, newer, compressed, at == request.prompt
-                groups[key, self._tables.event_key(request)].append(request)
-        for requests in groups.values():
-            recipe, widths = self._recipe(requests[0]), [self._tables.event_width(request) for request in requests]
-            yield from batches_of_similar_length(recipe, requests, widths, self.schedule.kv_heads)
+                own = newer, compressed, at == request.prompt, self._tables.event_key(request)
+                kinds[_EventKind(schedule.recipe, schedule.fixed, *own)].append(request)
+        for kind, requests in kinds.items():
+            widths = [self._tables.event_width(request) for request in requests]
+            for some in batches_of_similar_length(kind.recipe, requests, widths, self.schedule.kv_heads):
+                yield kind, some
 
-    def _recipe(self, request: ScheduledRequest) -> Recipe:
-        return self._tables.schedule_of(request).recipe
-
-    def _event(self, batch: StepBatch, requests: list[ScheduledRequest]) -> EvictionEvent:
+    def _event(self, batch: StepBatch, kind: _EventKind, requests: list[ScheduledRequest]) -> EvictionEvent:
         """Return the event of requests that are compressed together, once the step is placed."""
-        first, keep = requests[0], None
-        schedule = self._tables.schedule_of(first)
-        at = schedule.due(first.prompt, first.before, first.after)
-        newer = first.after - at
-        points = [request.after - newer for request in requests]
-        if schedule.fixed:
+        points, keep = [request.after - kind.newer for request in requests], None
+        if kind.fixed:
             gone = [self._tables.schedule_of(one).dropped(one.prompt, one.after) for one in requests]
             keep = [point - dropped for point, dropped in zip(points, gone, strict=True)]
         records = self._recording_plan.recorded(requests, points)
         return EvictionEvent(
-            recipe=schedule.recipe,
+            recipe=kind.recipe,
             rows=[request.row for request in requests],
             at=batch.tensor(points),
             earliest=min(points),
             latest=max(points),
             prompts=batch.tensor([request.prompt for request in requests]),
-            newer=newer,
+            newer=kind.newer,
             keep=keep,
-            compressed=self._tables.was_compressed(first),
-            ends_prompt=at == first.prompt,
+            compressed=kind.compressed,
+            ends_prompt=kind.ends_prompt,
             equal_heads=not self.schedule.ragged,
             pages=self._tables.event_pages(batch, requests),
             records=records,
