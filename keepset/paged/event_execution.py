@@ -103,7 +103,7 @@ def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries
     layers, entry_bytes, kv_heads = len(group.layers), group.pages_of(0).entry_bytes, group.kv_heads
     entries, needs = event.pages.width * len(event.rows), group.recipe.method.traits.needs
     together = max_layers_per_event(event.recipe, entries, kv_heads)
-    if bool(needs.of(QueryMoments)) or bool(needs.of(ModelStatistics)):  # which make covariances
+    if bool(needs.of(QueryMoments)) or bool(needs.of(ModelStatistics)):  # their covariances take room
         together = min(together, group.ring.layers_at_once(len(event.rows)))
     if event.at.device.type == "cpu":
         together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * entry_bytes)))
@@ -177,7 +177,7 @@ def execute(
     subpages = assignment.take(max(sizes))
     page = heads * subpages.shape[-1] + rank // size
     slots = subpages.flatten().index_select(0, page) * size + rank % size
-    del page, rank  # of long prompts these are long, too
+    del page, rank  # as long as the prompts
     # Heads that differ may be assigned pages that others of their layer have left.
     for some, part in _workspaces(sizes, 1 if event.equal_heads else kv_heads, pages.entry_bytes):
         moved_keys, moved_values = paged.take(some, index[part])

@@ -44,7 +44,7 @@ class PerHeadSequences:
         layout = step.layout if rows is None else PageLayout(*(part[rows] for part in step.layout))
         entries, size = page_layout.entries(layout, lengths), step.block_size
         if step.tables is None:
-            # As far as until a request's newest block is full: before that there is no other block to look up.
+            # Tables reach as far as a request's newest block: until that is full, no other is needed.
             coming = entries + (-lengths % size)[:, None, None]
             blocks = tokens.block_table[: len(lengths)] if rows is None else tokens.block_table[rows]
             step.tables = page_layout.tables(layout, coming, blocks, size, -(-int(coming.max()) // size), step.group)

@@ -76,7 +76,7 @@ class RequestTable:
 
     def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int, max_requests: int) -> None:
         self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
-        self._states: OrderedDict[int, RequestState] = OrderedDict()  # the one that was moved last is last
+        self._states: OrderedDict[int, RequestState] = OrderedDict()  # the most recently moved is last
         self._moved: dict[int, RequestState] = {}  # in this step, by row
         self._free_slots = list(reversed(range(slots_for(max_requests))))
         self._layouts: FiledLayouts | None = None
@@ -171,7 +171,7 @@ class RequestTable:
         """
         requests = [request for request in requests if request.row not in self._moved]
         old, new, asked = self._read_pages(batch, requests, leading or {})
-        # First all that go on, so that none of them is forgotten.
+        # All states are claimed before any is forgotten.
         going_on = [self._claim(page, request) for page, request in zip(old, requests, strict=True)]
         for page in new:
             self._forget(page)
@@ -220,7 +220,7 @@ class RequestTable:
             state.record = None
 
     def _new_slot(self) -> int:
-        if not self._free_slots:  # there are more than requests run: take that of one that nobody has moved for longest
+        if not self._free_slots:  # take the slot of the least recently moved: more slots are open than requests run
             self._forget(next(page for page, state in self._states.items() if state.record is not None))
         return self._free_slots.pop()
 

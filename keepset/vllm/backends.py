@@ -59,7 +59,7 @@ class KeepBackend(AttentionBackend):
 
     @classmethod
     def get_impl_cls(cls) -> type[Any]:  # type: ignore[override]
-        context = activate()  # says first what else cannot be served
+        context = activate()  # raises first if something else cannot be served
         if context is None:
             return cls.plain.get_impl_cls()
         if cls.impl is None:

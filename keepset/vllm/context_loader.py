@@ -134,7 +134,7 @@ class ContextLoader:
 
     def _put(self, job: LoadJob, entries: ContextColumns) -> None:
         """Write a context's entries to the request's blocks: all of them, or those of its own blocks."""
-        self._events.run()  # events that are due may still read freed pages, which are this request's now
+        self._events.run()  # due events may still read freed pages that are this request's now
         device, to = self._cache.device, self._cache
         _, layers, slots = self._places(job, job.whole)
         columns = {name: column.to(to if name in ("keys", "values") else device) for name, column in entries.items()}

@@ -122,7 +122,7 @@ class ContextLibrary:
             try:
                 saved.entries(context.path, context.digest)
             except KeepsetError:
-                self.named(name, owner)  # which says so if it is gone
+                self.named(name, owner)  # raises if the file is gone
                 raise
             self._whole.add(context.digest)
         return context

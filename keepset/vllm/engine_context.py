@@ -134,7 +134,7 @@ class EngineContext:
         index = layer_ids[self._specs_made % len(layer_ids)]
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
-        if self._ring is None:  # and vLLM has not measured yet what there is room for
+        if self._ring is None:  # vLLM has not measured memory yet
             self._ring = self._room(len(layer_ids))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
             shape = Shape(len(layer_ids), spec.num_kv_heads, entry_bytes, longest)

@@ -120,7 +120,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         known = self._requests.get(request_id)
         if known is None:
             known = RunningRequest(num_prompt_tokens, processed_computed_tokens, self.schedule_of(request_id))
-            if request_id not in self.req_to_blocks:  # unless it gets blocks, it does not run
+            if request_id not in self.req_to_blocks:  # it runs only if it gets blocks
                 self._coming = request_id, known
                 return
             self._requests[request_id] = known
@@ -148,7 +148,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
         own = self._own.get(request_id)
-        begins_with_context = own is not None and own.placement is not None  # whose tokens mostly have no block
+        begins_with_context = own is not None and own.placement is not None  # most of its tokens have no block
         if self._admission is None or not kwargs.get("apply_admission_cap") or begins_with_context:
             return needed
         held, schedule = lambda name: len(self.req_to_blocks[name]), self.schedule_of(request_id)

@@ -71,7 +71,7 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
     moved, keep = 0, recipe.budget.keep
     if isinstance(recipe.method, PostProcessor):
         looked_at = entries * shape.entry_bytes
-    elif heads_differ:  # all that stays is out of the pages at a time
+    elif heads_differ:  # all that stays is copied out of the pages at once
         share = keep if isinstance(keep, float) else min(1.0, (keep or shape.longest) / shape.longest)
         moved = int((share if recipe.method.traits.fixed_total else 1.0) * entries * shape.entry_bytes)
     return _COPIES * max(WORKSPACE, looked_at) + moved + _PER_ENTRY * max(MAX_ENTRIES, entries)

@@ -158,6 +158,6 @@ class KeepBuilder:
         common = self._adapter.planned(common_attn_metadata, plan)
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
         if plan.dummy and plan.ragged is not None:
-            _ = self._group.columns  # are there before a graph looks for them
+            _ = self._group.columns  # allocated before a graph captures its address
         self._context.begin(PlannedStep(self._group, plan, self._places, metadata))
         return metadata
