@@ -12,22 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import keepset
-from keepset import Recipe
-from keepset.core.feature import Needs
-from keepset.hf.prompt_session import Recorder
-from tests.paged.methods import registered
-from tests.vllm.compared import (
-    CHUNKED,
-    Embedded,
-    answers_of,
-    asks,
-    check_cache,
-    check_oracle,
-    check_transformers,
-    fed,
-    result,
-)
+from tests.vllm.compared import CHUNKED, Embedded, answers_of, asks, check_oracle, check_transformers, result
 from tests.vllm.conftest import LAYERS
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle
@@ -85,20 +70,6 @@ def plain(prompts: list[Ask], shallow: Path) -> Result:
     return result(answers_of({"": alone}, env={"VLLM_PLUGINS": ""}), "")
 
 
-@pytest.fixture(scope="module")
-def recorded(shallow_model: PreTrainedModel, prompts: list[Ask]) -> list[tuple[Recorder, int]]:
-    """Each prompt's prefill in transformers, from which any recipe may choose; and the first token."""
-    needs = Needs()
-    with registered():
-        for recipe in AFTER_PREFILL:
-            needs |= Recipe.parse(recipe).method.traits.needs
-    recorders = []
-    for ask in prompts:
-        recorder = Recorder(shallow_model, needs).prefill(torch.tensor([ask.ids]))
-        recorders.append((recorder, int(recorder.logits.argmax())))
-    return recorders
-
-
 @pytest.mark.parametrize("recipe", AFTER_PREFILL)
 def test_after_prefill_it_is_the_reference(
     recipe: str, engines: dict[str, Any], prompts: list[Ask], shallow_oracle: Oracle
@@ -113,23 +84,9 @@ def test_after_prefill_it_is_the_reference(
 
 @pytest.mark.parametrize("recipe", AFTER_PREFILL)
 def test_after_prefill_it_is_the_transformers_runtime(
-    recipe: str,
-    engines: dict[str, Any],
-    prompts: list[Ask],
-    shallow_model: PreTrainedModel,
-    recorded: list[tuple[Recorder, int]],
+    recipe: str, engines: dict[str, Any], prompts: list[Ask], shallow_model: PreTrainedModel
 ) -> None:
-    engine, model = result(engines, recipe), shallow_model
-    for index, (ask, (recorder, first)) in enumerate(zip(asks_of(recipe, prompts), recorded, strict=True)):
-        if recipe == DISTINCT:
-            cache, best = keepset.Cache(model, recipe), []
-        else:
-            cache = keepset.Cache.from_prompt(model, recipe, recorder, recorder.observations)
-            best = [first]
-        tokens = engine.tokens[index]
-        assert tokens is not None
-        assert best + fed(model, cache, cache.recipe, ask.ids, tokens) == tokens
-        check_cache(cache, engine, index)
+    check_transformers(shallow_model, recipe, asks_of(recipe, prompts), result(engines, recipe))
 
 
 @pytest.mark.parametrize("recipe", WHOLE)
