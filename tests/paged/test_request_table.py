@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from keepset import Recipe
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import FiledLayouts
-from keepset.paged.query_operations import QueryCapture
 from keepset.paged.query_records import QueryRecord, slots_for
 from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch
@@ -161,9 +160,9 @@ class Pool:
             request.since = start if request.since < 0 else request.since
             assert record.start == request.since and record.length == after
             positions = torch.arange(start, after)
-            capture = QueryCapture(positions - start, torch.full_like(positions, record.slot), positions % WINDOW)
             queries = torch.stack([request.query(int(p)) for p in positions])
-            self.ring.record(range(1), queries[None], capture)
+            slot = torch.full_like(positions, record.slot)
+            self.ring.record(range(1), queries[None], slot, positions % WINDOW)
             newest = torch.arange(after - WINDOW, after)
             read = self.ring.newest(range(1), torch.tensor([record.slot]), newest[None])[0, 0]
             for place, position in enumerate(newest.tolist()):
