@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from keepset import Recipe, models
 from keepset.bench.candidate import candidates
 from keepset.bench.record import Record
-from keepset.bench.sweep.prompts import Prompts
+from keepset.bench.sweep.prompts import PromptBuilder
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Generation, TaskSettings
@@ -89,7 +89,7 @@ def warm_up(model: Any) -> None:
 @torch.no_grad()
 def least(model: Any, tokenizer: Any, example: Example, generation: Generation, tokens: Sequence[float]) -> Times:
     """One prefill of plain transformers and as many answers of as many tokens; hearing the question is not counted."""
-    [prompt] = Prompts(tokenizer, mode="agnostic", chat=True, longest=None).of(example, generation.tokens)
+    [prompt] = PromptBuilder(tokenizer, mode="agnostic", chat=True, longest=None).of(example, generation.tokens)
     question = torch.tensor([prompt.questions[0].ids])
     model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=model.config)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from keepset.recipe import Recipe
     from keepset.serving.documents import Document
     from keepset.serving.load import Load, ServedModel
-    from keepset.serving.prompts import Prompts
+    from keepset.serving.prompts import LoadPrompts
 
 _DAY = 86400
 
@@ -225,7 +225,7 @@ def _under_load(
     model: ServedModel,
     tokenizer: str,
     load: Load,
-    prompts: Prompts,
+    prompts: LoadPrompts,
     seconds: float,
     documents: Sequence[Document] = (),
     saved: bool = False,

@@ -122,7 +122,7 @@ def evaluate(
 
     from keepset.bench.sweep.cost import cost
     from keepset.bench.sweep.prompts import checked_mode
-    from keepset.bench.sweep.sweep import Grid
+    from keepset.bench.sweep.sweep import SweepGrid
     from keepset.bench.tasks.find import find
     from keepset.bench.tasks.task import TaskSettings
 
@@ -134,7 +134,7 @@ def evaluate(
     candidates = {task.name: _candidates(task, recipes, keeps, each, stay, not no_baselines) for task in chosen}
     if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
         limit = _GENERATED
-    grid = Grid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
+    grid = SweepGrid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
     asking = Asking(checked_mode(mode), not no_chat, temperature, output_tokens)
 
     def foretell(groups: Any, tokenizer: Any, chat: bool) -> None:

@@ -20,7 +20,7 @@ from keepset.models import Source, context_length
 if TYPE_CHECKING:
     from keepset.bench.record import Record
     from keepset.bench.sweep.prompts import Mode
-    from keepset.bench.sweep.sweep import Grid, Group, Skipped
+    from keepset.bench.sweep.sweep import Group, Skipped, SweepGrid
     from keepset.bench.tasks.task import Tokenizer
 
 _CHAT = "chat template"
@@ -76,7 +76,7 @@ def check_ray(ray: bool) -> None:
 
 def sweep_grid(
     out: Path,
-    grid: Grid,
+    grid: SweepGrid,
     source: Source,
     asking: Asking,
     ray: bool,
@@ -160,7 +160,7 @@ def sweep_grid(
         return Swept(grid.of(store.cells()), lost)
 
 
-def _finished(out: Path, grid: Grid, source: Source, chat: bool, settings: dict[str, Any]) -> Swept | None:
+def _finished(out: Path, grid: SweepGrid, source: Source, chat: bool, settings: dict[str, Any]) -> Swept | None:
     """Return the cells if the file has all of them; refuse a file that cannot be gone on with."""
     from keepset.bench.sweep.store import Store, check_free
 

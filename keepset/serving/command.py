@@ -140,12 +140,22 @@ def _required_options(recipe: Recipe, options: Sequence[str], shares: bool) -> l
 
 
 def has_option(options: Sequence[str], name: str) -> bool:
-    """Return whether an option is among words, as `--name value` or `--name=value`, with dashes or underscores."""
+    """Return whether an option is given.
+
+    Args:
+        options: the words, as `--name value` or `--name=value`, with dashes or underscores.
+        name: the option with dashes.
+    """
     return any(_name(word) == name for word in options)
 
 
 def option(options: Sequence[str], name: str) -> str | None:
-    """Return the last value that words give an option; None if they do not give it."""
+    """Return the last value of an option; None if it is not given.
+
+    Args:
+        options: the words; see `has_option`.
+        name: the option with dashes.
+    """
     said = None
     words = iter(options)
     for word in words:
@@ -169,7 +179,15 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
-    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU; else None."""
+    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU.
+
+    Args:
+        recipe: the recipe; None for plain vLLM.
+        options: of `vllm serve`.
+
+    Returns:
+        A sentence; None if there is no advice.
+    """
     keep = None if recipe is None else recipe.budget.keep
     few = isinstance(keep, int) and keep < _SMALL
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():

@@ -64,6 +64,10 @@ def summary(measured: Measured, load: Load) -> dict[str, Any]:
 
     Latencies and tokens are those of requests that got their whole answer. Means of metrics are over samples that were
     taken while requests were open.
+
+    Args:
+        measured: the result on one server.
+        load: the load.
     """
     report, rows = measured.report, requests(measured.report, load)
     good = [row for row in rows if row["error"] is None]
@@ -91,7 +95,12 @@ def summary(measured: Measured, load: Load) -> dict[str, Any]:
 
 
 def first_tokens(measured: Measured, load: Load) -> dict[str, dict[str, float | None]]:
-    """Return the median seconds to the first token of documents' first questions and of later ones."""
+    """Return the median seconds to the first token, of documents' first questions and of later ones.
+
+    Args:
+        measured: the result on one server.
+        load: the load.
+    """
     rows = requests(measured.report, load)
     parts = {"first": rows[: load.requests], "later": rows[load.requests :]}
     times = {name: [r["first_token_seconds"] for r in part if r["error"] is None] for name, part in parts.items()}

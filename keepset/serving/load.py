@@ -81,7 +81,15 @@ def served_model(url: str) -> ServedModel:
 
 
 def check_fits(load: Load, model: ServedModel) -> None:
-    """Refuse, with a `KeepsetError`, a load whose requests are longer than the server's context."""
+    """Refuse a load whose requests are longer than the server's context.
+
+    Args:
+        load: the load.
+        model: the model that the server serves.
+
+    Raises:
+        KeepsetError: the requests do not fit.
+    """
     prompt = load.prompt_tokens + load.question_tokens
     if model.longest is not None and prompt + load.output_tokens > model.longest:
         raise KeepsetError(

@@ -101,7 +101,7 @@ def text_source(folder: str) -> TextSource:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class LoadPrompts:
     """The texts of a load.
 
     Attributes:
@@ -115,13 +115,18 @@ class Prompts:
     texts: list[str]
 
 
-def make_prompts(source: TextSource, load: Load) -> Prompts:
-    """Cut a load's prompts. They are the same for the same seed."""
+def make_prompts(source: TextSource, load: Load) -> LoadPrompts:
+    """Cut a load's prompts. They are the same for the same seed.
+
+    Args:
+        source: the text to cut from.
+        load: the load.
+    """
     places = source.places(random.Random(load.seed))
     warm_up = source.cut(places, load.prompt_tokens)
     if not load.question_tokens:
         count = load.rounds * load.requests
-        return Prompts(warm_up, [], [source.cut(places, load.prompt_tokens) for _ in range(count)])
+        return LoadPrompts(warm_up, [], [source.cut(places, load.prompt_tokens) for _ in range(count)])
     documents = [source.cut(places, load.prompt_tokens) for _ in range(load.requests)]
-    asked = documents * load.rounds
-    return Prompts(warm_up, documents, [text + source.cut(places, load.question_tokens, after=text) for text in asked])
+    texts = [text + source.cut(places, load.question_tokens, after=text) for text in documents * load.rounds]
+    return LoadPrompts(warm_up, documents, texts)

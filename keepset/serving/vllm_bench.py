@@ -16,7 +16,7 @@ from typing import Any
 from keepset.serving.load import Load, ServedModel
 from keepset.serving.metrics import Sample, take_sample
 from keepset.serving.optional_imports import import_http
-from keepset.serving.prompts import Prompts
+from keepset.serving.prompts import LoadPrompts
 from keepset.serving.server import LoggedProcess, ServerError
 
 SAMPLE_SECONDS = 0.5
@@ -57,7 +57,7 @@ def measure(
     model: ServedModel,
     tokenizer: str,
     load: Load,
-    prompts: Prompts,
+    prompts: LoadPrompts,
     on_finished: Callable[[int], None],
     seconds: float,
 ) -> Measured:

@@ -10,7 +10,7 @@ import pytest
 from keepset import models
 from keepset.errors import KeepsetError
 from keepset.serving.load import Load
-from keepset.serving.prompts import Prompts, TextSource, make_prompts, text_source
+from keepset.serving.prompts import LoadPrompts, TextSource, make_prompts, text_source
 from tests.bench.sweep.letters import letters
 
 
@@ -55,7 +55,7 @@ def test_without_the_essays_prompts_are_random_words(monkeypatch: pytest.MonkeyP
     source = text_source(str(models.embedded_folder()))
     assert source.note is not None and source.note.startswith("Prompts are random words. The essays are not installed")
     made = make_prompts(source, load(question_tokens=4))
-    assert isinstance(made, Prompts) and {len(source.encode(text)) for text in made.texts} == {34}
+    assert isinstance(made, LoadPrompts) and {len(source.encode(text)) for text in made.texts} == {34}
 
 
 def test_a_tokenizer_that_joins_a_document_with_a_question_is_refused() -> None:

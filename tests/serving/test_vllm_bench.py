@@ -8,13 +8,13 @@ from keepset import models
 from keepset.serving import vllm_bench
 from keepset.serving.figures import summary
 from keepset.serving.load import Load, ServedModel
-from keepset.serving.prompts import Prompts
+from keepset.serving.prompts import LoadPrompts
 from keepset.serving.server import ServerError
 from keepset.serving.vllm_bench import Measured, measure
 from tests.serving.conftest import Fake
 
 LOAD = Load(requests=6, prompt_tokens=4, output_tokens=4, concurrency=2)
-PROMPTS = Prompts("warm up", [], [f"number {index}" for index in range(6)])
+PROMPTS = LoadPrompts("warm up", [], [f"number {index}" for index in range(6)])
 
 
 def put(fake: Fake, seconds: float = 300.0) -> tuple[Measured, list[int]]:

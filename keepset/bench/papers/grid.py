@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from keepset.bench.papers.entry import Options, Sweep
-from keepset.bench.sweep.sweep import Grid
+from keepset.bench.sweep.sweep import SweepGrid
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Task, TaskSettings
 
 
-def grid_of(sweep: Sweep, options: Options) -> Grid:
+def grid_of(sweep: Sweep, options: Options) -> SweepGrid:
     """Return the tasks and recipes of a sweep.
 
     Args:
@@ -25,10 +25,10 @@ def grid_of(sweep: Sweep, options: Options) -> Grid:
             task.generation = replace(task.generation, tokens=tokens)
     candidates = list({line.candidate.text: line.candidate for line in sweep.lines(options.files)}.values())
     limit, sample = (sweep.limit, sweep.sample) if options.limit is None else (options.limit, None)
-    return Grid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
+    return SweepGrid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
 
 
-def count_idle(asked: Grid) -> dict[str, int]:
+def count_idle(asked: SweepGrid) -> dict[str, int]:
     """Return by task how many recipes never compress, because answers end before their first event.
 
     Such a recipe compresses no prompt, and its interval is at least as long as the longest answer.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from keepset.bench.sweep.prompts import Mode, Prompts
+from keepset.bench.sweep.prompts import Mode, PromptBuilder
 from keepset.bench.sweep.sweep import Group, count
 from keepset.bench.tasks.task import Tokenizer
 
@@ -43,7 +43,7 @@ def cost(groups: Sequence[Group], tokenizer: Tokenizer, mode: Mode, chat: bool) 
     Returns:
         Number of cells and examples, tokens of prompts and of answers.
     """
-    frames = {use: Prompts(tokenizer, mode=mode, chat=use, longest=None) for use in {chat, False}}
+    frames = {use: PromptBuilder(tokenizer, mode=mode, chat=use, longest=None) for use in {chat, False}}
     prompt_tokens = answer_tokens = 0
     for group in groups:
         answer = group.task.generation.tokens

@@ -16,7 +16,7 @@ from keepset.bench.analysis.event_figures import EventFigures
 from keepset.bench.generation import Answer, StopCriterion, Stream, likelihoods, picker
 from keepset.bench.memory import CacheMemory
 from keepset.bench.record import Record
-from keepset.bench.sweep.prompts import Prompt
+from keepset.bench.sweep.prompts import EvalPrompt
 from keepset.bench.sweep.scheduler import Streams
 from keepset.bench.tasks.task import Reply, Task, Tokenizer
 from keepset.hf.cache import Cache
@@ -41,7 +41,7 @@ class Evaluator:
     def ask(
         self,
         task: Task,
-        prompt: Prompt,
+        prompt: EvalPrompt,
         draw: tuple[object, ...],
         first: int,
         cached: CachedPrompt,

@@ -1,4 +1,4 @@
-"""`Prompts`: makes token ids of an example: those that are prefilled and compressed, and those that follow."""
+"""`PromptBuilder`: makes token ids of an example: those that are prefilled and compressed, and those that follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ class TokenizedQuestion:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EvalPrompt:
     """A prompt that is prefilled once, and the questions about it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Prompt:
     tasks: tuple[tuple[int, ...], ...] = ()
 
 
-class Prompts:
+class PromptBuilder:
     """Makes the prompts of examples.
 
     Context, question and the answer's prefix are one text. It is tokenized as lm-evaluation-harness does: white space
@@ -87,7 +87,7 @@ class Prompts:
         self._special = not chat
         self._before, self._after = chat_frame(tokenizer) if chat else ("", "")
 
-    def of(self, example: Example, answer: int, *, task_aware: bool = False) -> list[Prompt]:
+    def of(self, example: Example, answer: int, *, task_aware: bool = False) -> list[EvalPrompt]:
         """Return an example's prompts: one for all questions that follow a context, else one for each question.
 
         Args:
@@ -108,23 +108,23 @@ class Prompts:
         context = self._encode(self._before + example.context, self._special)
         if self._mode == "agnostic":
             questions = [self._tokenized(question, self._end(question)) for question in example.questions]
-            return [self._fitted(Prompt(context, tuple(questions)), example, (), answer)]
+            return [self._fitted(EvalPrompt(context, tuple(questions)), example, (), answer)]
         asked = [self._encode(question.text, special=False) for question in example.questions]
         ends = [self._tokenized(question, self._after + question.prefix) for question in example.questions]
         if not all(asked):
             raise KeepsetError(f"Example {example.id} has no question that could be told: use the mode 'agnostic'.")
         if task_aware:
             both = [replace(end, ids=ids + end.ids) for ids, end in zip(asked, ends, strict=True)]
-            prompt = Prompt(context, tuple(both), tasks=tuple(asked))
+            prompt = EvalPrompt(context, tuple(both), tasks=tuple(asked))
             return [self._fitted(prompt, example, (), answer)]
         return [
-            self._fitted(Prompt(context + ids, (end,)), example, ids, answer)
+            self._fitted(EvalPrompt(context + ids, (end,)), example, ids, answer)
             for ids, end in zip(asked, ends, strict=True)
         ]
 
-    def _joint(self, example: Example, question: Question, answer: int) -> Prompt:
+    def _joint(self, example: Example, question: Question, answer: int) -> EvalPrompt:
         whole = self._tokenized(question, self._before + example.context + self._end(question), self._special)
-        prompt = Prompt(whole.ids or self._begin(), (replace(whole, ids=()),))
+        prompt = EvalPrompt(whole.ids or self._begin(), (replace(whole, ids=()),))
         return self._fitted(prompt, example, self._encode(self._end(question), special=False), answer)
 
     def _tokenized(self, question: Question, text: str, special: bool = False) -> TokenizedQuestion:
@@ -142,7 +142,7 @@ class Prompts:
     def _end(self, question: Question) -> str:
         return question.text + self._after + question.prefix
 
-    def _fitted(self, prompt: Prompt, example: Example, end: Sequence[int], answer: int) -> Prompt:
+    def _fitted(self, prompt: EvalPrompt, example: Example, end: Sequence[int], answer: int) -> EvalPrompt:
         """Cut the middle out of a prompt's context if the prompt is too long.
 
         Args:

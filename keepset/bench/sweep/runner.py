@@ -14,7 +14,7 @@ from keepset.bench.candidate import Candidate
 from keepset.bench.memory import MemoryBudget, most_tokens
 from keepset.bench.record import Record, merged
 from keepset.bench.sweep.evaluate import Evaluator
-from keepset.bench.sweep.prompts import Mode, Prompt, Prompts
+from keepset.bench.sweep.prompts import EvalPrompt, Mode, PromptBuilder
 from keepset.bench.sweep.scheduler import MOST, Scheduler, Streams
 from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
@@ -71,7 +71,7 @@ class Runner:
                 f"A temperature of {temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
             )
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        prompts = partial(Prompts, tokenizer, mode=mode, longest=longest)
+        prompts = partial(PromptBuilder, tokenizer, mode=mode, longest=longest)
         self._mode, self._verbatim = mode, prompts(chat=False)
         self._chat = prompts(chat=True) if chat else self._verbatim
         self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
@@ -137,7 +137,7 @@ class Runner:
         """Return whether a candidate looks at a task's tokens and is given some."""
         return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.traits.needs)
 
-    def _begin(self, runs: Sequence[_CellRun], task_aware: bool) -> list[Prompt]:
+    def _begin(self, runs: Sequence[_CellRun], task_aware: bool) -> list[EvalPrompt]:
         """Return an example's prompts, and note an error in every run that cannot be asked."""
         task, example = runs[0].asked.task, runs[0].asked.example
         text = "".join([example.context, *(question.text for question in example.questions)])
@@ -156,12 +156,12 @@ class Runner:
             run.cut = max(prompt.cut for prompt in prompts)
         return prompts
 
-    def _session(self, prompt: Prompt, recipes: Sequence[Recipe]) -> PromptSession:
+    def _session(self, prompt: EvalPrompt, recipes: Sequence[Recipe]) -> PromptSession:
         ids, *tasks = (torch.tensor([tokens], device=self._model.device) for tokens in (prompt.ids, *prompt.tasks))
         return PromptSession(self._model, ids, recipes, task_tokens=tasks)
 
     def _job(
-        self, run: _CellRun, prompts: Sequence[Prompt], first: int, session: Callable[[Prompt], PromptSession]
+        self, run: _CellRun, prompts: Sequence[EvalPrompt], first: int, session: Callable[[EvalPrompt], PromptSession]
     ) -> _Job:
         answer, tokens = run.asked.task.generation.tokens, 0
         for prompt in prompts:
@@ -231,9 +231,9 @@ class _Job:
     """
 
     run: _CellRun
-    prompts: Sequence[Prompt]
+    prompts: Sequence[EvalPrompt]
     first: int
-    session: Callable[[Prompt], PromptSession]
+    session: Callable[[EvalPrompt], PromptSession]
     evaluator: Evaluator
     tokens: int
     peak_bytes: int | None = None
@@ -253,7 +253,7 @@ class _Job:
         peak = {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
         self.run.answered += [replace(each, figures={**each.figures, **peak}) for each in answered]
 
-    def _cached(self, prompt: Prompt) -> CachedPrompt:
+    def _cached(self, prompt: EvalPrompt) -> CachedPrompt:
         recipe = self.run.recipe
         if recipe is None or recipe.schedule.every is None:
             return self.session(prompt).compress(recipe)

@@ -107,7 +107,7 @@ class Store:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the file has no cell."""
+        """Return whether the file has no cell."""
         with _sentences(self.path):
             return self._database.execute("SELECT 1 FROM cells").fetchone() is None
 

@@ -21,7 +21,7 @@ _NO_MEMORY = "memory was not enough"
 
 
 @dataclass(frozen=True)
-class Grid:
+class SweepGrid:
     """The cells that are asked for: candidates of every task, on examples of each.
 
     Attributes:
@@ -118,7 +118,12 @@ class Skipped:
 
 
 def unfinished(groups: Sequence[Group], done: Collection[tuple[GroupKey, str]]) -> list[Group]:
-    """Return the groups with those candidates alone whose cells are missing, without the groups that lack none."""
+    """Return the groups that lack cells, with the candidates of those cells alone.
+
+    Args:
+        groups: the groups.
+        done: group and recipe of every cell that the file has.
+    """
     lacking = [
         replace(group, candidates=[each for each in group.candidates if (group.key, each.text) not in done])
         for group in groups
@@ -132,7 +137,12 @@ def count(groups: Sequence[Group]) -> int:
 
 
 def digest(task: Task, examples: Sequence[Example]) -> str:
-    """Return a hash of all that a task asks. A target that JSON cannot hold counts by its type."""
+    """Return a hash of all that a task asks.
+
+    Args:
+        task: the task.
+        examples: its examples. A target that JSON cannot hold counts by its type.
+    """
     content = [asdict(task.generation), task.metric, [asdict(example) for example in examples]]
     if not task.chat:
         content.append("verbatim")
@@ -168,9 +178,14 @@ def portion_of(group: Group) -> Hashable:
 
 
 def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Record | Skipped]:
-    """Make the cells of one portion, and yield each as soon as it is made.
+    """Make the cells of one portion.
 
-    Of a task that decodes, a group is taken from the portion when there may be room for it.
+    Args:
+        runner: makes the cells.
+        portion: groups of one portion. Of a task that decodes, a group is taken when there may be room for it.
+
+    Yields:
+        Each cell as soon as it is made.
     """
     groups = iter(portion)
     for group in groups:

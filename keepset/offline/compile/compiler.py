@@ -109,6 +109,19 @@ def compile_tables(
     goes on where it was, and ends with the same tables. Several processes may do the same compilation with the same
     log: they divide the work, and all end with the same tables.
 
+    Args:
+        model: the model.
+        pool: the contexts.
+        settings: what decides the tables.
+        log: the file of the log; None to keep it in memory.
+        stage: shows progress.
+
+    Returns:
+        The tables.
+
+    Raises:
+        KeepsetError: the log cannot be used, or the model has no layer to compile for.
+
     Choices where the paper is silent, or cannot be followed at this size:
 
     - One reward is for all heads or layers. The paper changes one head and holds the others: 270 heads would need 270

@@ -27,13 +27,26 @@ def passage_hashes(text: str) -> tuple[str, ...]:
 
 
 def is_contaminated(tables: Tables, text: str) -> bool:
-    """Return whether a text shares a passage with a context that the tables were compiled from."""
+    """Return whether a text shares a passage with a context that tables were compiled from.
+
+    Args:
+        tables: the tables.
+        text: the text.
+    """
     compiled = {mark for context in tables.provenance.get("marks", ()) for mark in context}
     return not compiled.isdisjoint(passage_hashes(text))
 
 
 def refuse_contaminated(recipe: Recipe, text: str) -> None:
-    """Raise `KeepsetError` if a recipe's tables were compiled from a text."""
+    """Refuse to judge a recipe by a text that its tables were compiled from.
+
+    Args:
+        recipe: the recipe, with any method.
+        text: the text.
+
+    Raises:
+        KeepsetError: the tables were compiled from the text, or from one that shares a passage with it.
+    """
     for method in _methods(recipe.method):
         if isinstance(method, CompilerKV) and method.tables and is_contaminated(load(method.tables), text):
             raise KeepsetError(

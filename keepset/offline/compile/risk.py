@@ -29,7 +29,12 @@ def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
 
 
 def risk_bins(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor, " contexts"]:
-    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity."""
+    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity.
+
+    Args:
+        tables: the tables, with the bins' edges.
+        risks: entropy and perplexity of each context.
+    """
     of_entropy, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
     return of_entropy * PERPLEXITY_BINS + of_perplexity
 
@@ -53,7 +58,13 @@ def stratified(bins: Sequence[int], count: int) -> list[int]:
 
 
 def empty(layers: int, query_heads: int, budgets: Sequence[int]) -> Tables:
-    """Return tables for some budgets that decide nothing yet."""
+    """Return tables that decide nothing yet.
+
+    Args:
+        layers: number of layers.
+        query_heads: query heads of a layer.
+        budgets: entries per KV head.
+    """
     one, rows = neutral(layers, query_heads, 1.0), len(budgets)
     weights, gate = one.weights.repeat(rows, 1, 1), one.gate.repeat(rows, 1, 1, 1)
     return dataclasses.replace(one, weights=weights, gate=gate, budgets=torch.tensor(budgets))

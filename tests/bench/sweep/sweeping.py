@@ -14,7 +14,7 @@ from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.record import Record
 from keepset.bench.sweep.runner import EvalRequest
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import Grid, Skipped, count, run, unfinished
+from keepset.bench.sweep.sweep import Skipped, SweepGrid, count, run, unfinished
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
 from keepset.recipe import Recipe
 
@@ -97,19 +97,19 @@ def grid(
     limit: int | None = 3,
     keeps: Sequence[int | float] = (0.5,),
     decodes: bool = False,
-) -> Grid:
+) -> SweepGrid:
     """What most of these tests ask for: 12 groups of 3 cells, or as many cells of tasks that decode."""
     asked = candidates(Recipe.parse_list(recipes), keeps)
-    return Grid([Counting(name, decodes=decodes) for name in names], seeds, {name: asked for name in names}, limit)
+    return SweepGrid([Counting(name, decodes=decodes) for name in names], seeds, {name: asked for name in names}, limit)
 
 
-def complete(store: Store, asked: Grid, runner: Any) -> list[Skipped]:
+def complete(store: Store, asked: SweepGrid, runner: Any) -> list[Skipped]:
     """Make the cells that a file lacks; what could not be made."""
     groups = asked.groups(store, None)  # type: ignore[arg-type]
     return run(store, unfinished(groups, store.done()), runner, lambda: None)
 
 
-def sweep(path: Path, asked: Grid, runner: Any) -> int:
+def sweep(path: Path, asked: SweepGrid, runner: Any) -> int:
     """Make all cells; how many of them the file lacked."""
     with Store.begin(path, "model", CONFIGURATION) as store:
         before = len(store.done())

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import KeepsetError
-from keepset.bench.sweep.prompts import Prompt, Prompts
+from keepset.bench.sweep.prompts import EvalPrompt, PromptBuilder
 from keepset.bench.tasks.task import Example, Question
 from tests.bench.sweep.letters import CHAT, letters
 
@@ -26,9 +26,11 @@ def text(ids: Any) -> str:
     return PLAIN.decode(ids).replace("<bos>", "^")
 
 
-def prompts(of: Example, tokenizer: Any = PLAIN, answer: int = 5, told: bool = False, **options: Any) -> list[Prompt]:
+def prompts(
+    of: Example, tokenizer: Any = PLAIN, answer: int = 5, task_aware: bool = False, **options: Any
+) -> list[EvalPrompt]:
     options = {"mode": "prompt", "chat": False, "longest": None, **options}
-    return Prompts(tokenizer, **options).of(of, answer, task_aware=told)
+    return PromptBuilder(tokenizer, **options).of(of, answer, task_aware=task_aware)
 
 
 WHAT = Question(" What?", "x", prefix=" It ")

@@ -18,7 +18,7 @@ from keepset.bench.sweep import ray_sweep, sweep
 from keepset.bench.sweep.ray_sweep import RunnerSource
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import Grid, Skipped
+from keepset.bench.sweep.sweep import Skipped, SweepGrid
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Task, TaskSettings
 from keepset.errors import KeepsetError
@@ -76,7 +76,7 @@ class Ends(Scripted):
             yield made
 
 
-def run(path: Path, make: Any, asked: Grid, tokenizer: Any = None) -> tuple[list[Skipped], int]:
+def run(path: Path, make: Any, asked: SweepGrid, tokenizer: Any = None) -> tuple[list[Skipped], int]:
     """Make the cells that are missing; what was lost, and how many cells were made."""
     made: list[None] = []
     with Store.begin(path, "model", CONFIGURATION) as store:
@@ -89,7 +89,7 @@ def cells(path: Path) -> list[Record]:
         return store.cells()
 
 
-def expected(asked: Grid) -> list[str]:
+def expected(asked: SweepGrid) -> list[str]:
     return sorted(
         str(cell(task, example, candidate, seed))
         for task in asked.tasks
@@ -167,7 +167,7 @@ def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_pat
     tiny_model().save_pretrained(tmp_path / "tiny")
     embedded[1].save_pretrained(tmp_path / "tiny")
     tasks = find(["needle"], TaskSettings(lengths=(256,)))
-    asked = Grid(tasks, [0], {"needle@256": candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])}, 3)
+    asked = SweepGrid(tasks, [0], {"needle@256": candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])}, 3)
     asking = {"mode": "agnostic", "chat": True, "temperature": 0.0}
     model, tokenizer = models.load(str(tmp_path / "tiny"))
     lost, made = run(

@@ -16,7 +16,7 @@ from keepset.bench.candidate import candidates
 from keepset.bench.record import FULL
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import Grid, run
+from keepset.bench.sweep.sweep import SweepGrid, run
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Generation, TaskSettings
 from tests.bench.sweep.sweeping import CONFIGURATION
@@ -95,7 +95,7 @@ def test_judged_cut_off_and_gone_on_with(model: Any, embedded: Any, tmp_path: Pa
         task.generation = Generation(MOST, task.generation.until)
     asked = candidates(Recipe.parse_list("knorm, tova"), [16], every=8)
     runner = Runner(model, embedded[1], mode="prompt", chat=True)
-    grid = Grid(tasks, [0], dict.fromkeys(TASKS, asked), None)
+    grid = SweepGrid(tasks, [0], dict.fromkeys(TASKS, asked), None)
     path = tmp_path / "sweep"
     made: list[int] = []
 

@@ -19,7 +19,7 @@ from keepset.bench.candidate import Candidate
 from keepset.bench.record import FULL, Record
 from keepset.bench.sweep import sweep as sweep_module
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import Grid, Skipped, run
+from keepset.bench.sweep.sweep import Skipped, SweepGrid, run
 from keepset.bench.tasks.task import Example, Question, Task
 from keepset.errors import KeepsetError
 from tests.bench.sweep.sweeping import CONFIGURATION, Counting, Scripted, cell, complete, grid, sweep
@@ -32,7 +32,7 @@ def cells(path: Path) -> list[Record]:
         return store.cells()
 
 
-def expected(asked: Grid) -> list[Record]:
+def expected(asked: SweepGrid) -> list[Record]:
     """Every cell by itself, in the order in which one process comes to them."""
     return [
         cell(task, example, candidate, seed)
@@ -48,7 +48,7 @@ def notes_of(path: Path) -> list[str]:
     return [line.partition(" ")[2] for line in path.read_text().splitlines()]
 
 
-def start(path: Path, notes: Path, asked: Grid | None = None, **options: int) -> ForkProcess:
+def start(path: Path, notes: Path, asked: SweepGrid | None = None, **options: int) -> ForkProcess:
     """A process of its own that sweeps."""
     process = get_context("fork").Process(target=sweep, args=(path, asked or grid(), Scripted(notes, **options)))
     process.start()
@@ -201,12 +201,12 @@ def test_examples_that_changed_are_refused(path: Path, notes: Path) -> None:
     sweep(path, grid(["counting@8"]), Scripted(notes))
     asked = grid(["counting@8"])
     with pytest.raises(KeepsetError, match=r"counting@8.s examples with seed 0 are not those that .* has cells of"):
-        sweep(path, Grid([Other()], [0], asked.candidates, 3), Scripted(notes))
+        sweep(path, SweepGrid([Other()], [0], asked.candidates, 3), Scripted(notes))
 
 
 def test_a_sample_is_of_the_seed_in_the_order_of_the_data_and_larger_ones_hold_smaller(path: Path) -> None:
     def drawn(sample: int | float | None, name: str = "many", seeds: Sequence[int] = (0,)) -> list[int]:
-        asked = Grid([Counting(name, most=40)], seeds, {name: []}, None, sample)
+        asked = SweepGrid([Counting(name, most=40)], seeds, {name: []}, None, sample)
         with Store.begin(path.with_name(uuid4().hex), "model", {}) as store:
             return [int(group.example.id) for group in asked.groups(store, None)]  # type: ignore[arg-type]
 
@@ -223,7 +223,7 @@ def test_ids_that_come_twice_are_refused(path: Path, notes: Path) -> None:
             return [*super().examples(tokenizer), *super().examples(tokenizer)]
 
     with pytest.raises(KeepsetError, match="counting@8 has several examples of one id"):
-        sweep(path, Grid([Twice()], [0], grid().candidates, 3), Scripted(notes))
+        sweep(path, SweepGrid([Twice()], [0], grid().candidates, 3), Scripted(notes))
 
 
 def test_a_digest_is_of_everything_that_is_asked() -> None:
