@@ -240,10 +240,10 @@ def _under_load(
     with progress() as bar:
         advance = counted(bar, f"requests to the {name} server", load.rounds * load.requests)
         measured = measure(url, model, tokenizer, load, prompts, advance, seconds)
-    result = figures(measured, load)
+    result = figures(measured)
     if documents:
         sizes = held(load.prompt_tokens, documents, url, saved)
-        result["documents"] = {**sizes, "first_token_seconds": first_tokens(measured, load)}
+        result["documents"] = {**sizes, "first_token_seconds": first_tokens(measured)}
     return result
 
 

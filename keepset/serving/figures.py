@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from keepset.serving.load import Load
 from keepset.serving.metrics import Sample
-from keepset.serving.vllm_bench import Measured, requests
+from keepset.serving.vllm_bench import Measured
 
 NONE = "\N{EN DASH}"
 
@@ -46,30 +45,20 @@ _NEITHER = ("KV cache used", "keepset: ")
 _TIMES = {"first_token_seconds": "ttft", "seconds_per_token": "tpot", "request_seconds": "e2el"}
 
 
-def figures(measured: Measured, load: Load) -> dict[str, Any]:
-    """Return the summary of a load, its requests, and the server's metrics.
-
-    Args:
-        measured: the result on one server.
-        load: the load.
-    """
-    rows, report = requests(measured.report, load), measured.report
+def figures(measured: Measured) -> dict[str, Any]:
+    """Return the summary of a load, its requests, and the server's metrics."""
     samples = [vars(sample) for sample in measured.samples]
-    round_ = {"seconds": report["duration"], "requests": rows, "samples": samples}
-    return {"summary": summary(measured, load), "rounds": [round_]}
+    whole = {"seconds": measured.report["duration"], "requests": measured.requests, "samples": samples}
+    return {"summary": summary(measured), "rounds": [whole]}
 
 
-def summary(measured: Measured, load: Load) -> dict[str, Any]:
+def summary(measured: Measured) -> dict[str, Any]:
     """Return a load's figures; None for those that are not known.
 
     Latencies and tokens are those of requests that got their whole answer. Means of metrics are over samples that were
     taken while requests were open.
-
-    Args:
-        measured: the result on one server.
-        load: the load.
     """
-    report, rows = measured.report, requests(measured.report, load)
+    report, rows = measured.report, measured.requests
     good = [row for row in rows if row["error"] is None]
     tokens = sum(row["output_tokens"] for row in good)
     result: dict[str, Any] = {
@@ -81,8 +70,8 @@ def summary(measured: Measured, load: Load) -> dict[str, Any]:
         "output_tokens_per_second": tokens / report["duration"] if good else None,
     }
     for name, theirs in _TIMES.items():
-        percentiles = {p: report[f"{p}_{theirs}_ms"] / 1e3 if good else None for p in ("p50", "p99")}
-        result[name] = dict.fromkeys(percentiles) if theirs == "tpot" and load.output_tokens < 2 else percentiles
+        known = good and (theirs != "tpot" or measured.load.output_tokens > 1)
+        result[name] = {p: report[f"{p}_{theirs}_ms"] / 1e3 if known else None for p in ("p50", "p99")}
     during = [sample for sample in measured.samples if 0 < sample.time <= report["duration"]]
     for name in ("running", "waiting", "kv_usage"):
         readings = [value for sample in during if (value := getattr(sample, name)) is not None]
@@ -94,15 +83,10 @@ def summary(measured: Measured, load: Load) -> dict[str, Any]:
     return result
 
 
-def first_tokens(measured: Measured, load: Load) -> dict[str, dict[str, float | None]]:
-    """Return the median seconds to the first token, of documents' first questions and of later ones.
-
-    Args:
-        measured: the result on one server.
-        load: the load.
-    """
-    rows = requests(measured.report, load)
-    parts = {"first": rows[: load.requests], "later": rows[load.requests :]}
+def first_tokens(measured: Measured) -> dict[str, dict[str, float | None]]:
+    """Return the median seconds to the first token, of documents' first questions and of later ones."""
+    rows, documents = measured.requests, measured.load.requests
+    parts = {"first": rows[:documents], "later": rows[documents:]}
     times = {name: [r["first_token_seconds"] for r in part if r["error"] is None] for name, part in parts.items()}
     return {name: {"p50": median(seconds) if seconds else None} for name, seconds in times.items()}
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,12 +45,39 @@ class Measured:
     """The result of a load on one server.
 
     Attributes:
+        load: the load.
         report: the JSON that `vllm bench serve` has written, with one number for each request in its lists.
         samples: the server's metrics, from the last look before the load on; times are seconds since its start.
     """
 
+    load: Load
     report: dict[str, Any]
     samples: list[Sample]
+
+    @cached_property
+    def requests(self) -> list[dict[str, Any]]:
+        """The figures of each request, in seconds, with times since the load's start."""
+        began = min(self.report["start_times"])
+        return [self._request(index, began) for index in range(len(self.report["start_times"]))]
+
+    def _request(self, index: int, began: float) -> dict[str, Any]:
+        report = self.report
+        start, first, gaps = report["start_times"][index] - began, report["ttfts"][index], report["itls"][index]
+        tokens, wanted = report["output_lens"][index], self.load.output_tokens
+        error = report["errors"][index].strip().rpartition("\n")[2] or None
+        if error is None and tokens != wanted:
+            error = f"{tokens} tokens came instead of {wanted}"
+        return {
+            "index": index,
+            "start": round(start, 5),
+            "first_token_seconds": first or None,
+            "seconds_per_token": sum(gaps) / (tokens - 1) if gaps and tokens > 1 else None,
+            "seconds": report["latencies"][index] or None,
+            "prompt_tokens": report["input_lens"][index],
+            "output_tokens": tokens,
+            "error": error,
+            "chunks": [round(time, 5) for time in accumulate(gaps, initial=start + first)] if first else [],
+        }
 
 
 def measure(
@@ -97,38 +125,7 @@ def measure(
         report = json.loads(out.read_text("utf-8"))
     began = min(report["start_times"])
     timed = [replace(each, time=each.time - began) for each in samples]
-    return Measured(report, [*[each for each in timed if each.time < 0][-1:], *(s for s in timed if s.time >= 0)])
-
-
-def requests(report: dict[str, Any], load: Load) -> list[dict[str, Any]]:
-    """Return the figures of each request, in seconds, with times since the load's start.
-
-    Args:
-        report: of `Measured`.
-        load: the load.
-    """
-    began = min(report["start_times"])
-    rows = []
-    for index, tokens in enumerate(report["output_lens"]):
-        start, first, gaps = report["start_times"][index] - began, report["ttfts"][index], report["itls"][index]
-        error = report["errors"][index].strip().rpartition("\n")[2] or None
-        if error is None and tokens != load.output_tokens:
-            error = f"{tokens} tokens came instead of {load.output_tokens}"
-        chunks = [round(time, 5) for time in accumulate(gaps, initial=start + first)] if first else []
-        rows.append(
-            {
-                "index": index,
-                "start": round(start, 5),
-                "first_token_seconds": first or None,
-                "seconds_per_token": sum(gaps) / (tokens - 1) if gaps and tokens > 1 else None,
-                "seconds": report["latencies"][index] or None,
-                "prompt_tokens": report["input_lens"][index],
-                "output_tokens": tokens,
-                "error": error,
-                "chunks": chunks,
-            }
-        )
-    return rows
+    return Measured(load, report, [*[each for each in timed if each.time < 0][-1:], *(s for s in timed if s.time >= 0)])
 
 
 def _command(url: str, model: ServedModel, tokenizer: str, load: Load, file: Path, out: Path) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from keepset.serving.figures import NONE, as_times, documents_rows, figures, first_tokens, ratio, summary, table_rows
 from keepset.serving.load import Load
 from keepset.serving.metrics import Sample
-from keepset.serving.vllm_bench import Measured, requests
+from keepset.serving.vllm_bench import Measured
 
 LOAD = Load(requests=2, prompt_tokens=10, output_tokens=3, concurrency=2, rounds=2)
 REPORT = {
@@ -30,7 +30,7 @@ SAMPLES = [
 
 
 def test_requests_have_times_since_the_start_and_an_error_where_an_answer_is_not_whole() -> None:
-    first, second, short, gone = requests(REPORT, LOAD)
+    first, second, short, gone = Measured(LOAD, REPORT, []).requests
     assert [each["start"] for each in (first, second, short, gone)] == [0.5, 0.0, 2.0, 3.0]
     assert first["chunks"] == [1.5, 2.0, 3.5] and first["seconds_per_token"] == 1.0 and first["seconds"] == 3.0
     assert (first["error"], second["error"]) == (None, None)
@@ -39,7 +39,7 @@ def test_requests_have_times_since_the_start_and_an_error_where_an_answer_is_not
 
 
 def test_a_summary_is_of_whole_answers_and_of_metrics_while_requests_were_open() -> None:
-    result = summary(Measured(REPORT, SAMPLES), LOAD)
+    result = summary(Measured(LOAD, REPORT, SAMPLES))
     assert (result["requests"], result["failed"]) == (4, 2)
     assert result["errors"] == ["2 tokens came instead of 3", "ValueError: gone"]
     assert (result["seconds"], result["prompt_tokens"], result["output_tokens"]) == (4.0, 20, 6)
@@ -48,17 +48,17 @@ def test_a_summary_is_of_whole_answers_and_of_metrics_while_requests_were_open()
     assert result["running"] == {"mean": 1.5, "max": 2} and result["waiting"] == {"mean": 0.5, "max": 1}
     assert result["kv_usage"] == {"mean": 0.375, "max": 0.5}
     assert result["preemptions"] == 4 and result["keepset"] == {"events": 3, "late": 2.0}
-    assert figures(Measured(REPORT, SAMPLES), LOAD)["rounds"][0]["samples"][0]["running"] == 9
-    assert first_tokens(Measured(REPORT, []), LOAD) == {"first": {"p50": 0.75}, "later": {"p50": None}}
+    assert figures(Measured(LOAD, REPORT, SAMPLES))["rounds"][0]["samples"][0]["running"] == 9
+    assert first_tokens(Measured(LOAD, REPORT, [])) == {"first": {"p50": 0.75}, "later": {"p50": None}}
 
 
 def test_what_is_not_known_is_none() -> None:
     failed = {**REPORT, "errors": ["gone"] * 4}
-    result = summary(Measured(failed, []), LOAD)
+    result = summary(Measured(LOAD, failed, []))
     assert (result["failed"], result["output_tokens_per_second"], result["preemptions"]) == (4, None, None)
     assert result["first_token_seconds"] == {"p50": None, "p99": None} and result["running"]["max"] is None
     # An answer of one token has no time between tokens.
-    short = summary(Measured({**REPORT, "output_lens": [1] * 4, "errors": [""] * 4}, []), Load(4, 10, 1, 4))
+    short = summary(Measured(Load(4, 10, 1, 4), {**REPORT, "output_lens": [1] * 4, "errors": [""] * 4}, []))
     assert short["seconds_per_token"] == {"p50": None, "p99": None} and short["failed"] == 0
 
 
@@ -71,8 +71,8 @@ def test_ratio() -> None:
 
 
 def test_a_table_has_a_cell_for_each_server_and_their_ratio() -> None:
-    plain = summary(Measured(REPORT, []), LOAD)
-    recipe = summary(Measured({**REPORT, "duration": 2.0}, SAMPLES), LOAD)
+    plain = summary(Measured(LOAD, REPORT, []))
+    recipe = summary(Measured(LOAD, {**REPORT, "duration": 2.0}, SAMPLES))
     rows = {name: cells for name, *cells in table_rows([plain, recipe])}
     assert rows["time for all, s"] == ["4.00", "2.00", "x0.50 better"]
     assert rows["output tokens/s"] == ["1.5", "3.0", "x2.00 better"]

@@ -28,7 +28,7 @@ def check(fake: Fake, measured: Measured, told: list[int]) -> None:
     assert (warm_up["prompt"], warm_up["max_tokens"]) == ("warm up", 4)
     assert sorted(each["prompt"] for each in asked) == PROMPTS.texts and {each["max_tokens"] for each in asked} == {4}
     assert {each["model"] for each in asked} == {"fake"} and fake.most == 2
-    figures = summary(measured, LOAD)
+    figures = summary(measured)
     assert (figures["requests"], figures["failed"], figures["output_tokens"]) == (6, 0, 24)
     assert figures["prompt_tokens"] == sum(map(len, PROMPTS.texts))
     assert measured.samples[-1].time > measured.report["duration"] and sum(told) <= 6
@@ -52,7 +52,7 @@ def test_vllms_own_program_takes_these_options_and_writes_these_names(fake: Fake
 @pytest.mark.usefixtures("bench")
 def test_a_request_that_fails_is_a_figure(fake: Fake) -> None:
     fake.trouble = {2: "refused", 3: "short"}
-    figures = summary(put(fake)[0], LOAD)
+    figures = summary(put(fake)[0])
     assert figures["failed"] == 2 and "3 tokens came instead of 4" in figures["errors"]
     assert any("503" in error for error in figures["errors"])
 
