@@ -85,8 +85,8 @@ def test_fewer_contexts_than_asked_for_are_said(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "because"),
     [
-        ((), "Say either --out, the file to write, or --show"),
-        (("--out", "a", "--show", "b"), "Say either --out, the file to write, or --show"),
+        ((), "Give either --out, the file to write, or --show"),
+        (("--out", "a", "--show", "b"), "Give either --out, the file to write, or --show"),
         (("--show", "absent"), "There is no file 'absent' with tables"),
         (("--show", "text"), "'text' is no file of CompilerKV's tables"),
         (("--out", "."), "--out '.' is no place for a file"),

@@ -88,7 +88,7 @@ def test_the_file_says_which_model(run: Run, tiny_folder: Path, tmp_path: Path, 
     words = ("context", "ask", "saved", "Why?", "--output-tokens", "4")
     assert run(*words).code == 0
     folder.rename(tmp_path / "moved")
-    because = f"'saved' is of the model {str(folder)!r}, which is not there: say with --model where it is"
+    because = f"'saved' is of the model {str(folder)!r}, which is not there: give its place with --model"
     check_refused(run, *words, because=because)
     assert run(*words, "--model", "moved").code == 0
 

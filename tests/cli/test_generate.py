@@ -40,7 +40,7 @@ def test_streams_what_the_model_generates(run: Run, embedded: Any, monkeypatch: 
     kept = int(0.5 * ids.shape[1]) / ids.shape[1]
     assert done.out == f"{text}\n"
     tail, short = done.err.splitlines()
-    assert short == f"A prompt of {ids.shape[1]} tokens is short: what is dropped of it is missed."
+    assert short == f"A prompt of {ids.shape[1]} tokens is short: the entries that were dropped will be missed."
     assert tail.startswith(f"{recipe}: kept {kept:.1%} of {ids.shape[1]} prompt tokens; ")
     match = SUMMARY.search(tail)
     assert match and int(match[1]) == len(new)
