@@ -1,4 +1,4 @@
-"""Caches that go on side by side: one call of the model for tokens of all of them."""
+"""Several caches in one call of the model: `go_together` feeds each of them its own row of tokens."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from keepset.kernels.dispatch import upload
 
 
 def can_go_together(model: PreTrainedModel) -> bool:
-    """Whether caches of this model may go on side by side: all its layers are keepset's.
+    """Return whether caches of this model may share a call.
 
-    Not where it rotates a token by what is the longest of a call, as with some ways to extend a model's context.
+    All of its layers must be keepset's. And the model must not rotate tokens by the longest request of a call, as some
+    ways to extend a model's context do.
     """
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     rotations = {str(getattr(module, "rope_type", "")) for module in model.modules()}
@@ -39,16 +40,21 @@ def can_go_together(model: PreTrainedModel) -> bool:
 def go_together(
     model: PreTrainedModel, caches: Sequence[Cache], tokens: Int[Tensor, "rows n"]
 ) -> tuple[Float[Tensor, "rows vocabulary"], dict[int, Exception]]:
-    """Feeds each cache its row of tokens; all hold the whole prompt of one request, without padding.
+    """Feed each cache its row of tokens in one call of the model.
 
-    They may have any lengths and recipes. The model's products are made for all rows at once, and attention over the
-    entries of all caches; on a GPU in as many launches as for one row. Events are each cache's own, so that it holds,
-    byte for byte, what it would alone. A product of many rows is rounded a little
-    otherwise than that of one; in half precision another token may win, where two are as good as equally likely.
+    The model's products are computed for all rows at once, and so is attention over the entries of all caches; a GPU
+    needs as many launches as for one row. Each cache has its events at its own points. It selects and stores what it
+    would alone, but a product of many rows is rounded a little differently from that of one row. So in half precision
+    another token may win where two are almost equally likely.
+
+    Args:
+        model: whose caches these are.
+        caches: each with the whole prompt of one request, without padding; lengths and recipes may differ.
+        tokens: one row for each cache.
 
     Returns:
-        What each row's newest token predicts; and, by row, what went wrong with a cache, which is then of no use any
-        more. Where the call itself fails, none is.
+        The logits after each row's newest token, and by row the error of each cache that failed. A cache that failed
+        cannot be used any more. If the call itself fails, no cache can.
     """
     lengths = torch.cat([cache.progress.lengths.to(tokens.device) for cache in caches if cache.progress is not None])
     positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
@@ -58,10 +64,14 @@ def go_together(
 
 
 class _Batch(TransformersCache):
-    """What the model takes for a cache in one call.
+    """Stands for all the caches in one call of the model.
+
+    Args:
+        caches: one for each row.
+        positions: of the rows' tokens.
 
     Attributes:
-        errors: of rows whose attention failed; what it gives is zero from there on.
+        errors: by row the error of a cache that failed; its attention is zero from there on.
     """
 
     def __init__(self, caches: Sequence[Cache], positions: Int[Tensor, "rows n"]) -> None:
@@ -98,7 +108,7 @@ class _Batch(TransformersCache):
 
     @contextmanager
     def _watching(self, row: int) -> Iterator[None]:
-        """What goes wrong is this row's; the others go on."""
+        """Note an error as this row's, so that the others go on."""
         try:
             yield
         except Exception as error:
@@ -108,12 +118,21 @@ class _Batch(TransformersCache):
 def _attend_together(
     stores: Mapping[int, EntryStore], new: AttentionInput, positions: Int[Tensor, "rows n"]
 ) -> Float[Tensor, "rows n query_heads value_dim"]:
-    """Attention of these rows, each over its own store, which takes its new tokens; of all others it is zero."""
+    """Store new tokens and attend from each row to its own store.
+
+    Args:
+        stores: by row, with free places for the tokens.
+        new: tokens of all rows.
+        positions: of the tokens.
+
+    Returns:
+        Attention's output; zero for rows without a store.
+    """
     _, query_heads, n, _ = new.query.shape
     by_kind: dict[torch.dtype, dict[int, EntryStore]] = defaultdict(dict)
     for row, store in stores.items():
         by_kind[store.heads.keys.dtype][row] = store
-    if len(by_kind) != 1:  # of no row, or some are 8-bit integers, which are attended apart
+    if len(by_kind) != 1:  # no row, or some are 8-bit integers, which are attended to separately
         output = new.value.new_zeros(len(new.query), n, query_heads, new.value.shape[-1])
         return sum((_attend_together(rows, new, positions) for rows in by_kind.values()), output)
     some = None if len(stores) == len(new.query) else upload(list(stores), new.query.device)

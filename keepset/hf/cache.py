@@ -40,8 +40,8 @@ class Cache(ObservedCache):
 
     Creating one sets the model's attention implementation to keepset's, which behaves as `sdpa` for every
     other cache. The prompt is compressed layer by layer while it is prefilled. Tokens after it stay, unless the
-    recipe's `every=` says after how many of them all that is there is compressed again; tokens that are fed
-    together see what there was before the newest event among them. A cache serves one conversation: further
+    recipe has `every=`: then all entries are compressed again after so many tokens. Tokens that are fed
+    together see the entries before the newest event among them. A cache serves one conversation: further
     `generate` calls continue on it.
 
     Args:

@@ -1,4 +1,4 @@
-"""`uncompiled`: what keepset does while a model runs, kept out of the graphs of a model that PyTorch compiles."""
+"""`uncompiled`: keeps what keepset does while a model runs out of the graphs of a compiled model."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Result = TypeVar("Result")
 
 
 def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The function, which then runs as it always does.
+    """Return the function so that PyTorch's compiler leaves it alone.
 
-    Caches change with every token, and who attends is found by the very tensor that a cache has handed over: a graph
-    would be good for one token, or forget which tensor it was.
+    Caches change with every token, and the attention function finds its layer by a note on the very tensor that the
+    cache has returned. A graph would be good for one token, or lose the note.
     """
     return cast(Callable[Parameters, Result], torch.compiler.disable(function))

@@ -1,4 +1,4 @@
-"""What tells one model from another, cheaply: its make, and a few numbers of every weight."""
+"""`fingerprint`: tells one model from another cheaply, by its make and a few numbers of every weight."""
 
 from __future__ import annotations
 
@@ -18,23 +18,29 @@ from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
 
 _PRECISION = 2.0**-8
-"""Half of what tells two neighbours in bfloat16 apart: the same weights are no further from one another."""
+"""Half the relative distance of two neighbours in bfloat16: the same weights are no further from one another."""
 _TINY = 1e-6
-"""Numbers that small float16 has no exact values for."""
+"""Size of numbers that float16 has no exact values for."""
 _SAMPLED, _EACH = 64, 4
-"""Weights in a sample, and numbers of each."""
+"""Number of weights in a sample, and of numbers taken from each."""
 _NUMBERS = 16
-"""Looked at in every weight; what was trained further differs in most of them."""
+"""How many numbers are looked at in every weight. A model that was trained further differs in most of them."""
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """What has to be equal for two models to make the same keys and values, by names that a person understands."""
+    """Return what must be equal for two models to make the same keys and values, by names that a person understands."""
     config = model.config.get_text_config(decoder=True)
     return {**make(type(model).__name__, config, model.dtype), "weights": _weights(model)}
 
 
 def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, str]:
-    """The same of a model that is not at hand, but for its weights."""
+    """Return the fingerprint of a model that is not loaded, without its weights.
+
+    Args:
+        architecture: name of the model's class.
+        config: of the decoder.
+        dtype: that the model is loaded in.
+    """
     rotation = getattr(config, "rope_parameters", None) or {}
     return {
         "architecture": architecture,
@@ -47,9 +53,13 @@ def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype) -> dic
 
 
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
-    """Wherein two fingerprints differ, as the end of a sentence; "" where they do not.
+    """Return how two fingerprints differ, as the end of a sentence; "" if they do not.
 
-    The first difference says it: what follows from it, such as the weights, differs too.
+    Only the first difference is told: what follows from it, such as the weights, differs too.
+
+    Args:
+        theirs: what a file says.
+        ours: of the model.
     """
     for name, here in ours.items():
         there = theirs.get(name, "unknown")
@@ -62,26 +72,26 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
 
 
 def sample(model: PreTrainedModel) -> dict[str, list[float]]:
-    """A few numbers of some weights, by which they are known again in any precision; plain JSON."""
+    """Return a few numbers of some weights, by which a model is known again in any precision; plain JSON."""
     weights = _readable(model)
     names = list(weights)[:: max(len(weights) // _SAMPLED, 1)]
     return {name: [float(f"{x:.6g}") for x in _few(weights[name]).tolist()] for name in names}
 
 
 def sample_of(made: Statistics | Tables) -> Mapping[str, Any]:
-    """The sample of the model that they were made of; none where they do not say."""
+    """Return the sample of the model that statistics or tables were made of; empty if they have none."""
     known = made.provenance.get("model")
     return known.get("sample", {}) if isinstance(known, Mapping) else {}
 
 
 def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> bool:
-    """Whether a sample is of other weights than the model's, as far as these are at hand and not quantized."""
+    """Return whether a sample is of other weights than a model's, as far as these are loaded and not quantized."""
     weights = _readable(model)
     return bool(sampled and weights) and _differ(sampled, {name: weights[name] for name in sampled if name in weights})
 
 
 def stores_other_weights(folder: Path, sampled: Mapping[str, Any]) -> bool:
-    """The same of the weights in a model's folder, without loading them."""
+    """Return whether a sample is of other weights than those in a model's folder, without loading these."""
     stored = _slices(folder)
     few = {name: _stored_numbers(stored[name], _places(stored[name].get_shape())) for name in sampled if name in stored}
     return bool(sampled and few) and _differ(sampled, few)
@@ -98,7 +108,7 @@ def _readable(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _few(weight: Tensor) -> Tensor:
-    """Of a weight, or of a few of its numbers, which are then all of them."""
+    """Return a few numbers of a weight; all of them if it is a few already."""
     return weight.detach().flatten()[_places(weight.shape)].float().cpu()
 
 
@@ -118,12 +128,15 @@ def _stored_numbers(stored: Any, places: Iterable[int]) -> Tensor:
 
 
 def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> str | None:
-    """The same of the weights in a model's folder; None where they are not stored under the names that they have.
+    """Return the part of a fingerprint that tells weights, for the weights in a model's folder.
 
     Args:
         folder: with safetensors files.
         config: of the model.
         dtype: that the weights are loaded in.
+
+    Returns:
+        None if the weights are not stored under the names that they have in the model.
     """
     stored = _slices(folder)
     with torch.device("meta"):

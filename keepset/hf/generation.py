@@ -1,7 +1,8 @@
-"""Around transformers' `generate`: it alone sees the ids of all tokens, those that a cache holds among them.
+"""`KnowsText`: a cache that is told what transformers' `generate` is given.
 
-It leaves out as many of the first ids as the cache has tokens, and takes it that they are the cache's. No hook on a
-model sees them. So `generate` is wrapped for caches that tell their text from another; for all others it is as it was.
+`generate` leaves out as many of the first ids as the cache has tokens, and takes it that they are the cache's. No hook
+on a model sees these ids. So `generate` is wrapped for caches that tell their text from another. With any
+other cache it does what it did.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import GenerationMixin
 
 
 class KnowsText(ABC):
-    """A cache that is told what `generate` is given and what it answers."""
+    """A cache that is told the ids that `generate` is given, and those that it returns."""
 
     @abstractmethod
     def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
@@ -25,7 +26,12 @@ class KnowsText(ABC):
 
     @abstractmethod
     def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
-        """Take in the ids of a whole text, of which the cache holds the first; the caller gave the first `given`."""
+        """Take in the ids of a whole text, of which the cache holds the first.
+
+        Args:
+            ids: padding included.
+            given: how many of them the caller gave; `generate` has chosen the others.
+        """
 
 
 def _watched(generate: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Hooks on a model that serve one cache and keep neither it nor themselves alive."""
+"""`ModelHooks`: hooks on a model that serve one cache and keep neither the cache nor themselves alive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from torch.utils.hooks import RemovableHandle
 
 
 class ModelHooks(ABC):
-    """Hooks that the model holds, but not this: they go with it. Calls with one cache, `past`, are looked at.
+    """Hooks on a model that look at calls with one cache. They are removed when this object goes.
 
     The model may serve other caches in other threads meanwhile. So what a hook has seen is either checked to be of a
-    call with `past`, or kept for the thread that made the call.
+    call with this cache, or kept for the thread that made the call.
+
+    Args:
+        model: that holds the hooks, but not this object.
+        past: the cache.
     """
 
     def __init__(self, model: nn.Module, past: Any) -> None:
@@ -27,20 +31,20 @@ class ModelHooks(ABC):
         self.open()
 
     def open(self) -> None:
-        """Installs the hooks where they are not."""
+        """Install the hooks unless they are installed."""
         model = self._model()
         if self._removal is None and model is not None:
             self._removal = weakref.finalize(self, _remove, list(self._installed(model)))
 
     def close(self) -> None:
-        """Removes the hooks and forgets what they saw."""
+        """Remove the hooks and forget what they saw."""
         if self._removal is not None:
             self._removal()
             self._removal = None
         self.forget()
 
     def fork(self, past: Any) -> Self:
-        """The same for another cache."""
+        """Return a copy that serves another cache."""
         copied = copy.copy(self)
         copied._past, copied._removal = weakref.ref(past), None
         if self._removal is not None:
@@ -49,24 +53,25 @@ class ModelHooks(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Lets go of what was seen; what one of two forks has seen is never changed for the other."""
+        """Forget what was seen. What one of two forks has seen is never changed for the other."""
 
     @abstractmethod
-    def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]: ...
+    def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Install the hooks and yield their handles."""
 
 
 def before_calls(module: nn.Module, method: Callable[..., Any]) -> RemovableHandle:
-    """Have `method(module, args, kwargs)` called before every call of a module, without holding its object."""
+    """Call `method(module, args, kwargs)` before every call of a module, without holding the method's object."""
     return module.register_forward_pre_hook(_weakly(method, 3), with_kwargs=True)
 
 
 def after_calls(module: nn.Module, method: Callable[..., Any], *, failed: bool = False) -> RemovableHandle:
-    """Have `method(module, args, kwargs, output)` called after every call of a module, without holding its object.
+    """Call `method(module, args, kwargs, output)` after every call of a module, without holding the method's object.
 
     Args:
-        module: whose calls these are.
-        method: its answer takes the place of the output unless it is None.
-        failed: whether it is told of calls that failed, too.
+        module: to watch.
+        method: what it returns takes the place of the output unless it is None.
+        failed: whether to call it after calls that failed, too.
     """
     return module.register_forward_hook(_weakly(method, 4), with_kwargs=True, always_call=failed)
 

@@ -1,4 +1,4 @@
-"""Statistics and compiled tables for a model that is there, and whether they are its own."""
+"""Statistics and compiled tables of a loaded model, checked to be of that very model."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from keepset.errors import KeepsetError
 from keepset.hf.fingerprint import has_other_weights, sample_of
 
 _own: WeakKeyDictionary[PreTrainedModel, set[Statistics | Tables]] = WeakKeyDictionary()
-"""What a model was compared with: to look at its weights for every cache would take longer than to make one."""
+"""What each model was compared with already: comparing weights for every cache takes longer than making the cache."""
 
 
 def head_dim_of(model: PreTrainedModel) -> int:
-    """Numbers of a key; configurations may leave them to be derived."""
+    """Return the size of a key; a configuration may leave it to be derived."""
     config = model.config.get_text_config(decoder=True)
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], file: str) -> Statistics:
-    """The statistics in a file, or those that are offered for the model where none is named.
+    """Return the statistics in a file, or those that are offered for the model.
+
+    Args:
+        model: that they are to be of.
+        layers: indices of the layers that are compressed.
+        file: where they are; "" for those that are offered.
 
     Raises:
         KeepsetError: there are none, or they are of another model.
@@ -38,10 +43,15 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], file: str) -
 
 
 def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
-    """The tables in a file.
+    """Return the tables in a file.
+
+    Args:
+        model: that they are to be of.
+        layers: number of layers that are compressed.
+        file: where they are.
 
     Raises:
-        KeepsetError: it holds none that this version can read, or those of another model.
+        KeepsetError: the file holds none that this version can read, or those of another model.
     """
     compiled = tables.load(file)
     compiled.check(layers, model.config.get_text_config(decoder=True).num_attention_heads)
@@ -50,7 +60,17 @@ def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
 
 
 def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, advice: str) -> None:
-    """Files that say nothing of weights, as older ones, are taken as they are."""
+    """Check that statistics or tables were made of this very model. Older files that do not tell weights are taken.
+
+    Args:
+        model: to compare with.
+        made: what was made.
+        named: its name, as the beginning of a sentence.
+        advice: what to do if it is of another model, as a sentence.
+
+    Raises:
+        KeepsetError: it is of a model with other weights.
+    """
     own = _own.setdefault(model, set())
     if made in own:
         return

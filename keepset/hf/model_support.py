@@ -1,4 +1,4 @@
-"""Which models the transformers runtime can compress; every other is refused in one sentence."""
+"""`check_model`: which models the transformers runtime can compress."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from keepset.errors import KeepsetError, UnsupportedModelError
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses models whose attention or cache is not of the kind that keepset handles, and says what they have."""
+    """Refuse a model whose attention or cache is not of the kind that keepset handles.
+
+    Raises:
+        UnsupportedModelError: says in one sentence what the model has.
+    """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"keepset.Cache takes a model, and this is {model!r:.80}: load one first, as by "
@@ -45,6 +49,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_logits(logits: Tensor) -> None:
-    """Refuses what a model predicts where that is no number: every answer would be the same nonsense."""
+    """Refuse logits that are not numbers: every answer would be the same nonsense.
+
+    Raises:
+        KeepsetError: some are NaN.
+    """
     if bool(logits.isnan().any()):
         raise KeepsetError(NAN_MODEL)

@@ -1,4 +1,4 @@
-"""`PerplexityHooks`: how well the model foretold a prompt's newest tokens, from the logits of its own forward."""
+"""`PerplexityHooks`: the perplexity of a prompt's newest tokens, from the logits of the model's own forward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from keepset.hf.hooks import ModelHooks, after_calls, before_calls
 
 
 class PerplexityHooks(ModelHooks):
-    """Hooks around the whole model that see its logits for the newest tokens of the calls that go with one cache.
+    """Hooks around the whole model that see its logits for the newest tokens of the calls with one cache.
 
-    Who calls the model may ask for the last token's logits only, as `generate` does. Then the model is asked for as
-    many as are needed, and the caller gets those that it has asked for. The cache's `on_logits` is called after every
-    call.
+    A caller may ask for the last token's logits only, as `generate` does. The model then computes as many as needed,
+    and the caller gets those that it asked for. The cache's `on_logits` is called after every call.
+
+    Args:
+        model: with a language head.
+        past: the cache.
+        needs: how many tokens to look at.
 
     Attributes:
         watching: whether a call of the model with the cache is under way.
@@ -86,6 +90,13 @@ class PerplexityHooks(ModelHooks):
     def _add(
         self, logits: Float[Tensor, "batch newest vocabulary"], ids: Tensor, valid: Bool[Tensor, "batch tokens"] | None
     ) -> None:
+        """Take in one call of the model.
+
+        Args:
+            logits: of its newest tokens.
+            ids: of all its tokens, `[batch, tokens]`.
+            valid: which of the tokens are not padding; None if all are real.
+        """
         newest, whole = logits.shape[1], logits.shape[1] == ids.shape[1]
         batch = len(ids)
         self._losses = list(self._losses) or [logits.new_zeros(0, dtype=torch.float32)] * batch
@@ -103,7 +114,7 @@ class PerplexityHooks(ModelHooks):
 
 
 def _ends_with_tokens(mask: Tensor | None, ids: Tensor) -> bool:
-    """Whether padding, where there is some, is at the left only."""
+    """Return whether there is no padding, or padding at the left only."""
     if mask is None:
         return True
     new = mask[:, -ids.shape[1] :].bool()

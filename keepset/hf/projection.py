@@ -1,4 +1,4 @@
-"""Where an attention module keeps the weights that its heads' values go through after attention."""
+"""`output_projection`: the weights of an attention module that its heads' values are multiplied with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ _NAMES = ("o_proj", "out_proj", "dense", "c_proj")
 def output_projection(
     module: nn.Module, query_heads: int, value_dim: int
 ) -> Float[Tensor, "query_heads value_dim hidden"]:
-    """A view of the output projection's weights: for every query head what its values are multiplied with."""
+    """Return a view of the output projection's weights, for each query head what its values are multiplied with.
+
+    Args:
+        module: of a model's attention.
+        query_heads: number of its query heads.
+        value_dim: numbers of a value.
+
+    Raises:
+        UnsupportedModelError: the weights were not found, or are quantised.
+    """
     for name in _NAMES:
         projection = getattr(module, name, None)
         weight = getattr(projection, "weight", None)

@@ -34,12 +34,13 @@ class CachedPrompt:
     """A prompt as one recipe caches it.
 
     Attributes:
-        cache: what may follow goes there, or on forks of it.
-        logits: what the prompt's last token predicts, before anything was dropped.
-        prefill_seconds: of a prefill with this recipe alone, its selection not counted.
-        prefill_seconds_full: of one that collects nothing.
-        kv_bytes_full: see `Recorder.nbytes_full`; None where the recipe had a prefill of its own.
-        is_full: it drops nothing and stands for the full cache.
+        model: that has run it.
+        cache: after the prompt; what follows goes there, or on forks of it.
+        logits: after the prompt's last token, before anything was dropped.
+        prefill_seconds: time of a prefill with this recipe alone, without its selection.
+        prefill_seconds_full: time of a prefill that collects nothing.
+        kv_bytes_full: see `Recorder.nbytes_full`; None if the recipe had a prefill of its own.
+        is_full: whether nothing was dropped, so that it stands for the full cache.
     """
 
     model: PreTrainedModel
@@ -52,13 +53,13 @@ class CachedPrompt:
 
     @property
     def event(self) -> Event:
-        """The one compression of a prompt at its end."""
+        """The one event, at the prompt's end."""
         (event,) = self.cache.events
         return event
 
     @torch.no_grad()
     def follow(self, ids: Int[Tensor, "1 n"]) -> Float[Tensor, "n vocabulary"]:
-        """Logits after each of these tokens, teacher-forced, on a fork: the cache stays as it is."""
+        """Return the logits after each of these tokens, fed to a fork: the cache stays as it is."""
         return self.model(ids, past_key_values=self.cache.fork(), use_cache=True).logits[0]
 
 
@@ -66,13 +67,15 @@ class Recorder(ObservedCache):
     """Watches one prompt and drops nothing.
 
     Args:
-        on_layer: is called when a layer is done.
-        task_tokens: as of a `Cache`.
+        model: a decoder-only transformers model.
+        needs: what to collect.
+        on_layer: called when a layer is done.
+        task_tokens: as for a `Cache`.
 
     Attributes:
         observations: one per layer, once `prefill` has run; they hold the layers' entries.
-        logits: what the prompt's last tokens predict, once it has run.
-        seconds: of the prefill alone, collecting not counted.
+        logits: after each prompt's last token, once `prefill` has run.
+        seconds: time of the prefill alone, without collecting.
     """
 
     def __init__(
@@ -89,7 +92,11 @@ class Recorder(ObservedCache):
 
     @torch.no_grad()
     def prefill(self, ids: Int[Tensor, "batch tokens"]) -> Recorder:
-        """Runs the prompt; returns itself. Raises KeepsetError where the model predicts NaN."""
+        """Run the prompt, and return this recorder.
+
+        Raises:
+            KeepsetError: the model predicts NaN, or cannot be observed.
+        """
         start = time.perf_counter()
         try:
             output = self._model(ids, past_key_values=self, use_cache=True, logits_to_keep=1)
@@ -108,7 +115,7 @@ class Recorder(ObservedCache):
         return sum(int(o.valid.sum()) * o.entry_bytes for o in self.observations)
 
     def seconds_for(self, needs: Needs) -> float:
-        """Seconds that a prefill takes which collects only for these needs."""
+        """Return the seconds of a prefill that collects only for these needs."""
         return self.seconds + sum(self._collecting[cost] for cost in {feature.cost for feature in needs})
 
     def _reached(self, layer: LayerState, until: AttentionInput) -> None:
@@ -128,10 +135,10 @@ class PromptSession:
     Args:
         model: a decoder-only transformers model.
         ids: the prompt, `[1, tokens]`.
-        recipes: all that will be asked for; what they look at is collected together.
-        on_layer: is called after each layer of a prefill.
-        task_tokens: questions that are known, as for a `Cache`: then only recipes that look at them can be asked for,
-            or such that need no second pass.
+        recipes: all recipes that will be asked for; what they look at is collected together.
+        on_layer: called after each layer of a prefill.
+        task_tokens: questions that are known, as for a `Cache`. Then all recipes must look at them, or need no second
+            pass.
     """
 
     def __init__(
@@ -148,15 +155,22 @@ class PromptSession:
         self._shares = True
 
     def prefill(self) -> Recorder:
-        """What the shared prefill has seen, which runs now if it has not; raises KeepsetError where a recipe cannot."""
+        """Return what the shared prefill has seen; it runs now if it has not.
+
+        Raises:
+            KeepsetError: a recipe cannot be used on this model.
+        """
         if self._shared is None:
             self._shared = self._record(self._recipes)
         return self._shared
 
     def compress(self, recipe: Recipe | None) -> CachedPrompt:
-        """The prompt as this recipe, which compresses nothing else, leaves it; without one, as the full cache has it.
+        """Return the prompt as a recipe leaves it that compresses the prompt only.
 
-        Where what one recipe looks at spoils the shared prefill, each has one of its own.
+        If what one recipe looks at makes the shared prefill fail, each recipe gets a prefill of its own.
+
+        Args:
+            recipe: None for the full cache.
         """
         chosen = recipe or _KEEP_ALL
         recorder = self._recorded(chosen)
@@ -169,7 +183,7 @@ class PromptSession:
 
     @torch.no_grad()
     def compress_alone(self, recipe: Recipe) -> CachedPrompt:
-        """The same after a prefill of its own, for recipes that go on compressing while decoding."""
+        """Return the prompt after a prefill with this recipe alone, which may go on compressing while decoding."""
         cache = Cache(self._model, recipe, task_tokens=self._tasks or None)
         began = time.perf_counter()
         try:
@@ -194,11 +208,11 @@ class PromptSession:
 
 
 def needs_of(recipes: Sequence[Recipe]) -> Needs:
-    """What one prefill has to collect to serve all these recipes."""
+    """Return what one prefill has to collect to serve all these recipes."""
     return reduce(or_, (recipe.method.traits.needs for recipe in recipes), Needs())
 
 
 def warm_up(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:
-    """Cold caches, thread pools and allocators would be booked on the first prefill that is timed."""
+    """Run a few tokens, so that cold caches, thread pools and allocators do not count for the first timed prefill."""
     with torch.no_grad():
         model(ids[:, :64])

@@ -18,26 +18,26 @@ from keepset.kernels.second_pass import SoftmaxScope
 _WHOLE = "\n\nRepeat the previous context exactly."
 _PART = "\n\nRepeat the part of the previous context exactly, starting with "
 _REMINDER = 8
-"""Tokens of the chunk before that a chunk is asked for by."""
+"""How many of the last tokens of a chunk name the chunk that follows."""
 
 _SINKS = 4
-"""First tokens that every chunk's softmax sees where no chat template opens the prompt."""
+"""How many first tokens every chunk's softmax sees if no chat template opens the prompt."""
 
 _TURN = "\n\nAnswer: "
-"""Between the words and their answer where the tokenizer has no chat template."""
+"""What stands between the words and their answer if the tokenizer has no chat template."""
 _MARK = "keepset"
 """Stands for a user's words, to see what a chat template puts around them."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """What the authors of KVzip (2025, arXiv:2505.23416) have models told, in a model's tokens.
+    """Words by which a model is asked to repeat its prompt (KVzip, 2025, arXiv:2505.23416), in its tokens.
 
     Attributes:
-        opening: with which the chat template begins a user's words; where a prompt starts with it, it is not repeated.
+        opening: how the chat template begins a user's words; a prompt's own opening is not repeated.
         whole: asks for the first chunk.
-        part: asks for another one; the last tokens of the one before follow.
-        turn: from the user's words to the model's.
+        part: asks for another chunk; the last tokens of the chunk before follow it.
+        turn: leads from the user's words to the model's.
     """
 
     opening: tuple[int, ...]
@@ -47,7 +47,11 @@ class Repeat:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Repeat:
-        """In the tokens of the tokenizer that lies beside the model; raises KeepsetError where that has none."""
+        """Return the words in the tokens of the tokenizer beside a model.
+
+        Raises:
+            KeepsetError: there is no tokenizer, or it has tokens that the model does not know.
+        """
         name = model.config.name_or_path or ""
         words = _words(name)
         known = getattr(model.get_input_embeddings(), "num_embeddings", None)
@@ -63,7 +67,12 @@ class Repeat:
         return length if length < len(prompt) and tuple(prompt[:length].tolist()) == self.opening else 0
 
     def passes(self, prompt: Int[Tensor, " tokens"], chunk: int) -> Iterator[tuple[Int[Tensor, " more"], SoftmaxScope]]:
-        """For every chunk the tokens to run after the prompt, and the entries that they are looked for in."""
+        """Yield for each chunk the tokens to run after the prompt, and the entries that they may attend to.
+
+        Args:
+            prompt: of one request, without padding.
+            chunk: tokens of a chunk; 0: the prompt is one chunk.
+        """
         prefix = self.prefix(prompt)
         whole, part, turn = (prompt.new_tensor(words) for words in (self.whole, self.part, self.turn))
         before = prompt[:0]

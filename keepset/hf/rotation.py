@@ -42,10 +42,15 @@ class RotaryLayout:
 
     @classmethod
     def found(cls, probe: Probe, size: int, scales: bool) -> RotaryLayout:
-        """Return the layout of a module that takes `size` cosines and sines.
+        """Return the layout of a module.
 
-        Rotation is linear in them, so cosines and sines of 0 and 1 tell where each of them goes. Bit by bit of their
-        indices they say which of them it is; zeros stay exact in every precision.
+        Rotation is linear in cosines and sines. So cosines and sines of 0 and 1 tell where each of them goes: bit by
+        bit of their indices they say which one it is. Zeros stay exact in every precision.
+
+        Args:
+            probe: asks the module.
+            size: number of cosines, and of sines, that the module takes.
+            scales: whether the module multiplies queries by a number that depends on their position.
         """
         bits = torch.arange(size) >> torch.arange(size.bit_length())[:, None] & 1
         none, one = torch.zeros(len(bits), size), torch.ones(1, size)
@@ -68,7 +73,15 @@ class RotaryLayout:
         sin: Float[Tensor, "batch n rotary_dim"],
         scale: Float[Tensor, "batch n"] | None,
     ) -> Rotation:
-        """Return the rotation of a model's cosines and sines, times `scale` where queries have one."""
+        """Return the rotation that a model's cosines and sines make.
+
+        Args:
+            cos, sin: as the model gives them to the module.
+            scale: factor of the queries; None where they have none.
+
+        Returns:
+            Cosines and signed sines of every number of a query, `[batch, n, head_dim]`.
+        """
         if not self.in_order:
             cos, sin = cos[..., self.cos].masked_fill(self.sign == 0, 1), sin[..., self.sin]
         sin = sin * self.sign

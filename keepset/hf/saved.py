@@ -1,9 +1,8 @@
 """The file of a compressed context: what a cache holds between two forwards, so that it can go on from there.
 
-One safetensors file. Of every compressed layer it has the columns of its store, packed head after head, their
-counts, and what the next event looks at beside them; of sliding windows their keys and values. The metadata
-is one JSON object. It has a digest of every tensor, and one of itself: whatever part of a file is read, a damaged byte
-of it is noticed.
+It is one safetensors file. For each compressed layer it has the columns of its store, packed head after head, their
+counts, and what the next event looks at beside them. For each sliding window it has keys and values. The metadata is
+one JSON object with a digest of every tensor and one of itself, so that a damaged byte is noticed in whatever is read.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from keepset.hf.store import EntryStore
 from keepset.recipe import Recipe, in_full, in_short
 
 FORMAT = 4
-"""Of the file; raise it with every change to what is written."""
+"""Version of the file's format; raise it with every change to what is written."""
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
 _FILE = TensorFile(
     "keepset_context",
@@ -55,7 +54,13 @@ _FILE = TensorFile(
 
 
 class Header(NamedTuple):
-    """A file's recipe, the name of its model, a folder or a hub name, and how many tokens it has, with padding."""
+    """What a file says of itself.
+
+    Attributes:
+        recipe: that compressed it.
+        model: name of its model, a folder or a name on the Hugging Face Hub.
+        tokens: how many it has, padding included.
+    """
 
     recipe: str
     model: str
@@ -63,22 +68,23 @@ class Header(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a file holds, as far as it can be known without reading its entries. All of it is checked.
+    """What a file holds, as far as it is known without reading its entries. All of it is checked.
 
     Attributes:
-        header: what it says of itself.
-        digest: of all of it.
+        header: what the file says of itself.
+        digest: of the whole file.
         fingerprint: of its model.
-        requests: how many; with `padded`, some of their tokens are padding.
-        goes_on: whether its recipe compresses further while it is asked.
-        prompt: tokens from which on it does so.
-        text: the digest of its tokens; "" where the file does not say it.
-        opening: the first of them that any other message begins with, too.
+        requests: number of requests.
+        padded: whether some of their tokens are padding.
+        goes_on: whether its recipe compresses further while questions are asked.
+        prompt: number of tokens after which it does so.
+        text: digest of its tokens; "" if the file does not have it.
+        opening: its first tokens, if any other message begins with them, too.
         joint: tokens that come between the text and a question that began with the opening.
-        columns: names of what there is of an entry, over all layers.
-        sizes: numbers in a key, and in a value.
-        counts: entries of every head, by the layer's index.
-        layers: of the model's cache, compressed or not.
+        columns: names of the columns of an entry, over all layers.
+        sizes: sizes of a key and of a value.
+        counts: number of entries of every head, by the layer's index.
+        layers: number of layers of the model's cache, compressed or not.
     """
 
     header: Header
@@ -102,10 +108,12 @@ class Saved(NamedTuple):
 
     Attributes:
         path: of the file.
-        recipe: by which it was compressed.
-        progress, event: of its cache; None for the event if there was none.
-        decoding: of a recipe that compresses further, the next event, and up to where queries before it are added up.
-        layers: what each held.
+        recipe: that compressed it.
+        progress: how far its cache had come.
+        event: its newest event, if there was one.
+        decoding: logical length of the next event, and up to where queries before it are added up; None if there is no
+            next event.
+        layers: the tensors of each layer.
     """
 
     path: Path
@@ -116,7 +124,7 @@ class Saved(NamedTuple):
     layers: list[dict[str, Tensor]]
 
     def restore(self, cache: ObservedCache) -> None:
-        """Put it into an empty cache of its recipe, but for the event.
+        """Put the context into an empty cache of its recipe, except for the event.
 
         Raises:
             CorruptFileError: the model has other layers, or something is missing that the next event looks at.
@@ -149,7 +157,22 @@ def save(
     opening: int,
     joint: Sequence[int],
 ) -> None:
-    """What `Cache.save` does; `event` is the newest, and `name` what the model is found by again."""
+    """Write what a cache holds into a file.
+
+    Args:
+        path: of the file.
+        cache: between two forwards.
+        recipe: of the cache.
+        event: the newest, if there was one.
+        model: of the cache.
+        name: what the model is found by again.
+        tokens: ids of the text, if the file is to be found by them.
+        opening: how many of them any message begins with.
+        joint: tokens that come between the text and a question.
+
+    Raises:
+        KeepsetError: the cache holds no whole prompt, or another number of tokens, or has layers that are not saved.
+    """
     if tokens is not None and (len(cache.require_prompt().lengths), cache.require_prompt().logical) != (1, len(tokens)):
         raise KeepsetError(
             f"token_ids are {len(tokens)}, and the cache has {cache.require_prompt().logical} tokens of "
@@ -170,31 +193,21 @@ def save(
         name: tensor.detach() if ".columns." in name else tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    metadata = {
-        "format": FORMAT,
-        "keepset": keepset.__version__,
-        "recipe": in_full(recipe),
-        "model": name,
-        "fingerprint": fingerprint(model),
-        "progress": {
-            **{name: getattr(progress, name) for name in ("logical", "prompt", "compressed_at")},
-            "next_event": None if decoding is None else decoding.next,
-            "added_up": None if decoding is None else decoding.recorder.until,
-        },
-        "layers": len(cache.layers),
-        "event": None if event is None else {figure: getattr(event, figure) for figure in FIGURES},
+    come_to = {
+        **{figure: getattr(progress, figure) for figure in ("logical", "prompt", "compressed_at")},
+        "next_event": None if decoding is None else decoding.next,
+        "added_up": None if decoding is None else decoding.recorder.until,
     }
+    metadata = _metadata(recipe, name, fingerprint(model), come_to, len(cache.layers))
+    if event is not None:
+        metadata["event"] = {figure: getattr(event, figure) for figure in FIGURES}
     if tokens is not None:
-        metadata |= {
-            "text": _text_digest(tokens),
-            "opening": list(tokens[:opening]),
-            "joint": list(joint),
-        }
+        metadata |= {"text": _text_digest(tokens), "opening": list(tokens[:opening]), "joint": list(joint)}
     _write(path, metadata, tensors)
 
 
 Columns = dict[str, Tensor]
-"""Of a layer: `keys`, `values`, `positions` and a method's own, packed head after head, and `counts` of the heads."""
+"""A layer's `keys`, `values`, `positions` and a method's own columns, packed head after head, and `counts` of heads."""
 
 
 def save_entries(
@@ -205,14 +218,14 @@ def save_entries(
     tokens: Sequence[int],
     layers: Mapping[int, Columns],
 ) -> None:
-    """Saves what another runtime's only request holds, all of which counts as its prompt.
+    """Write what another runtime holds of one request into a file. All of its tokens count as its prompt.
 
     Args:
         path: of the file.
-        recipe: that it was compressed by.
-        model: what it is found by again.
+        recipe: that compressed the request.
+        model: what the model is found by again.
         fingerprint: of the model.
-        tokens: of the request, of which entries are there or were dropped.
+        tokens: ids of the request, whether their entries are there or were dropped.
         layers: all layers of the model, by index.
     """
     length = len(tokens)
@@ -221,28 +234,41 @@ def save_entries(
     for index, columns in layers.items():
         tensors[f"{LAYER}{index}.counts"] = columns["counts"][None]
         tensors |= {f"{LAYER}{index}.columns.{name}": columns[name] for name in columns if name != "counts"}
-    next_event = None if every is None else length + every
-    metadata = {
+    come_to = {
+        **{"logical": length, "prompt": length, "compressed_at": None},
+        "next_event": None if every is None else length + every,
+        "added_up": None if every is None else 0,
+    }
+    metadata = _metadata(recipe, model, fingerprint, come_to, len(layers))
+    _write(path, {**metadata, "text": _text_digest(tokens), "opening": [], "joint": []}, tensors)
+
+
+def _metadata(
+    recipe: str, model: str, fingerprint: Mapping[str, str], progress: Mapping[str, int | None], layers: int
+) -> dict[str, Any]:
+    """Return the metadata of a file without an event and a text.
+
+    Args:
+        recipe: that compressed the context.
+        model: what the model is found by again.
+        fingerprint: of the model.
+        progress: how far the context has come.
+        layers: number of layers of the model's cache.
+    """
+    return {
         "format": FORMAT,
         "keepset": keepset.__version__,
         "recipe": in_full(recipe),
         "model": model,
         "fingerprint": dict(fingerprint),
-        "progress": {
-            **{"logical": length, "prompt": length, "compressed_at": None},
-            **{"next_event": next_event, "added_up": None if every is None else 0},
-        },
-        "layers": len(layers),
+        "progress": dict(progress),
+        "layers": layers,
         "event": None,
-        "text": _text_digest(tokens),
-        "opening": [],
-        "joint": [],
     }
-    _write(path, metadata, tensors)
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """What a text's digest is of."""
+    """Return the bytes that a text's digest is made of."""
     return np.asarray(tokens, dtype="<i8").tobytes()
 
 
@@ -251,13 +277,21 @@ def _text_digest(tokens: Sequence[int]) -> str:
 
 
 def header(path: Path) -> Header:
-    """Return what a file says of itself; raises KeepsetError if it is no saved context that this version can read."""
+    """Return what a file says of itself.
+
+    Raises:
+        KeepsetError: it is no saved context that this version can read.
+    """
     with _opened(path) as (_, metadata, recipe):
         return _header(metadata, recipe)
 
 
 def contents(path: Path) -> Contents:
-    """Return what a file holds; raises KeepsetError if it is no saved context that this version can read."""
+    """Return what a file holds.
+
+    Raises:
+        KeepsetError: it is no saved context that this version can read.
+    """
     with _opened(path) as (file, metadata, recipe):
         requests = {name: _read(file, metadata, name) for name in ("lengths", "prompts")}
         saved_schema.check_lengths(metadata, requests)
@@ -286,7 +320,11 @@ def contents(path: Path) -> Contents:
 
 
 def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
-    """Return the columns of every compressed layer, packed head after head, checked against what `contents` has told.
+    """Return the columns of every compressed layer, packed head after head, by the layer's index. All of it is checked.
+
+    Args:
+        path: of the file.
+        digest: what `contents` has told of it.
 
     Raises:
         KeepsetError: the file is damaged, or has been replaced since.
@@ -305,7 +343,15 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
 
 
 def load(path: Path, model: PreTrainedModel) -> Saved:
-    """Return what `Cache.load` puts into a cache; raises as that does."""
+    """Return a context on the devices of its model.
+
+    Args:
+        path: of the file.
+        model: that the context is of.
+
+    Raises:
+        KeepsetError: the file is no saved context, damaged, of another version or of another model.
+    """
     with _opened(path) as (file, metadata, recipe):
         _check_model(path, metadata["fingerprint"], fingerprint(model))
         requests = {name: _read(file, metadata, name) for name in _REQUESTS if name in file}
@@ -326,9 +372,9 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     numbers, event = metadata["progress"], metadata["event"]
     next_event, added_up = numbers.pop("next_event"), numbers.pop("added_up")
     tokens, prompts = (requests[name].tolist() for name in ("lengths", "prompts"))
-    there: dict[str, Any] = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
+    on_device: dict[str, Any] = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
     known = _SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
-    progress = Progress(**numbers, **there, tokens=tokens, prompt_tokens=prompts, known=known)
+    progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=known)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
     decoding = None if next_event is None else (next_event, added_up)
     return Saved(path, recipe, progress, newest, decoding, layers)
@@ -336,7 +382,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
 
 @dataclass(frozen=True, eq=False)
 class _SavedText(KnownTokens):
-    """A text of which a file has the digest, and how many tokens it has."""
+    """A text of which a file has the digest and the number of tokens."""
 
     digest: str
     given: int
@@ -355,7 +401,11 @@ class _SavedText(KnownTokens):
 
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:
-    """All that a layer of a cache holds."""
+    """Return all that a layer of a cache holds.
+
+    Raises:
+        UnsupportedModelError: the layer holds something else than keys and values.
+    """
     if type(layer) is LayerState:
         assert layer.store is not None
         tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
@@ -374,7 +424,16 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
-    """Puts into an empty layer of a cache what another one held; the phase of a kept layer is there already."""
+    """Put into an empty layer of a cache what another one held.
+
+    Args:
+        layer: of a cache; if it is compressed while decoding, with its phase.
+        tensors: what `_tensors_of` has returned of the other layer.
+        logical: tokens of the cache.
+
+    Raises:
+        ValueError: something is missing that the next event looks at.
+    """
     if isinstance(layer, LayerState):
         layer.store, layer.logical = EntryStore.of(_without(tensors, "columns."), tensors["counts"]), logical
         if layer.decoding is not None:
@@ -386,7 +445,7 @@ def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
 
 
 _REQUESTS = {"lengths": "lengths", "prompts": "prompts", "seen": "valid"}
-"""Tensors that say how far each request is, and what `Progress` calls them."""
+"""Tensors that say how far each request has come, and what `Progress` calls them."""
 
 
 def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
@@ -402,7 +461,7 @@ def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
 
 
 def _part(file: TensorReader, metadata: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    """Read what begins with this prefix, by names without it."""
+    """Read the tensors whose names begin with a prefix, by names without it."""
     names = [name for name in file.layout if name.startswith(prefix)]
     return {name.removeprefix(prefix): _read(file, metadata, name) for name in names}
 
@@ -412,13 +471,17 @@ def _without(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Where each layer is, for models that are spread over several devices."""
+    """Return each layer's device, for models that are spread over several devices."""
     modules = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
     return {module.layer_idx: parameter.device for module in modules for parameter in module.parameters()}
 
 
 def _read(file: TensorReader, metadata: Mapping[str, Any], name: str) -> Tensor:
-    """Read a tensor; a ValueError if it is not the one that was written."""
+    """Read a tensor.
+
+    Raises:
+        ValueError: it is not the tensor that was written.
+    """
     tensor = file[name]
     if _tensor_digest(tensor) != metadata["tensors"][name]:
         raise ValueError
@@ -452,10 +515,13 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any], Recipe]]:
-    """Open a file and check its header; whatever goes wrong with it is told in one sentence.
+    """Open a file and check its header.
 
     Yields:
-        the tensors, the metadata and the recipe.
+        The tensors, the metadata and the recipe.
+
+    Raises:
+        KeepsetError: whatever goes wrong with the file, told in one sentence.
     """
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
         raise KeepsetError(f"There is no file {quoted(path)}: {_ADVICE}.")

@@ -1,7 +1,7 @@
-"""What a saved context's file may hold. Everything that is read of one is checked here before it is used.
+"""What a saved context's file may hold. Everything that is read from a file is checked here before it is used.
 
-A digest tells a damaged file from a whole one. It does not tell who wrote the file: these checks do not rely on it.
-Every function raises ValueError where something is not as it should be.
+A digest tells a damaged file from a whole one. It does not tell who wrote the file, so these checks do not rely on it.
+Every function raises ValueError if something is not as it should be.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from keepset.recipe import Recipe
 
 LAYER = "layers."
 FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
-"""Of an event, as the file has them."""
+"""Figures of an event, as the file has them."""
 _ENTRIES = {"keys", "values", "positions"}
 _SCALES = {"key_scale", "value_scale"}
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_TOKEN_ID = 2**31
 _MAX_LENGTH = 2**26
-"""Tokens of a context. Their attention mask alone is half a gigabyte."""
+"""Most tokens of a context. Their attention mask alone takes half a gigabyte."""
 _PASSING = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added")
 
 
@@ -39,7 +39,7 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
 
     Args:
         metadata: the file's JSON object.
-        layout: of the file's tensors.
+        layout: types and shapes of the file's tensors, by name.
     """
     _require(isinstance(metadata, dict))
     _check_metadata(metadata)
@@ -65,7 +65,13 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
 
 
 def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocation], recipe: Recipe) -> None:
-    """Check that the layers have what this recipe's entries have, once `check_header` has checked what is there."""
+    """Check that the layers have the columns of a recipe's entries, once `check_header` has checked what is there.
+
+    Args:
+        metadata: the file's JSON object.
+        layout: types and shapes of the file's tensors, by name.
+        recipe: of the file.
+    """
     method, goes_on = recipe.method, recipe.schedule.every is not None
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
     sums = {feature.column: feature for feature in method.traits.needs.of(WindowAttention)} if goes_on else {}
@@ -84,7 +90,12 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
 
 
 def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Check how many tokens the requests have, with the padding if `tensors` has it."""
+    """Check how many tokens the requests have.
+
+    Args:
+        metadata: the file's JSON object.
+        tensors: `lengths` and `prompts`, and `seen` if there is padding.
+    """
     lengths, prompts, logical = tensors["lengths"], tensors["prompts"], metadata["progress"]["logical"]
     _require(bool(((prompts >= 0) & (prompts <= lengths) & (lengths <= logical)).all()))
     tokens = tensors["seen"].sum(-1) if "seen" in tensors else torch.full_like(lengths, logical)
@@ -94,14 +105,26 @@ def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 def check_counts(
     counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: TensorLocation
 ) -> None:
-    """Check how many entries each head of a layer has against the tokens that there were and the layer's columns."""
+    """Check how many entries each head of a layer has.
+
+    Args:
+        counts: to check.
+        lengths: tokens of each request.
+        keys: type and shape of the layer's keys.
+    """
     _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
 
 
 def check_positions(
     positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"]
 ) -> None:
-    """Check that every head's positions rise, and are those of tokens."""
+    """Check that every head's positions rise, and are positions of tokens.
+
+    Args:
+        positions: to check, head after head.
+        counts: number of entries of each head.
+        lengths: tokens of each request.
+    """
     limits = torch.repeat_interleave(lengths.repeat_interleave(counts.shape[1]), counts.flatten())
     _require(bool(((positions >= 0) & (positions < limits)).all()))
     heads = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
@@ -109,12 +132,17 @@ def check_positions(
 
 
 def check_finite(columns: Iterable[Tensor]) -> None:
-    """Check that columns hold finite numbers. Others would spread to all who are served from the same pages later."""
+    """Check that columns hold finite numbers. Others would spread to all requests that use the same pages later."""
     _require(all(bool(column.isfinite().all()) for column in columns))
 
 
 def check_kept(positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"]) -> None:
-    """Check what an event has kept in a layer."""
+    """Check what an event has kept in a layer.
+
+    Args:
+        positions: to check, head after head.
+        counts: number of entries of each head.
+    """
     _require(bool((counts >= 0).all()) and int(counts.sum()) == len(positions) and bool((positions >= 0).all()))
 
 
@@ -173,7 +201,12 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
 
 
 def _check_passing(tensors: Mapping[str, TensorLocation], requests: int, kv_heads: int, head_dim: int) -> None:
-    """Check what queries have left for the next event."""
+    """Check what queries have left for the next event.
+
+    Args:
+        tensors: types and shapes, by name without `passing.`.
+        requests, kv_heads, head_dim: sizes that they must have.
+    """
     if not tensors:
         return
     _require(_of(tensors, "holes", torch.bool) == ())
@@ -209,7 +242,7 @@ def _check_window(tensors: Mapping[str, TensorLocation], requests: int) -> None:
 
 
 def _of(layout: Mapping[str, TensorLocation], name: str, dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the shape of a tensor that must be there, of this type."""
+    """Return the shape of a tensor, which must be there and of this type."""
     _require(name in layout and layout[name].dtype == dtype)
     return layout[name].shape
 

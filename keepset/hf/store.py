@@ -1,7 +1,8 @@
 """`EntryStore`: the kept entries of one layer, packed in flat tensors.
 
-Heads follow one another, request after request, each with its own number of entries. Equal neighbours form one run,
-of which `[heads, entries, head_dim]` is a view: a dense layer is a single run, a head-ragged one a run per head.
+Heads follow one another, request after request, each with its own number of entries. Neighbours with equally many
+entries form a run, which has a view `[heads, entries, head_dim]`. A dense layer is a single run, a head-ragged layer
+has a run per head.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from keepset.kernels.int8 import dequantize, quantize
 from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
 
 SLACK = 64
-"""Free places per head that a growing store allocates at once, at least."""
+"""Free places per head that a store allocates at once when it grows, at least."""
 _ENTRIES = ("keys", "values", "positions")
-"""The columns that every store has; others are a method's own."""
+"""The columns that every store has; all others are a method's own."""
 _SCALES = {"keys": "key_scale", "values": "value_scale"}
-"""Two more where keys and values are 8-bit integers."""
+"""Two more columns if keys and values are 8-bit integers: what these are multiplied with."""
 _SHARE = 8
-"""Of the entries that there are, one in so many is allocated beside them: what is copied stays in proportion."""
+"""A store that grows allocates one free place for so many entries: what is copied stays in proportion."""
 
 
 class EntryStore:
     """Keys, values, positions and a method's own columns of one layer, for `batch * kv_heads` heads.
 
-    `positions` are int32, counted from each request's first token. What moves an entry moves all of its columns. A
-    method's columns are zero where there is no entry yet, so a new token writes nothing to them.
+    Positions are int32, counted from each request's first token. What moves an entry moves all of its columns. A
+    method's columns are zero in free places, so a new token writes nothing to them.
 
     Args:
-        batch, kv_heads: how many there are.
-        columns: head after head, without free places.
-        sizes: answers with how many entries each head has.
+        batch, kv_heads: number of requests, and of KV heads of each.
+        columns: `[entries, ...]`, head after head, without free places.
+        sizes: returns the number of entries of each head; called once the host has to know it.
     """
 
     def __init__(
@@ -51,16 +52,24 @@ class EntryStore:
 
     @classmethod
     def pack(cls, columns: dict[str, Tensor], indices: Int[Tensor, " kept"], heads: HeadCounts) -> EntryStore:
-        """A store with exactly the entries that a KeepSet names, and not a byte more.
+        """Return a store with exactly the given entries, and not a byte more.
 
-        Columns are `[batch, kv_heads, entries, ...]`, indices packed head after head. How many each head has the store
-        asks when it needs to know.
+        Args:
+            columns: each `[batch, kv_heads, entries, ...]`.
+            indices: the entries that stay, packed head after head.
+            heads: how many entries each head keeps; the host asks for it when it has to know.
         """
         batch, kv_heads = heads.device_values.shape
         return cls(batch, kv_heads, pack_entries(columns, indices, heads.device_values), lambda: heads.host_values)
 
     def kept(self, others: dict[str, Tensor], indices: Int[Tensor, " kept"], heads: HeadCounts) -> EntryStore:
-        """Likewise of the entries here, as they are stored; `others` are all columns but keys and values."""
+        """Return a store with some of this store's entries, their keys and values as they are stored.
+
+        Args:
+            others: all columns but keys and values, each `[batch, kv_heads, entries, ...]`.
+            indices: the entries that stay, packed head after head.
+            heads: how many entries each head keeps.
+        """
         stored = {name: self._columns[name] for name in (*_SCALES, *_SCALES.values()) if name in self._columns}
         if len(self._runs) == 1:
             views = {name: self._rectangle(flat) for name, flat in stored.items()}
@@ -74,7 +83,12 @@ class EntryStore:
 
     @classmethod
     def packed_by(cls, columns: dict[str, Tensor], heads: Sequence[Int[Tensor, " _"]]) -> EntryStore:
-        """A store with these entries of each head, of columns `[batch, kv_heads, entries, ...]`."""
+        """Return a store with the given entries of each head.
+
+        Args:
+            columns: each `[batch, kv_heads, entries, ...]`.
+            heads: indices of each head's entries, request after request.
+        """
         sizes = [len(head) for head in heads]
         batch, kv_heads = columns["keys"].shape[:2]
         counts = upload(sizes, heads[0].device).view(batch, kv_heads)
@@ -82,7 +96,7 @@ class EntryStore:
 
     @classmethod
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
-        """The store of which these are the `packed` columns and the counts."""
+        """Return the store that has these columns as `packed`, and these counts."""
         batch, kv_heads = counts.shape
         return cls(batch, kv_heads, columns, lambda: counts.flatten().tolist())
 
@@ -92,34 +106,34 @@ class EntryStore:
 
     @cached_property
     def heads(self) -> PackedHeads:
-        """What attention looks at."""
+        """The entries as attention takes them."""
         keys, values, positions = (self._columns[name] for name in _ENTRIES)
         bias, key_scale, value_scale = (self._columns.get(name) for name in (BIAS, *_SCALES.values()))
         return PackedHeads(keys, values, positions, self._runs, bias, key_scale, value_scale)
 
     @property
     def packed(self) -> dict[str, Shaped[Tensor, " entries *rest"]]:
-        """All columns, head after head and without free places; copied only if there are such."""
+        """All columns, head after head and without free places; copied only if there are free places."""
         return self._columns if all(run.count == run.capacity for run in self._runs) else self.fork()._columns
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        """Bytes allocated, free places included."""
         return sum(column.nbytes for column in self._columns.values())
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry, all its columns."""
+        """Bytes of one entry in one head, over all columns."""
         return sum(column[:1].nbytes for column in self._columns.values())
 
     @property
     def entries(self) -> int:
-        """Entries stored, free places not counted."""
+        """Number of entries of all heads."""
         return sum(run.heads * run.count for run in self._runs)
 
     @property
     def counts(self) -> list[int]:
-        """Entries of every head, request after request."""
+        """Number of entries of each head, request after request."""
         return [run.count for run in self._runs for _ in range(run.heads)]
 
     def takes(self, keys: Tensor, values: Tensor) -> bool:
@@ -129,7 +143,7 @@ class EntryStore:
         return fits and held_values.shape[-1] == values.shape[-1] and held.dtype in (keys.dtype, torch.int8)
 
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
-        """Gives every entry another value; there must be no free places."""
+        """Give every entry another value. There must be no free places."""
         scale = self._columns.get(_SCALES["values"])
         if scale is None:
             self._columns["values"] = values.to(self._columns["values"].dtype)
@@ -138,7 +152,7 @@ class EntryStore:
         self._moved()
 
     def quantize(self) -> None:
-        """Stores keys and values, also those to come, as 8-bit integers; there must be no free places."""
+        """Store keys and values, also those of tokens to come, as 8-bit integers. There must be no free places."""
         for name, scale in _SCALES.items():
             if scale not in self._columns:
                 self._columns[name], self._columns[scale] = quantize(self._columns[name])
@@ -152,9 +166,13 @@ class EntryStore:
         real: Sequence[Int[Tensor, " _"]] | None = None,
         room: int = 0,
     ) -> None:
-        """Adds new tokens to every head; of each request only the `real` ones, where there is padding.
+        """Add new tokens to every head.
 
-        A store that must grow gets place for `room` tokens in all where that is known, if that is not too many.
+        Args:
+            keys, values: of the tokens.
+            positions: of the tokens, counted from each request's first.
+            real: indices of each request's tokens that are not padding; None if all are real.
+            room: free places per head to allocate if the store has to grow, unless that is too many; 0 if unknown.
         """
         if real is not None:
             self._append_real(keys, values, positions, real)
@@ -186,7 +204,12 @@ class EntryStore:
         self._moved()
 
     def make_room(self, n: int, room: int = 0) -> None:
-        """Sees to free places for `n` tokens; a store that must grow gets them for `room` as `append` does."""
+        """Make sure that every head has free places for new tokens.
+
+        Args:
+            n: how many tokens.
+            room: as for `append`.
+        """
         for run in self._runs:
             if run.count + n > run.capacity:
                 most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
@@ -194,50 +217,54 @@ class EntryStore:
                 return
 
     def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, "places *rest"]:
-        """A column beside the entries, of numbers of this shape, to be written to; zero where it is new."""
+        """Return a column to write to, which is made of zeros if there is none.
+
+        Args:
+            name: of the column.
+            shape: of what it holds for one entry.
+        """
         if name not in self._columns:
             positions = self._columns["positions"]
             self._columns[name] = torch.zeros(*positions.shape, *shape, device=positions.device)
         return self._columns[name]
 
     def forget(self, name: str) -> None:
-        """Drops a column, if there is one of this name."""
+        """Drop a column if there is one of this name."""
         self._columns.pop(name, None)
 
     def trim(self) -> None:
-        """Gives free places back."""
+        """Free the places that hold no entry."""
         if any(run.count < run.capacity for run in self._runs):
             self._rebuild(list(enumerate(self.counts)))
 
     def padded(self) -> tuple[dict[str, Tensor], Bool[Tensor, "batch kv_heads entries"]]:
-        """All columns as `[batch, kv_heads, entries, ...]` and which entries exist; a view when dense.
+        """Return all columns, each `[batch, kv_heads, entries, ...]`, and which entries exist.
 
-        Keys and values are as attention takes them: of 8-bit integers and their scales a copy.
-
-        Places that hold nothing are zero, never uninitialised: 0 x NaN is NaN.
+        Columns are views if all heads have equally many entries. Keys and values are as attention takes them: copies if
+        they are stored as 8-bit integers. Places without an entry are zero, never uninitialised: 0 x NaN is NaN.
         """
         columns = {name: self._rectangle(flat) for name, flat in self._columns.items()}
         return _dequantized(columns), self.exists
 
     @property
     def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:
-        """As in `padded`."""
+        """Keys as in `padded`."""
         return self._looked_at("keys")
 
     @property
     def values(self) -> Float[Tensor, "batch kv_heads entries value_dim"]:
-        """As in `padded`."""
+        """Values as in `padded`."""
         return self._looked_at("values")
 
     @property
     def others(self) -> dict[str, Shaped[Tensor, "batch kv_heads entries *rest"]]:
-        """All columns but keys and values, as in `padded`."""
+        """Columns other than keys and values, as in `padded`."""
         stored = {*_SCALES, *_SCALES.values()}
         return {name: self._rectangle(flat) for name, flat in self._columns.items() if name not in stored}
 
     @property
     def exists(self) -> Bool[Tensor, "batch kv_heads entries"]:
-        """Which entries of `padded` do."""
+        """Which places of `padded` hold an entry."""
         shape, device = (self.batch, self.kv_heads), self._columns["positions"].device
         longest = max(run.count for run in self._runs)
         if len(self._runs) == 1:
@@ -249,7 +276,7 @@ class EntryStore:
         return _dequantized({each: self._rectangle(flat) for each, flat in columns.items()})[name]
 
     def _rectangle(self, flat: Shaped[Tensor, "places *rest"]) -> Shaped[Tensor, "batch kv_heads entries *rest"]:
-        """A column head by head; a view when dense."""
+        """Return a column head by head; a view if all heads have equally many entries."""
         shape = (self.batch, self.kv_heads)
         if len(self._runs) == 1:
             return self._runs[0].view(flat).unflatten(0, shape)
@@ -260,14 +287,18 @@ class EntryStore:
         return column.unflatten(0, shape)
 
     def reorder(self, requests: Sequence[int]) -> None:
-        """Makes the batch consist of these requests, in this order; any may repeat or be missing."""
+        """Make the batch consist of these requests, in this order. Any may repeat or be missing."""
         heads, counts = range(self.kv_heads), self.counts
         self.batch = len(requests)
         rows = [request * self.kv_heads + head for request in requests for head in heads]
         self._rebuild([(row, counts[row]) for row in rows])
 
     def crop(self, removed: Sequence[int]) -> None:
-        """Drops each request's newest entries, so many per request, from all of its heads."""
+        """Drop the newest entries of every head.
+
+        Args:
+            removed: how many, for each request.
+        """
         if len(set(removed)) == 1:
             self.count_appended(-removed[0])
             for name in self._columns.keys() - set(_ENTRIES):
@@ -277,7 +308,7 @@ class EntryStore:
         self._rebuild([(head, count - removed[head // self.kv_heads]) for head, count in enumerate(self.counts)])
 
     def fork(self) -> EntryStore:
-        """An independent copy, without free places."""
+        """Return an independent copy, without free places."""
         copy = EntryStore(self.batch, self.kv_heads, dict(self._columns), lambda: self.counts)
         copy._runs = self._runs
         copy._rebuild(list(enumerate(self.counts)))
@@ -308,7 +339,11 @@ class EntryStore:
         self.heads.grown += n
 
     def _rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
-        """Keeps the first `count` entries of each of these heads, in this order."""
+        """Make the store consist of some heads, in this order.
+
+        Args:
+            heads: index of each head, and how many of its first entries to keep.
+        """
         self._moved()  # as in _grow
         starts = _starts(self._runs)
         for name, flat in self._columns.items():
@@ -317,12 +352,12 @@ class EntryStore:
 
 
 def _starts(runs: Sequence[HeadRun]) -> list[int]:
-    """The first place of every head."""
+    """Return the first place of every head."""
     return [run.start + i * run.capacity for run in runs for i in range(run.heads)]
 
 
 def _dequantized(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Keys and values as attention takes them, instead of 8-bit integers and their scales."""
+    """Replace 8-bit integers and their scales by keys and values as attention takes them."""
     for name, scale in _SCALES.items():
         if scale in columns:
             columns[name] = dequantize(columns[name], columns.pop(scale))

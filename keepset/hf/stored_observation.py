@@ -1,4 +1,4 @@
-"""An event's entries while decoding, which stay in their store until somebody looks at them or moves them."""
+"""`StoredObservation`: an observation whose keys and values stay in their store until somebody looks at them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from keepset.hf.store import EntryStore
 
 
 class StoredObservation(Observation):
-    """An observation of what a store holds, which nobody adds to any more.
+    """An observation of what a store holds, to which nothing is added any more.
 
-    Where heads are ragged or in 8 bits, keys and values are copies: only of those that a method looks at there is one.
+    Ragged and 8-bit heads have to be copied to be looked at, so keys and values are copied when a method reads them.
+
+    Args:
+        store: the entries.
+        parts: the other arguments of an `Observation`.
     """
 
     store: EntryStore
 
     def __init__(self, store: EntryStore, **parts: Any) -> None:
         heads, shape = store.heads, parts["valid"].shape
-        # Of the right shape, and nowhere in memory.
+        # They have the right shape and take no memory.
         nothing = torch.empty((), dtype=heads.dtype, device=heads.keys.device)
         keys, values = (nothing.expand(*shape, entries.shape[-1]) for entries in (heads.keys, heads.values))
         super().__init__(keys=keys, values=values, **parts)
