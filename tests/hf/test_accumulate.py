@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -17,10 +16,9 @@ from keepset.core.feature import Needs
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.core.features.moments import HiddenMoments, QueryMoments
 from keepset.core.features.runtime_features import RecentQueries
-from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.core.traits import Traits
 from keepset.hf.prompt_session import Recorder
+from tests.hf.looking import looking, shown
 from tests.hf.models import generate, left_padded, prompt, rotated, tiny
 from tests.methods.naive import MAX, SUM
 
@@ -31,32 +29,18 @@ PADDINGS = [[0, 0], [0, 7], [3, 30]]
 """The last leaves a request that is shorter than the window and than the longest skip."""
 
 
-@dataclass(frozen=True)
-class Looking(Method):
-    """Asks for everything and remembers what it was shown."""
-
-    name: ClassVar[str] = "looking"
-    paper: ClassVar[str] = "none"
-    shown: ClassVar[dict[int, Observation]] = {}
-
-    @cached_property
-    def traits(self) -> Traits:
-        moments = (of(skip) for skip in SKIPS for of in (QueryMoments, HiddenMoments))
-        return Traits(needs=Needs(RecentQueries(WINDOW), SUM, MAX, *moments, *map(PromptQueryAttention, ASKED)))
-
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        self.shown[observation.layer] = observation
-        return observation.positions.float()
+MOMENTS = [of(skip) for skip in SKIPS for of in (QueryMoments, HiddenMoments)]
+EVERYTHING = looking(RecentQueries(WINDOW), SUM, MAX, *MOMENTS, *map(PromptQueryAttention, ASKED))
 
 
-def shown(architecture: str, padding: list[int], chunk: int | None = None) -> dict[int, Observation]:
+def observed(architecture: str, padding: list[int], chunk: int | None = None) -> dict[int, Observation]:
     """What every layer showed of this batch."""
     model = tiny(architecture)
     ids, mask = left_padded(prompt(2, LENGTH), padding)
-    past = keepset.Cache(model, keepset.Recipe.of(Looking(), keep=4), prompt_length=LENGTH if chunk else None)
-    Looking.shown.clear()
-    generate(model, ids, past, mask, max_new_tokens=1, prefill_chunk_size=chunk)
-    return dict(Looking.shown)
+    past = keepset.Cache(model, EVERYTHING, prompt_length=LENGTH if chunk else None)
+    with shown() as seen:
+        generate(model, ids, past, mask, max_new_tokens=1, prefill_chunk_size=chunk)
+    return seen
 
 
 # --- the same from the model itself, one request without padding at a time
@@ -156,7 +140,7 @@ by_chunk = pytest.mark.parametrize("chunk", [None, 7, 16, 35])
 @by_chunk
 @torch.no_grad()
 def test_what_is_shown(architecture: str, padding: list[int], chunk: int | None) -> None:
-    observations = shown(architecture, padding, chunk)
+    observations = observed(architecture, padding, chunk)
     for row, pad in enumerate(padding):
         of_layers = naive(architecture, row, pad)
         for layer, seen in observations.items():
@@ -245,7 +229,7 @@ def check_prompt_queries(seen: Observation, expected: Naive, row: int) -> None:
 
 
 def test_a_model_without_rotation_shows_its_queries() -> None:
-    observations = shown("gpt2", [0, 7])
+    observations = observed("gpt2", [0, 7])
     for seen in observations.values():
         mean, _ = seen[QueryMoments(0)].ahead(FUTURE)
         assert torch.equal(mean, seen[QueryMoments(0)].mean)
@@ -266,17 +250,7 @@ def test_prompt_queries_are_of_a_prompt_and_their_time_is_its_methods() -> None:
 
 
 def test_only_what_is_needed_is_collected() -> None:
-    @dataclass(frozen=True)
-    class Modest(Looking):
-        @cached_property
-        def traits(self) -> Traits:
-            return Traits(needs=Needs(RecentQueries(2)))
-
-    generate(
-        tiny("llama"),
-        prompt(1, LENGTH),
-        keepset.Cache(tiny("llama"), keepset.Recipe.of(Modest(), keep=4)),
-        max_new_tokens=1,
-    )
-    seen = Looking.shown[0]
-    assert seen.queries.shape[2] == 2 and not seen.features
+    model = tiny("llama")
+    with shown() as seen:
+        generate(model, prompt(1, LENGTH), keepset.Cache(model, looking(RecentQueries(2))), max_new_tokens=1)
+    assert seen[0].queries.shape[2] == 2 and not seen[0].features

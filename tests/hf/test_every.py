@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 
 import keepset
 from keepset.core.budget import Budget
-from keepset.core.feature import Needs
+from keepset.core.feature import Feature, Needs
 from keepset.core.features.moments import HiddenMoments, QueryDistribution, QueryMoments
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.features.window import WindowAttention, WindowSums
@@ -29,6 +29,7 @@ from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.traits import Traits
+from tests.hf.looking import looking
 from tests.hf.models import extended, full, generate, left_padded, prompt, rotated, same_keep_set, tiny
 from tests.hf.models import recipe as by_text
 from tests.hf.test_exactness import bytes_of_entries, reachable
@@ -841,33 +842,11 @@ def test_hooks_hold_nothing_of_calls_that_are_over() -> None:
 # --- refusals
 
 
-@dataclass(frozen=True)
-class OfHidden(Method):
-    name: ClassVar[str] = "of_hidden"
-    paper: ClassVar[str] = "none"
-
-    @cached_property
-    def traits(self) -> Traits:
-        return Traits(needs=Needs(HiddenMoments(0)))
-
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        return observation.positions.float()
-
-
-@dataclass(frozen=True)
-class WithoutBuffer(OfHidden):
-    name: ClassVar[str] = "without_buffer"
-
-    @cached_property
-    def traits(self) -> Traits:
-        return Traits(needs=Needs(QueryMoments(0)))
-
-
-@pytest.mark.parametrize("method", [OfHidden(), WithoutBuffer()])
-def test_moments_over_the_whole_prompt_only(method: Method) -> None:
+@pytest.mark.parametrize("moments", [HiddenMoments(0), QueryMoments(0)], ids=["hidden", "without buffer"])
+def test_moments_over_the_whole_prompt_only(moments: Feature[Any]) -> None:
     with refusal("leave every= out"):
-        keepset.Cache(tiny("llama"), keepset.Recipe.of(method, keep=4, every=8))
-    keepset.Cache(tiny("llama"), keepset.Recipe.of(method, keep=4))
+        keepset.Cache(tiny("llama"), looking(moments, every=8))
+    keepset.Cache(tiny("llama"), looking(moments))
 
 
 def test_drafted_tokens() -> None:

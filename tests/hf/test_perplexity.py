@@ -6,54 +6,33 @@ import copy
 import gc
 import math
 import weakref
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 import keepset
 from keepset import KeepsetError
-from keepset.core.feature import Needs
+from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import Perplexity
-from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.core.traits import Traits
 from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
+from tests.hf.looking import Looking, looking
 from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
 
 LENGTH, PADDING = 30, [0, 7, 24]
 WINDOWS = (1, 8)
 
 
-@dataclass(frozen=True)
-class Foretold(Method):
-    """Looks at perplexities and remembers what it was shown."""
-
-    name: ClassVar[str] = "foretold"
-    paper: ClassVar[str] = "none"
-    shown: ClassVar[dict[int, Observation]] = {}
-
-    windows: frozenset = field(default=frozenset(WINDOWS))
-    more: Needs = field(default=Needs())
-
-    @cached_property
-    def traits(self) -> Traits:
-        return Traits(needs=self.more | Needs(*map(Perplexity, self.windows)))
-
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        self.shown[observation.layer] = observation
-        return observation.positions.float()
+PERPLEXITIES = tuple(map(Perplexity, WINDOWS))
 
 
-def cache_of(model: Any, *, more: Needs = Needs(), **options: Any) -> keepset.Cache:  # noqa: B008
-    Foretold.shown.clear()
-    return keepset.Cache(model, keepset.Recipe.of(Foretold(more=more), keep=4), **options)
+def cache_of(model: Any, *more: Feature[Any], **options: Any) -> keepset.Cache:
+    Looking.shown.clear()
+    return keepset.Cache(model, looking(*PERPLEXITIES, *more), **options)
 
 
 @torch.no_grad()
@@ -67,8 +46,8 @@ def expected(model: Any, ids: Tensor, window: int) -> float:
 
 
 def check(model: Any, ids: Tensor, mask: Tensor, tolerance: float = 1e-4) -> None:
-    assert list(Foretold.shown) == list(range(model.config.num_hidden_layers))
-    for observation in Foretold.shown.values():
+    assert list(Looking.shown) == list(range(model.config.num_hidden_layers))
+    for observation in Looking.shown.values():
         for window in WINDOWS:
             own = [expected(model, row[real.bool()], window) for row, real in zip(ids, mask, strict=True)]
             torch.testing.assert_close(observation[Perplexity(window)], torch.tensor(own), rtol=tolerance, atol=0.0)
@@ -124,13 +103,13 @@ def test_short_prompts(length: int) -> None:
 def test_with_a_second_pass_and_in_a_shared_prefill() -> None:
     model, ids = tiny("llama"), prompt(1, LENGTH)
     again = SecondPass(frozenset({ColumnStatistic.SUM}))
-    generate(model, ids, cache_of(model, more=Needs(again)), max_new_tokens=1)
+    generate(model, ids, cache_of(model, again), max_new_tokens=1)
     check(model, ids, torch.ones_like(ids))
-    assert all(seen[again] for seen in Foretold.shown.values())
-    recorder = Recorder(model, Needs(*map(Perplexity, WINDOWS)))
+    assert all(seen[again] for seen in Looking.shown.values())
+    recorder = Recorder(model, Needs(*PERPLEXITIES))
     recorder.prefill(ids)
     for seen in recorder.observations:
-        assert torch.equal(seen[Perplexity(8)], Foretold.shown[0][Perplexity(8)])
+        assert torch.equal(seen[Perplexity(8)], Looking.shown[0][Perplexity(8)])
 
 
 def test_nothing_stays_on_the_model_and_a_cache_can_begin_again() -> None:
@@ -177,6 +156,6 @@ def test_what_cannot_be_told_is_refused() -> None:
     with pytest.raises(KeepsetError, match="together with drafted tokens"):
         model(ids, past_key_values=cache_of(model, prompt_length=LENGTH - 2))
     with pytest.raises(KeepsetError, match="the prompt's perplexity, and only there: leave every= out"):
-        keepset.Cache(model, keepset.Recipe.of(Foretold(), keep=4, every=8))
+        keepset.Cache(model, looking(*PERPLEXITIES, every=8))
     with pytest.raises(KeepsetError, match=r"give Observation\(features=\{Perplexity\(tokens=8\): ...\}\)"):
         Observation(keys=torch.zeros(1, 1, 1, 1), values=torch.zeros(1, 1, 1, 1))[Perplexity(8)]

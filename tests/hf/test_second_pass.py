@@ -5,24 +5,19 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 import keepset
-from keepset.core.feature import Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.moments import HiddenMoments, QueryMoments
-from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.core.traits import Traits
 from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
+from tests.hf.looking import looking, shown
 from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, same_keep_set, tiny
 
 LENGTH, PADDING = 36, [0, 7]
@@ -30,39 +25,16 @@ ALL = frozenset(ColumnStatistic)
 WHOLE, CHUNKED = SecondPass(ALL), SecondPass(ALL, chunk=10)
 
 
-@dataclass(frozen=True)
-class Again(Method):
-    """Asks for second passes and remembers what it was shown."""
-
-    name: ClassVar[str] = "again"
-    paper: ClassVar[str] = "none"
-    shown: ClassVar[dict[int, Observation]] = {}
-
-    passes: frozenset = field(default=frozenset({WHOLE}))
-    more: Needs = field(default=Needs())
-
-    @cached_property
-    def traits(self) -> Traits:
-        return Traits(needs=self.more | Needs(*self.passes))
-
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        self.shown[observation.layer] = observation
-        return observation.positions.float()
-
-
-def again(*passes: SecondPass, keep: int | float = 4, more: Needs = Needs(), **options: Any) -> keepset.Recipe:  # noqa: B008
-    return keepset.Recipe.of(Again(frozenset(passes or {WHOLE}), more), keep=keep, **options)
-
-
-def shown(
+def observed(
     model: Any, padding: list[int], *passes: SecondPass, chunk: int | None = None, **options: Any
 ) -> dict[int, Observation]:
     """What every layer showed of this batch."""
-    Again.shown.clear()
     ids, mask = left_padded(prompt(len(padding), LENGTH), padding)
-    cache = keepset.Cache(model, again(*passes), prompt_length=LENGTH if chunk else None, **options)
-    generate(model, ids, cache, mask, max_new_tokens=1, prefill_chunk_size=chunk)
-    return dict(Again.shown)
+    recipe = looking(*(passes or (WHOLE,)))
+    cache = keepset.Cache(model, recipe, prompt_length=LENGTH if chunk else None, **options)
+    with shown() as seen:
+        generate(model, ids, cache, mask, max_new_tokens=1, prefill_chunk_size=chunk)
+    return seen
 
 
 @torch.no_grad()
@@ -108,7 +80,7 @@ SEEN = [name for name in ARCHITECTURES if name != "mistral_window"]
 @pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
 def test_the_context_runs_once_more_on_its_own_cache(architecture: str, padding: list[int]) -> None:
     model = tiny(architecture)
-    check(shown(model, padding), model, padding, itself)
+    check(observed(model, padding), model, padding, itself)
 
 
 @pytest.mark.cross
@@ -117,7 +89,7 @@ def test_the_context_runs_once_more_on_its_own_cache(architecture: str, padding:
 def test_a_prompt_in_chunks_is_seen_whole(architecture: str, prefill: int) -> None:
     model = tiny(architecture)
     for padding in ([0, 0], PADDING):
-        check(shown(model, padding, chunk=prefill), model, padding, itself)
+        check(observed(model, padding, chunk=prefill), model, padding, itself)
 
 
 @pytest.mark.cross
@@ -125,7 +97,7 @@ def test_a_prompt_in_chunks_is_seen_whole(architecture: str, prefill: int) -> No
 @pytest.mark.parametrize("padding", [[0], [0, 7, 28]], ids=str)
 def test_every_chunk_follows_the_prompt_anew(architecture: str, padding: list[int]) -> None:
     model = tiny(architecture)
-    seen = shown(model, padding, CHUNKED)
+    seen = observed(model, padding, CHUNKED)
     check(seen, model, padding, lambda request, context: context.split(10), CHUNKED)
 
 
@@ -136,16 +108,17 @@ def test_known_questions_run_instead_each_by_itself(padding: list[int]) -> None:
     for tasks in (asked, asked[:1]):
         given = tasks if len(tasks) > 1 else tasks[0]
         for which in (WHOLE, CHUNKED):
-            seen = shown(model, padding, which, task_tokens=given)
+            seen = observed(model, padding, which, task_tokens=given)
             check(seen, model, padding, lambda request, _, tasks=tasks: [task[request] for task in tasks], which)
 
 
 def test_one_question_serves_the_whole_batch_and_beams_repeat_theirs() -> None:
     model, one, two = tiny("llama"), prompt(1, 5, seed=1), prompt(2, 5, seed=2)
-    check(shown(model, PADDING, task_tokens=one), model, PADDING, lambda request, _: [one[0]])
-    cache = keepset.Cache(model, again(), task_tokens=two)
-    generate(model, prompt(2, LENGTH), cache, max_new_tokens=2, num_beams=3, output_logits=False)
-    rows = Again.shown[0][WHOLE].statistics["sum"]
+    check(observed(model, PADDING, task_tokens=one), model, PADDING, lambda request, _: [one[0]])
+    cache = keepset.Cache(model, looking(WHOLE), task_tokens=two)
+    with shown() as seen:
+        generate(model, prompt(2, LENGTH), cache, max_new_tokens=2, num_beams=3, output_logits=False)
+    rows = seen[0][WHOLE].statistics["sum"]
     assert rows.shape[0] == 6
     for request in range(2):
         (paid,) = attention(model, prompt(2, LENGTH)[request], two[request])[:1]
@@ -155,9 +128,9 @@ def test_one_question_serves_the_whole_batch_and_beams_repeat_theirs() -> None:
 
 def test_several_passes_in_one_prefill_are_as_each_alone() -> None:
     fewer = SecondPass(frozenset({ColumnStatistic.MAX}), chunk=10)
-    together = shown(tiny("llama"), PADDING, WHOLE, CHUNKED, fewer)
+    together = observed(tiny("llama"), PADDING, WHOLE, CHUNKED, fewer)
     for which in (WHOLE, CHUNKED, fewer):
-        for layer, observation in shown(tiny("llama"), PADDING, which).items():
+        for layer, observation in observed(tiny("llama"), PADDING, which).items():
             told, alone = together[layer][which], observation[which]
             assert set(told.statistics) == which.statistics
             assert all(torch.equal(told.statistics[name], alone.statistics[name]) for name in which.statistics)
@@ -165,24 +138,23 @@ def test_several_passes_in_one_prefill_are_as_each_alone() -> None:
 
 def test_a_prompt_of_one_token() -> None:
     model = tiny("llama")
-    Again.shown.clear()
-    generate(model, prompt(1, 1), keepset.Cache(model, again(keep=1)), max_new_tokens=1)
+    with shown() as seen:
+        generate(model, prompt(1, 1), keepset.Cache(model, looking(WHOLE, keep=1)), max_new_tokens=1)
     (paid, *_) = attention(model, prompt(1, 1)[0], prompt(1, 1)[0])
-    torch.testing.assert_close(Again.shown[0][WHOLE].statistics["max"][0], paid[:, 0])
+    torch.testing.assert_close(seen[0][WHOLE].statistics["max"][0], paid[:, 0])
 
 
 def test_bfloat16() -> None:
     model = copy.deepcopy(tiny("llama")).bfloat16()
-    check(shown(model, PADDING), model, PADDING, itself)
+    check(observed(model, PADDING), model, PADDING, itself)
 
 
 def test_embeddings_instead_of_ids() -> None:
     model = tiny("llama")
-    Again.shown.clear()
     embeds = model.get_input_embeddings()(prompt(2, LENGTH))
-    with torch.no_grad():
-        model(inputs_embeds=embeds, past_key_values=keepset.Cache(model, again()), use_cache=True)
-    check(dict(Again.shown), model, [0, 0], itself)
+    with torch.no_grad(), shown() as seen:
+        model(inputs_embeds=embeds, past_key_values=keepset.Cache(model, looking(WHOLE)), use_cache=True)
+    check(seen, model, [0, 0], itself)
 
 
 # --- the forward around it does not notice
@@ -196,7 +168,7 @@ def test_the_model_goes_on_as_if_nothing_had_run(architecture: str, padding: lis
     ids, mask = left_padded(prompt(2, LENGTH), padding)
     options: dict[str, Any] = dict(max_new_tokens=6, output_hidden_states=True)
     expected = full(model, ids, mask, **options)
-    output = generate(model, ids, keepset.Cache(model, again(keep=1.0)), mask, **options)
+    output = generate(model, ids, keepset.Cache(model, looking(WHOLE, keep=1.0)), mask, **options)
     assert torch.equal(output.sequences, expected.sequences)
     for ours, theirs in zip(output.hidden_states, expected.hidden_states, strict=True):
         assert len(ours) == len(theirs)
@@ -216,51 +188,50 @@ def dynamic() -> Any:
 
 
 def test_hidden_states_that_a_method_looks_at_are_those_of_the_prompt() -> None:
-    more = Needs(QueryMoments(0), HiddenMoments(0))
     model, hidden = tiny("llama"), torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
 
-    def ahead(passes: frozenset[SecondPass]) -> list[Tensor]:
-        Again.shown.clear()
-        recipe = keepset.Recipe.of(Again(passes, more), keep=4)
-        generate(model, prompt(2, LENGTH), keepset.Cache(model, recipe), max_new_tokens=1)
+    def ahead(*passes: SecondPass) -> list[Tensor]:
+        recipe = looking(QueryMoments(0), HiddenMoments(0), *passes)
+        with shown() as layers:
+            generate(model, prompt(2, LENGTH), keepset.Cache(model, recipe), max_new_tokens=1)
         return [
             part
-            for seen in Again.shown.values()
+            for seen in layers.values()
             for of_hidden in [seen[HiddenMoments(0)]]
             for part in (*seen[QueryMoments(0)].ahead(5), of_hidden.mean, of_hidden.queries(hidden, 5))
         ]
 
-    for ours, alone in zip(ahead(frozenset({WHOLE})), ahead(frozenset()), strict=True):
+    for ours, alone in zip(ahead(WHOLE), ahead(), strict=True):
         assert torch.equal(ours, alone)
 
 
 def test_the_recorder_and_its_caches() -> None:
     model, ids = tiny("llama"), prompt(1, LENGTH)
-    recipe = again(WHOLE, CHUNKED, keep=9)
+    recipe = looking(WHOLE, CHUNKED, keep=9)
     recorder = Recorder(model, recipe.method.traits.needs)
     recorder.prefill(ids)
     shared = keepset.Cache.from_prompt(model, recipe, recorder, recorder.observations)
     own = keepset.Cache(model, recipe)
     generate(model, ids, own, max_new_tokens=1)
     assert torch.equal(shared.keep_set.mask(LENGTH), own.keep_set.mask(LENGTH))
-    one, both = (recorder.seconds_for(again(*passes).method.traits.needs) for passes in ((WHOLE,), (WHOLE, CHUNKED)))
+    one, both = (recorder.seconds_for(looking(*passes).method.traits.needs) for passes in ((WHOLE,), (WHOLE, CHUNKED)))
     assert recorder.seconds < one < both
 
 
 def test_a_cache_that_is_reset_or_forked_watches_its_own_prompt() -> None:
     model = tiny("llama")
-    cache = keepset.Cache(model, again())
+    cache = keepset.Cache(model, looking(WHOLE))
     generate(model, prompt(1, 20, seed=5), cache, max_new_tokens=1)
     cache.reset()
-    for watching in (cache, keepset.Cache(model, again()).fork()):
-        Again.shown.clear()
-        generate(model, prompt(1, LENGTH), watching, max_new_tokens=1)
-        check(dict(Again.shown), model, [0], itself)
+    for watching in (cache, keepset.Cache(model, looking(WHOLE)).fork()):
+        with shown() as seen:
+            generate(model, prompt(1, LENGTH), watching, max_new_tokens=1)
+        check(seen, model, [0], itself)
 
 
 def test_the_model_keeps_nothing_of_a_cache() -> None:
     model = dynamic()
-    done, unused = keepset.Cache(model, again()), keepset.Cache(model, again())
+    done, unused = keepset.Cache(model, looking(WHOLE)), keepset.Cache(model, looking(WHOLE))
     assert len(model.model._forward_pre_hooks) == 2
     generate(model, prompt(1, LENGTH), done, max_new_tokens=2)
     assert len(model.model._forward_pre_hooks) == 1
@@ -278,9 +249,9 @@ def test_what_is_refused() -> None:
 
     def refuse(sentence: str, recipe: Any = None, **options: Any) -> None:
         with pytest.raises(keepset.KeepsetError, match=sentence):
-            generate(model, ids, keepset.Cache(model, recipe or again(), **options), max_new_tokens=1)
+            generate(model, ids, keepset.Cache(model, recipe or looking(WHOLE), **options), max_new_tokens=1)
 
-    refuse("leave every= out", again(keep=4, every=8))
+    refuse("leave every= out", looking(WHOLE, every=8))
     refuse("leave task_tokens out", "knorm(keep=4)", task_tokens=ids)
     refuse("has no task", task_tokens=[])
     refuse("no tensor of token ids", task_tokens=ids[0])
@@ -292,15 +263,15 @@ def test_what_is_refused() -> None:
 
 def test_positions_that_a_model_has_not_learned_are_refused() -> None:
     model = copy.deepcopy(tiny("gpt2"))
-    cache = keepset.Cache(model, again())
+    cache = keepset.Cache(model, looking(WHOLE))
     with pytest.raises(keepset.KeepsetError, match="learned only 512 positions"):
         generate(model, prompt(1, 257), cache, max_new_tokens=1)
-    generate(model, prompt(1, 257), keepset.Cache(model, again(CHUNKED)), max_new_tokens=1)
+    generate(model, prompt(1, 257), keepset.Cache(model, looking(CHUNKED)), max_new_tokens=1)
 
 
 def test_drafts_together_with_the_prompt_are_refused() -> None:
     repeating = prompt(1, 7).repeat(1, 3)
-    cache = keepset.Cache(tiny("llama"), again(), prompt_length=21)
+    cache = keepset.Cache(tiny("llama"), looking(WHOLE), prompt_length=21)
     with pytest.raises(keepset.KeepsetError, match="leave assisted generation out"):
         generate(tiny("llama"), repeating, cache, prompt_lookup_num_tokens=4, max_new_tokens=8)
 
@@ -308,7 +279,7 @@ def test_drafts_together_with_the_prompt_are_refused() -> None:
 def test_a_sliding_window_with_padding_at_the_right_is_refused() -> None:
     mask = torch.ones(2, LENGTH, dtype=torch.long)
     mask[1, 30:] = 0
-    cache = keepset.Cache(tiny("gemma3"), again())
+    cache = keepset.Cache(tiny("gemma3"), looking(WHOLE))
     with pytest.raises(keepset.KeepsetError, match="padding at the left"), torch.no_grad():
         tiny("gemma3")(prompt(2, LENGTH), attention_mask=mask, past_key_values=cache, use_cache=True)
 
