@@ -176,6 +176,11 @@ def left_padded(ids: Tensor, padding: list[int]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def padded_prompt(padding: list[int], length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random ids of one row for each number of padding tokens, which stand at the left, and the attention mask."""
+    return left_padded(prompt(len(padding), length, seed), padding)
+
+
 GREEDY: dict[str, Any] = dict(
     do_sample=False, return_dict_in_generate=True, output_logits=True, pad_token_id=0, eos_token_id=None
 )
@@ -192,6 +197,18 @@ def full(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) ->
     """`generate` as transformers does it by itself: sdpa and its own cache."""
     model.set_attn_implementation("sdpa")
     return generate(model, ids, None, mask, **options)
+
+
+@torch.no_grad()
+def feed(model: Any, past: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """The logits of tokens that follow what is cached; the mask covers all."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(ids, attention_mask=mask, position_ids=positions, past_key_values=past).logits
+
+
+def hooks_on(model: Any) -> int:
+    """The number of hooks on a model's modules."""
+    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
 LAYOUTS = {

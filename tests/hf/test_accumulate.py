@@ -19,7 +19,7 @@ from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder
 from tests.hf.looking import looking, shown
-from tests.hf.models import generate, left_padded, prompt, rotated, tiny
+from tests.hf.models import generate, padded_prompt, prompt, rotated, tiny
 from tests.methods.naive import MAX, SUM
 
 LENGTH, WINDOW, FUTURE = 36, 8, 5
@@ -36,7 +36,7 @@ EVERYTHING = looking(RecentQueries(WINDOW), SUM, MAX, *MOMENTS, *map(PromptQuery
 def observed(architecture: str, padding: list[int], chunk: int | None = None) -> dict[int, Observation]:
     """What every layer showed of this batch."""
     model = tiny(architecture)
-    ids, mask = left_padded(prompt(2, LENGTH), padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, EVERYTHING, prompt_length=LENGTH if chunk else None)
     with shown() as seen:
         generate(model, ids, past, mask, max_new_tokens=1, prefill_chunk_size=chunk)

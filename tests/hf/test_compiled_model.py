@@ -9,7 +9,7 @@ import torch
 
 import keepset
 from keepset.errors import UnsupportedModelError
-from tests.hf.models import generate, left_padded, prompt, tiny
+from tests.hf.models import generate, padded_prompt, prompt, tiny
 
 
 @pytest.mark.full
@@ -17,7 +17,7 @@ from tests.hf.models import generate, left_padded, prompt, tiny
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_says_the_same(text: str) -> None:
     """Whichever backend makes code of its graphs: keepset's part is in none."""
-    (ids, mask), model = left_padded(prompt(2, 20), [0, 7]), tiny("llama_shallow")
+    (ids, mask), model = padded_prompt([0, 7], 20), tiny("llama_shallow")
     expected = generate(model, ids, plain := keepset.Cache(model, text), mask, max_new_tokens=8)
     compiled, graphs = copy.deepcopy(model), []
 

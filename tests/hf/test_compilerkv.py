@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import keepset
 from keepset import KeepsetError
@@ -17,7 +16,7 @@ from keepset.core.tables import save
 from keepset.hf.fingerprint import sample
 from keepset.hf.prompt_session import Recorder
 from tests.core.test_tables import random_tables
-from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
+from tests.hf.models import full, generate, oracle_gap, padded_prompt, prompt, same_keep_set, tiny
 from tests.methods.test_compilerkv import check_theorem
 
 LENGTH, PADDING, NEW = 40, [0, 7], 8
@@ -39,14 +38,10 @@ def tables(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     return str(tmp_path / "tables")
 
 
-def inputs(padding: list[int]) -> tuple[Tensor, Tensor]:
-    return left_padded(prompt(len(padding), LENGTH), padding)
-
-
 @by_model
 @pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
 def test_elastic_layers_are_as_if_masked(name: str, tables: str, padding: list[int]) -> None:
-    model, (ids, mask) = tiny(name), inputs(padding)
+    model, (ids, mask) = tiny(name), padded_prompt(padding, LENGTH)
     cache = keepset.Cache(model, f"compilerkv(tables={tables!r}, window=5, threshold='mean', keep=36)")
     output = generate(model, ids, cache, mask, max_new_tokens=NEW)
     assert oracle_gap(model, cache, output, mask) < 5e-5
@@ -58,7 +53,7 @@ def test_elastic_layers_are_as_if_masked(name: str, tables: str, padding: list[i
 
 @by_model
 def test_a_full_budget_keeps_all(name: str, tables: str) -> None:
-    model, (ids, mask) = tiny(name), inputs(PADDING)
+    model, (ids, mask) = tiny(name), padded_prompt(PADDING, LENGTH)
     cache = keepset.Cache(model, f"compilerkv(tables={tables!r}, window=5, elastic=False, keep=1.0)")
     assert torch.equal(
         generate(model, ids, cache, mask, max_new_tokens=NEW).sequences,
@@ -68,7 +63,7 @@ def test_a_full_budget_keeps_all(name: str, tables: str) -> None:
 
 @by_model
 def test_rows_chunks_and_a_shared_prefill_choose_alike(name: str, tables: str) -> None:
-    model, (ids, mask) = tiny(name), inputs(PADDING)
+    model, (ids, mask) = tiny(name), padded_prompt(PADDING, LENGTH)
     recipe = keepset.Recipe.parse(f"compilerkv(tables={tables!r}, window=5, threshold='mean', keep=20)")
     cache = keepset.Cache(model, recipe)
     generate(model, ids, cache, mask, max_new_tokens=1)

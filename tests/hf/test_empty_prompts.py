@@ -8,7 +8,7 @@ from torch import Tensor
 
 import keepset
 from keepset.core.features.attention import SecondPass
-from tests.hf.models import left_padded, prompt, recipe, tiny
+from tests.hf.models import feed, padded_prompt, recipe, tiny
 from tests.hf.test_refusals import refusal
 
 LENGTH, PROMPT, EMPTY = 30, 18, 22
@@ -18,18 +18,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 @torch.no_grad()
 def fed(cache: keepset.Cache | None, ids: Tensor, mask: Tensor) -> Tensor:
     """Logits of the newest token, of texts that come in two parts; without a cache at once."""
-    model, positions = tiny("llama"), (mask.cumsum(-1) - 1).clamp(min=0)
     if cache is None:
-        return model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        return tiny("llama")(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
     for part in (slice(0, PROMPT), slice(PROMPT, LENGTH)):
-        options = dict(attention_mask=mask[:, : part.stop], position_ids=positions[:, part])
-        logits = model(ids[:, part], past_key_values=cache, use_cache=True, **options).logits
+        logits = feed(tiny("llama"), cache, ids[:, part], mask[:, : part.stop])
     return logits[:, -1]
 
 
 @pytest.mark.parametrize("name", keepset.METHODS)
 def test_a_request_without_a_token_in_the_prompt_keeps_nothing(name: str) -> None:
-    ids, mask = left_padded(prompt(2, LENGTH), [0, EMPTY])
+    ids, mask = padded_prompt([0, EMPTY], LENGTH)
     rows = {"both": [0, 1], "the empty one": [1], "the other": [0]}
     caches = {who: keepset.Cache(tiny("llama"), recipe(name, 14), prompt_length=PROMPT) for who in rows}
     if caches["both"].recipe.method.traits.needs.of(SecondPass):

@@ -30,7 +30,18 @@ from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.traits import Traits
 from tests.hf.looking import looking
-from tests.hf.models import extended, full, generate, left_padded, prompt, rotated, same_keep_set, tiny
+from tests.hf.models import (
+    extended,
+    feed,
+    full,
+    generate,
+    hooks_on,
+    padded_prompt,
+    prompt,
+    rotated,
+    same_keep_set,
+    tiny,
+)
 from tests.hf.models import recipe as by_text
 from tests.hf.test_exactness import bytes_of_entries, reachable
 from tests.hf.test_refusals import refusal
@@ -373,7 +384,7 @@ def test_how_much_stays_follows_from_lengths(name: str, monkeypatch: pytest.Monk
     """As on a GPU, which is not asked before it is stored: an event that keeps more or less is an error."""
     monkeypatch.setattr("keepset.hf.cache.is_async_device", lambda device: True)
     text = f"{by_text(name, 12)[:-1]}, every=5)" if name not in RECIPES else RECIPES[name](every=5)
-    (ids, mask), cache, start = left_padded(prompt(2, LENGTH + 17), [0, 6]), keepset.Cache(tiny("llama"), text), 0
+    (ids, mask), cache, start = padded_prompt([0, 6], LENGTH + 17), keepset.Cache(tiny("llama"), text), 0
     for tokens in (LENGTH, 3, 8, 1, 5):  # after prompts of two lengths several at once, also beyond an event
         fed, seen = ids[:, start : start + tokens], mask[:, : start + tokens]
         with torch.no_grad():
@@ -498,7 +509,7 @@ def test_tokens_beyond_the_prompt_in_its_own_forward(name: str) -> None:
 def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
     """Of each row of a batch its own; the number follows from it, and nothing happens at the prompt's end."""
     padding, every, parsed = [0, 13], 3, keepset.Recipe.parse(f"{recipe}every=3, protect_prompt=True)")
-    model, (ids, mask) = tiny("llama"), left_padded(prompt(2, LENGTH), padding)
+    model, (ids, mask) = tiny("llama"), padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, parsed, history=True)
     generate(model, ids, past, mask, max_new_tokens=40)
     assert [event.length for event in past.events] == list(range(LENGTH + every, LENGTH + 40, every))
@@ -527,7 +538,7 @@ def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
 def test_padded_rows_equal_single_rows(name: str, every: int, padding: list[int], prefill: bool) -> None:
     recipe = RECIPES[name](every=every, prefill=prefill)
     model = tiny("llama")
-    ids, mask = left_padded(prompt(len(padding), LENGTH), padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     batch = keepset.Cache(model, recipe, history=True)
     together = generate(model, ids, batch, mask, max_new_tokens=13).sequences
     for row, pad in enumerate(padding):
@@ -554,10 +565,9 @@ def test_padding_in_later_turns(name: str) -> None:
     mask = torch.empty(2, 0, dtype=torch.long)
     length = 0
     for seed, (n, padding) in enumerate(turns):
-        ids, new = left_padded(prompt(2, n, seed), padding)
+        ids, new = padded_prompt(padding, n, seed)
         mask = torch.cat([mask, new], 1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -n:]
-        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=past).logits
+        logits = feed(model, past, ids, mask)
         columns = [length + n - (length + n - LENGTH) % every if length + n >= LENGTH else 0]
         for row, reference in enumerate(naive):
             # Points are logical: in the row's own count they lie by its padding earlier.
@@ -582,7 +592,7 @@ def test_padding_in_later_turns(name: str) -> None:
 @pytest.mark.parametrize("padding", [[0], [4]], ids=str)
 def test_beams_are_scored_as_the_reference_scores_them(name: str, padding: list[int]) -> None:
     model, recipe = tiny("llama"), RECIPES[name](every=3)
-    ids, mask = left_padded(prompt(1, LENGTH), padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     beams: dict[str, Any] = dict(num_beams=3, num_return_sequences=3, length_penalty=0.0, output_scores=True)
     output = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=11, **beams)
     assert len({tuple(row) for row in output.sequences.tolist()}) == 3
@@ -603,19 +613,17 @@ def test_beams_are_scored_as_the_reference_scores_them(name: str, padding: list[
 @torch.no_grad()
 def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, padding: list[int]) -> None:
     model, recipe = tiny("llama"), RECIPES[name](every=4)
-    ids, mask = left_padded(prompt(2, LENGTH), padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, recipe, history=True)
     naive = [Naive(model, recipe) for _ in padding]
     for row, pad in enumerate(padding):
         naive[row].feed(ids[row : row + 1, pad:])
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    model(ids, attention_mask=mask, position_ids=positions, past_key_values=past)
+    feed(model, past, ids, mask)
 
     def follow(cache: keepset.Cache, references: list[Naive], mask: Tensor, tokens: int, seed: int) -> Tensor:
         for token in prompt(len(references), tokens, seed).T[..., None]:
             mask = extended(mask, mask.shape[1] + 1)
-            at = mask.sum(-1, keepdim=True) - 1
-            logits = model(token, attention_mask=mask, position_ids=at, past_key_values=cache).logits
+            logits = feed(model, cache, token, mask)
             for row, reference in enumerate(references):
                 expected = reference.feed(token[row : row + 1])
                 torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=5e-5)
@@ -648,27 +656,25 @@ def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, paddi
 @torch.no_grad()
 def test_tokens_are_taken_back_up_to_the_newest_event(name: str, padding: list[int]) -> None:
     model, recipe = tiny("llama"), RECIPES[name](every=8)
-    ids, mask = left_padded(prompt(2, LENGTH), padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     straight, turning = (keepset.Cache(model, recipe, history=True) for _ in range(2))
     new, other = prompt(2, 20, 1), prompt(2, 20, 2)
 
-    def feed(cache: keepset.Cache, tokens: Tensor) -> Tensor:
-        seen = extended(mask, cache.get_seq_length() + tokens.shape[1])
-        at = (seen.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        return model(tokens, attention_mask=seen, position_ids=at, past_key_values=cache).logits
+    def follow(cache: keepset.Cache, tokens: Tensor) -> Tensor:
+        return feed(model, cache, tokens, extended(mask, cache.get_seq_length() + tokens.shape[1]))
 
     for cache in (straight, turning):
-        feed(cache, ids)
+        follow(cache, ids)
         for token in new.T[:10, :, None]:
-            feed(cache, token)
-    feed(turning, other[:, :4])
+            follow(cache, token)
+    follow(turning, other[:, :4])
     turning.crop(-3)
     turning.crop(-2)
     turning.crop(LENGTH + 8)
     for token in new.T[8:, :, None]:
-        again = feed(turning, token)
+        again = follow(turning, token)
     for token in new.T[10:, :, None]:
-        expected = feed(straight, token)
+        expected = follow(straight, token)
     torch.testing.assert_close(again, expected, rtol=1e-4, atol=5e-5)
     assert len(turning.events) == len(straight.events) == 3
     for ours, theirs in zip(turning.events, straight.events, strict=True):
@@ -722,13 +728,12 @@ def test_of_old_events_figures_stay_and_entries_go() -> None:
 def test_bytes_are_freed_at_each_event(name: str, padding: list[int]) -> None:
     model = tiny("llama")
     past = keepset.Cache(model, RECIPES[name](every=70))
-    ids, mask = left_padded(prompt(2, 100), padding)
-    model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=past)
+    ids, mask = padded_prompt(padding, 100)
+    feed(model, past, ids, mask)
     extra = 8 if name == "habit" else 4 * ("ams" in name)  # what methods remember
     for tokens in [13] * 5 + [1] * 8 + [13] * 5 + [1] * 4:  # One by one about an event.
         mask = extended(mask, mask.shape[1] + tokens)
-        at = (mask.cumsum(-1) - 1)[:, -tokens:]
-        model(prompt(2, tokens), attention_mask=mask, position_ids=at, past_key_values=past)
+        feed(model, past, prompt(2, tokens), mask)
         assert past.nbytes == bytes_of_entries(past)
         if past.events[-1].length == past.get_seq_length():
             windows = sum(layer.decoding.recorder.nbytes for layer in past.layers)
@@ -808,22 +813,19 @@ def test_the_dropped_part_is_gone(name: str) -> None:
 def test_hooks_stay_while_events_follow_and_go_with_the_cache() -> None:
     model = copy.deepcopy(tiny("llama"))
 
-    def hooks() -> int:
-        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
-
-    before = hooks()
+    before = hooks_on(model)
     past = keepset.Cache(model, RECIPES["expected_attention"](every=4))
     generate(model, prompt(1, LENGTH), past, max_new_tokens=10)
-    once = hooks()
+    once = hooks_on(model)
     assert once > before
     twins = [past.fork(), copy.deepcopy(past)]
-    assert hooks() == before + 3 * (once - before)
+    assert hooks_on(model) == before + 3 * (once - before)
     del past, twins
     gc.collect()
-    assert hooks() == before
+    assert hooks_on(model) == before
     for name in ("snapkv", "knorm"):
         keepset.Cache(model, RECIPES[name](every=4))
-        assert hooks() == before
+        assert hooks_on(model) == before
 
 
 @torch.no_grad()

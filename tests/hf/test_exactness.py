@@ -20,17 +20,7 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.traits import Traits
-from tests.hf.models import (
-    ARCHITECTURES,
-    LAYOUTS,
-    full,
-    generate,
-    left_padded,
-    oracle_gap,
-    prompt,
-    recipe,
-    tiny,
-)
+from tests.hf.models import ARCHITECTURES, LAYOUTS, full, generate, oracle_gap, padded_prompt, prompt, recipe, tiny
 
 LENGTH, PADDING, NEW = 40, [0, 7], 4
 COMPRESSED = [name for name in ARCHITECTURES if name != "mistral_window"]
@@ -44,18 +34,14 @@ of_two_models = pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 padded_or_not = pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
 
 
-def inputs(padding: list[int]) -> tuple[Tensor, Tensor]:
-    return left_padded(prompt(2, LENGTH), padding)
-
-
 @cache
 def full_tokens(architecture: str, padded: bool) -> Tensor:
-    ids, mask = inputs(PADDING if padded else [0, 0])
+    ids, mask = padded_prompt(PADDING if padded else [0, 0], LENGTH)
     return full(tiny(architecture), ids, mask, max_new_tokens=NEW).sequences
 
 
 def compressed(architecture: str, text: Any, padding: list[int], **options: Any) -> tuple[keepset.Cache, Any]:
-    ids, mask = inputs(padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     cache = keepset.Cache(tiny(architecture), text)
     return cache, generate(tiny(architecture), ids, cache, mask, max_new_tokens=NEW, **options)
 
@@ -87,7 +73,7 @@ def test_keeping_all_changes_nothing_for_any_method(architecture: str, method: s
 @by_layout
 def test_keeping_all_in_bfloat16(layout: str) -> None:
     model = copy.deepcopy(tiny("llama")).bfloat16()
-    ids, mask = inputs(PADDING)
+    ids, mask = padded_prompt(PADDING, LENGTH)
     expected = full(model, ids, mask, max_new_tokens=NEW)
     output = generate(model, ids, keepset.Cache(model, LAYOUTS[layout].format(keep=1.0)), mask, max_new_tokens=NEW)
     assert torch.equal(output.sequences, expected.sequences)
@@ -97,7 +83,7 @@ def test_keeping_all_in_bfloat16(layout: str) -> None:
 @by_method
 def test_bfloat16_is_close_to_the_oracle(method: str) -> None:
     model = copy.deepcopy(tiny("llama")).bfloat16()
-    ids, mask = inputs(PADDING)
+    ids, mask = padded_prompt(PADDING, LENGTH)
     cache = keepset.Cache(model, recipe(method, 12))
     output = generate(model, ids, cache, mask, max_new_tokens=NEW)
     assert cache.layers[0].store.heads.dtype == torch.bfloat16
@@ -114,7 +100,7 @@ def test_bfloat16_is_close_to_the_oracle(method: str) -> None:
 @padded_or_not
 def test_dropped_entries_are_as_if_masked(architecture: str, layout: str, padding: list[int]) -> None:
     cache, output = compressed(architecture, LAYOUTS[layout].format(keep=12), padding)
-    assert oracle_gap(tiny(architecture), cache, output, inputs(padding)[1]) < 5e-5
+    assert oracle_gap(tiny(architecture), cache, output, padded_prompt(padding, LENGTH)[1]) < 5e-5
     if architecture in COMPRESSED:
         heads = cache.keep_set.counts.shape[-1]
         assert cache.keep_set.layout == ("dense" if layout == "head-ragged" and heads == 1 else layout)
@@ -128,7 +114,7 @@ def test_dropped_entries_are_as_if_masked(architecture: str, layout: str, paddin
 def test_dropped_entries_are_as_if_masked_for_any_method(architecture: str, method: str, padding: list[int]) -> None:
     for keep in (12, 0.3):
         cache, output = compressed(architecture, recipe(method, keep), padding)
-        assert oracle_gap(tiny(architecture), cache, output, inputs(padding)[1]) < 5e-5
+        assert oracle_gap(tiny(architecture), cache, output, padded_prompt(padding, LENGTH)[1]) < 5e-5
 
 
 # --- a request does not notice its batch
@@ -151,7 +137,7 @@ def test_padded_rows_equal_single_rows_for_any_method(architecture: str, method:
 
 def check_padded_rows(architecture: str, text: str) -> None:
     batch, together = compressed(architecture, text, PADDING)
-    ids, _ = inputs(PADDING)
+    ids, _ = padded_prompt(PADDING, LENGTH)
     for row, pad in enumerate(PADDING):
         single = keepset.Cache(tiny(architecture), text)
         alone = generate(tiny(architecture), ids[row : row + 1, pad:], single, max_new_tokens=NEW)
@@ -190,7 +176,7 @@ def test_counts_are_those_asked_for(method: str, padding: list[int], keep: int |
 
 @by_method
 def test_a_text_shorter_than_keep_stays_whole(method: str) -> None:
-    ids, mask = left_padded(prompt(2, 20), [0, 15])
+    ids, mask = padded_prompt([0, 15], 20)
     cache = keepset.Cache(tiny("llama"), recipe(method, 12))
     generate(tiny("llama"), ids, cache, mask, max_new_tokens=2)
     assert cache.keep_set.counts[:, 1].unique().tolist() == [5]
@@ -227,7 +213,7 @@ def bytes_of_entries(cache: keepset.Cache) -> int:
 @by_layout
 @padded_or_not
 def test_bytes_reported_are_the_tensors_bytes(architecture: str, layout: str, padding: list[int]) -> None:
-    ids, mask = inputs(padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     model = tiny(architecture)
     past = keepset.Cache(model, LAYOUTS[layout].format(keep=12))
     with torch.no_grad():
@@ -307,7 +293,7 @@ class GlobalPool(Method):
 def test_a_pool_over_all_layers(architecture: str, per_head: bool, padding: list[int]) -> None:
     mine = keepset.Recipe.of(GlobalPool(per_head), keep=12, sinks=1)
     cache, output = compressed(architecture, mine, padding)
-    assert oracle_gap(tiny(architecture), cache, output, inputs(padding)[1]) < 5e-5
+    assert oracle_gap(tiny(architecture), cache, output, padded_prompt(padding, LENGTH)[1]) < 5e-5
     assert cache.keep_set.layout == ("head-ragged" if per_head else "layer-ragged")
     heads = len(cache.keep_set.layers) * cache.keep_set.counts.shape[-1]
     assert cache.keep_set.counts.sum((0, 2)).tolist() == [12 * heads] * 2

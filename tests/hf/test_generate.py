@@ -19,10 +19,13 @@ from tests.hf.models import (
     LAYOUTS,
     Oracle,
     extended,
+    feed,
     full,
     generate,
+    hooks_on,
     left_padded,
     oracle_gap,
+    padded_prompt,
     prompt,
     same_keep_set,
     tiny,
@@ -36,16 +39,12 @@ by_recipe = pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV], ids=list
 padded_or_not = pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
 
 
-def inputs(padding: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
-    return left_padded(prompt(len(padding), LENGTH, seed), padding)
-
-
 # --- sampling and beams
 
 
 def test_sampling_draws_the_same_tokens_when_all_is_kept() -> None:
     model = tiny("llama")
-    ids, mask = inputs([0, 7])
+    ids, mask = padded_prompt([0, 7], LENGTH)
     options: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=50, max_new_tokens=8)
     torch.manual_seed(3)
     expected = full(model, ids, mask, **options)
@@ -58,7 +57,7 @@ def test_sampling_draws_the_same_tokens_when_all_is_kept() -> None:
 @by_recipe
 def test_samples_of_one_prompt_agree_with_the_oracle(recipe: str) -> None:
     model = tiny("llama")
-    ids, mask = inputs([0, 7])
+    ids, mask = padded_prompt([0, 7], LENGTH)
     past = keepset.Cache(model, recipe)
     output = generate(model, ids, past, mask, do_sample=True, num_return_sequences=2, max_new_tokens=6)
     assert oracle_gap(model, past, output, mask.repeat_interleave(2, 0)) < 5e-5
@@ -67,7 +66,7 @@ def test_samples_of_one_prompt_agree_with_the_oracle(recipe: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_beams_equal_those_of_the_full_cache_when_all_is_kept(layout: str) -> None:
     model = tiny("llama")
-    ids, mask = inputs([0, 7])
+    ids, mask = padded_prompt([0, 7], LENGTH)
     expected = full(model, ids, mask, num_beams=3, max_new_tokens=8)
     past = keepset.Cache(model, LAYOUTS[layout].format(keep=1.0))
     output = generate(model, ids, past, mask, num_beams=3, max_new_tokens=8)
@@ -79,7 +78,7 @@ def test_beams_equal_those_of_the_full_cache_when_all_is_kept(layout: str) -> No
 @padded_or_not
 def test_scores_of_beams_are_the_oracles(recipe: str, padding: list[int]) -> None:
     model = tiny("llama")
-    ids, mask = inputs(padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, recipe)
     beams: dict[str, Any] = dict(num_beams=3, num_return_sequences=3, length_penalty=0.0, output_scores=True)
     output = generate(model, ids, past, mask, max_new_tokens=8, **beams)
@@ -100,7 +99,7 @@ def test_scores_of_beams_are_the_oracles(recipe: str, padding: list[int]) -> Non
 @pytest.mark.parametrize("later", [[0, 0], [2, 0]], ids=["whole turn", "padded turn"])
 def test_a_conversation_goes_on(recipe: str, padding: list[int], later: list[int]) -> None:
     model = tiny("llama")
-    ids, mask = inputs(padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, recipe)
     for seed, tokens in ((1, 9), (2, 1), (3, 5)):
         output = generate(model, ids, past, mask, max_new_tokens=6)
@@ -115,8 +114,8 @@ def test_a_conversation_goes_on(recipe: str, padding: list[int], later: list[int
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_conversation_that_keeps_all_is_the_models_own(layout: str) -> None:
     model = tiny("qwen3")
-    first, mask = inputs([0, 7])
-    turn, turn_mask = left_padded(prompt(2, 9, 1), [2, 0])
+    first, mask = padded_prompt([0, 7], LENGTH)
+    turn, turn_mask = padded_prompt([2, 0], 9, 1)
     sequences = []
     for keep_all in (False, True):
         model.set_attn_implementation("sdpa")
@@ -140,21 +139,20 @@ def test_rows_move_and_tokens_are_taken_back(recipe: str, padding: list[int], ho
     ids = torch.empty(2, 0, dtype=torch.long)
     mask = torch.empty(2, 0, dtype=torch.long)
 
-    def feed(turn: tuple[Tensor, Tensor]) -> Tensor:
+    def follow(turn: tuple[Tensor, Tensor]) -> Tensor:
         nonlocal ids, mask
         ids, mask = torch.cat([ids, turn[0]], 1), torch.cat([mask, turn[1]], 1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -turn[0].shape[1] :]
-        return model(turn[0], attention_mask=mask, position_ids=positions, past_key_values=past).logits
+        return feed(model, past, turn[0], mask)
 
-    feed(inputs(padding))
-    feed(left_padded(prompt(2, 5, 1), holes))
+    follow(padded_prompt(padding, LENGTH))
+    follow(padded_prompt(holes, 5, 1))
     past.reorder_cache(torch.tensor([1, 0, 1]))
     ids, mask, requests = ids[[1, 0, 1]], mask[[1, 0, 1]], [1, 0, 1]
-    feed(left_padded(prompt(3, 3, 2), [*holes, 0]))
+    follow(padded_prompt([*holes, 0], 3, 2))
     past.crop(-removed)
     ids, mask = ids[:, :-removed], mask[:, :-removed]
     assert past.get_seq_length() == ids.shape[1]
-    logits = feed(left_padded(prompt(3, 4, 3), [0, *holes]))
+    logits = follow(padded_prompt([0, *holes], 4, 3))
     expected = Oracle(past, mask, requests).logits(model, ids)[:, -4:]
     real = mask[:, -4:].bool()
     assert (logits - expected)[real].abs().max() < 5e-5
@@ -182,7 +180,7 @@ def test_reset_makes_a_cache_new(recipe: str) -> None:
     model = tiny("llama")
     past = keepset.Cache(model, recipe)
     runs = []
-    for ids, mask in (inputs([0, 7]), inputs([3], seed=1), inputs([0, 7])):
+    for ids, mask in (padded_prompt([0, 7], LENGTH), padded_prompt([3], LENGTH, seed=1), padded_prompt([0, 7], LENGTH)):
         past.reset()
         assert past.keep_set is None and past.nbytes == 0 and past.get_seq_length() == 0
         runs.append((generate(model, ids, past, mask, max_new_tokens=5).sequences, past.keep_set))
@@ -192,7 +190,7 @@ def test_reset_makes_a_cache_new(recipe: str) -> None:
 @by_recipe
 def test_copies_go_their_own_ways(recipe: str) -> None:
     model = tiny("llama")
-    ids, mask = inputs([0, 7])
+    ids, mask = padded_prompt([0, 7], LENGTH)
     past = keepset.Cache(model, recipe)
     said = generate(model, ids, past, mask, max_new_tokens=3).sequences
     mask = extended(mask, said.shape[1] + 8)
@@ -226,7 +224,7 @@ def test_trim_gives_back_what_is_held_for_tokens_to_come(text: str) -> None:
 def test_a_copy_still_sees_hidden_states() -> None:
     model = tiny("llama")
     recipe = "expected_attention(future=16, keep=12)"
-    ids, mask = inputs([0, 7])
+    ids, mask = padded_prompt([0, 7], LENGTH)
     expected = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=4).sequences
     for twin in (keepset.Cache(model, recipe).fork(), copy.deepcopy(keepset.Cache(model, recipe))):
         assert torch.equal(generate(model, ids, twin, mask, max_new_tokens=4).sequences, expected)
@@ -294,16 +292,14 @@ def test_an_assistant_joins_in_the_second_turn(recipe: str) -> None:
 @torch.no_grad()
 def test_drafts_that_follow_the_last_chunk(recipe: str, padding: list[int]) -> None:
     model = tiny("llama")
-    ids, mask = inputs(padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     whole = keepset.Cache(model, recipe)
     generate(model, ids, whole, mask, max_new_tokens=1)
     drafts = torch.cat([ids, prompt(2, 5, 1)], 1)
     mask = extended(mask, LENGTH + 5)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     past = keepset.Cache(model, recipe, prompt_length=LENGTH)
     for part in (slice(0, 25), slice(25, LENGTH + 5)):
-        seen = dict(attention_mask=mask[:, : part.stop], position_ids=positions[:, part], past_key_values=past)
-        logits = model(drafts[:, part], **seen).logits
+        logits = feed(model, past, drafts[:, part], mask[:, : part.stop])
     assert same_keep_set(past.keep_set, whole.keep_set)
     assert (logits[:, -5:] - Oracle(past, mask).logits(model, drafts)[:, -5:]).abs().max() < 5e-5
     past.crop(-4)
@@ -341,7 +337,7 @@ def test_drafts_of_a_hybrid_model_are_taken_back() -> None:
 )
 def test_chunks_change_nothing(recipe: str, padding: list[int], chunk: int) -> None:
     model = tiny("qwen3")
-    ids, mask = inputs(padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     whole = keepset.Cache(model, recipe)
     expected = generate(model, ids, whole, mask, max_new_tokens=5)
     chunked = keepset.Cache(model, recipe, prompt_length=LENGTH)
@@ -357,7 +353,7 @@ def test_chunks_change_nothing(recipe: str, padding: list[int], chunk: int) -> N
 @by_recipe
 def test_rows_that_stop_early(recipe: str) -> None:
     model = tiny("llama")
-    ids, mask = inputs([0, 7])
+    ids, mask = padded_prompt([0, 7], LENGTH)
     said = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=10).sequences[:, LENGTH:]
     end = next(int(token) for token in said[0, 2:] if token not in said[1])
     stopping: dict[str, Any] = dict(eos_token_id=end, max_new_tokens=10)
@@ -382,7 +378,7 @@ def test_prompts_of_a_few_tokens(recipe: str, length: int) -> None:
 @pytest.mark.parametrize("recipe", ["h2o(keep=12)", "expected_attention(future=16, keep=12)", "tova(keep=12)"])
 def test_a_prompt_of_one_token(recipe: str) -> None:
     model = tiny("llama")
-    ids, mask = left_padded(prompt(2, 4), [3, 0])
+    ids, mask = padded_prompt([3, 0], 4)
     output = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=6)
     assert torch.equal(output.sequences, full(model, ids, mask, max_new_tokens=6).sequences)
 
@@ -402,7 +398,7 @@ def test_two_models_in_two_threads() -> None:
 
     def run(job: tuple[str, str]) -> list[Tensor]:
         model = tiny(job[0])
-        ids, mask = inputs([0, 7])
+        ids, mask = padded_prompt([0, 7], LENGTH)
         return [generate(model, ids, keepset.Cache(model, job[1]), mask, max_new_tokens=8).sequences for _ in range(4)]
 
     expected = [run(job)[0] for job in jobs]
@@ -418,7 +414,7 @@ def test_two_models_in_two_threads() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_other_caches_behave_as_under_sdpa(architecture: str, padding: list[int]) -> None:
     model = tiny(architecture)
-    ids, mask = inputs(padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     expected = full(model, ids, mask, max_new_tokens=6).sequences
     keepset.Cache(model, "expected_attention(keep=12)")
     assert model.config._attn_implementation == "keepset"
@@ -431,7 +427,7 @@ def test_other_caches_behave_as_under_sdpa(architecture: str, padding: list[int]
 
 def test_forward_without_a_cache_and_training_are_untouched() -> None:
     model = copy.deepcopy(tiny("llama"))
-    ids, mask = inputs([0, 7])
+    ids, mask = padded_prompt([0, 7], LENGTH)
     results = []
     for implementation in ("sdpa", "keepset"):
         if implementation == "keepset":
@@ -459,18 +455,15 @@ def test_gradients_pass_through_a_compressed_cache(recipe: str) -> None:
 def test_hooks_go_with_the_prompt_or_with_the_cache() -> None:
     model = copy.deepcopy(tiny("llama"))
 
-    def hooks() -> int:
-        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
-
-    before = hooks()
+    before = hooks_on(model)
     past = keepset.Cache(model, "expected_attention(future=16, keep=12)")
-    assert hooks() > before
+    assert hooks_on(model) > before
     generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
-    assert hooks() == before
+    assert hooks_on(model) == before
     past = keepset.Cache(model, "expected_attention(future=16, keep=12)")
     del past
     gc.collect()
-    assert hooks() == before
+    assert hooks_on(model) == before
 
 
 @pytest.mark.parametrize(

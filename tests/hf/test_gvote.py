@@ -12,16 +12,12 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.methods.hash_random import normal, stream
-from tests.hf.models import full, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
+from tests.hf.models import full, generate, oracle_gap, padded_prompt, prompt, same_keep_set, tiny
 
 LENGTH, PADDING, NEW = 40, [0, 7, 13], 6
 RECIPE = "gvote(p_nuc=0.6, samples=3, future=16)"
 
 of_models = pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head", "qwen3", "gpt2"])
-
-
-def inputs() -> tuple[Tensor, Tensor]:
-    return left_padded(prompt(3, LENGTH), PADDING)
 
 
 def kept(cache: keepset.Cache, layer: int, row: int) -> list[list[int]]:
@@ -36,7 +32,7 @@ def compressed(architecture: str, text: str, ids: Tensor, mask: Tensor | None = 
 
 @of_models
 def test_what_it_drops_is_as_if_masked(architecture: str) -> None:
-    ids, mask = inputs()
+    ids, mask = padded_prompt(PADDING, LENGTH)
     cache, output = compressed(architecture, RECIPE, ids, mask)
     assert oracle_gap(tiny(architecture), cache, output, mask) < 5e-5
     counts, lengths = cache.keep_set.counts, torch.tensor([LENGTH - pad for pad in PADDING])
@@ -46,14 +42,14 @@ def test_what_it_drops_is_as_if_masked(architecture: str) -> None:
 
 @of_models
 def test_all_attention_changes_nothing(architecture: str) -> None:
-    ids, mask = inputs()
+    ids, mask = padded_prompt(PADDING, LENGTH)
     _, output = compressed(architecture, "gvote(p_nuc=1.0)", ids, mask)
     assert torch.equal(output.sequences, full(tiny(architecture), ids, mask, max_new_tokens=NEW).sequences)
 
 
 @of_models
 def test_padded_rows_equal_rows_alone_in_any_order(architecture: str) -> None:
-    ids, mask = inputs()
+    ids, mask = padded_prompt(PADDING, LENGTH)
     together, output = compressed(architecture, RECIPE, ids, mask)
     order = [2, 0, 1]
     turned, _ = compressed(architecture, RECIPE, ids[order], mask[order])
@@ -65,7 +61,7 @@ def test_padded_rows_equal_rows_alone_in_any_order(architecture: str) -> None:
 
 
 def test_a_run_repeats_and_another_seed_is_another_run() -> None:
-    ids, mask = inputs()
+    ids, mask = padded_prompt(PADDING, LENGTH)
     first, again, other = (
         compressed("llama", RECIPE.replace(")", f", seed={seed})"), ids, mask)[0].keep_set for seed in (0, 0, 1)
     )
@@ -133,7 +129,7 @@ def test_is_algorithm_1_of_the_model(architecture: str) -> None:
 
 
 def test_a_cap_and_what_always_stays() -> None:
-    ids, mask = inputs()
+    ids, mask = padded_prompt(PADDING, LENGTH)
     free, _ = compressed("llama", RECIPE, ids, mask)
     capped, output = compressed("llama", RECIPE.replace(")", ", keep=9, sinks=2, recent=3)"), ids, mask)
     assert oracle_gap(tiny("llama"), capped, output, mask) < 5e-5

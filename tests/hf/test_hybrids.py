@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import keepset
-from tests.hf.models import HYBRIDS, full, generate, left_padded, oracle_gap, prompt, tiny
+from tests.hf.models import HYBRIDS, full, generate, oracle_gap, padded_prompt, prompt, tiny
 from tests.hf.test_refusals import random_model, refusal
 
 LENGTH = 30
@@ -41,7 +41,7 @@ def note_layer(module: Any, args: Any, kwargs: Any) -> None:
 @by_model
 def test_padded_prompts_and_events_while_decoding(architecture: str) -> None:
     model = tiny(architecture)
-    ids, mask = left_padded(prompt(2, LENGTH), [0, 7])
+    ids, mask = padded_prompt([0, 7], LENGTH)
     past = keepset.Cache(model, "snapkv(window=5, kernel=3, keep=99, every=4)")
     said = generate(model, ids, past, mask, max_new_tokens=12).sequences
     assert len(past.events) == 3

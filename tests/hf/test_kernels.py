@@ -9,14 +9,14 @@ import torch
 
 import keepset
 from keepset.kernels import dispatch
-from tests.hf.models import LAYOUTS, generate, left_padded, oracle_gap, prompt, recipe, tiny
+from tests.hf.models import LAYOUTS, generate, oracle_gap, padded_prompt, recipe, tiny
 
 padded_or_not = pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
 
 
 def both(text: Any, padding: list[int], architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and what stays are the same, and attention is that of the dense oracle."""
-    (ids, mask), model = left_padded(prompt(2, 20), padding), tiny(architecture)
+    (ids, mask), model = padded_prompt(padding, 20), tiny(architecture)
     cache = keepset.Cache(model, text)
     output = generate(model, ids, cache, mask, max_new_tokens=3)
     assert oracle_gap(model, cache, output, mask) < 1e-4

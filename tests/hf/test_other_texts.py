@@ -14,7 +14,7 @@ from transformers import pipeline
 
 import keepset
 from tests.cli.conftest import tiny_model
-from tests.hf.models import full, generate, left_padded, prompt, tiny
+from tests.hf.models import full, generate, padded_prompt, prompt, tiny
 from tests.hf.test_refusals import refusal
 from tests.tiers import TYPECHECK
 
@@ -42,7 +42,7 @@ def test_another_longer_prompt(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("padding", [[0, 0], [0, 7]])
 def test_turns_of_a_chat_go_on(padding: list[int]) -> None:
-    model, (ids, mask) = tiny("llama"), left_padded(prompt(2, LENGTH), padding)
+    model, (ids, mask) = tiny("llama"), padded_prompt(padding, LENGTH)
     cache = keepset.Cache(model, "knorm(keep=1.0)")
     for turn in range(3):
         answer = generate(model, ids, cache, mask, max_new_tokens=4).sequences
@@ -56,7 +56,7 @@ def test_turns_of_a_chat_go_on(padding: list[int]) -> None:
 
 
 def test_what_is_padding_may_be_any_token() -> None:
-    model, (ids, mask) = tiny("llama"), left_padded(prompt(2, LENGTH), [0, 7])
+    model, (ids, mask) = tiny("llama"), padded_prompt([0, 7], LENGTH)
     cache = keepset.Cache(model, "knorm(keep=12)")
     answer = more(generate(model, ids, cache, mask, max_new_tokens=4).sequences, 5)
     answer[1, :7] = 5

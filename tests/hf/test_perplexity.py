@@ -21,7 +21,7 @@ from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.looking import Looking, looking
-from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, tiny
+from tests.hf.models import full, generate, padded_prompt, prompt, same_keep_set, tiny
 
 LENGTH, PADDING = 30, [0, 7, 24]
 WINDOWS = (1, 8)
@@ -57,7 +57,7 @@ def check(model: Any, ids: Tensor, mask: Tensor, tolerance: float = 1e-4) -> Non
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("chunk", [None, 11, 8, 1], ids=["whole", "chunks", "chunks_of_a_window", "single"])
 def test_it_is_that_of_the_models_own_logits(name: str, chunk: int | None) -> None:
-    model, (ids, mask) = tiny(name), left_padded(prompt(3, LENGTH), PADDING)
+    model, (ids, mask) = tiny(name), padded_prompt(PADDING, LENGTH)
     cache = cache_of(model, prompt_length=LENGTH if chunk else None)
     generate(model, ids, cache, mask, max_new_tokens=2, prefill_chunk_size=chunk)
     check(model, ids, mask)

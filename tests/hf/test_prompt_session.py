@@ -16,7 +16,7 @@ from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.features.window import WindowAttention
 from keepset.hf.prompt_session import PromptSession, needs_of
 from keepset.kernels.columns import ColumnStatistic
-from tests.hf.models import left_padded, prompt, recipe, same_keep_set, tiny
+from tests.hf.models import padded_prompt, prompt, recipe, same_keep_set, tiny
 
 LENGTH = 60
 RECIPES = [
@@ -93,7 +93,7 @@ def appended(architecture: str, cache: keepset.Cache, ids: Tensor, mask: Tensor)
 )
 @pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
 def test_copies_do_not_see_each_other(architecture: str, text: str, padding: list[int]) -> None:
-    ids, mask = left_padded(prompt(2, 40), padding)
+    ids, mask = padded_prompt(padding, 40)
     # More tokens than a sliding window of the tiny models holds.
     turns = [prompt(2, length, seed=seed) for seed, length in ((1, 30), (2, 28), (3, 5))]
     expected = [appended(architecture, prefilled(architecture, text, ids, mask), turn, mask) for turn in turns]
@@ -111,7 +111,7 @@ def test_copies_do_not_see_each_other(architecture: str, text: str, padding: lis
 
 
 def test_a_copy_may_be_cropped_reordered_and_reset_by_itself() -> None:
-    ids, mask = left_padded(prompt(2, 40), [0, 7])
+    ids, mask = padded_prompt([0, 7], 40)
     turn = prompt(2, 6, seed=1)
     expected = appended("gemma3", prefilled("gemma3", "adakv(tova, keep=12)", ids, mask), turn, mask)
     cache = prefilled("gemma3", "adakv(tova, keep=12)", ids, mask)

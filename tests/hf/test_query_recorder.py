@@ -20,7 +20,7 @@ from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.traits import Traits
 from keepset.kernels.group_reduction import GroupReduction
-from tests.hf.models import extended, left_padded, prompt, tiny
+from tests.hf.models import extended, feed, padded_prompt, prompt, tiny
 from tests.hf.test_refusals import refusal
 
 
@@ -86,13 +86,12 @@ def test_sums_are_those_that_the_windows_queries_give(
     if dtype != torch.float32:
         model = LlamaForCausalLM(model.config).to(dtype).eval()
     recipe = keepset.Recipe.of(method, keep=11, every=every)
-    ids, mask = left_padded(prompt(len(padding), 20), padding)
+    ids, mask = padded_prompt(padding, 20)
     past = keepset.Cache(model, recipe, observer=compare)
     for tokens in [20, *[1] * (2 * every), 2 * every + 3, *[1] * every, 3, *[1] * every]:
         mask = extended(mask, past.get_seq_length() + tokens)
-        at = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
         new = ids if tokens == 20 else prompt(len(padding), tokens, tokens)
-        model(new, attention_mask=mask, position_ids=at, past_key_values=past)
+        feed(model, past, new, mask)
     assert compared >= 5 * 2 * 5
 
 

@@ -15,7 +15,7 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import keepset
-from tests.hf.models import extended, full, generate, left_padded, prompt, same_keep_set, tiny
+from tests.hf.models import extended, full, generate, padded_prompt, prompt, same_keep_set, tiny
 from tests.hf.test_exactness import GlobalPool
 from tests.tiers import TYPECHECK
 
@@ -173,7 +173,7 @@ def test_a_finished_mask(kind: torch.dtype) -> None:
 
 def test_a_mask_that_leaves_the_cache_out() -> None:
     model = tiny("llama")
-    ids, mask = left_padded(prompt(2, LENGTH), [0, 4])
+    ids, mask = padded_prompt([0, 4], LENGTH)
     past = keepset.Cache(model, "tova(keep=12)")
     generate(model, ids, past, mask, max_new_tokens=2)
     with refusal("mask covers 5 tokens"), torch.no_grad():
@@ -200,7 +200,7 @@ def test_a_mask_that_is_not_causal() -> None:
 )
 def test_the_past_fed_twice(whole: bool, how: dict[str, int], padding: int) -> None:
     model = tiny("llama")
-    ids, mask = left_padded(prompt(1, LENGTH), [padding])
+    ids, mask = padded_prompt([padding], LENGTH)
     past = keepset.Cache(model, "tova(keep=12)", prompt_length=LENGTH)
     said = generate(model, ids, past, mask, max_new_tokens=4).sequences
     new = prompt(1, 8, 1)

@@ -17,7 +17,7 @@ from keepset import Observation, models
 from keepset.hf.repeat import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
-from tests.hf.models import generate, left_padded, prompt, tiny, tokenizer
+from tests.hf.models import generate, left_padded, padded_prompt, prompt, tiny, tokenizer
 from tests.methods.naive import softmax
 
 LENGTH, PADDING = 36, [0, 7]
@@ -227,7 +227,7 @@ def test_uniform_heads_keep_the_same_number_each() -> None:
 
 
 def test_the_model_goes_on_as_if_nothing_had_run() -> None:
-    model, (ids, mask) = tiny("llama"), left_padded(prompt(2, LENGTH), PADDING)
+    model, (ids, mask) = tiny("llama"), padded_prompt(PADDING, LENGTH)
     ours = generate(model, ids, keepset.Cache(model, "kvzip(chunk=10, keep=1.0)"), mask, max_new_tokens=6)
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("sdpa")

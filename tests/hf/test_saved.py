@@ -24,7 +24,19 @@ from keepset.hf import saved
 from keepset.hf.fingerprint import fingerprint
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.recipe import in_full, in_short
-from tests.hf.models import GREEDY, LAYOUTS, extended, full, generate, left_padded, prompt, same_keep_set, tiny
+from tests.hf.models import (
+    GREEDY,
+    LAYOUTS,
+    extended,
+    feed,
+    full,
+    generate,
+    left_padded,
+    padded_prompt,
+    prompt,
+    same_keep_set,
+    tiny,
+)
 from tests.tiers import examples
 
 RECIPES = {
@@ -47,13 +59,6 @@ AGAIN = {
     "protected": "snapkv(window=4, keep=20, every=3, protect_prompt=True)",
     "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12, every=4)",
 }
-
-
-@torch.no_grad()
-def feed(model: Any, past: Any, ids: Tensor, mask: Tensor) -> Tensor:
-    """The logits of these tokens, which follow what is cached; the mask covers all."""
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    return model(ids, attention_mask=mask, position_ids=positions, past_key_values=past).logits
 
 
 def context(model: Any, recipe: str, ids: Tensor, mask: Tensor | None = None) -> keepset.Cache:
@@ -201,8 +206,8 @@ def test_asking_is_generating_from_context_and_question(name: str, padding: list
     model = tiny(name)
     if name == "lfm2" and any(padding):
         pytest.skip("its convolutions see padding")
-    ids, mask = left_padded(prompt(2, 40), padding)
-    question, question_mask = left_padded(prompt(2, 7, 3), [0, 2])
+    ids, mask = padded_prompt(padding, 40)
+    question, question_mask = padded_prompt([0, 2], 7, 3)
     past = context(model, RECIPES["head-ragged"], ids, mask)
     usual = generate(
         model, torch.cat([ids, question], 1), past.fork(), torch.cat([mask, question_mask], 1), max_new_tokens=8
@@ -224,7 +229,7 @@ def test_a_context_that_keeps_all_answers_as_the_model(tmp_path: Path, layout: s
 def test_many_questions_at_once(tmp_path: Path) -> None:
     model = tiny("llama")
     loaded = again(context(model, RECIPES["head-ragged"], prompt(1, 40)), model, tmp_path)
-    ids, mask = left_padded(prompt(3, 7, 5), [0, 3, 6])
+    ids, mask = padded_prompt([0, 3, 6], 7, 5)
     together = answer(model, loaded, ids, mask).sequences
     for row, padding in enumerate([0, 3, 6]):
         alone = answer(model, loaded, ids[row : row + 1, padding:]).sequences

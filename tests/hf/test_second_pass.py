@@ -18,7 +18,7 @@ from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder
 from keepset.kernels.columns import ColumnStatistic
 from tests.hf.looking import looking, shown
-from tests.hf.models import ARCHITECTURES, full, generate, left_padded, prompt, same_keep_set, tiny
+from tests.hf.models import ARCHITECTURES, full, generate, padded_prompt, prompt, same_keep_set, tiny
 
 LENGTH, PADDING = 36, [0, 7]
 ALL = frozenset(ColumnStatistic)
@@ -29,7 +29,7 @@ def observed(
     model: Any, padding: list[int], *passes: SecondPass, chunk: int | None = None, **options: Any
 ) -> dict[int, Observation]:
     """What every layer showed of this batch."""
-    ids, mask = left_padded(prompt(len(padding), LENGTH), padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     recipe = looking(*(passes or (WHOLE,)))
     cache = keepset.Cache(model, recipe, prompt_length=LENGTH if chunk else None, **options)
     with shown() as seen:
@@ -165,7 +165,7 @@ def test_embeddings_instead_of_ids() -> None:
 @pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
 def test_the_model_goes_on_as_if_nothing_had_run(architecture: str, padding: list[int]) -> None:
     model = dynamic() if architecture == "llama_dynamic" else tiny(architecture)
-    ids, mask = left_padded(prompt(2, LENGTH), padding)
+    ids, mask = padded_prompt(padding, LENGTH)
     options: dict[str, Any] = dict(max_new_tokens=6, output_hidden_states=True)
     expected = full(model, ids, mask, **options)
     output = generate(model, ids, keepset.Cache(model, looking(WHOLE, keep=1.0)), mask, **options)

@@ -19,7 +19,7 @@ from keepset.hf.prompt_session import Recorder
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
 from keepset.serving.checks import check_recipe
-from tests.hf.models import full, generate, left_padded, prompt, same_keep_set, statistics, tiny
+from tests.hf.models import full, generate, padded_prompt, prompt, same_keep_set, statistics, tiny
 
 
 def compressed(model: Any, recipe: str, ids: Tensor) -> keepset.KeepSet:
@@ -105,7 +105,7 @@ def test_qfilter_scores_keys_after_rotation() -> None:
 def test_while_decoding_what_there_is_stays_within_the_budget(method: str) -> None:
     recipe = keepset.Recipe.parse(method).with_keep(16)
     text = str(recipe).removesuffix(")") + ", recent=2, every=5)"
-    ids, mask = left_padded(prompt(2, 30), [0, 9])
+    ids, mask = padded_prompt([0, 9], 30)
     past = keepset.Cache(tiny("llama"), text)
     generate(tiny("llama"), ids, past, mask, max_new_tokens=16)
     assert [event.length for event in past.events] == [30, 35, 40, 45]
@@ -120,7 +120,7 @@ def test_while_decoding_what_there_is_stays_within_the_budget(method: str) -> No
 
 @pytest.mark.parametrize("method", ["qfilter", "triattention"])
 def test_with_room_for_all_nothing_changes(method: str) -> None:
-    ids, mask = left_padded(prompt(2, 30), [0, 9])
+    ids, mask = padded_prompt([0, 9], 30)
     past = keepset.Cache(tiny("llama_odd_head"), f"{method}(keep=64, every=5)")
     ours = generate(tiny("llama_odd_head"), ids, past, mask, max_new_tokens=16)
     assert torch.equal(ours.sequences, full(tiny("llama_odd_head"), ids, mask, max_new_tokens=16).sequences)

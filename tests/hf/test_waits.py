@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.errors import KeepsetError
-from tests.hf.models import ARCHITECTURES, left_padded, prompt, recipe, tiny
+from tests.hf.models import ARCHITECTURES, padded_prompt, prompt, recipe, tiny
 
 pytest.importorskip("triton")
 from tests.posing import Gpu, Posing, on_gpu
@@ -92,7 +92,7 @@ def test_an_event_waits_once_for_all_layers(
 ) -> None:
     """At the prompt's end and while decoding; a model's first look at its rotations is not counted."""
     monkeypatch.setitem(ARCHITECTURES, f"llama_{layers}_layers", ("llama", {"num_hidden_layers": layers}))
-    model, (ids, mask) = copy.deepcopy(tiny(f"llama_{layers}_layers")), left_padded(prompt(2, LENGTH), [0, 7])
+    model, (ids, mask) = copy.deepcopy(tiny(f"llama_{layers}_layers")), padded_prompt([0, 7], LENGTH)
     text, every = method if "(" in method else recipe(method, 12), 2
     with Gpu(monkeypatch, computes=padded) as gpu, torch.no_grad():
         on_gpu(model)
@@ -128,7 +128,7 @@ def test_a_padded_prompt_is_looked_at_once(
 
     A second pass looks for each request's tokens besides.
     """
-    (model, _), (ids, mask) = usual, left_padded(prompt(2, LENGTH), [0, 7])
+    (model, _), (ids, mask) = usual, padded_prompt([0, 7], LENGTH)
     waits = []
     with Gpu(monkeypatch) as gpu, torch.no_grad():
         for padding in (None, Posing(mask)):
@@ -145,7 +145,7 @@ def test_a_padded_prompt_is_looked_at_once(
 
 def test_padded_batches_of_ragged_heads(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decoded token takes no more launches than under transformers' own cache, and both look at the mask once."""
-    model, (ids, mask) = copy.deepcopy(tiny("llama")), left_padded(prompt(2, LENGTH), [0, 7])
+    model, (ids, mask) = copy.deepcopy(tiny("llama")), padded_prompt([0, 7], LENGTH)
     counted = []
     with Gpu(monkeypatch, computes=False) as gpu, torch.no_grad():
         on_gpu(model)
