@@ -42,7 +42,7 @@ _NOTE = "_keepset_attention"
 
 @dataclass(frozen=True, eq=False)
 class RealTokens:
-    """Which of some tokens are not padding, where some tokens are padding. The host has looked once for all layers.
+    """Tokens of which some are padding, and which of them are not. The host has looked once for all layers.
 
     Attributes:
         mask: true for real tokens, on the device.
@@ -70,7 +70,7 @@ class RealTokens:
 
 
 class BatchedAttention(NamedTuple):
-    """What was done for new tokens of several caches at once: they are stored and attended already.
+    """Result of storing and attending to new tokens of several caches at once.
 
     Attributes:
         output: attention's output, `[batch, n, query_heads, value_dim]`.
@@ -296,7 +296,7 @@ class MaskRule:
 
     @cached_property
     def real(self) -> RealTokens | None:
-        """Which of the new tokens are not padding; None if all are real.
+        """The new tokens that are not padding; None if all are real.
 
         Raises:
             UnsupportedModelError: the mask is not plain causal attention with padding.

@@ -174,7 +174,7 @@ class Cache(ObservedCache):
 
     @property
     def keep_set(self) -> KeepSet | None:
-        """What the newest compression kept; None before the first."""
+        """Entries that the newest compression kept; None before the first."""
         return self.events[-1].keep_set if self.events else None
 
     def trim(self) -> None:

@@ -85,13 +85,23 @@ def sample_of(made: Statistics | Tables) -> Mapping[str, Any]:
 
 
 def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> bool:
-    """Return whether a sample is of other weights than a model's, as far as these are loaded and not quantized."""
+    """Return whether a sample is of other weights than a model's, as far as these are loaded and not quantized.
+
+    Args:
+        model: to compare with.
+        sampled: what `sample` has returned of some model.
+    """
     weights = _readable(model)
     return bool(sampled and weights) and _differ(sampled, {name: weights[name] for name in sampled if name in weights})
 
 
 def stores_other_weights(folder: Path, sampled: Mapping[str, Any]) -> bool:
-    """Return whether a sample is of other weights than those in a model's folder, without loading these."""
+    """Return whether a sample is of other weights than those in a model's folder, without loading these.
+
+    Args:
+        folder: with safetensors files.
+        sampled: what `sample` has returned of some model.
+    """
     stored = _slices(folder)
     few = {name: _stored_numbers(stored[name], _places(stored[name].get_shape())) for name in sampled if name in stored}
     return bool(sampled and few) and _differ(sampled, few)

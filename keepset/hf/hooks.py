@@ -61,7 +61,12 @@ class ModelHooks(ABC):
 
 
 def before_calls(module: nn.Module, method: Callable[..., Any]) -> RemovableHandle:
-    """Call `method(module, args, kwargs)` before every call of a module, without holding the method's object."""
+    """Call `method(module, args, kwargs)` before every call of a module, without holding the method's object.
+
+    Args:
+        module: to watch.
+        method: what it returns takes the place of args and kwargs unless it is None.
+    """
     return module.register_forward_pre_hook(_weakly(method, 3), with_kwargs=True)
 
 

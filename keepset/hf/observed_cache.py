@@ -40,7 +40,7 @@ from keepset.recipe import Schedule
 
 @dataclass(eq=False)
 class Progress:
-    """How far a cache has come, the same in all layers between two forwards. The first layer of a forward moves it on.
+    """Lengths of a cache, the same in all layers between two forwards. The first layer of a forward moves them on.
 
     No tensor is written into: copies share them.
 
@@ -195,7 +195,20 @@ class ObservedCache(TransformersCache, KnowsText):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take a layer's new keys and values. A kept layer stores them when its attention follows."""
+        """Take a layer's new keys and values. A kept layer stores them when its attention follows.
+
+        Args:
+            key_states: `[batch, kv_heads, n, head_dim]`, after rotation.
+            value_states: `[batch, kv_heads, n, value_dim]`.
+            layer_idx: of the layer.
+            args, kwargs: further arguments of transformers' caches.
+
+        Returns:
+            Keys and values to attend to. For a kept layer these are the new ones, with a note of who attends to them.
+
+        Raises:
+            KeepsetError: the tokens do not fit the cache, or another attention implementation has run.
+        """
         requests, known = len(key_states), None if self.progress is None else len(self.progress.tokens)
         if known not in (None, requests):
             raise KeepsetError(
@@ -438,7 +451,12 @@ class ObservedCache(TransformersCache, KnowsText):
             progress.known.check(ids.repeat_interleave(requests // rows, 0), progress.valid, progress.logical)
 
     def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
-        """Take in the ids of a whole text, of which the cache holds the first; the caller gave the first `given`."""
+        """Take in the ids of a whole text, of which the cache holds the first.
+
+        Args:
+            ids: padding included.
+            given: how many of them the caller gave; `generate` has chosen the others.
+        """
         progress = self.progress
         if progress is None or len(progress.tokens) % len(ids):
             return
@@ -468,7 +486,7 @@ class ObservedCache(TransformersCache, KnowsText):
 
     @property
     def _looks_at_prompt(self) -> bool:
-        """Whether a prompt is under way of which more is collected than its entries."""
+        """True while a prompt is under way of which more is collected than its entries."""
         return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.kept_layers.values())
 
     def _all_hooks(self) -> list[ModelHooks]:

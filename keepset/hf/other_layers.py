@@ -59,7 +59,12 @@ def compressible(index: int, layer: Any) -> LayerState | None:
 
 
 def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dict[str, Any]:
-    """Return a copy of the states of some requests, and of what is noted about them, as a layer's attributes."""
+    """Return a copy of the states of some requests, and of what is noted about them, as a layer's attributes.
+
+    Args:
+        layer: with convolutional and recurrent states.
+        requests: which ones.
+    """
 
     def copied(value: Any) -> Any:
         return value[requests].clone() if isinstance(value, Tensor) else value

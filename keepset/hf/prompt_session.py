@@ -213,6 +213,11 @@ def needs_of(recipes: Sequence[Recipe]) -> Needs:
 
 
 def warm_up(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:
-    """Run a few tokens, so that cold caches, thread pools and allocators do not count for the first timed prefill."""
+    """Run a few tokens, so that cold caches, thread pools and allocators do not count for the first timed prefill.
+
+    Args:
+        model: to run.
+        ids: a prompt; its first tokens are run.
+    """
     with torch.no_grad():
         model(ids[:, :64])

@@ -62,7 +62,7 @@ class Repeat:
         return words
 
     def prefix(self, prompt: Int[Tensor, " tokens"]) -> int:
-        """How many tokens of a prompt are the chat template's opening; more must follow."""
+        """Return how many tokens of a prompt are the chat template's opening; 0 if nothing follows it."""
         length = len(self.opening)
         return length if length < len(prompt) and tuple(prompt[:length].tolist()) == self.opening else 0
 

@@ -21,7 +21,7 @@ each once per row of cosines and sines."""
 
 @dataclass(frozen=True, eq=False)
 class RotaryLayout:
-    """Which two numbers of a query rotate together, and by which of a model's cosines and sines.
+    """Layout of a rotation: which two numbers of a query rotate together, and by which cosine and sine of the model.
 
     Attributes:
         cos, sin: of each number of a query the index of its cosine and of its sine.
@@ -88,6 +88,11 @@ class RotaryLayout:
         return (cos, sin) if scale is None else (cos * scale[..., None], sin * scale[..., None])
 
     def rotate(self, queries: Queries, rotation: Rotation) -> Queries:
-        """Return the queries under a rotation."""
+        """Return rotated queries.
+
+        Args:
+            queries: `[batch, query_heads, n, head_dim]`.
+            rotation: of their positions.
+        """
         cos, sin = rotation
         return queries * cos[:, None] + queries[..., self.partner] * sin[:, None]

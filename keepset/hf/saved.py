@@ -54,7 +54,7 @@ _FILE = TensorFile(
 
 
 class Header(NamedTuple):
-    """What a file says of itself.
+    """Summary of a file.
 
     Attributes:
         recipe: that compressed it.
@@ -68,7 +68,7 @@ class Header(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """What a file holds, as far as it is known without reading its entries. All of it is checked.
+    """Contents of a file, as far as they are known without reading its entries. All of it is checked.
 
     Attributes:
         header: what the file says of itself.

@@ -1,4 +1,4 @@
-"""What a saved context's file may hold. Everything that is read from a file is checked here before it is used.
+"""Checks of a saved context's file. Everything that is read from a file is checked here before it is used.
 
 A digest tells a damaged file from a whole one. It does not tell who wrote the file, so these checks do not rely on it.
 Every function raises ValueError if something is not as it should be.

@@ -37,7 +37,7 @@ KeysAndValues = tuple[
 
 
 class _Rotated(threading.local):
-    """What one thread has given to a rotary embedding last; such a module is given no cache."""
+    """Arguments that one thread has given to a rotary embedding last; such a module is given no cache."""
 
     given: tuple[Any, ...] = ()
 

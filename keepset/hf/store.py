@@ -96,7 +96,12 @@ class EntryStore:
 
     @classmethod
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
-        """Return the store that has these columns as `packed`, and these counts."""
+        """Return a store of columns without free places.
+
+        Args:
+            columns: what `packed` has returned of a store.
+            counts: number of entries of each head.
+        """
         batch, kv_heads = counts.shape
         return cls(batch, kv_heads, columns, lambda: counts.flatten().tolist())
 
@@ -137,7 +142,12 @@ class EntryStore:
         return [run.count for run in self._runs for _ in range(run.heads)]
 
     def takes(self, keys: Tensor, values: Tensor) -> bool:
-        """Return whether tokens with these keys and values, `[batch, kv_heads, n, size]`, can be added to it."""
+        """Return whether new tokens can be added.
+
+        Args:
+            keys: of the tokens, `[batch, kv_heads, n, head_dim]`.
+            values: of the tokens, `[batch, kv_heads, n, value_dim]`.
+        """
         held, held_values = self._columns["keys"], self._columns["values"]
         fits = self.kv_heads == keys.shape[1] and held.shape[-1] == keys.shape[-1]
         return fits and held_values.shape[-1] == values.shape[-1] and held.dtype in (keys.dtype, torch.int8)
@@ -264,7 +274,7 @@ class EntryStore:
 
     @property
     def exists(self) -> Bool[Tensor, "batch kv_heads entries"]:
-        """Which places of `padded` hold an entry."""
+        """Mask of the places of `padded` that hold an entry."""
         shape, device = (self.batch, self.kv_heads), self._columns["positions"].device
         longest = max(run.count for run in self._runs)
         if len(self._runs) == 1:
@@ -329,7 +339,7 @@ class EntryStore:
         self._runs = runs
 
     def _moved(self) -> None:
-        """Heads lie elsewhere from now on."""
+        """Forget where heads lay, because they lie elsewhere from now on."""
         vars(self).pop("heads", None)
 
     def count_appended(self, n: int) -> None:
