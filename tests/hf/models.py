@@ -242,7 +242,7 @@ def recipe(method: str, keep: int | float) -> str:
 
 
 def same_keep_set(a: keepset.KeepSet, b: keepset.KeepSet) -> bool:
-    """Whether two sets hold the same positions in every layer, request and head."""
+    """Return whether two sets hold the same positions in every layer, request and head."""
     return a.layers == b.layers and all(
         torch.equal(a.layer(layer).counts, b.layer(layer).counts)
         and torch.equal(a.layer(layer).packed_positions, b.layer(layer).packed_positions)

@@ -1,4 +1,4 @@
-"""What the runtime shows to a method, against the same numbers computed naively from the model's own modules."""
+"""Observations as the runtime makes them, against the same numbers computed naively from the model's own modules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EVERYTHING = looking(RecentQueries(WINDOW), SUM, MAX, *MOMENTS, *map(PromptQuery
 
 
 def observed(architecture: str, padding: list[int], chunk: int | None = None) -> dict[int, Observation]:
-    """What every layer showed of this batch."""
+    """Return what every layer showed of this batch."""
     model = tiny(architecture)
     ids, mask = padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, EVERYTHING, prompt_length=LENGTH if chunk else None)

@@ -61,7 +61,7 @@ def said(model: Any, cache: keepset.Cache, tokens: Tensor) -> Tensor:
 
 
 def same(ours: keepset.Cache, alone: keepset.Cache) -> None:
-    """They hold the same entries after the same events, and as many bytes."""
+    """Check that two caches hold the same entries after the same events, and as many bytes."""
     assert ours.get_seq_length() == alone.get_seq_length() and ours.nbytes == alone.nbytes
     assert [event.length for event in ours.events] == [event.length for event in alone.events]
     for mine, theirs in zip(ours.events, alone.events, strict=True):
@@ -71,7 +71,7 @@ def same(ours: keepset.Cache, alone: keepset.Cache) -> None:
 
 @contextmanager
 def plainly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """On PyTorch's operators."""
+    """Run on PyTorch's operators."""
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "INTERPRETED", False)
         yield

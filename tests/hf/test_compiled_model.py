@@ -16,7 +16,7 @@ from tests.hf.models import generate, padded_prompt, prompt, tiny
 @pytest.mark.parametrize("text", ["adakv(snapkv(window=4), keep=9, every=4)", "second_pass(keep=9)"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_says_the_same(text: str) -> None:
-    """Whichever backend makes code of its graphs: keepset's part is in none."""
+    """No backend makes code of keepset's part."""
     (ids, mask), model = padded_prompt([0, 7], 20), tiny("llama_shallow")
     expected = generate(model, ids, plain := keepset.Cache(model, text), mask, max_new_tokens=8)
     compiled, graphs = copy.deepcopy(model), []

@@ -1,4 +1,4 @@
-"""Whatever a saved context's file holds, it loads as what was saved or is refused with a KeepsetError.
+"""Saved contexts' files with any damage: each loads as what was saved, or is refused with a KeepsetError.
 
 `python -m tests.hf.test_damaged_files --minutes 60 --seed 1` goes on by hand.
 """

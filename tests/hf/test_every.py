@@ -219,7 +219,7 @@ class Naive:
         return sum(step < first for step in self.steps[:point])
 
     def received(self, layer: Layer, of: WindowAttention, point: int, padded: Tensor, valid: Tensor) -> Tensor:
-        """What every entry was paid, query by query."""
+        """Return the attention that every entry received, query by query."""
         each = of.sums_of == "each"
         group = layer.seen[point - 1][0][1].shape[0]
         sums = torch.zeros(len(layer.kept), 1000, *[group] * each)
@@ -261,7 +261,7 @@ AttentionInterface.register("naive every", _naive_attention)
 
 
 def check_events(past: keepset.Cache, naive: Naive) -> None:
-    """The same events, each of which kept the same positions."""
+    """Check that there were the same events, and that each kept the same positions."""
     assert [event.length for event in past.events] == [length for length, _ in naive.events]
     for event, (_, kept) in zip(past.events, naive.events, strict=True):
         assert event.keep_set.layers == tuple(kept)
@@ -381,7 +381,7 @@ with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill",
     ["adakv", "duo_attention", *(pytest.param(name, marks=pytest.mark.full) for name in RECIPES if name != "adakv")],
 )
 def test_how_much_stays_follows_from_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, which is not asked before it is stored: an event that keeps more or less is an error."""
+    """A GPU is not asked before entries are stored. An event that keeps more or less is an error."""
     monkeypatch.setattr("keepset.hf.cache.is_async_device", lambda device: True)
     text = f"{by_text(name, 12)[:-1]}, every=5)" if name not in RECIPES else RECIPES[name](every=5)
     (ids, mask), cache, start = padded_prompt([0, 6], LENGTH + 17), keepset.Cache(tiny("llama"), text), 0
@@ -507,7 +507,7 @@ def test_tokens_beyond_the_prompt_in_its_own_forward(name: str) -> None:
     "recipe", ["random(keep=6, ", "snapkv(window=3, keep=25, ", "adakv(keydiff, keep=6, recent=2, "]
 )
 def test_a_protected_prompt_is_whole_after_many_events(recipe: str) -> None:
-    """Of each row of a batch its own; the number follows from it, and nothing happens at the prompt's end."""
+    """Each row of a batch has its own prompt, from which follows how much stays; nothing is dropped at its end."""
     padding, every, parsed = [0, 13], 3, keepset.Recipe.parse(f"{recipe}every=3, protect_prompt=True)")
     model, (ids, mask) = tiny("llama"), padded_prompt(padding, LENGTH)
     past = keepset.Cache(model, parsed, history=True)

@@ -25,7 +25,7 @@ def model() -> Any:
 
 @pytest.fixture
 def expected(model: Any, embedded: Any) -> list[str]:
-    """What `generate` answers to each text, with a cache of its own."""
+    """Return what `generate` answers to each text, with a cache of its own."""
     answers = []
     for text in TEXTS:
         ids = embedded[1](text, return_tensors="pt")

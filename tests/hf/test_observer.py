@@ -1,4 +1,4 @@
-"""What an observer of the cache is told."""
+"""Observers of a cache: what they are told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keepset cannot do it refuses, in one sentence that says what is wrong."""
+"""Refusals: keepset says in one sentence what is wrong."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def received(
 
 
 def observed(model: Any, recipe: str, ids: Tensor, padding: list[int]) -> tuple[dict[int, Observation], keepset.Cache]:
-    """What the method saw of each layer, and the cache."""
+    """Return what the method saw of each layer, and the cache."""
     found: dict[int, Observation] = {}
     cache = keepset.Cache(model, recipe, observer=lambda seen, budget, kept: found.update({seen.layer: seen}))
     ids, mask = left_padded(ids, padding)

@@ -90,7 +90,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def check_grown(past: keepset.Cache, loaded: keepset.Cache) -> None:
-    """Entries to the bit; what was added up of queries but for rounding, which a store's free places can alter."""
+    """Compare entries to the bit; sums of queries up to rounding, which a store's free places can alter."""
     for kept, other in zip(past.kept_layers.values(), loaded.kept_layers.values(), strict=True):
         ours, theirs = kept.store.packed, other.store.packed
         names = sorted(ours)
@@ -340,7 +340,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def rewritten(path: Path, **changes: Any) -> None:
-    """Changes metadata and leaves their digest."""
+    """Change metadata and leave their digest."""
     with safetensors.safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in list(file.keys())}
         metadata = json.loads(file.metadata()["keepset_context"])
@@ -348,7 +348,7 @@ def rewritten(path: Path, **changes: Any) -> None:
 
 
 def resealed(path: Path, tensors: dict[str, Tensor | None], **changes: Any) -> None:
-    """Changes tensors and metadata as somebody would who knows how to make digests; None takes a tensor out."""
+    """Change tensors and metadata as somebody would who knows how to make digests; None takes a tensor out."""
     with safetensors.safe_open(path, framework="pt") as file:
         there = {name: file.get_tensor(name) for name in list(file.keys())}
         metadata = json.loads(file.metadata()["keepset_context"])

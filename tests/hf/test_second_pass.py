@@ -28,7 +28,7 @@ WHOLE, CHUNKED = SecondPass(ALL), SecondPass(ALL, chunk=10)
 def observed(
     model: Any, padding: list[int], *passes: SecondPass, chunk: int | None = None, **options: Any
 ) -> dict[int, Observation]:
-    """What every layer showed of this batch."""
+    """Return what every layer showed of this batch."""
     ids, mask = padded_prompt(padding, LENGTH)
     recipe = looking(*(passes or (WHOLE,)))
     cache = keepset.Cache(model, recipe, prompt_length=LENGTH if chunk else None, **options)
@@ -39,7 +39,7 @@ def observed(
 
 @torch.no_grad()
 def attention(model: Any, context: Tensor, task: Tensor) -> list[Tensor]:
-    """What each task token pays to each token of the context, `[query_heads, task, context]` per layer."""
+    """Return what each task token pays to each context token, `[query_heads, task, context]` per layer."""
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
     both = torch.cat([context, task])[None]

@@ -96,12 +96,12 @@ class Stores(RuleBasedStateMachine):
 
     @rule(target=pairs, pair=pairs, data=st.data())
     def keep_as_stored(self, pair: Pair, data: st.DataObject) -> Pair:
-        """Likewise, of keys and values as they lie."""
+        """Keep some entries, with keys and values as they lie."""
         return self.kept(data, pair.store.others, pair.requests, pair.store.kept)
 
     @rule(pair=pairs, data=st.data())
     def reorder(self, pair: Pair, data: st.DataObject) -> None:
-        """Requests change places, come twice, or go."""
+        """Let requests change places, come twice, or go."""
         rows = data.draw(st.lists(st.integers(0, len(pair.requests) - 1), min_size=1, max_size=4))
         pair.store.reorder(rows)
         pair.requests = [[list(head) for head in pair.requests[row]] for row in rows]

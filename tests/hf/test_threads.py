@@ -34,7 +34,7 @@ RECIPES = (
 
 @pytest.fixture
 def hasty() -> Iterator[None]:
-    """Lets threads take turns as often as they can."""
+    """Let threads take turns as often as they can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -117,7 +117,7 @@ def test_caches_are_made_one_after_another(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_fork_beside_its_original_sees_its_own_calls(
     first: str, recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model with two rotations a forward, made in any order: hooks of both caches see every call of the model."""
+    """A model makes its two rotations in any order: hooks of both caches see every call of the model."""
     kinds = sorted(["full_attention", "sliding_attention"], key=lambda kind: kind != first)
     # transformers goes through a set, whose order differs from process to process.
     monkeypatch.setattr("transformers.models.gemma3.modeling_gemma3.set", lambda _: kinds, raising=False)

@@ -1,4 +1,4 @@
-"""What a GPU would be asked for: decoding makes the host wait for nothing, an event once, for its counts."""
+"""Waits for a GPU: decoding makes the host wait for nothing, an event once, for its counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What changes a whole cache changes all of its layers, or raises and changes none."""
+"""Operations on whole caches: each changes all layers, or raises and changes none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTH = 40
 
 @torch.no_grad()
 def following(model: Any, cache: keepset.Cache) -> Tensor:
-    """What a few more tokens predict on a fork."""
+    """Return what a few more tokens predict on a fork."""
     ids = prompt(len(cache.progress.tokens), 4, 3)
     return model(ids, past_key_values=cache.fork(), use_cache=True).logits
 
