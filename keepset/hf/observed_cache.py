@@ -340,7 +340,7 @@ class ObservedCache(TransformersCache, KnowsText):
         progress = self.progress
         assert progress is not None and progress.positions is not None
         new.positions, new.cache_valid = progress.positions.to(new.query.device), progress.valid
-        new.start, new.end = layer.logical, layer.logical + new.length
+        new.start, new.end = layer.logical, layer.logical + new.query.shape[2]
         if self._hooks is not None and layer.looks_at(new):
             new.layer_input = self._hooks.layer_input(new)
             new.rotation = new.layer_input.rotation
