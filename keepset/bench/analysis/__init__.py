@@ -1,1 +1,1 @@
-"""What KeepSets and a sweep's cells come to: diagnostics, traces, intervals, tables, curves, needle maps."""
+"""From KeepSets and records to figures: diagnostics, traces, intervals, rows, curves, needle maps."""

@@ -1,4 +1,4 @@
-"""Accuracy over the share that is held, of bytes or entries: the area under the curve, and how much can go."""
+"""Accuracy over the share of bytes or entries that is held: the area under the curve, and how much can go."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ from keepset.bench.analysis.intervals import Interval
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A method under all its budgets, on a task or on the tasks of a group.
+    """A method's scores under all its budgets, on a task or on the tasks of a group.
 
-    The shares of the full cache that are held, means over the examples, fall; 1.0, the full cache, comes first.
-    Each task's scores have one row per example, whose numbers differ, and one column per share; examples that lack a
-    column are not in them.
+    Attributes:
+        shares: the mean share of the full cache that is held, falling `[points]`; the first is 1.0, the full cache.
+        scores: for every task `[examples, points]`; examples that lack a point are left out.
     """
 
     shares: Float[np.ndarray, " points"]
@@ -23,11 +23,14 @@ class Curve:
 
 
 def area(curve: Curve) -> tuple[float, Interval] | None:
-    """Area under accuracy over shares (KVCompose's AUC, 2025, arXiv:2509.05165), as a mean score from 0 to 1.
+    """Return the area under accuracy over shares as a mean score from 0 to 1, with its interval.
 
-    Trapezoids from the smallest share to 1.0, divided by that width; the paper says neither the rule nor the range. Of
-    a group it is the mean over the tasks. It is a mean over examples of each one's own area, so its interval is that of
-    a mean score. None where no budget dropped anything.
+    KVCompose (2025, arXiv:2509.05165) calls it AUC and gives neither rule nor range. Here trapezoids reach from the
+    smallest share to 1.0, and their sum is divided by that width. The area of a group is the mean over its tasks. It is
+    a mean over the examples' own areas, so its interval is that of a mean score.
+
+    Returns:
+        The area and its interval; None if no budget dropped anything.
     """
     shares = curve.shares
     width = shares[0] - shares[-1]
@@ -46,13 +49,20 @@ def area(curve: Curve) -> tuple[float, Interval] | None:
 
 
 def compression(curve: Curve, tolerance: float) -> tuple[float, Interval | None] | None:
-    """The largest share that can go with a relative loss of accuracy of at most `tolerance`.
+    """Return the largest share that can go with a relative loss of accuracy of at most `tolerance`.
 
-    KVCompose's Table 2, equations 6 to 8 and 10: the loss is (full cache's score - score) / full cache's score, its
-    mean over the tasks of a group on which the full cache scores anything. Between two budgets it is taken to be
-    linear, as the paper's figures suggest. Beyond the smallest budget nothing is known: there the answer means "at
-    least". The interval is a bootstrap over examples, all budgets of an example drawn together; None where no draw
-    differs. None altogether where the full cache scores nothing at all.
+    KVCompose's Table 2, equations 6 to 8 and 10: the loss is (full cache's score - score) / full cache's score. The
+    loss of a group is the mean over the tasks on which the full cache scores anything. Between two budgets the loss is
+    taken to be linear, as the paper's figures suggest. Nothing is known beyond the smallest budget, so an answer there
+    means "at least".
+
+    Args:
+        curve: the method's scores.
+        tolerance: the relative loss, such as 0.1.
+
+    Returns:
+        The share, and a bootstrap interval over examples with all budgets of an example drawn together. The interval is
+        None if no draw differs. None altogether if the full cache scores nothing.
     """
     if not all(map(len, curve.scores)) or not any(scores[:, 0].any() for scores in curve.scores):
         return None
@@ -68,7 +78,7 @@ def compression(curve: Curve, tolerance: float) -> tuple[float, Interval | None]
 
 
 def _losses(means: list[Float[np.ndarray, "draws points"]]) -> Float[np.ndarray, "draws points"]:
-    """Relative loss, the mean over those tasks on which the full cache scores anything; NaN where there is none."""
+    """Return the mean relative loss over the tasks on which the full cache scores anything; NaN if there are none."""
     full = np.stack([each[:, :1] for each in means])
     known = np.broadcast_to(full > 0, (len(means), *means[0].shape))
     losses = 1 - np.divide(np.stack(means), full, where=known, out=np.ones(known.shape))
@@ -79,7 +89,7 @@ def _losses(means: list[Float[np.ndarray, "draws points"]]) -> Float[np.ndarray,
 def _reach(
     removed: Float[np.ndarray, " points"], losses: Float[np.ndarray, "draws points"], tolerance: float
 ) -> Float[np.ndarray, " draws"]:
-    """The largest share removed at which the loss, linear between points, is within the tolerance."""
+    """Return the largest share removed at which the loss, linear between points, is within the tolerance."""
     before, after = losses[:, :-1], losses[:, 1:]
     within = before <= tolerance
     rise = np.where(after > before, after - before, 1.0)

@@ -1,4 +1,4 @@
-"""What KeepSets tell: wiped-out regions, gaps, the middle, stability; and how much a text repeats."""
+"""Diagnostics of KeepSets: wiped-out regions, gaps, the middle, stability; and how much a text repeats itself."""
 
 from dataclasses import dataclass
 
@@ -11,31 +11,42 @@ from keepset.core.keep_set import KeepSet
 from keepset.errors import KeepsetError
 
 REGION = 16
-"""Tokens of a region."""
+"""Tokens of a region: the shortest segment of AMS's Table 15."""
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One event: what stayed, and the tokens each request has had so far, dropped ones included, padding not."""
+    """One event.
+
+    Attributes:
+        keep_set: what stayed.
+        lengths: tokens that each request has had so far `[batch]`, with dropped ones, without padding.
+    """
 
     keep_set: KeepSet
     lengths: Int[Tensor, " batch"]
 
     def kept(self) -> Bool[Tensor, "layers batch kv_heads positions"]:
-        """True at every position that stayed; there are as many positions as the longest text has."""
+        """Return whether each position stayed; there are as many positions as the longest text has tokens."""
         return self.keep_set.mask(int(self.lengths.max())).to(self.lengths.device)
 
     def exists(self) -> Bool[Tensor, "batch positions"]:
-        """True at every position that a request has had."""
+        """Return whether a request has had each position."""
         return torch.arange(int(self.lengths.max()), device=self.lengths.device) < self.lengths[:, None]
 
 
 def wipeout_rate(snapshot: Snapshot, region: int = REGION) -> Float[Tensor, "layers batch kv_heads"]:
-    """Share of the text's regions of which an event has kept nothing (Yang and Shen, AMS, appendix C).
+    """Return the share of the text's regions of which an event has kept nothing (Yang and Shen, AMS, appendix C).
 
-    The paper gives the rate and no definition. Here regions are `region` tokens long, counted from the text's first
-    token; a shorter one at the end counts as well. They are regions of the whole text so far: what an
-    earlier event wiped out stays wiped out. The default is the shortest segment of the paper's Table 15.
+    The paper gives the rate and no definition. Here regions are counted from the first token of the whole text so far,
+    so a region that an earlier event wiped out stays wiped out. A shorter region at the end counts as well.
+
+    Args:
+        snapshot: the event.
+        region: tokens of a region.
+
+    Raises:
+        KeepsetError: `region` is below 1.
     """
     if region < 1:
         raise KeepsetError(f"region={region} is not a number of tokens: use an integer from 1.")
@@ -47,10 +58,10 @@ def wipeout_rate(snapshot: Snapshot, region: int = REGION) -> Float[Tensor, "lay
 
 
 def middle_retention(snapshot: Snapshot) -> Float[Tensor, "layers batch kv_heads"]:
-    """Share of the middle third of the text so far that is kept (Yang and Shen, AMS, Figure 4a).
+    """Return the share of the middle third of the text so far that is kept (Yang and Shen, AMS, Figure 4a).
 
-    The paper does not say where the middle begins. Here a third of the positions, rounded down, is left out at
-    either end.
+    The paper does not say where the middle begins. Here a third of the positions, rounded down, is left out at either
+    end.
     """
     kept = snapshot.kept()
     edge = (snapshot.lengths // 3)[:, None]
@@ -60,12 +71,12 @@ def middle_retention(snapshot: Snapshot) -> Float[Tensor, "layers batch kv_heads
 
 
 def gone(snapshot: Snapshot) -> Bool[Tensor, "layers batch kv_heads positions"]:
-    """Positions of the text that this event or one before it has dropped."""
+    """Return whether this event or one before it has dropped each position of the text."""
     return ~snapshot.kept() & snapshot.exists()[:, None]
 
 
 def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
-    """Length of the longest stretch of neighbours that are all true; of `gone`, a head's longest gap in its text."""
+    """Return the length of the longest stretch of neighbours that are all true; of `gone` it is the longest gap."""
     count = torch.arange(1, flags.shape[-1] + 1, device=flags.device)
     last_false = count.expand_as(flags).masked_fill(flags, 0).cummax(-1).values
     runs = count - last_false
@@ -73,11 +84,17 @@ def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
 
 
 def retained_iou(earlier: Snapshot, later: Snapshot) -> Float[Tensor, "layers batch kv_heads"]:
-    """Intersection over union of what two consecutive events kept (Yang and Shen, AMS, Table 14, Figure 5).
+    """Return the intersection over union of what two consecutive events kept (Yang and Shen, AMS, Table 14, Figure 5).
 
-    The paper does not say over which positions. Here they are those that existed at the earlier event, so that
-    tokens which came in between are no change. As nothing that was dropped comes back, this is the share of the
-    earlier set that survived; 1 where that was empty. `KeepSet.iou` compares the whole sets.
+    The paper does not say over which positions. Here they are the positions that existed at the earlier event, so
+    tokens that came in between are no change. Dropped entries never come back, so this is the share of the earlier set
+    that survived; 1 if that set was empty. `KeepSet.iou` compares the whole sets.
+
+    Args:
+        earlier, later: two events of the same layers, requests and KV heads.
+
+    Raises:
+        KeepsetError: the events are not in their order, or not of the same cache.
     """
     if bool((later.lengths < earlier.lengths).any()):
         raise KeepsetError("The later event's text is shorter than the earlier one's: give them in their order.")
@@ -90,10 +107,10 @@ def retained_iou(earlier: Snapshot, later: Snapshot) -> Float[Tensor, "layers ba
 
 
 def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
-    """Means over the early, middle and late layers (Table 14).
+    """Return means over the early, middle and late layers (AMS, Table 14).
 
     The paper cuts its 28 layers into 8, 12 and 8 and gives no rule. Here early and late are two sevenths of the layers
-    each, rounded, and the middle is the rest; stages without layers are left out.
+    each, rounded, and the middle is the rest. Stages without layers are left out.
     """
     edge = round(values.shape[0] * 2 / 7)
     stages = zip(
@@ -103,10 +120,16 @@ def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
 
 
 def repetition_rate(ids: Int[Tensor, " tokens"], n: int = 4) -> float:
-    """Share of a text's n-grams that have occurred in it before; 0 for a text shorter than n.
+    """Return the share of a text's n-grams that have occurred in it before; 0 for a text shorter than n.
 
-    Yang and Shen (AMS, Figure 4b, Table 9) give the rate without n or formula; 4 is what is
-    usual for degenerate repetition. Give the generated tokens alone: a prompt's repetitions are not the model's.
+    Yang and Shen (AMS, Figure 4b, Table 9) give the rate without n or formula; 4 is usual for degenerate repetition.
+
+    Args:
+        ids: the generated tokens, without the prompt.
+        n: length of an n-gram.
+
+    Raises:
+        KeepsetError: `n` is below 1.
     """
     if n < 1:
         raise KeepsetError(f"n={n} is not a length of n-grams: use an integer from 1.")

@@ -1,4 +1,4 @@
-"""`EventFigures`: what the events of an answer come to, while it is decoded."""
+"""`EventFigures`: means over the events of an answer while it is decoded."""
 
 from collections.abc import Mapping
 from statistics import fmean
@@ -16,10 +16,10 @@ from keepset.hf.cache import Cache
 
 
 class EventFigures:
-    """Means over an answer's events, layers and KV heads, of a cache of one request; no event's KeepSet is kept.
+    """Means over the events, layers and KV heads of one answer, whose cache holds one request.
 
-    `look` is for every token: it does nothing where no event has come. `observe` is for the cache's observer, of a
-    method that cuts texts into segments.
+    Call `look` after every token; it does nothing without a new event. Give `observe` to the cache as its observer, for
+    methods that cut texts into segments. No event's KeepSet is kept.
     """
 
     def __init__(self, method: Method) -> None:
@@ -29,14 +29,14 @@ class EventFigures:
         self._events: list[dict[str, float]] = []
 
     def observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
-        """Notes the segments of the next layer at an event: how many a head has, and how long they are."""
+        """Note how many segments a head of this layer has, and how long they are."""
         if heads := head_segments(self._method, observation, budget):
             numbers = [len(head.ends) for head in heads]
             lengths = [len(head.mass) / number for head, number in zip(heads, numbers, strict=True)]
             self._segments.append((fmean(numbers), fmean(lengths)))
 
     def look(self, cache: Cache) -> None:
-        """Notes the newest event, if it is a new one; nothing of a recipe that compresses the prompt only."""
+        """Note the newest event if it is new; do nothing for a recipe that compresses only the prompt."""
         if cache.schedule.every is None or not cache.events or cache.events[-1].length == self._length:
             return
         event = cache.events[-1]
@@ -55,11 +55,11 @@ class EventFigures:
 
     @property
     def means(self) -> Mapping[str, float]:
-        """By the names of an `Outcome`; those that nothing is known of are not there."""
+        """Means by the names of `FIGURES`; names without a value are left out."""
         names = dict.fromkeys(name for figures in self._events for name in figures)
         return {name: fmean(figures[name] for figures in self._events if name in figures) for name in names}
 
 
 def _with_depths(name: str, values: Tensor) -> dict[str, float]:
-    """The mean of a figure over all layers, and over those of each stage."""
+    """Return the mean of a figure over all layers, and over the layers of each stage."""
     return {name: float(values.mean()), **{f"{name}_{stage}": value for stage, value in by_depth(values).items()}}

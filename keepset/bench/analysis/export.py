@@ -48,10 +48,10 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def to_latex(summary: Summary) -> str:
-    """Tables for the `booktabs` package: scores by method and budget, then areas under the curves.
+    """Return tables for the `booktabs` package: scores by method and budget, then areas under the curves.
 
-    Scores are percentages with their intervals. A dagger says that the recipe failed on some of the examples, a
-    fraction that it was run on some of them only.
+    Scores are percentages with their intervals. A dagger marks a recipe that failed on some of the examples, a fraction
+    a recipe that was run on only some of them.
     """
     parts = [_scores([*summary.rows, *summary.averages]), *([_trades(summary.trades)] if summary.trades else [])]
     return "\n\n".join(parts) + "\n"
@@ -118,5 +118,5 @@ def _percent(figure: Figure | None) -> str:
 
 
 def escape(text: str) -> str:
-    """A text that LaTeX sets as it is, without control characters, on one line."""
+    """Return a text that LaTeX sets as it is, on one line, without control characters."""
     return "".join(_LATEX.get(character, character) for character in text if character.isprintable())

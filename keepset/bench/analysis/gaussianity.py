@@ -1,4 +1,4 @@
-"""How near hidden states are to a normal distribution, channel by channel, as GVote supposes."""
+"""How near hidden states are to a normal distribution, channel by channel, as GVote assumes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from keepset.errors import KeepsetError
 
 @dataclass(frozen=True, eq=False)
 class Gaussianity:
-    """What the channels of one layer's hidden states are like along a text; NaN where a channel never changes.
+    """Shape of one layer's hidden states along a text, per channel; NaN for a channel that never changes.
 
     Attributes:
-        distance: Kolmogorov and Smirnov's, between a channel's values and the normal distribution with their mean and
-            variance: the largest difference of the two cumulative distributions, from 0 to 1.
-        skewness: 0 of a normal distribution.
-        kurtosis: excess, 0 of a normal distribution.
+        distance: Kolmogorov-Smirnov distance `[channels]` between a channel's values and the normal distribution with
+            their mean and variance: the largest difference of the two cumulative distributions, from 0 to 1.
+        skewness: `[channels]`, 0 for a normal distribution.
+        kurtosis: excess kurtosis `[channels]`, 0 for a normal distribution.
     """
 
     distance: Float[Tensor, " channels"]
@@ -29,7 +29,7 @@ class Gaussianity:
 
 
 def gaussianity(hidden: Float[Tensor, "tokens channels"]) -> Gaussianity:
-    """Of every channel's values over the tokens."""
+    """Return the shape of every channel's values over the tokens."""
     values = hidden.double()
     values = (values - values.mean(0)) / values.std(0, unbiased=False)
     ordered = values.sort(dim=0).values
@@ -42,9 +42,18 @@ def gaussianity(hidden: Float[Tensor, "tokens channels"]) -> Gaussianity:
 
 @torch.no_grad()
 def hidden_gaussianity(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"], skip: int) -> dict[int, Gaussianity]:
-    """Of what enters each layer's attention, the layer norm's output, without the first `skip` tokens.
+    """Return the shape of what enters each layer's attention, which is the layer norm's output.
 
-    Raises KeepsetError for fewer than `skip` + 3 tokens.
+    Args:
+        model: the model.
+        ids: a text, `[1, tokens]`.
+        skip: the first tokens, which are left out.
+
+    Returns:
+        The shapes by layer.
+
+    Raises:
+        KeepsetError: there are fewer than `skip` + 3 tokens.
     """
     if ids.shape[1] < skip + 3:
         raise KeepsetError(f"{ids.shape[1]} tokens are too few: the first {skip} are left out, so give {skip + 3}.")

@@ -1,7 +1,7 @@
-"""Intervals of 95 %: how far a figure over so many examples can be trusted.
+"""Intervals of 95 %: how far a figure over examples can be trusted.
 
-Every function takes one value per example. What belongs to one example (its questions, its seeds) is averaged before,
-because it rises and falls together.
+Every function takes one value per example. Questions and seeds of one example are averaged before, because they rise
+and fall together.
 """
 
 import math
@@ -13,24 +13,24 @@ import numpy as np
 from jaxtyping import Float
 
 DRAWS = 2000
-"""Samples of a bootstrap."""
+"""Number of samples of a bootstrap."""
 Z = 1.959963984540054
-"""The normal distribution has 95 % between -Z and Z."""
+"""95 % of the normal distribution lie between -Z and Z."""
 
 
 class Interval(NamedTuple):
-    """Both ends of an interval of 95 %."""
+    """The two ends of an interval of 95 %."""
 
     low: float
     high: float
 
 
 def of_mean(values: Sequence[float]) -> Interval | None:
-    """Of the mean of any numbers; None of fewer than two.
+    """Return the interval of the mean of any numbers; None for fewer than two.
 
-    Percentile bootstrap, seeded. The percentiles are further out than 2.5 and 97.5, by as much as a t interval is
-    wider than a normal one with the variance of a resampled mean (the expanded percentile interval, Hesterberg 2015,
-    arXiv:1411.5279): without that, ten examples give 90 % where 95 % is said.
+    It is a seeded percentile bootstrap. Its percentiles lie further out than 2.5 and 97.5, by as much as a t interval
+    is wider than a normal interval with the variance of a resampled mean (the expanded percentile interval, Hesterberg
+    2015, arXiv:1411.5279). Without that, ten examples would give 90 % instead of 95 %.
     """
     if len(values) < 2:
         return None
@@ -38,10 +38,10 @@ def of_mean(values: Sequence[float]) -> Interval | None:
 
 
 def of_score(values: Sequence[float]) -> Interval | None:
-    """Of a mean score, from 0 to 1; None without examples.
+    """Return the interval of a mean score from 0 to 1; None without examples.
 
-    Where all values are 0 or 1, it is Wilson's of a share: resampling 12 successes of 12 would give no width at all.
-    So it is where all values are the same, for which that is wide enough: no score varies more than a share.
+    If all values are 0 or 1, or all are the same, it is Wilson's interval of a share: resampling 12 successes of 12
+    would give no width at all. Wilson's is wide enough for equal values, because no score varies more than a share.
     """
     if not values:
         return None
@@ -51,11 +51,11 @@ def of_score(values: Sequence[float]) -> Interval | None:
 
 
 def of_difference(values: Sequence[float]) -> Interval | None:
-    """Of the mean difference of two scores, from their differences on the same examples; None without examples.
+    """Return the interval of a mean difference from two scores' differences on the same examples; None without any.
 
-    Where all differences are -1, 0 or 1, or all are the same, it is that of Agresti & Min (2005) for matched pairs of
-    successes and failures, as if each of the four outcomes had been seen half a time more often: of two recipes that
-    answer the same 12 of 12, it does not say that they are equal.
+    If all differences are -1, 0 or 1, or all are the same, it is the interval of Agresti & Min (2005) for matched pairs
+    of successes and failures, as if each of the four outcomes had been seen half a time more often. So two recipes that
+    answer the same 12 of 12 are not said to be equal.
     """
     if not values:
         return None
@@ -68,10 +68,10 @@ def of_difference(values: Sequence[float]) -> Interval | None:
 
 
 def of_average(parts: Sequence[tuple[float, Interval]]) -> Interval:
-    """Of the average of independent figures, each with its own interval.
+    """Return the interval of the average of independent figures, each with its own interval.
 
     The distances of the ends add up as standard errors do (MOVER, Zou & Donner 2008), so a part without spread counts
-    with the width that its own interval has.
+    with the width of its own interval.
     """
     mean = sum(value for value, _ in parts) / len(parts)
     below = math.hypot(*(value - interval.low for value, interval in parts)) / len(parts)
@@ -80,13 +80,18 @@ def of_average(parts: Sequence[tuple[float, Interval]]) -> Interval:
 
 
 def resampled(values: Float[np.ndarray, "examples columns"], seed: int = 0) -> Float[np.ndarray, "draws columns"]:
-    """Means of all columns in each bootstrap sample of the examples; a row is drawn with all its columns."""
+    """Return the means of all columns in each bootstrap sample of the examples; a row is drawn with all its columns."""
     # Not by BLAS, whose threads get in each other's way on a busy machine.
     return np.einsum("de,ec->dc", _weights(len(values), seed), values)
 
 
 def spread(draws: Float[np.ndarray, " draws"], examples: int) -> Interval:
-    """The interval of a statistic from its values in samples of so many examples; those that are NaN do not count."""
+    """Return the interval of a statistic from its values in bootstrap samples; values that are NaN do not count.
+
+    Args:
+        draws: the statistic in each sample, `[draws]`.
+        examples: number of examples of a sample.
+    """
     tail = 0.5 * math.erfc(math.sqrt(examples / (examples - 1)) * _t(examples - 1) / math.sqrt(2))
     low, high = np.nanquantile(draws, [tail, 1 - tail])
     return Interval(float(low), float(high))
@@ -94,7 +99,7 @@ def spread(draws: Float[np.ndarray, " draws"], examples: int) -> Interval:
 
 @lru_cache(maxsize=16)
 def _weights(examples: int, seed: int) -> Float[np.ndarray, "draws examples"]:
-    """How often each sample draws each example, as a share of its draws."""
+    """Return how often each sample draws each example, as a share of its draws."""
     drawn = np.random.default_rng(seed).integers(examples, size=(DRAWS, examples))
     places = drawn + examples * np.arange(DRAWS)[:, None]
     return np.bincount(places.ravel(), minlength=DRAWS * examples).reshape(DRAWS, examples) / examples
@@ -110,7 +115,7 @@ def _wilson(share: float, examples: int) -> Interval:
 
 @lru_cache
 def _t(freedom: int) -> float:
-    """Student's t has 95 % between minus this and this."""
+    """Return the end of the interval around 0 that holds 95 % of Student's t."""
     step = 1e-4
     x = np.arange(0, 13, step)  # 12.7 with one degree of freedom
     scale = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi)

@@ -1,4 +1,4 @@
-"""Needle maps: how often a recipe finds what lies at which depth of a text of which length."""
+"""Needle maps: how often a recipe finds a needle by its depth and the text's length."""
 
 import math
 from collections.abc import Iterable
@@ -9,14 +9,19 @@ from keepset.bench.analysis.rows import by_example
 from keepset.bench.record import Record
 
 PARTS = 10
-"""Of the depth, from the text's beginning to its end."""
+"""Parts of the depth, from the text's beginning to its end."""
 
 
 @dataclass(frozen=True)
 class NeedleMap:
-    """One recipe's scores and numbers of examples: a row for each tenth of the depth, a column for each length.
+    """One recipe's scores by depth and length.
 
-    The task is named without the length; a score is None where there are no examples.
+    Attributes:
+        task: the task's name, without the length.
+        recipe: the recipe's text.
+        lengths: tokens of the texts, rising.
+        scores: mean scores, a row for each tenth of the depth and a column for each length; None without examples.
+        examples: numbers of examples, in the same rows and columns.
     """
 
     task: str
@@ -27,10 +32,10 @@ class NeedleMap:
 
 
 def needle_maps(records: Iterable[Record]) -> list[NeedleMap]:
-    """Maps of all recipes on the tasks whose examples say a depth, from 0 to 1, and a length.
+    """Return the maps of all recipes on the tasks whose examples have a depth, from 0 to 1, and a length.
 
-    An example counts once in its square, with the mean of its seeds; a recipe's error is no answer. Where a recipe
-    failed throughout, it has no map.
+    An example counts once in its square, with the mean of its seeds. An error counts as no answer. A recipe that failed
+    on all examples has no map.
     """
     by_recipe: dict[tuple[str, str], list[Record]] = {}
     lengths: dict[str, set[float]] = {}

@@ -22,9 +22,9 @@ _GROUPS: dict[str, Sequence[str]] = {
     "longbench": longbench.NAMES,
     "longbench2": longbench2.NAMES,
 }
-"""Benchmarks and parts of them, whose tasks have an average; a benchmark follows its parts."""
+"""Benchmarks and parts of them whose tasks are averaged; a benchmark follows its parts."""
 TOLERANCES = (0.1, 0.2)
-"""Relative losses of accuracy for which it is said how much can go: those of KVCompose's Table 2."""
+"""Relative losses of accuracy of KVCompose's Table 2, for which it is said how much can go."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,17 @@ class Reach:
 
 @dataclass(frozen=True)
 class Trade:
-    """A method's curve over its budgets, on one task or a group's: what it holds against what it answers.
+    """A method's curve over its budgets, on one task or the tasks of a group: accuracy over what it holds.
 
-    `budgets` says how many there are beside the full cache, `examples` how many have all of them, `failed` how often
-    the method failed on one, which counts as not answered. Areas compare where the smallest share, `smallest`, is
-    the same.
+    Attributes:
+        task: the task's or the group's name.
+        method: the recipe's text without its budget.
+        smallest: the smallest share; areas compare only if it is the same.
+        budgets: number of budgets beside the full cache.
+        examples: number of examples that have all budgets.
+        failed: how often the method failed on an example, which counts as not answered.
+        area: the area under the curve.
+        reach: how much can go within each tolerance.
     """
 
     task: str
@@ -62,7 +68,7 @@ class Trade:
 
 @dataclass(frozen=True)
 class Summary:
-    """All figures of a sweep; `baseline` is what differences are to."""
+    """All figures of a sweep; differences are to `baseline`."""
 
     baseline: str
     rows: list[Row]
@@ -81,8 +87,14 @@ def summarize(
 ) -> Summary:
     """Return the figures of all records, which may be of a sweep that is not finished.
 
-    The baseline is a recipe with its budget, or a method, which stands for its recipe with the same budget; the full
-    cache if None. Curves are over the share of bytes, or over that of entries, as in KVCompose.
+    Args:
+        records: what was measured.
+        baseline: a recipe with its budget, or a method, which stands for its recipe with the same budget; None for the
+            full cache.
+        axis: whether curves are over the share of bytes or, as in KVCompose, of entries.
+
+    Raises:
+        KeepsetError: the sweep does not have the baseline.
     """
     baseline = FULL if baseline is None else _known(baseline, records)
     tasks: dict[str, dict[str, dict[tuple[int, str], Record]]] = {}
@@ -117,9 +129,12 @@ def _best_first(row: Row) -> tuple[Any, ...]:
 
 
 def split(records: Sequence[Record], fact: str) -> list[Record]:
-    """The cells as if every value of a fact of the examples, such as `level`, were a task of its own.
+    """Return the records as if every value of a fact of the examples, such as `level`, were a task of its own.
 
-    Those of examples without it are left out.
+    Records of examples without the fact are left out.
+
+    Raises:
+        KeepsetError: no example has the fact.
     """
     parts = [replace(each, task=f"{each.task}, {fact} {each.facts[fact]}") for each in records if fact in each.facts]
     if not parts:
@@ -129,13 +144,13 @@ def split(records: Sequence[Record], fact: str) -> list[Record]:
 
 
 def groups_of(task: str) -> list[str]:
-    """The groups of tasks that a task is averaged in, each with those of the same length."""
+    """Return the groups in which a task is averaged with tasks of the same length."""
     name, at, length = task.partition("@")
     return [f"{group}{at}{length}" for group, names in _GROUPS.items() if name in names]
 
 
 def _groups(tasks: Iterable[str]) -> dict[str, list[str]]:
-    """Those of two tasks or more; of a benchmark that is there in one part only, not the part."""
+    """Return groups of two tasks or more; a part that is all there is of its benchmark is left out."""
     members: dict[str, list[str]] = {}
     for task in tasks:
         for group in groups_of(task):

@@ -1,4 +1,4 @@
-"""Synthetic queries: how near those that GVote samples come to the next query."""
+"""How near the synthetic queries that GVote samples come to the next query."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,10 +21,11 @@ class Agreement:
     """How the attention of synthetic queries agrees with that of the true one, for every query head.
 
     Attributes:
-        overlap: the true query's attention on the nucleus of a synthetic one; mean over the samples.
-        usage: share of the entries in that nucleus; mean over the samples.
+        overlap: the true query's attention on the nucleus of a synthetic query, mean over the samples.
+        usage: share of the entries in that nucleus, mean over the samples.
         needed: share of the entries in the true query's own nucleus.
-        correlation: Pearson's, of its attention with the samples' mean; NaN where one is the same for all entries.
+        correlation: Pearson's correlation of the true query's attention with the samples' mean; NaN if either is the
+            same for all entries.
     """
 
     overlap: Float[Tensor, "*heads"]
@@ -36,7 +37,13 @@ class Agreement:
 def agreement(
     synthetic: Float[Tensor, "*heads samples entries"], true: Float[Tensor, "*heads entries"], p_nuc: float
 ) -> Agreement:
-    """Compares attention over the same entries (Section 3.3 of the paper)."""
+    """Compare attention over the same entries (Section 3.3 of the paper).
+
+    Args:
+        synthetic: attention of synthetic queries, `[*heads, samples, entries]`.
+        true: attention of the true query, `[*heads, entries]`.
+        p_nuc: the attention that a nucleus holds.
+    """
     entries = true.shape[-1]
     needed = nucleus(synthetic, p_nuc)
     chosen = top_mask(synthetic, needed)
@@ -55,10 +62,21 @@ def agreement(
 def next_query(
     model: PreTrainedModel, method: GVote, ids: Int[Tensor, "1 tokens"], on_layer: Callable[[], None] = lambda: None
 ) -> dict[int, Agreement]:
-    """What each layer's samples, made of all tokens but the last, have in common with the last token's queries.
+    """Return how each layer's samples, made from all tokens but the last, agree with the last token's queries.
 
-    Attention is that over the tokens before the last, as in the paper's equation 1. `on_layer` is called twice a layer:
-    there are two prefills.
+    Attention is over the tokens before the last, as in the paper's equation 1.
+
+    Args:
+        model: the model.
+        method: gvote, whose parameters are used.
+        ids: a text, `[1, tokens]`.
+        on_layer: called twice a layer, because there are two prefills.
+
+    Returns:
+        The agreement by layer.
+
+    Raises:
+        KeepsetError: there are fewer than `method.skip` + 3 tokens.
     """
     if ids.shape[1] < method.skip + 3:
         raise KeepsetError(

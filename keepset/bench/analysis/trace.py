@@ -1,4 +1,4 @@
-"""`Tracer`: one generation under a recipe, of which every event is written down."""
+"""`Tracer`: one generation under a recipe, with a note of every event."""
 
 import time
 from collections import defaultdict
@@ -27,9 +27,12 @@ class _Segmented(Protocol):
 
 
 class HeadSegments(NamedTuple):
-    """One head's mass of every entry, ends of segments (one past each one's last entry) and how many each was to keep.
+    """One head's segments, as Figure 3 of Yang and Shen (AMS) draws them.
 
-    It is what Figure 3 of Yang and Shen (AMS) draws.
+    Attributes:
+        mass: mass of every entry, `[entries]`.
+        ends: one past the last entry of every segment, `[segments]`.
+        quotas: how many entries every segment was to keep, `[segments]`.
     """
 
     mass: Float[Tensor, " entries"]
@@ -38,9 +41,9 @@ class HeadSegments(NamedTuple):
 
 
 def head_segments(method: Method, observation: Observation, budget: Budget) -> list[HeadSegments] | None:
-    """The first request's segments, head by head; None where the method has none to tell.
+    """Return the first request's segments, head by head; None if the method has no segments.
 
-    Only the outermost method is asked: one inside another divides what that one leaves it, which it cannot know.
+    Only the outermost method is asked: a method inside another divides what that one leaves it, which it cannot know.
     Segments without entries are left out.
     """
     if not isinstance(method, _Segmented):
@@ -57,9 +60,11 @@ def head_segments(method: Method, observation: Observation, budget: Budget) -> l
 
 @dataclass(frozen=True, eq=False)
 class TraceEvent(Snapshot):
-    """One event, with the number of entries that there were, over all layers and KV heads.
+    """One event of a trace.
 
-    `segments` are those of every layer, head by head; empty where the method tells none.
+    Attributes:
+        entries: number of entries before the event, over all layers and KV heads.
+        segments: the segments by layer, head by head; empty if the method has none.
     """
 
     entries: int
@@ -67,15 +72,21 @@ class TraceEvent(Snapshot):
 
     @property
     def length(self) -> int:
-        """Tokens of the text by then."""
+        """Tokens of the text at the event."""
         return int(self.lengths[0])
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What one generation left behind: its ids, of which so many are the prompt's, and its events.
+    """One generation and its events.
 
-    The speed is that after the first token, observing not counted; None for a text that was only followed.
+    Attributes:
+        recipe: the recipe's text.
+        ids: the tokens, the prompt's first, `[tokens]`.
+        prompt: number of the prompt's tokens.
+        events: the events in their order.
+        tokens_per_second: speed after the first token, without the time of observing; None for a text that was only
+            followed.
     """
 
     recipe: str
@@ -86,9 +97,14 @@ class Trace:
 
 
 class Tracer:
-    """Runs one text of one request under a recipe; `trace` may be asked for at any time, also after Ctrl-C.
+    """Run one text of one request under a recipe.
 
-    `on_token` is called with the number of tokens whenever some have come.
+    `trace` may be read at any time, also after Ctrl-C.
+
+    Args:
+        model: the model.
+        recipe: the recipe.
+        on_token: called with the number of new tokens.
     """
 
     def __init__(
@@ -104,21 +120,25 @@ class Tracer:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Indices of the layers that are compressed."""
+        """Indices of the compressed layers."""
         return self._cache.compressed_layers
 
     @torch.no_grad()
     def generate(self, ids: Int[Tensor, "1 prompt"], **options: Any) -> None:
-        """Lets the model write on; the options are those of `model.generate`."""
+        """Let the model continue a prompt, `[1, prompt]`, with the options of `model.generate`."""
         self._begin(ids[0], ids.shape[1])
         generate: Any = self._model.generate
         generate(ids, attention_mask=torch.ones_like(ids), past_key_values=self._cache, streamer=self, **options)
 
     @torch.no_grad()
     def follow(self, ids: Int[Tensor, " tokens"], prompt: int) -> None:
-        """Feeds a text that is there already, as if the model had written what comes after the prompt.
+        """Feed a text that exists already, as if the model had generated what follows the prompt.
 
         Tokens between two events see the same entries whether they come one by one or together, so they come together.
+
+        Args:
+            ids: the text, `[tokens]`.
+            prompt: number of the prompt's tokens.
         """
         self._begin(ids, prompt)
         step = self._recipe.schedule.every or len(ids)
@@ -129,18 +149,18 @@ class Tracer:
             self.on_token(len(part))
 
     def put(self, value: Tensor) -> None:
-        """Takes what `model.generate` streams: the prompt, then one token after another."""
+        """Take what `model.generate` streams: the prompt, then one token after another."""
         self._clock.append(time.perf_counter() - self._observing)
         if len(self._clock) > 1:
             self._ids += value.flatten().tolist()
             self.on_token(1)
 
     def end(self) -> None:
-        """The last token has been streamed."""
+        """Do nothing when the last token has been streamed."""
 
     @property
     def trace(self) -> Trace:
-        """What there is so far."""
+        """The trace so far."""
         events = [
             TraceEvent(event.keep_set, torch.tensor([event.length]), event.entries, self._segments[event.length])
             for event in self._cache.events

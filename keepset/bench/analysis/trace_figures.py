@@ -1,4 +1,4 @@
-"""A trace in numbers."""
+"""Figures of a trace."""
 
 from itertools import pairwise
 from typing import Any
@@ -14,10 +14,13 @@ Measures = dict[str, Float[Tensor, "events layers kv_heads"]]
 
 
 def figures(trace: Trace, region: int = diagnostics.REGION) -> dict[str, Any]:
-    """Figures for JSON: of every event, and their means over the events, by layer and by depth.
+    """Return the figures of every event, and their means over the events by layer and by depth, for JSON.
 
-    An event's figures are means over layers and KV heads. IoU is that with the event before, so the first has none;
-    along `events` it is IoU by the text's length.
+    An event's figures are means over layers and KV heads. IoU is with the event before, so the first event has none.
+
+    Args:
+        trace: the trace.
+        region: tokens of a region.
     """
     measures: Measures = {
         "wipeout": _stack([diagnostics.wipeout_rate(event, region) for event in trace.events]),
@@ -49,12 +52,12 @@ def figures(trace: Trace, region: int = diagnostics.REGION) -> dict[str, Any]:
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
-    """Of the trace's one request; `[0, 0, 0]` where there are none."""
+    """Return the figures of the trace's one request, `[events, layers, kv_heads]`; `[0, 0, 0]` without events."""
     return torch.stack([part[:, 0] for part in parts]) if parts else torch.zeros(0, 0, 0)
 
 
 def _segments(trace: Trace) -> dict[str, float] | None:
-    """Mean number and length of the segments (Table 14), over all events, layers and heads."""
+    """Return the mean number and length of the segments (Table 14) over all events, layers and heads."""
     heads = [head for event in trace.events for layer in event.segments.values() for head in layer]
     if not heads:
         return None
