@@ -1,4 +1,4 @@
-"""`Candidate`: what is compared, every recipe under every budget, beside the full cache."""
+"""`Candidate`: one recipe under one budget, or the full cache."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from keepset.recipe import Recipe, check_schedule
 
 @dataclass(frozen=True)
 class Candidate:
-    """One recipe with its budget, or the full cache, whose text and method are `FULL`.
+    """One recipe with its budget, or the full cache.
 
-    The recipe is None for the full cache, and where `error` says why recipe and budget do not go together; the method
-    is the recipe without its budget. `requested` is the budget that was asked for: None where the method decides, 1.0
-    for the full cache.
+    Attributes:
+        recipe: the recipe; None for the full cache, and if recipe and budget do not go together.
+        text: the recipe's text with its budget; `FULL` for the full cache.
+        method: the recipe's text without its budget; `FULL` for the full cache.
+        requested: the budget that was asked for; None if the method decides, 1.0 for the full cache.
+        error: why recipe and budget do not go together.
     """
 
     recipe: Recipe | None
@@ -29,13 +32,13 @@ class Candidate:
     def of(
         cls, recipe: Recipe, keep: int | float | None, every: int | None, always: tuple[int, int] = (0, 0)
     ) -> Candidate:
-        """The recipe with this budget and interval, where they are said; one that they do not suit has an error.
+        """Return the recipe with this budget and interval; a recipe that they do not suit has an error.
 
         Args:
-            recipe: the method, with what else the recipe says.
-            keep: see `Budget`.
-            every: see `Schedule`.
-            always: how many of the first and of the newest tokens stay at least; see `Recipe.with_always`.
+            recipe: the method, and what else the recipe says.
+            keep: the budget; None for the recipe's own.
+            every: tokens between two events; None for the recipe's own.
+            always: least numbers of the first and of the newest tokens that stay; see `Recipe.with_always`.
         """
         requested = recipe.budget.keep if keep is None else keep
         method = recipe.without_budget()
@@ -56,7 +59,7 @@ def candidates(
     every: int | None = None,
     always: tuple[int, int] = (0, 0),
 ) -> list[Candidate]:
-    """The full cache, then all of the `grid`."""
+    """Return the full cache, then the `grid` of all recipes under all budgets."""
     return [Candidate(None, FULL, FULL, 1.0), *grid(recipes, keeps, every, always)]
 
 
@@ -66,11 +69,15 @@ def grid(
     every: int | None = None,
     always: tuple[int, int] = (0, 0),
 ) -> list[Candidate]:
-    """Every recipe under every budget; what is there already does not come again.
+    """Return every recipe under every budget, each once.
 
-    A recipe that has a budget, or whose method needs none, comes once with the budget that it has. `every` is for
-    recipes that do not say themselves after how many tokens to compress again while decoding, `always` for those that
-    do not say themselves how many of the first and of the newest tokens always stay.
+    A recipe that has a budget, or whose method needs none, comes once with its own budget.
+
+    Args:
+        recipes: the recipes.
+        keeps: the budgets.
+        every: tokens between two events, for recipes that do not say it.
+        always: numbers of the first and of the newest tokens that always stay, for recipes that do not say it.
     """
     unique: dict[str, Candidate] = {}
     for recipe in recipes:

@@ -1,4 +1,4 @@
-"""How long a generation takes and how much memory: recipes beside the full cache, in turns.
+"""Time and memory of a generation under recipes and the full cache, in turns.
 
 CompilerKV (arXiv 2602.08686), Table A1: time to the first token, tokens per second, latency, peak memory by length.
 """
@@ -26,9 +26,13 @@ from keepset.recipe import Recipe
 
 @dataclass(frozen=True)
 class Round:
-    """One generation: the first new token, compression included, and all others; keys and values at the end.
+    """One generation.
 
-    The peak is the most allocated on the device, or on a CPU resident; None where the system does not say.
+    Attributes:
+        first_seconds: seconds to the first new token, with compression.
+        rest_seconds: seconds of all other tokens.
+        kv_bytes: bytes of keys and values at the end.
+        peak_bytes: most bytes allocated on the device, or resident on a CPU; None if the system does not say.
     """
 
     first_seconds: float
@@ -39,7 +43,7 @@ class Round:
 
 @dataclass
 class Timing:
-    """One recipe, or `FULL`, at one length, round by round; an end of text ends none."""
+    """Rounds of one recipe, or of `FULL`, at one length; an end of text does not end a round."""
 
     recipe: str
     prompt_tokens: int
@@ -48,7 +52,7 @@ class Timing:
     error: str | None = None
 
     def figures(self) -> dict[str, float | None]:
-        """Medians over the rounds, as the table shows them."""
+        """Return medians over the rounds; nothing without rounds."""
         if not self.rounds:
             return {}
         peaks = [each.peak_bytes for each in self.rounds if each.peak_bytes is not None]
@@ -62,7 +66,7 @@ class Timing:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Every round, and the medians."""
+        """Return every round, and the medians."""
         return {**asdict(self), **self.figures()}
 
 
@@ -73,9 +77,16 @@ def latency(
     output_tokens: int,
     rounds: int,
 ) -> Iterator[list[Timing]]:
-    """All timings so far, after each generation: prompt by prompt, the full cache and every recipe in turns.
+    """Yield all timings so far after each generation: prompt by prompt, the full cache and every recipe in turns.
 
-    A recipe that cannot run has its error and is left out from there on.
+    A recipe that cannot run has its error and is left out from then on.
+
+    Args:
+        model: the model.
+        prompts: prompts of different lengths, `[1, tokens]`.
+        recipes: the recipes.
+        output_tokens: tokens to generate.
+        rounds: rounds that count; a short one before them does not.
     """
     timings: list[Timing] = []
     for prompt in prompts:
@@ -83,7 +94,7 @@ def latency(
         timings += here
         gc.collect()
         for number in range(rounds + 1):
-            # A first, short one: thread pools, allocators and compiled kernels are nobody's cost.
+            # The first round is short and does not count: it fills thread pools, allocators and compiled kernels.
             count = output_tokens if number else min(2, output_tokens)
             for timing, recipe in zip(here, (None, *recipes), strict=True):
                 if timing.error is None:
@@ -97,7 +108,7 @@ def latency(
 
 
 def _generation(model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], recipe: Recipe | None, count: int) -> Round:
-    """Greedy, without an end; only the last token's logits are made, as `generate` does."""
+    """Generate greedily, without an end; make only the last token's logits, as `generate` does."""
     cache: Any = DynamicCache(config=model.config) if recipe is None else Cache(model, recipe)
     peak = _watch(prompt.device)
     wait = torch.cuda.synchronize if prompt.is_cuda else lambda: None
@@ -119,12 +130,12 @@ def _generation(model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], recipe:
 
 
 def _watch(device: torch.device) -> Callable[[], int | None]:
-    """From now on notes the most memory in use; the answer tells it."""
+    """Start watching the most memory in use; return a function that tells it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return lambda: torch.cuda.max_memory_allocated(device)
     try:
-        # What the allocator holds back for later would hide the peak: it goes back to the system first.
+        # Memory that the allocator holds for later would hide the peak, so it goes back to the system first.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the peak
     except (OSError, AttributeError):
@@ -133,7 +144,7 @@ def _watch(device: torch.device) -> Callable[[], int | None]:
 
 
 def _resident_peak() -> int | None:
-    """Linux's peak of resident memory, in bytes."""
+    """Return Linux's peak of resident memory in bytes."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     line = next((line for line in status.splitlines() if line.startswith("VmHWM:")), None)
     return None if line is None else int(line.split()[1]) * 1024

@@ -172,14 +172,14 @@ def _check_lengths(decode: bool, **lengths: int | None) -> None:
 
 
 def _continuation(asked: int | None, question: str | None, decode: bool, generate: int | None) -> int:
-    """Tokens of the text that follow the prompt: none where the full cache's answer to a question is to follow."""
+    """Return how many tokens of the text follow the prompt; none if the full cache's answer to a question does."""
     if generate is not None:
         return 1
     return asked or (0 if question is not None else _LONG_CONTINUATION if decode else _CONTINUATION)
 
 
 def _needle(text: Path | None, question: str | None, answer: str | None, decode: bool) -> Needle | None:
-    """What is asked: the user's question about a text, or about a fact that is hidden in an essay."""
+    """Return what is asked: the user's question about a text, or a question about a fact hidden in an essay."""
     if (question is None) != (answer is None):
         raise KeepsetError(
             "A question needs its answer and the reverse: give both --question and --answer, or neither."
@@ -194,7 +194,7 @@ def _needle(text: Path | None, question: str | None, answer: str | None, decode:
 def _prefilled(
     model: Any, tokenizer: Any, task: TextTask, name: str, candidates: Sequence[Candidate], bar: Progress
 ) -> Comparer:
-    """The comparer of prompts, whose full cache is there."""
+    """Return the comparer of prompts, after the prefill of the full cache."""
     from keepset.bench.compare.prompt import PromptComparer
 
     layers = model.config.get_text_config().num_hidden_layers
@@ -206,7 +206,7 @@ def _prefilled(
 
 
 def _decoded(model: Any, task: TextTask, name: str, generate: int | None, bar: Progress) -> tuple[Comparer, Tensor]:
-    """The comparer of decoding, through whose full cache all has passed, and all that has."""
+    """Return the comparer of decoding, after the full cache has read the text, and all tokens of prompt and text."""
     import torch
 
     from keepset.bench.compare.decode import DecodeComparer, generated

@@ -1,4 +1,4 @@
-"""What commands print with: results on standard output, progress and notes on standard error."""
+"""Printing of commands: results on standard output, progress and notes on standard error."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ if TYPE_CHECKING:
 
 
 _LONG = 20
-"""Seconds of work that are worth a note."""
+"""Least seconds of remaining work that are worth a note."""
 _TRIED = 3
-"""Steps that tell how long others will take."""
+"""Steps by which the time of the others is estimated."""
 _SILENT = 30
-"""Seconds without a word where no terminal shows how far something has come."""
+"""Seconds between two notes on progress if there is no terminal."""
 
 
 _STARTING = "loading..."
 
 
 def say_starting() -> None:
-    """Says on a terminal that something is under way: torch takes seconds to import. What comes next replaces it."""
+    """Say on a terminal that something is under way: torch takes seconds to import. Later output replaces it."""
     if sys.stderr.isatty():
         print(_STARTING, end="\r", file=sys.stderr, flush=True)
 
 
 @cache
 def unsay_starting() -> None:
-    """Blanks what `say_starting` wrote, once, before anything else is printed."""
+    """Blank what `say_starting` wrote, once, before anything else is printed."""
     if sys.stderr.isatty():
         print(" " * len(_STARTING), end="\r", file=sys.stderr, flush=True)
 
 
 @cache
 def stdout() -> Console:
-    """Where results go; made on first use, because loading rich would slow down every start."""
+    """Return the console of results; it is made on first use, because loading rich would slow down every start."""
     from rich.console import Console
 
     unsay_starting()
@@ -64,7 +64,7 @@ def stdout() -> Console:
 
 @cache
 def stderr() -> Console:
-    """Where progress and notes go."""
+    """Return the console of progress and notes."""
     from rich.console import Console
 
     unsay_starting()
@@ -72,28 +72,28 @@ def stderr() -> Console:
 
 
 def say(text: str, *, style: str | None = None) -> None:
-    """Prints a result as it is."""
+    """Print a result as it is."""
     _print(stdout(), text, style)
 
 
 def explain(text: str) -> None:
-    """Says what words in a table mean, where a person reads it."""
+    """Print what words in a table mean, on a terminal only."""
     if stdout().is_terminal:
         say(text, style="dim")
 
 
 def show(*rendered: RenderableType) -> None:
-    """Prints tables and texts with styles of their own, or an empty line."""
+    """Print tables and texts with styles of their own, or an empty line."""
     stdout().print(*rendered)
 
 
 def note(text: str) -> None:
-    """Prints what is no result."""
+    """Print a note on standard error."""
     _print(stderr(), text)
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:
-    """In a terminal lines are broken between words only; what programs read is not broken at all."""
+    """Print a text; on a terminal lines break between words only, and for programs they do not break."""
     text = sanitize(text)
     if console.is_terminal:
         fill = partial(textwrap.fill, width=console.width, break_long_words=False, break_on_hyphens=False)
@@ -103,8 +103,14 @@ def _print(console: Console, text: str, style: str | None = None) -> None:
 
 
 def output(result: Any, json_file: Path | None, print_tables: Callable[[], None]) -> None:
-    """Prints a result for a person, and writes it for programs where that was asked for; `-` prints that instead."""
-    # Numbers that are none have no place in JSON.
+    """Print a result as tables and write it as JSON, or print only the JSON if the file is `-`.
+
+    Args:
+        result: the result.
+        json_file: where the JSON goes; None for nowhere.
+        print_tables: prints the result for a person.
+    """
+    # JSON has no word for NaN or infinity.
     text = json.dumps(_plain(result), indent=2, allow_nan=False) if json_file is not None else ""
     if json_file == STANDARD_OUTPUT:
         print(text)
@@ -122,7 +128,13 @@ def _plain(value: Any) -> Any:
 
 
 def write(path: Path | None, content: Callable[[], str], described: str | None = "report") -> None:
-    """Writes a file that was asked for, whole or not at all, and says so."""
+    """Write a file that was asked for, whole or not at all, and note it.
+
+    Args:
+        path: the file; None if none was asked for.
+        content: makes its text.
+        described: what the note calls it; None for no note.
+    """
     if path is None:
         return
     page.write(path, content())
@@ -131,7 +143,7 @@ def write(path: Path | None, content: Callable[[], str], described: str | None =
 
 
 def table(*texts: str, numbers: Sequence[str] = (), optional: Sequence[str] = (), fold: bool = False) -> Grid:
-    """A table with these columns: see `Grid`."""
+    """Return an empty table with these columns; see `Grid`."""
     return Grid(texts, numbers, optional, fold)
 
 
@@ -159,14 +171,14 @@ def show_table(table: Table) -> None:
 
 
 def say_advice(recipes: Iterable[Recipe]) -> None:
-    """Notes what to write in place of recipes whose bare defaults are known to do badly."""
+    """Note what to write instead of recipes whose bare defaults are known to do badly."""
     for recipe in recipes:
         if recipe.advice:
             note(recipe.advice)
 
 
 def say_whole(recipe: Recipe, length: int) -> None:
-    """Notes that a prompt of so many tokens loses nothing, where it is too short for the recipe."""
+    """Note that a prompt is too short for the recipe to drop anything of it."""
     budget = recipe.budget
     if budget.sinks + budget.recent >= length and budget.keep != 1.0:
         always = " and ".join(
@@ -176,7 +188,7 @@ def say_whole(recipe: Recipe, length: int) -> None:
 
 
 def cell(text: str, error: str | None = None, style: str = "") -> Text:
-    """Text of a model or a user in a table, and below it what went wrong."""
+    """Return a cell with a text of a model or a user, and below it an error."""
     from rich.text import Text
 
     content = Text(sanitize(text), style)
@@ -184,7 +196,7 @@ def cell(text: str, error: str | None = None, style: str = "") -> Text:
 
 
 def progress() -> Progress:
-    """A progress bar with the time left, on a terminal; `counted` says a line now and then elsewhere."""
+    """Return a progress bar with the time left; without a terminal `counted` prints a note now and then."""
     from rich import progress as rich
 
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
@@ -194,17 +206,24 @@ def progress() -> Progress:
 
 
 def status(text: str) -> AbstractContextManager[Any]:
-    """Shows on a terminal what is under way."""
+    """Show on a terminal what is under way."""
     return stderr().status(text)
 
 
 def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
-    """A line of the progress bar; what is returned moves it on, by one unless it is told otherwise."""
+    """Add a line to the progress bar, and return a function that advances it by a count, which is 1 by default.
+
+    Args:
+        bar: the progress bar.
+        description: what is counted.
+        total: how many there are.
+        completed: how many are done already.
+    """
     return moved(bar, bar.add_task(description, total=total, completed=completed))
 
 
 def moved(bar: Progress, number: TaskID) -> Callable[..., None]:
-    """Moves that line of the progress bar on; without a terminal lines of text say so, `_SILENT` seconds apart."""
+    """Return a function that advances this line of the progress bar, and notes it without a terminal."""
     task = bar.tasks[number]
     before, began = task.completed, time.monotonic()
     said = began
@@ -221,7 +240,14 @@ def moved(bar: Progress, number: TaskID) -> Callable[..., None]:
 
 
 def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1) -> Callable[..., None]:
-    """Steps of long work: when so many are done, and a few more, a note says how long the others will take."""
+    """Return `advance` with a note on how long the rest of long work will take.
+
+    Args:
+        advance: advances a progress bar.
+        what: what is under way.
+        total: number of steps.
+        after: steps that are not typical, because they include what is done only once.
+    """
     began, first, done, said = 0.0, 0, 0, False
 
     def step(count: int = 1) -> None:
@@ -229,7 +255,7 @@ def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1
         advance(count)
         done, now = done + count, time.perf_counter()
         if not first and done >= after:
-            # What is done once is over: the others are as those that come now.
+            # From here on every step is typical.
             began, first = now, done
         elif first and not said and (done - first >= _TRIED or now - began >= _LONG):
             said, left = True, (now - began) / (done - first) * (total - done)
@@ -240,11 +266,11 @@ def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1
 
 
 class TimeUp(Exception):  # noqa: N818  # as KeyboardInterrupt is no error
-    """The minutes that a command was given are over."""
+    """Raised when the minutes of a command are over."""
 
 
 def bounded(advance: Callable[..., None], minutes: float | None) -> Callable[..., None]:
-    """Steps that raise `TimeUp` once so many minutes are over."""
+    """Return `advance`, which raises `TimeUp` once the minutes are over; None for no limit."""
     end = None if minutes is None else time.monotonic() + 60 * minutes
 
     def step(count: int = 1) -> None:
@@ -256,23 +282,23 @@ def bounded(advance: Callable[..., None], minutes: float | None) -> Callable[...
 
 
 def duration(seconds: float) -> str:
-    """Roughly, for a person."""
+    """Return a rough duration for a person."""
     if seconds < 90:
         return f"about {seconds:.0f} seconds"
     return f"about {seconds / 60:.0f} minutes" if seconds < 5400 else f"about {seconds / 3600:.1f} hours"
 
 
 def load(source: models.Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """That model, see `models.load`; how far it has come is shown on a terminal only."""
+    """Return a model and its tokenizer, see `models.load`; progress is shown on a terminal only."""
     with status("loading the model"), nullcontext() if stderr().is_terminal else models.no_progress_bars():
         return models.load(*source)
 
 
 def sanitize(text: str) -> str:
-    """Text of a model or a user without characters that steer a terminal."""
+    """Return a text of a model or a user without characters that control a terminal."""
     return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def megabytes(nbytes: int) -> str:
-    """Bytes for a person."""
+    """Return bytes as megabytes for a person."""
     return f"{nbytes / 1e6:.1f} MB"

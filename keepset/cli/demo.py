@@ -1,4 +1,4 @@
-"""`keepset demo`: the main job, on the embedded model and a real essay, without a network."""
+"""`keepset demo`: a comparison on the embedded model and an essay, without a network."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`keepset diagnose`: how well what a method supposes holds on a text."""
+"""`keepset diagnose`: how well a method's assumptions hold on a text."""
 
 import math
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from keepset.texts import essay, read
 
 FIGURES = ("overlap", "usage", "needed", "correlation")
 
-diagnose = group("diagnose", "Check what a method supposes.")
+diagnose = group("diagnose", "Check what a method assumes.")
 
 
 @diagnose.command()
@@ -84,7 +84,7 @@ def _mean(numbers: list[float | None]) -> float | None:
 
 
 def _print(result: dict[str, Any]) -> None:
-    """A row per layer, a digit per query head."""
+    """Print a row per layer, with a digit per query head."""
     say(f"{result['model']}, {result['recipe']}: {result['tokens']} tokens, the last one masked.")
     titles = ("overlap", "by head", "usage", "by head", "needed", "correlation")
     grid = table(numbers=("layer", *titles), optional=("by head",))

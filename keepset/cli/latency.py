@@ -1,4 +1,4 @@
-"""`keepset bench latency`: time to the first token, tokens per second, latency and memory, by length of the prompt."""
+"""`keepset bench latency`: time to the first token, tokens per second and memory, by length of the prompt."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Lists of numbers as commands take them, separated by commas."""
+"""Parsers of lists of numbers that are separated by commas."""
 
 import ast
 
@@ -7,7 +7,11 @@ from keepset.errors import BudgetError, KeepsetError
 
 
 def parse_budgets(text: str) -> list[int | float]:
-    """The budgets of a list such as `512, 0.25`: entries per head or fractions."""
+    """Return the budgets of a list such as `512, 0.25`: entries per head or fractions.
+
+    Raises:
+        BudgetError: one is no number, or out of range.
+    """
     from keepset.core.budget import KEEP_HELP, Budget
 
     budgets: list[int | float] = []
@@ -27,7 +31,7 @@ def parse_budgets(text: str) -> list[int | float]:
 
 
 def parse_indices(text: str) -> list[int] | None:
-    """Different whole numbers from 0, rising; None where the text is no such list."""
+    """Return different whole numbers from 0, rising; None if the text is no such list."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         return None
@@ -35,7 +39,15 @@ def parse_indices(text: str) -> list[int] | None:
 
 
 def parse_whole(text: str, option: str) -> list[int]:
-    """Whole numbers from a list, each once."""
+    """Return whole numbers from a list, each once.
+
+    Args:
+        text: the list.
+        option: the option's name, for the error.
+
+    Raises:
+        KeepsetError: the text is no such list.
+    """
     try:
         return list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:

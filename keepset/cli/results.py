@@ -1,4 +1,4 @@
-"""`keepset results`: what the file of a sweep comes to, as a table, a page, CSV, LaTeX or JSON."""
+"""`keepset results`: the figures of a sweep's file as tables, a page, CSV, LaTeX or JSON."""
 
 from __future__ import annotations
 

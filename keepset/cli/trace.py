@@ -111,7 +111,7 @@ def trace(
 
 
 def _encoded(tokenizer: Any, before: str, question: str | None) -> Any:
-    """A user's message, or a bare text where nothing is asked, `[1, tokens]`."""
+    """Return the tokens of a user's message, or of a bare text if nothing is asked, `[1, tokens]`."""
     if question is None:
         return tokenizer(before, return_tensors="pt", verbose=False)["input_ids"]
     message = "".join(chat_parts(tokenizer, before, question))
@@ -119,7 +119,7 @@ def _encoded(tokenizer: Any, before: str, question: str | None) -> Any:
 
 
 def _print(runs: Sequence[dict[str, Any]]) -> None:
-    """Every recipe's events as a table, and what they come to."""
+    """Print every recipe's events as a table, and their means."""
     from keepset.bench.report.trace import events_table
 
     for run in runs:
@@ -148,7 +148,7 @@ def _totals(run: dict[str, Any]) -> list[str]:
 
 
 def _shown(wanted: list[int] | None, compressed: list[int]) -> list[int]:
-    """The layers that were asked for, or the first, one in the middle and the last."""
+    """Return the layers that were asked for, or the first, one in the middle and the last."""
     if wanted is None:
         return sorted({compressed[0], compressed[len(compressed) // 2], compressed[-1]}) if compressed else []
     if missing := [layer for layer in wanted if layer not in compressed]:

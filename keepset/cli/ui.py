@@ -14,7 +14,7 @@ from keepset.texts import NEEDLE, essay, insert
 
 RECIPES = ("reread", "glance", "snapkv", "adakv(expected_attention)", "kvzip", "streaming_llm", "random")
 _CHARACTERS = 2400
-"""Of the essay that the page begins with."""
+"""Characters of the essay that the page opens with."""
 
 
 @takes_model

@@ -1,1 +1,1 @@
-"""The playground of `keepset ui`: one page on this machine, and a server for it."""
+"""The playground of `keepset ui`: one page on this machine, and its server."""

@@ -1,4 +1,4 @@
-"""`Playground`: one text, read with the full cache and with a recipe's, and a question asked of both."""
+"""`Playground`: reads one text with the full cache and with a recipe's cache, and asks both the same question."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _MOST = 4096
 
 @dataclass(frozen=True)
 class Wish:
-    """What somebody at the page wants to see.
+    """A request of the page.
 
     Attributes:
-        text: that is read and compressed.
-        question: asked afterwards; nothing is, where it is blank.
-        recipe: its text; one without a budget takes `keep`.
+        text: the text that is read and compressed.
+        question: asked afterwards; nothing is asked if it is blank.
+        recipe: the recipe's text; a recipe without a budget takes `keep`.
         keep: a fraction, or entries per KV head.
     """
 
@@ -51,7 +51,11 @@ class Wish:
 
     @classmethod
     def of(cls, fields: Any) -> Wish:
-        """From the page's JSON; KeepsetError where it is not what the page sends."""
+        """Return the request of the page's JSON.
+
+        Raises:
+            KeepsetError: it is not what the page sends.
+        """
         names = ("text", "question", "recipe", "keep")
         if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
             raise KeepsetError(f"A request is a JSON object with the texts {', '.join(names)}.")
@@ -65,7 +69,11 @@ class Wish:
         return cls(*(fields[name] for name in names))
 
     def parsed(self) -> Recipe:
-        """The recipe with its budget; KeepsetError where that is none."""
+        """Return the recipe with its budget.
+
+        Raises:
+            KeepsetError: recipe or budget are none.
+        """
         recipe = Recipe.parse(self.recipe)
         if recipe.budget.keep is None and self.keep.strip():
             try:
@@ -80,7 +88,9 @@ class Playground:
     """A model that reads one text at a time.
 
     Args:
-        called: the model's name, for the lines to copy; None for the embedded one.
+        model: the model.
+        tokenizer: its tokenizer.
+        called: the model's name, for the lines to copy; None for the embedded model.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, called: str | None) -> None:
@@ -91,7 +101,11 @@ class Playground:
 
     @torch.no_grad()
     def run(self, wish: Wish, send: SendUpdate) -> None:
-        """Sends what comes of it, step by step: the text's tokens, each layer's choice, two answers, figures.
+        """Send the steps of a run: the text's tokens, each layer's choice, two answers, figures.
+
+        Args:
+            wish: the request.
+            send: sends an event to the page.
 
         Raises:
             KeepsetError: the text is too long, or the recipe cannot be used.
@@ -128,7 +142,7 @@ class Playground:
         return time.perf_counter() - start
 
     def _ask(self, question: Tensor, caches: dict[str, Any], send: SendUpdate) -> None:
-        """Both answers, token about token, so that they are seen to come side by side."""
+        """Send both answers in turns, token by token, so that a reader sees them side by side."""
         answers = {side: self._answer(question, cache) for side, cache in caches.items()}
         while answers:
             for side in list(answers):
@@ -149,7 +163,7 @@ class Playground:
             seconds += time.perf_counter() - start
             new.append(int(ids))
             text = str(self._tokenizer.decode(new, skip_special_tokens=True))
-            # The last character may be half of one until its next token comes.
+            # The last character may be incomplete until the next token comes.
             if not text.endswith("\N{REPLACEMENT CHARACTER}"):
                 yield {"text": text[len(shown) :], "answer": seconds, "answered": len(new)}
                 shown = text
@@ -157,7 +171,7 @@ class Playground:
                 return
 
     def _lines(self, wish: Wish, recipe: Recipe) -> dict[str, str]:
-        """The same as a command and as Python, to copy."""
+        """Return the run as commands and as Python, to copy."""
         model = [] if self._called is None else ["--model", self._called]
         question = wish.question.strip() or "Sum it up."
         file = "text.safetensors"
@@ -181,7 +195,7 @@ class Playground:
 
 
 class _Shading:
-    """Which share of the heads so far keeps each token, told after every layer."""
+    """Sends after every layer which share of the heads so far keeps each token."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, length: int, send: SendUpdate) -> None:
         self.cache = Cache(model, recipe, observer=self._observe)
@@ -189,7 +203,7 @@ class _Shading:
 
     @property
     def share(self) -> float:
-        """Of all entries; all of them before an event."""
+        """Share of all entries that is kept; 1.0 before an event."""
         return float(self._kept.mean() / self._heads) if self._heads else 1.0
 
     def _observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:

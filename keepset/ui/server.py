@@ -1,4 +1,4 @@
-"""A server for the playground's page: on this machine only, for its own page only, one run at a time.
+"""The server of the playground's page: for this machine and its own page only, one run at a time.
 
 A page of another site that a browser has open must not drive it: the Host header has to name this machine (or a name
 that was made to point here would do), and what is posted has to be JSON from the same origin, which a browser does not
@@ -24,10 +24,10 @@ from keepset.ui.playground import Playground, Wish
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
 _BYTES = 1_000_000
-"""Of a request at most."""
+"""Most bytes of a request."""
 _PIECE = 65536
 _SECONDS = 30.0
-"""That a request may take to arrive, and a part of an answer to be taken."""
+"""Seconds in which a request has to arrive, and a part of an answer has to be read."""
 
 
 class PlaygroundServer(ThreadingHTTPServer):
@@ -52,18 +52,18 @@ class PlaygroundServer(ThreadingHTTPServer):
         self.playground, self.page = playground, _page({**facts, "limit": playground.limit})
 
     def server_close(self) -> None:
-        """Has a run end at its next event, and waits for that: a process that ends while a model computes aborts."""
+        """End a run at its next event, and wait for it: a process that ends while a model computes aborts."""
         self.closing = True
         if self.runner is not None:
             self.runner.join()
         super().server_close()
 
     def handle_error(self, *_: Any) -> None:
-        """Nothing is said of browsers that hang up."""
+        """Say nothing of browsers that hang up."""
 
 
 def _page(facts: dict[str, Any]) -> tuple[str, str]:
-    """The page, and its security policy: its own script, and nothing from anywhere else."""
+    """Return the page and its security policy, which allows its own script and nothing from elsewhere."""
     script = asset("elements.js") + resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
     markup = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
@@ -79,10 +79,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SECONDS
 
     def log_message(self, *_: object) -> None:
-        """Nothing: whoever sits at the page sees what happens."""
+        """Log nothing: the reader of the page sees what happens."""
 
     def do_GET(self) -> None:
-        """The page."""
+        """Answer with the page."""
         if not self._is_ours():
             return
         if self.path != "/":
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, page, "text/html; charset=utf-8", policy)
 
     def do_POST(self) -> None:
-        """A run, as server-sent events; each is one JSON object."""
+        """Answer a run with server-sent events, each of which is one JSON object."""
         body = self._body()
         if not self._is_ours():
             return
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.busy.release()
 
     def _is_ours(self) -> bool:
-        """Whether the request is for this server and of its own page; otherwise it is answered."""
+        """Return whether the request is for this server and from its own page; answer it otherwise."""
         places = {f"{name}:{self.server.port}" for name in _NAMES}
         origin = self.headers.get("Origin")
         foreign = origin is not None and origin.removeprefix("http://") not in places
@@ -122,9 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _body(self) -> bytes | None:
-        """What was posted; None where it is too long, or nobody says how long it is.
+        """Return what was posted; None if it is too long, or its length is not said.
 
-        It is read in any case: a connection that is closed with something unread in it is reset, and its answer lost.
+        It is read in any case: closing a connection with unread bytes resets it, and the answer would be lost.
         """
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _wish(self, body: bytes | None) -> Wish | None:
-        """What is wanted; None where that cannot be told, which was answered."""
+        """Return the request; None if it is none, which is then answered."""
         if self.path != "/run":
             self._answer(404, "There is nothing here: runs are posted to /run.")
         elif self.headers.get("Content-Type") != "application/json":

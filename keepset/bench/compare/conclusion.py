@@ -1,4 +1,4 @@
-"""What a comparison comes to, in a sentence, and its rows in an order that shows it."""
+"""The conclusion of a comparison in a sentence, and its records in the order that shows it."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -7,13 +7,13 @@ from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import Record
 
 _NAMED = 3
-"""Losers that a sentence names at most."""
+"""Most methods that a sentence names as having lost the fact."""
 
 
 def by_budget(comparison: Comparison) -> list[list[Record]]:
-    """The rows that have figures under each budget, the largest first; of those the best first.
+    """Return the records with figures, budget by budget from the largest, and the best first under each.
 
-    Best are those that answer as the full cache does, and of those the ones nearest to it.
+    A record that answers as the full cache does is better than one that does not; then the lower KL is better.
     """
     rows = [row for row in comparison.rows if row.error is None]
     asked = bool(comparison.full.get("needle_found"))
@@ -29,7 +29,7 @@ def by_budget(comparison: Comparison) -> list[list[Record]]:
 
 
 def conclusion(comparison: Comparison) -> str:
-    """One sentence for who reads no table."""
+    """Return one sentence for readers who skip the table."""
     groups = by_budget(comparison)
     if not groups:
         return "No recipe could be measured."

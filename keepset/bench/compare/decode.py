@@ -1,4 +1,4 @@
-"""A long text token by token: recipes that compress while decoding, beside the full cache."""
+"""Recipes that compress while decoding, beside the full cache, along one long text."""
 
 import time
 from collections.abc import Callable
@@ -26,14 +26,18 @@ from keepset.hf.store import SLACK
 from keepset.recipe import Recipe
 
 DRIFT_TOKENS = 256
-"""Tokens of the text for one figure of the drift."""
+"""Tokens of the text for each number of the drift."""
 
 
 def feed_slices(tokens: int, every: int | None) -> list[slice]:
-    """Parts of the text after the prompt that may be fed at once, as if token by token.
+    """Return the parts of the text after the prompt that may be fed at once, as if token by token.
 
-    They end at each event and one token before it, where a cache is largest, and are no longer than what a store
-    grows by, so that a cache allocates what it would for single tokens.
+    A part ends at each event and one token before it, where a cache is largest. No part is longer than what a store
+    grows by, so a cache allocates what it would for single tokens.
+
+    Args:
+        tokens: tokens of the text.
+        every: tokens between two events; None if there are none.
     """
     every = every or tokens
     ends = {
@@ -47,14 +51,14 @@ def feed_slices(tokens: int, every: int | None) -> list[slice]:
 def generated(
     model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], count: int, on_token: Callable[[], None] = lambda: None
 ) -> Int[Tensor, "1 n"]:
-    """What the full cache says after the prompt, greedily, ends of text included."""
+    """Return the tokens that the full cache generates greedily after the prompt, with ends of text, `[1, count]`."""
     ids, _ = greedy(model, DynamicCache(config=model.config), prompt, count, on_token)
     return torch.tensor([ids], device=prompt.device)
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """One cache that the text went through: logits after each token of it, and bytes held then."""
+    """One pass of the text through a cache: the logits and the bytes held after each token."""
 
     logits: Float[Tensor, "n vocabulary"]
     nbytes: list[int]
@@ -62,11 +66,10 @@ class _Run:
 
 
 class DecodeComparer(Comparer):
-    """Measures recipes against the full cache while a prompt and the text after it pass through both.
+    """Measure recipes against the full cache while a prompt and the text after it pass through both.
 
-    Figures are those of the tokens after the recipe's first event. `keep` and `kept` are what a cache holds at the end,
-    of all tokens; `kv_bytes` is the mean of what it holds after each token, all queries that were recorded for an event
-    included.
+    Figures are over the tokens after the recipe's first event. `keep` and `kept` say what a cache holds at the end, of
+    all tokens; `kv_bytes` is the mean of what it holds after each token, with the queries recorded for the next event.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class DecodeComparer(Comparer):
         cache = Cache(self._model, recipe)
         run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
         check_predictions(run.logits)
-        # The tokens after the first event: what came before could not differ.
+        # Only tokens after the first event can differ.
         n, full = self._text.shape[1], self._full
         first = cache.events[0].length - self._prompt.shape[1] if cache.events else n
         if first >= n:
@@ -127,7 +130,7 @@ class DecodeComparer(Comparer):
         return replace(record, figures=figures, curves=curves), kept
 
     def _speed(self, cache: Any, run: _Run) -> float:
-        """Tokens per second at the end of the text, one at a time."""
+        """Return tokens per second at the end of the text, one at a time."""
         _, seconds = greedy(self._model, cache, run.logits[-1].argmax()[None, None], ANSWER_TOKENS)
         return ANSWER_TOKENS / seconds
 
@@ -146,7 +149,7 @@ class DecodeComparer(Comparer):
 
 
 def _kept(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:
-    """What the newest event kept, and all that came after it."""
+    """Return which tokens the newest event kept, with all tokens after it."""
     keep_set, since = cache.keep_set, cache.events[-1].length
     assert keep_set is not None
     kept = keep_set.mask(length)[:, 0]

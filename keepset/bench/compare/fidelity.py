@@ -1,4 +1,4 @@
-"""How far predictions are from the full cache's, token by token; in parts, because the vocabulary is large."""
+"""Distance of predictions from the full cache's, token by token; in parts, because the vocabulary is large."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ _PART = 256
 
 
 def kl(full: Float[Tensor, "n vocabulary"], other: Float[Tensor, "n vocabulary"]) -> Float[Tensor, " n"]:
-    """KL(full || other) after every token, in nats."""
+    """Return KL(full || other) after every token in nats, `[n]`."""
     parts = zip(full.split(_PART), other.split(_PART), strict=True)
     return torch.cat(
         [
@@ -20,11 +20,11 @@ def kl(full: Float[Tensor, "n vocabulary"], other: Float[Tensor, "n vocabulary"]
 
 
 def nll(logits: Float[Tensor, "n vocabulary"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n_less_one"]:
-    """Negative log-likelihood of every token but the first, which the prompt's own logits predict alike."""
+    """Return the negative log-likelihood of every token but the first, which the prompt predicts the same way."""
     parts = zip(logits[:-1].split(_PART), tokens[1:].split(_PART), strict=True)
     return torch.cat([F.cross_entropy(a.float(), b, reduction="none") for a, b in parts])
 
 
 def mean(figures: Float[Tensor, " n"]) -> float:
-    """Their mean; 0 where there are none."""
+    """Return the mean of figures; 0 if there are none."""
     return float(figures.mean()) if figures.numel() else 0.0

@@ -20,10 +20,17 @@ from keepset.recipe import Recipe
 
 
 class PromptComparer(Comparer):
-    """Measures recipes against the full cache on one prompt, the text that follows and a question.
+    """Measure recipes against the full cache on one prompt, the text that follows and a question.
 
-    Where the task has no continuation, what follows is the question and what the full cache answers. `recipes` are all
-    that will be measured; `on_layer` is called after each layer of the prefill.
+    If the task has no continuation, the question and the full cache's answer follow the prompt.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        task: the prompt, its continuation and the question.
+        name: the model's name.
+        recipes: all recipes that will be measured.
+        on_layer: called after each layer of the prefill.
     """
 
     def __init__(
@@ -75,14 +82,14 @@ class PromptComparer(Comparer):
         return replace(record, figures=figures, replies=[answer]), kept
 
     def _ask(self, cache: Cache) -> tuple[list[int], float]:
-        """Greedy answer to the question (or to the continuation), and tokens per second of decoding it."""
+        """Return the greedy answer to the question or the continuation, and the tokens per second of decoding it."""
         task = self._task
         prompt = task.continuation if task.question is None else task.question
         ids, seconds = greedy(self._model, cache, prompt, task.answer_tokens)
         return ids, task.answer_tokens / seconds
 
     def _read(self, ids: list[int]) -> str:
-        """What they say up to the first end of a text."""
+        """Return the text of tokens up to the first end of text."""
         ends = end_tokens(self._model)
         cut = next((i for i, token in enumerate(ids) if token in ends), len(ids))
         return str(self._tokenizer.decode(ids[:cut], skip_special_tokens=True)).strip()

@@ -17,13 +17,15 @@ ANSWER_TOKENS = 12
 
 @dataclass(frozen=True, eq=False)
 class TextTask:
-    """What a comparison runs: a prompt that is compressed, the text that follows it, and what is asked instead of that.
+    """A prompt that is compressed, the text that follows it, and a question about it.
 
     Attributes:
-        continuation: of no tokens where something is asked and the full cache's own answer is to follow.
-        needle: what the question is about; None when nothing is asked.
-        answer_tokens: of an answer, at most.
-        left_out: what of the text neither the prompt nor its needle has.
+        prompt: `[1, tokens]`.
+        continuation: the text after the prompt, `[1, n]`; empty if the full cache's own answer is to follow.
+        question: `[1, m]`; None if nothing is asked.
+        needle: what the question is about; None if nothing is asked.
+        answer_tokens: most tokens of an answer.
+        left_out: the part of the text that neither the prompt nor its needle has.
     """
 
     prompt: Int[Tensor, "1 tokens"]
@@ -34,14 +36,14 @@ class TextTask:
     left_out: str = ""
 
     def to(self, device: torch.device) -> "TextTask":
-        """The same there, where the model is that is to read it."""
+        """Return the task with its tokens on the model's device."""
         question = None if self.question is None else self.question.to(device)
         return replace(
             self, prompt=self.prompt.to(device), continuation=self.continuation.to(device), question=question
         )
 
     def doubt(self, found: bool) -> str:
-        """Why what recipes answer says nothing, given whether the full cache's answer is right; "" if it does."""
+        """Return why the recipes' answers say nothing, given whether the full cache's is right; "" if they do."""
         if self.needle is None or found:
             return ""
         if self.needle.answer.lower() in self.left_out.lower():
@@ -63,10 +65,23 @@ def make_text_task(
     longest: int | None = None,
     answer_tokens: int = ANSWER_TOKENS,
 ) -> TextTask:
-    """Cuts a text into a prompt of about `tokens` tokens, or of no fewer than there are, and a continuation.
+    """Cut a text into a prompt and a continuation.
 
-    With a needle its sentence is inserted at `depth` of the prompt, unless it is empty because the text
-    holds the answer already, and the prompt is the part of a user's message before the question.
+    With a needle, its sentence is inserted into the prompt, unless the sentence is empty because the text holds the
+    answer already; the prompt is then the part of a user's message before the question.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: the text.
+        tokens: about how many tokens the prompt has; None for as many as text and model allow.
+        continuation: tokens of the continuation.
+        needle: what is asked.
+        depth: where the needle is inserted, from 0 to 1.
+        longest: tokens of the model's context; None if it says nothing.
+        answer_tokens: most tokens of an answer.
+
+    Raises:
+        KeepsetError: the text is too short, or the model's context is.
     """
     question = None if needle is None else _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1])
     after = continuation + answer_tokens if question is None else max(continuation, question.shape[1] + answer_tokens)
@@ -97,7 +112,16 @@ def make_text_task(
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
-    """Refuses more tokens than the model's context holds; `longest` is None where it says nothing."""
+    """Refuse more tokens than the model's context holds.
+
+    Args:
+        tokens: tokens of the prompt.
+        after: tokens after it.
+        longest: tokens of the context; None if the model says nothing.
+
+    Raises:
+        KeepsetError: they do not fit.
+    """
     if longest is not None and tokens + after > longest:
         raise KeepsetError(
             f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "

@@ -1,1 +1,1 @@
-"""What people read: HTML pages, each one file that needs nothing else."""
+"""Tables for the terminal and for pages, and HTML pages that are each one file."""

@@ -1,4 +1,4 @@
-"""How a report was made: the command, when, and on what machine."""
+"""The origin of a report: the command, the date, the machine and the versions."""
 
 import os
 import platform
@@ -11,8 +11,8 @@ import keepset
 
 
 def origin() -> dict[str, str]:
-    """By names for people."""
-    import torch  # not above: what needs no figures does not wait for it
+    """Return the origin by names that people understand."""
+    import torch  # not above: commands without figures need not wait for it
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -147,7 +147,7 @@ def _events(
         "runs": runs,
         "layers": layers,
         "heads": max(run["kv_heads"] for run in result["runs"]),
-        "note": "Above, one head's cache before the event: ticks are the entries that stay; of recipes with segments, "
+        "note": "One head's cache is drawn before the event: ticks are the entries that stay; of recipes with segments, "
         "bands are the segments, the curve is the mass of every entry, and numbers are the segments' quotas. In the "
         "map a row is an event and a column a token of the text; the outlined row is the chosen event. In the text, "
         "struck out is what this event drops, pale what was dropped before, faint what is not there yet; a bar stands "

@@ -1,1 +1,1 @@
-"""The recipe for a text, found by measuring."""
+"""Finding the recipe for a text by measuring."""

@@ -1,4 +1,4 @@
-"""Texts cut into pieces of equal length: a prompt, perhaps with facts hidden in it, and the text that follows it."""
+"""Texts cut into pieces of equal length: a prompt, perhaps with hidden facts, and the text that follows it."""
 
 import random
 from collections.abc import Sequence
@@ -14,23 +14,27 @@ from keepset.errors import KeepsetError
 from keepset.texts import CITIES, Needle, adds_bos, chat_parts, insert, secret_number
 
 SIZES = (2048, 1024, 512, 256)
-"""Tokens of a piece: the most of which there are enough pieces."""
+"""Tokens of a piece: the largest size of which there are enough pieces is used."""
 PIECES = ROUNDS[-1]
 SHARE = 16
-"""The last of so many parts of a piece is its continuation. Those of different pieces never overlap; prompts may."""
+"""The last of this many parts of a piece is its continuation. Continuations never overlap; prompts may."""
 FACTS = 4
-"""Hidden in each piece."""
+"""Facts hidden in each piece."""
 ANSWER_TOKENS = 8
-"""Enough for a number: the words before it are given."""
+"""Tokens of an answer: enough for a number, since the words before it are given."""
 _ROOM = {False: 1, True: 512}
-"""Tokens that a piece takes beyond its size: with facts, those, the chat template, question and answer."""
+"""Tokens that a piece takes beyond its size, with facts: the facts, the chat template, question and answer."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextPiece:
-    """What recipes are measured on: a prompt that is compressed, and the text that follows it.
+    """A prompt that is compressed, and the text that follows it.
 
-    Facts are hidden in the prompt; questions about each follow the prompt, up to where the answer differs.
+    Attributes:
+        prompt: `[1, tokens]`.
+        continuation: `[1, n]`.
+        facts: facts that are hidden in the prompt.
+        questions: a question about each fact, with the beginning of its answer.
     """
 
     prompt: Int[Tensor, "1 tokens"]
@@ -39,16 +43,24 @@ class TextPiece:
     questions: tuple[str, ...] = ()
 
     def to(self, device: torch.device) -> "TextPiece":
-        """The same there, where the model is that is to read it."""
+        """Return the piece with its tokens on the model's device."""
         return replace(self, prompt=self.prompt.to(device), continuation=self.continuation.to(device))
 
 
 def cut(
     tokenizer: Tokenizer, texts: Sequence[str], *, retrieval: bool, longest: int | None, seed: int
 ) -> list[TextPiece]:
-    """`PIECES` pieces, in an order that the seed decides.
+    """Return `PIECES` pieces, which overlap no more than they must.
 
-    They are as long as the texts, all together, and the model's context allow, and overlap no more than they must.
+    Args:
+        tokenizer: the model's tokenizer.
+        texts: the texts, of which all pieces are taken.
+        retrieval: whether facts are hidden in the pieces.
+        longest: tokens of the model's context; None if it says nothing.
+        seed: decides the order of the pieces, and the facts.
+
+    Raises:
+        KeepsetError: the texts or the context are too short.
     """
     # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
     ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
@@ -83,7 +95,7 @@ def cut(
 
 
 def _places(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
-    """Where pieces may begin, text and token, so that they overlap as little as enough of them allow."""
+    """Return where pieces may begin, as text and token, so that they overlap as little as possible."""
     places: list[tuple[int, int]] = []
     for parts in (1, 2, 4, 8, SHARE):
         step = size // parts
@@ -94,7 +106,7 @@ def _places(lengths: Sequence[int], size: int) -> list[tuple[int, int]]:
 
 
 def _with_facts(tokenizer: Tokenizer, body: list[int], after: list[int], chance: random.Random) -> TextPiece:
-    """A piece whose prompt begins a user's message, with facts at evenly spaced depths."""
+    """Return a piece whose prompt begins a user's message, with facts at evenly spaced depths."""
     text, facts = str(tokenizer.decode(body)), []
     for number, city in enumerate(chance.sample(CITIES, FACTS)):
         fact = secret_number(city, str(chance.randrange(1000, 10000)))

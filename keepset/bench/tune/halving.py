@@ -1,4 +1,4 @@
-"""Successive halving: many recipes on little text, ever fewer of them on ever more of it."""
+"""Successive halving: many recipes on little text, then ever fewer recipes on ever more text."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from keepset.bench.record import Record
 from keepset.recipe import Recipe
 
 ROUNDS = (2, 4, 8, 16)
-"""Pieces of text that those still in the race have been measured on after each round."""
+"""Pieces that every recipe in the race has been measured on after each round."""
 FINALISTS = 4
-"""So many are not halved any more."""
+"""Number of recipes that is not halved any more."""
 LEAST = 6
-"""Pieces without which nothing is told apart: five differences have one sign by chance in 6 of 100 cases."""
+"""Fewest pieces that tell recipes apart: five differences have the same sign by chance in 6 of 100 cases."""
 PREFILL = 10
-"""How many measurements of a recipe the prefill of a piece, second passes included, takes about as long as."""
+"""Cost of a piece's prefill with second passes, in measurements of a recipe."""
 
 
 @dataclass(eq=False)
 class TunedRecipe:
-    """A recipe in the race: what was measured so far, piece by piece, or why it is out of it."""
+    """A recipe in the race: its records so far, piece by piece, or why it is out of the race."""
 
     recipe: Recipe
     figures: list[Record] = field(default_factory=list)
     error: str | None = None
 
     def mean(self, name: str) -> float:
-        """Of one of the figures."""
+        """Return the mean of a figure over the pieces."""
         return fmean(self.values(name))
 
     def values(self, name: str) -> list[Any]:
-        """One of the figures, of every piece."""
+        """Return a figure on every piece."""
         return [record.figures[name] for record in self.figures]
 
     def shares_found(self) -> list[float]:
@@ -45,34 +45,46 @@ class TunedRecipe:
 
     @property
     def kl(self) -> tuple[float, Interval | None]:
-        """Mean and interval over pieces."""
+        """Mean KL and its interval over pieces."""
         values = self.values("kl")
         return fmean(values), of_mean(values)
 
     @property
     def found(self) -> tuple[float, Interval | None] | None:
-        """Share of the facts and its interval over pieces; None where none were hidden."""
+        """Share of the facts that was found, and its interval over pieces; None if none were hidden."""
         values = self.shares_found()
         return (fmean(values), of_score(values)) if values else None
 
     def first(self, pieces: int) -> TunedRecipe:
-        """The same as if it had been measured on so many pieces."""
+        """Return the recipe as if it had been measured on only the first pieces."""
         return TunedRecipe(self.recipe, self.figures[:pieces], self.error)
 
 
 Measure = Callable[[int, Sequence[Recipe]], Iterator[Record]]
-"""Of the piece with this number: each recipe's figures in turn, or why there are none."""
+"""Yields a record for each recipe on the piece with this number."""
 Grow = Callable[[Sequence[Recipe]], Sequence[Recipe]]
-"""From the recipes of the first round, the best first, to more that join them."""
+"""Returns recipes that join those of the first round, which come the best first."""
 
 
 class Halving:
-    """The race (Jamieson & Talwalkar 2016, arXiv:1502.07943).
+    """A race of recipes by successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943).
 
     In every round the better half of the recipes goes on and the text doubles. Recipes are compared on the same pieces.
-    After the first ones `grow` may add recipes, which are measured on these before anyone is out. `entries` are all
-    that have ever been in the race, in the order in which they came; `alive` those that still are. `done` and `planned`
-    are in units of work, of which a recipe on a piece is one.
+
+    Attributes:
+        entries: all recipes that have ever been in the race, in the order in which they came.
+        alive: the recipes that are still in the race.
+        done: work done so far, in measurements of a recipe on a piece.
+        planned: all work.
+
+    Args:
+        measure: measures recipes on a piece.
+        recipes: the recipes of the first round.
+        pieces: number of pieces.
+        grow: returns recipes that join after the first round; they are measured on its pieces before any is out.
+        grown: most recipes that may join.
+        by_found: returns whether found facts count.
+        on_step: called after each measurement.
     """
 
     def __init__(
@@ -96,11 +108,11 @@ class Halving:
 
     @property
     def pieces(self) -> int:
-        """On how many pieces all that are still in the race have been measured."""
+        """Number of pieces on which every recipe in the race has been measured."""
         return min((len(entry.figures) for entry in self.alive if entry.error is None), default=0)
 
     def run(self) -> None:
-        """All rounds; stopped halfway, what is known stays."""
+        """Run all rounds. What is known stays if they are interrupted."""
         first = self._rounds[0]
         self._run(self.alive, 0, first)
         known = {entry.recipe for entry in self.entries}
@@ -116,13 +128,14 @@ class Halving:
             self._run(self.alive, before, after)
 
     def ranked(self) -> list[TunedRecipe]:
-        """Those in the race that have figures, the best first."""
+        """Return the recipes in the race that have figures, the best first."""
         return ranked([e for e in self.alive if e.figures and e.error is None], by_found=self._by_found())
 
     def standing(self) -> list[tuple[TunedRecipe, bool]]:
-        """All that have figures, the best first, and whether they are in the race; who left it last leads the others.
+        """Return all recipes that have figures, the best first, and whether they are in the race.
 
-        Those in the race have the figures that their order is by: of the pieces that all of them were measured on.
+        Recipes in the race come first, with figures over the pieces that all of them were measured on, by which they
+        are ordered; then come the others, from the last to the first that left.
         """
         running = self.ranked()
         pieces = min((len(entry.figures) for entry in running), default=0)
@@ -132,7 +145,7 @@ class Halving:
         return [(e.first(pieces), True) for e in running] + [(e, False) for group in groups for e in group]
 
     def tied(self) -> list[TunedRecipe]:
-        """The best and those that cannot be told from it, the best first."""
+        """Return the best recipe and those that cannot be told from it, the best first."""
         return tied(self.ranked(), by_found=self._by_found())
 
     def _run(self, entries: list[TunedRecipe], before: int, after: int) -> None:
@@ -151,7 +164,7 @@ class Halving:
         self.alive = [entry for entry in self.alive if entry.error is None]
 
     def _later(self, done: int, entries: int) -> int:
-        """Units of the rounds after so many, for so many recipes that there are at their end."""
+        """Return the work of the rounds after `done` ones, at whose end there are this many recipes."""
         cost = 0
         for before, after in pairwise(self._rounds[done - 1 :]):
             entries = _half(entries)
@@ -160,10 +173,14 @@ class Halving:
 
 
 def ranked(entries: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecipe]:
-    """The best first, on the pieces that all of them have been measured on.
+    """Return recipes from the best to the worst, by the pieces that all of them have been measured on.
 
-    By KL; where facts count, first come all that cannot be told from the one that finds most, by KL, then the others,
-    by what they find.
+    The order is by KL. If facts count, first come all recipes that cannot be told from the one that finds most, by KL;
+    then come the others, by what they find.
+
+    Args:
+        entries: the recipes.
+        by_found: whether facts count.
     """
     pieces = min((len(entry.figures) for entry in entries), default=0)
     if not pieces:
@@ -179,7 +196,7 @@ def ranked(entries: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecip
 
 
 def tied(order: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecipe]:
-    """The first of these, and the others that neither facts nor KL tell from it."""
+    """Return the first of ordered recipes, and the others that neither facts nor KL tell from it."""
     if not order:
         return []
     pieces = min(len(entry.figures) for entry in order)
@@ -193,7 +210,7 @@ def tied(order: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecipe]:
 
 
 def _is_nearer(best: TunedRecipe, other: TunedRecipe) -> bool:
-    """Whether the difference in KL on the same pieces is above zero with its whole interval."""
+    """Return whether the whole interval of the difference in KL on the same pieces is above zero."""
     if len(best.figures) < LEAST:
         return False
     differences = [theirs - ours for ours, theirs in zip(best.values("kl"), other.values("kl"), strict=True)]
@@ -204,7 +221,10 @@ def _is_nearer(best: TunedRecipe, other: TunedRecipe) -> bool:
 
 
 def _finds_more(best: TunedRecipe, other: TunedRecipe) -> bool:
-    """The same of the facts that are found; of few pieces, whether it finds more than one fact more."""
+    """Return whether the whole interval of the difference in found facts is above zero.
+
+    On few pieces, return whether more than one fact more is found.
+    """
     if not best.shares_found():
         return False
     if len(best.figures) < LEAST:

@@ -1,4 +1,4 @@
-"""`Measurer`: what recipes make of one piece of a text, whose prompt runs once for all of them."""
+"""`Measurer`: measures recipes on one piece of a text, with one prefill for all of them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,9 +19,11 @@ from keepset.recipe import Recipe
 
 
 class Measurer:
-    """Measures recipes on pieces: one prefill serves all of them.
+    """Measure recipes on pieces of a text.
 
-    By piece, `full_found` says which of its facts the full cache finds, `full_bytes` what it holds.
+    Attributes:
+        full_found: by piece, which of its facts the full cache finds.
+        full_bytes: by piece, bytes that the full cache holds.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class Measurer:
         warm_up(model, self._pieces[0].prompt)
 
     def __call__(self, number: int, recipes: Sequence[Recipe]) -> Iterator[Record]:
-        """Each recipe's figures on one piece, or why there are none."""
+        """Measure recipes on the piece with this number, and yield a record for each."""
         piece = self._pieces[number]
         session = PromptSession(self._model, piece.prompt, recipes)
         full = session.compress(None)
@@ -57,7 +59,7 @@ class Measurer:
                 yield replace(record, error=str(error))
 
     def _check_share(self, recipe: Recipe, kept: float, piece: TextPiece) -> None:
-        """Refuses what chooses its own number and keeps more than the budget."""
+        """Refuse a recipe that chooses its own number of entries and keeps more than the budget."""
         most = self._keep if isinstance(self._keep, float) else self._keep / piece.prompt.shape[1]
         if not recipe.method.traits.needs_budget and kept > most:
             raise BudgetError(
@@ -66,7 +68,7 @@ class Measurer:
 
     @torch.no_grad()
     def _ask(self, piece: TextPiece, cache: Cache) -> tuple[bool, ...]:
-        """Which facts greedy answers hold: all questions at once, each on a fork of this cache."""
+        """Return which facts the greedy answers hold; all questions are asked at once, each on a fork of the cache."""
         if not piece.facts:
             return ()
         questions = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in piece.questions]

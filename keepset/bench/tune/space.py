@@ -1,4 +1,4 @@
-"""The recipes that `keepset tune` tries: the catalogue, and what the best of it may be composed to."""
+"""The recipes that `keepset tune` tries: the catalogue, and compositions of the best of it."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,14 +19,14 @@ EXTRA = (
     "pool(second_pass(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32), "
     "match(glance), match(reread), int8(pool(prompt_queries)), int8(match(reread))"
 )
-"""Beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool; what stays
-fitted to all that was there, and more of it in 8 bits."""
+"""Recipes beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool;
+values fitted to what was dropped; and more entries in 8 bits."""
 COMPOSED = 3
-"""So many of the best scorers get allocators."""
+"""Number of the best scorers that are combined with allocators."""
 
 
 def scorers() -> list[Recipe]:
-    """Every scorer as its paper has it, and `EXTRA`; without a budget."""
+    """Return every scorer with its paper's defaults, and `EXTRA`, without a budget."""
     names = [name for name, kind in METHODS.items() if not issubclass(kind, Allocator)]
     return Recipe.parse_list(", ".join([*names, EXTRA]))
 
@@ -34,9 +34,13 @@ def scorers() -> list[Recipe]:
 def with_budget(
     recipes: Iterable[Recipe], keep: int | float, in_8_bits: float
 ) -> tuple[list[Recipe], dict[Recipe, str]]:
-    """These recipes with this `keep`, where they need one; and those that it does not suit, with the reason.
+    """Return the recipes with a budget, and the recipes that it does not suit with the reason.
 
-    Of entries in 8 bits, `in_8_bits` weigh as much as a whole one: so many times more of them are kept.
+    Args:
+        recipes: recipes without a budget.
+        keep: the budget, for recipes that need one.
+        in_8_bits: how many 8-bit entries take as many bytes as a whole one; recipes in 8 bits keep that many times
+            more.
     """
     more = min(1.0, round(keep * in_8_bits, 3)) if isinstance(keep, float) else int(keep * in_8_bits)
     fitting, unfit = [], {}
@@ -50,11 +54,14 @@ def with_budget(
 
 
 def compositions(best: Sequence[Recipe]) -> list[Recipe]:
-    """Every allocator over the `COMPOSED` best scorers, alone or inside these recipes, each another method.
+    """Return every allocator over the `COMPOSED` best scorers, each of another method.
 
-    Left out are scorers that look at nothing, which no allocator can divide anything by; `uniform`, which changes
-    nothing about a scorer that keeps the same number everywhere; what the catalogue has under a name of its own; and
-    what is in 8 bits, whose budget is another.
+    Left out are scorers that look at nothing, by which no allocator can divide; `uniform`, which does not change a
+    scorer that keeps the same number everywhere; compositions that the catalogue has under a name of their own; and
+    recipes in 8 bits, whose budget differs.
+
+    Args:
+        best: recipes, the best first; a scorer inside an allocator counts as that scorer.
     """
     named = {Recipe(r.method.composition, r.budget) for r in scorers() if isinstance(r.method, Preset)}
     composed: dict[type[Method], list[Recipe]] = {}
@@ -72,7 +79,7 @@ def compositions(best: Sequence[Recipe]) -> list[Recipe]:
 
 
 def composed_at_most() -> int:
-    """How many compositions there can be."""
+    """Return the largest number of compositions."""
     return COMPOSED * len(_allocators())
 
 
@@ -84,7 +91,7 @@ def _scorer(method: Method) -> Method:
 
 def _composed(scorer: Method, recipe: Recipe) -> list[Recipe]:
     recipes, budget = [], recipe.budget
-    # What always stays is the composition's own choice, unless the recipe says otherwise than its method.
+    # The composition chooses what always stays, unless the recipe differs from its method.
     sinks = None if budget.sinks == recipe.method.traits.sinks else budget.sinks
     recent = None if budget.recent == recipe.method.traits.recent else budget.recent
     for kind in _allocators():

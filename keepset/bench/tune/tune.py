@@ -1,4 +1,4 @@
-"""The recipe for a text: the catalogue and what it composes to, measured on pieces of it by successive halving."""
+"""`Tuner`: finds the recipe for a text by measuring all recipes on pieces of it, by successive halving."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +20,21 @@ from keepset.recipe import Recipe, in_full
 
 
 class Tuner:
-    """The race of all recipes on a text's pieces; those that were never in it are `unfit`, with the reason."""
+    """The race of all recipes on a text's pieces.
+
+    `unfit` has the recipes that were never in the race, with the reason.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        pieces: the text's pieces.
+        keep: the budget of all recipes.
+        name: the model's name.
+        on_step: called after each measurement.
+
+    Raises:
+        KeepsetError: the budget drops nothing of the shortest piece.
+    """
 
     def __init__(
         self,
@@ -52,23 +66,27 @@ class Tuner:
 
     @property
     def retrieves(self) -> bool:
-        """Whether the full cache finds any fact; where it does not, what recipes find says nothing."""
+        """Whether the full cache finds any fact; if it does not, the facts that recipes find say nothing."""
         return any(map(any, self._measurer.full_found.values()))
 
     def run(self) -> None:
-        """All of it; stopped halfway, what is known stays."""
+        """Run the race. What is known stays if it is interrupted.
+
+        Raises:
+            KeepsetError: no recipe can run.
+        """
         self.race.run()
         if not self.race.alive:
             raise KeepsetError(f"No recipe can run: {next(iter(self.dropped.values()), 'there is none')}")
 
     @property
     def dropped(self) -> dict[str, str]:
-        """Recipes without figures or out of the race for another reason than these, with the reason."""
+        """Recipes without figures, with the reason."""
         failed = {str(entry.recipe): entry.error for entry in self.race.entries if entry.error is not None}
         return {**self.unfit, **failed}
 
     def _runnable(self, recipes: Sequence[Recipe]) -> list[Recipe]:
-        """Those that the model takes, and that have something to choose; the others are `unfit`."""
+        """Return the recipes that the model takes and that have something to choose; note the others as `unfit`."""
         able = []
         for recipe in recipes:
             try:
@@ -81,7 +99,7 @@ class Tuner:
         return able
 
     def _check_choice(self, recipe: Recipe) -> None:
-        """Refuses what always keeps as much as its budget comes to: it would be ranked by that alone."""
+        """Refuse a recipe that always keeps as much as its budget: it would have nothing to choose."""
         keep, always = recipe.budget.keep, recipe.budget.sinks + recipe.budget.recent
         entries = math.floor(keep * self._shortest) if isinstance(keep, float) else keep
         if recipe.method.traits.needs_budget and entries is not None and always >= entries:
@@ -91,10 +109,10 @@ class Tuner:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """As `keepset tune --json` prints it: what is known so far."""
+        """Return what is known so far, as `keepset tune --json` prints it."""
         race = self.race
         tied = race.tied() if race.pieces >= LEAST else []
-        # Of what cannot be told apart the one with the cheapest prefill; none while too little is known.
+        # Of recipes that cannot be told apart, the one with the cheapest prefill; none while too little is known.
         chosen = min(tied, key=lambda entry: entry.first(race.pieces).mean("prefill_seconds"), default=None)
         full, facts = self._measurer.full_bytes, self._pieces[0].facts
         found = [fmean(each) for each in self._measurer.full_found.values() if each]
@@ -114,7 +132,7 @@ class Tuner:
                 **({"found": _figure(full_found)} if facts else {}),
             },
             "recipe": None if chosen is None else str(chosen.recipe),
-            # For a file that is to mean the same whatever defaults there are later.
+            # A file with this text means the same when defaults have changed.
             "recipe_in_full": None if chosen is None else in_full(str(chosen.recipe)),
             "tied": [str(entry.recipe) for entry in tied],
             "verdict": self._verdict(tied, chosen),
@@ -147,7 +165,7 @@ class Tuner:
 
 
 def _in_8_bits(model: PreTrainedModel) -> float:
-    """How many entries in 8 bits, with their scales, weigh as much as a whole one."""
+    """Return how many 8-bit entries with their scales take as many bytes as a whole entry."""
     head_dim, itemsize = head_dim_of(model), model.dtype.itemsize
     return head_dim * itemsize / (head_dim + itemsize)
 
