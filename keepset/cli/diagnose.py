@@ -5,8 +5,10 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from keepset.bench.report.table import Column, Table
+from keepset.bench.report.units import decimals
 from keepset.cli.checks import check_writable
-from keepset.cli.console import counted, load, output, progress, say, show, table
+from keepset.cli.console import counted, load, output, progress, say, show_table
 from keepset.cli.options import Json, OneText, group, takes_model
 from keepset.errors import KeepsetError, RecipeError
 from keepset.models import Source, context_length
@@ -86,13 +88,12 @@ def _mean(numbers: list[float | None]) -> float | None:
 def _print(result: dict[str, Any]) -> None:
     """Print a row per layer, with a digit per query head."""
     say(f"{result['model']}, {result['recipe']}: {result['tokens']} tokens, the last one masked.")
-    titles = ("overlap", "by head", "usage", "by head", "needed", "correlation")
-    grid = table(numbers=("layer", *titles), optional=("by head",))
-    means = [(str(row["layer"]), {name: _mean(row[name]) for name in FIGURES}, row) for row in result["layers"]]
-    for title, figures, heads in (*means, ("mean", result["mean"], {}), ("paper", result["paper"], {})):
-        overlap, usage, *rest = ("-" if figures[name] is None else f"{figures[name]:.3f}" for name in FIGURES)
-        grid.add_row(title, overlap, _digits(heads.get("overlap", [])), usage, _digits(heads.get("usage", [])), *rest)
-    show(grid)
+    table = Table("layer", _columns())
+    for row in result["layers"]:
+        table.add(str(row["layer"]), {name: (_mean(row[name]), row[name]) for name in FIGURES})
+    for title in ("mean", "paper"):
+        table.add(title, {name: (result[title][name], []) for name in FIGURES})
+    show_table(table)
     say(
         "overlap: the next query's attention on what a synthetic query needs; usage: the share of entries that is; "
         "needed: the share that the next query needs itself; correlation: of its attention with the mean of the "
@@ -100,5 +101,16 @@ def _print(result: dict[str, Any]) -> None:
     )
 
 
+def _columns() -> list[Column]:
+    """Return the columns of means and, for overlap and usage, of a digit per query head."""
+    columns = []
+    for name in FIGURES:
+        columns.append(Column(name, lambda row, name=name: row[name][0], decimals(3)))
+        if name in ("overlap", "usage"):
+            columns.append(Column("by head", lambda row, name=name: row[name][1] or None, _digits, rank=1))
+    return columns
+
+
 def _digits(shares: list[float]) -> str:
+    """Return each head's tenths as a digit."""
     return "".join(str(min(int(10 * share), 9)) for share in shares)

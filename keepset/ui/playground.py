@@ -34,7 +34,7 @@ _MOST = 4096
 
 
 @dataclass(frozen=True)
-class Wish:
+class RunRequest:
     """A request of the page.
 
     Attributes:
@@ -50,7 +50,7 @@ class Wish:
     keep: str
 
     @classmethod
-    def of(cls, fields: Any) -> Wish:
+    def of(cls, fields: Any) -> RunRequest:
         """Return the request of the page's JSON.
 
         Raises:
@@ -100,26 +100,26 @@ class Playground:
         self.limit = _MOST if longest is None else min(_MOST, longest - ANSWER)
 
     @torch.no_grad()
-    def run(self, wish: Wish, send: SendUpdate) -> None:
+    def run(self, request: RunRequest, send: SendUpdate) -> None:
         """Send the steps of a run: the text's tokens, each layer's choice, two answers, figures.
 
         Args:
-            wish: the request.
+            request: the request.
             send: sends an event to the page.
 
         Raises:
             KeepsetError: the text is too long, or the recipe cannot be used.
         """
-        recipe = wish.parsed()
-        if not wish.text.strip():
+        recipe = request.parsed()
+        if not request.text.strip():
             raise KeepsetError("There is no text: paste one.")
-        context, rest = chat_parts(self._tokenizer, wish.text, wish.question)
+        context, rest = chat_parts(self._tokenizer, request.text, request.question)
         ids, question = self._encoded(context), self._encoded(rest)
         length = ids.shape[1] + question.shape[1]
         if length > self.limit:
             raise KeepsetError(f"The text has {length} tokens with its question: {self.limit} at most are taken here.")
         shading = _Shading(self._model, recipe, ids.shape[1], send)
-        send({"tokens": token_texts(self._tokenizer, ids[0].tolist()), **self._lines(wish, recipe)})
+        send({"tokens": token_texts(self._tokenizer, ids[0].tolist()), **self._lines(request, recipe)})
         full = DynamicCache(config=self._model.config)
         full_seconds = self._read(ids, full)
         send({"full": {"bytes": dynamic_nbytes(full), "read": full_seconds}})
@@ -128,7 +128,7 @@ class Playground:
         finally:
             shading.cache.stop_watching()
         send({"compressed": {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share}})
-        if wish.question.strip():
+        if request.question.strip():
             self._ask(question, {"full": full, "compressed": shading.cache}, send)
         send({"done": True})
 
@@ -170,10 +170,10 @@ class Playground:
             if new[-1] in self._ends:
                 return
 
-    def _lines(self, wish: Wish, recipe: Recipe) -> dict[str, str]:
+    def _lines(self, request: RunRequest, recipe: Recipe) -> dict[str, str]:
         """Return the run as commands and as Python, to copy."""
         model = [] if self._called is None else ["--model", self._called]
-        question = wish.question.strip() or "Sum it up."
+        question = request.question.strip() or "Sum it up."
         file = "text.safetensors"
         build = ["keepset", "context", "build", "--text", "text.txt", "--out", file, "--recipe", str(recipe), *model]
         ask = ["keepset", "context", "ask", file, question]

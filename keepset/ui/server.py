@@ -19,7 +19,7 @@ from typing import Any
 from keepset.bench.report.page import asset, script_json
 from keepset.core.nan_scores import nan_scores_refused
 from keepset.errors import KeepsetError
-from keepset.ui.playground import Playground, Wish
+from keepset.ui.playground import Playground, RunRequest
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
@@ -95,8 +95,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self._body()
         if not self._is_ours():
             return
-        wish = self._wish(body)
-        if wish is None:
+        request = self._run_request(body)
+        if request is None:
             return
         if not self.server.busy.acquire(blocking=False):
             return self._answer(409, "Another run is under way here: wait for it, or stop it.")
@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._head(200, "text/event-stream; charset=utf-8")
             try:
                 with nan_scores_refused():
-                    self.server.playground.run(wish, self._send)
+                    self.server.playground.run(request, self._send)
             except KeepsetError as error:
                 self._send({"error": str(error)})
         finally:
@@ -136,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             left -= len(piece)
         return None
 
-    def _wish(self, body: bytes | None) -> Wish | None:
+    def _run_request(self, body: bytes | None) -> RunRequest | None:
         """Return the request; None if it is none, which is then answered."""
         if self.path != "/run":
             self._answer(404, "There is nothing here: runs are posted to /run.")
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(413, f"The text is too long: {_BYTES} bytes at most are taken.")
         else:
             try:
-                return Wish.of(json.loads(body))
+                return RunRequest.of(json.loads(body))
             except (ValueError, RecursionError, KeepsetError) as error:
                 self._answer(400, str(error) if isinstance(error, KeepsetError) else "The request is no JSON.")
         return None

@@ -133,7 +133,7 @@ def test_a_run_ends_before_its_server_has_closed() -> None:
     class Endless:
         limit = 1
 
-        def run(self, wish: Any, send: Any) -> None:
+        def run(self, request: Any, send: Any) -> None:
             began.set()
             try:
                 while True:

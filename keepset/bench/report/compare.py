@@ -202,29 +202,24 @@ def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]
     """Return a metric's chart, and whether values are drawn at its lower end because a log axis has no zero."""
     is_log = metric.axis.get("type") == "log"
     floor = _floor(record.figures[metric.figure] for record in ran)
-    lines, is_clipped = [], False
-    for at, method in enumerate(_methods(comparison)):
-        points = sorted((each for each in ran if each.method == method), key=lambda each: each.ratio("kv_bytes") or 0)
-        values = [record.figures[metric.figure] for record in points]
-        hollow = [is_log and value <= 0 for value in values]
-        is_clipped = is_clipped or any(hollow)
-        hover = [
-            f"{plot.wrapped(record.recipe)}<br>{metric.name} {metric.show(value)}<br>"
-            f"{percent(record.ratio('kv_bytes') or 0)} of full, {megabytes(record.figures['kv_bytes'])} MB"
-            for record, value in zip(points, values, strict=True)
-        ]
-        lines.append(
-            plot.line(
-                method,
-                [record.ratio("kv_bytes") or 0 for record in points],
-                [floor if clipped else value for value, clipped in zip(values, hollow, strict=True)],
-                at,
-                hover=hover,
-                marker=plot.markers(at, hollow),
-            )
+
+    def point(record: Record) -> plot.Point:
+        share, value = record.ratio("kv_bytes") or 0.0, record.figures[metric.figure]
+        is_hollow = is_log and value <= 0
+        hover = (
+            f"{plot.wrapped(record.recipe)}<br>{metric.name} {metric.show(value)}<br>{percent(share)} of full, "
+            f"{megabytes(record.figures['kv_bytes'])} MB"
         )
+        return plot.Point(share, floor if is_hollow else value, hover, is_hollow=is_hollow)
+
+    lines = [
+        (method, sorted((point(record) for record in ran if record.method == method), key=lambda each: each.x))
+        for method in _methods(comparison)
+    ]
     x = plot.axis("KV cache bytes, share of the full cache", tickformat=".0%", rangemode="tozero", zeroline=False)
-    return plot.plot("plot", lines, x, metric.axis, height="430px"), is_clipped
+    traces = [plot.line(method, points, at) for at, (method, points) in enumerate(lines)]
+    is_clipped = any(point.is_hollow for _, points in lines for point in points)
+    return plot.plot("plot", traces, x, metric.axis, height="430px"), is_clipped
 
 
 def _drift(comparison: Comparison, ran: Sequence[Record]) -> Section:
@@ -235,25 +230,14 @@ def _drift(comparison: Comparison, ran: Sequence[Record]) -> Section:
     floor = _floor(value for record in drifting for value in record.curves["kl_drift"])
     lines = []
     for record in drifting:
-        at, values = methods.index(record.method), record.curves["kl_drift"]
-        ends = [min((part + 1) * size, comparison.continuation_tokens) for part in range(len(values))]
-        hover = [
-            f"{plot.wrapped(record.recipe)}<br>KL {value:.3g} nats<br>tokens {integer(part * size)} to {integer(end)}"
-            for part, (value, end) in enumerate(zip(values, ends, strict=True))
-        ]
-        lines.append(
-            plot.line(
-                record.recipe,
-                ends,
-                [floor if value <= 0 else value for value in values],
-                at,
-                hover=hover,
-                group=record.method,
-                dash=plot.DASHES[seen[record.method] % len(plot.DASHES)],
-                marker=plot.markers(at, [value <= 0 for value in values]),
-            )
-        )
+        points = []
+        for part, value in enumerate(record.curves["kl_drift"]):
+            end = min((part + 1) * size, comparison.continuation_tokens)
+            hover = f"{plot.wrapped(record.recipe)}<br>KL {value:.3g} nats<br>tokens {part * size} to {end}"
+            points.append(plot.Point(end, floor if value <= 0 else value, hover, is_hollow=value <= 0))
+        dash = plot.DASHES[seen[record.method] % len(plot.DASHES)]
         seen[record.method] += 1
+        lines.append(plot.line(record.recipe, points, methods.index(record.method), group=record.method, dash=dash))
     note = (
         f"Mean KL(full ‖ compressed) of every {integer(size)} tokens after the prompt, one line per recipe; budgets of "
         "one method differ in their dashes."

@@ -121,8 +121,7 @@ def _learning(curves: dict[str, list[dict[str, float]]]) -> Section:
             [
                 plot.line(
                     name,
-                    [point["step"] for point in points],
-                    [point[figure] for point in points],
+                    [plot.Point(point["step"], point[figure]) for point in points],
                     at,
                     mode="lines",
                     dash=plot.DASHES[at],

@@ -78,20 +78,14 @@ def _chart(name: str, rows: Sequence[Row], recipes: Sequence[str]) -> dict[str, 
     scale = 1e-6 if unit == "MB" else 1.0
     lines = []
     for at, recipe in enumerate(recipes):
-        known = [row for row in rows if row["recipe"] == recipe and row[name] is not None]
-        rounds = [[value for each in row["rounds"] if (value := of_round(each, row)) is not None] for row in known]
-        lines.append(
-            plot.line(
-                recipe,
-                [row["prompt_tokens"] for row in known],
-                [row[name] * scale for row in known],
-                _series(at),
-                ends=[(min(values) * scale, max(values) * scale) for values in rounds],
-                dash="solid" if at else "dash",
-                marker={"symbol": plot.symbol(_series(at))},
-                template=f"%{{x}} tokens: %{{y:.2f}} {unit}",
-            )
-        )
+        points = []
+        for row in rows:
+            if row["recipe"] == recipe and row[name] is not None:
+                rounds = [value for each in row["rounds"] if (value := of_round(each, row)) is not None]
+                low, high = min(rounds) * scale, max(rounds) * scale
+                points.append(plot.Point(row["prompt_tokens"], row[name] * scale, low=low, high=high))
+        template = f"%{{x}} tokens: %{{y:.2f}} {unit}"
+        lines.append(plot.line(recipe, points, _series(at), dash="solid" if at else "dash", template=template))
     x, y = plot.axis("tokens of the prompt", rangemode="tozero"), plot.axis(unit, rangemode="tozero")
     return plot.plot(name, lines, x, y, title=title)
 

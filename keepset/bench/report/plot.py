@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 MARKS = (("circle", "●"), ("square", "■"), ("diamond", "◆"), ("triangle-up", "▲"), ("triangle-down", "▼"))
 """Plotly's symbols, and the characters of a legend that look like them."""
@@ -46,55 +46,62 @@ def log_axis(title: str) -> dict[str, Any]:
     return axis(title, type="log", zeroline=False, tickformat="~g")
 
 
-def line(
-    name: str,
-    x: Sequence[float],
-    y: Sequence[float | None],
-    series: int | str,
-    *,
-    hover: Sequence[str] | None = None,
-    ends: Sequence[tuple[float | None, float | None]] | None = None,
-    group: str | None = None,
-    mode: str = "lines+markers",
-    dash: str = "solid",
-    shape: str = "linear",
-    marker: dict[str, Any] | None = None,
-    template: str | None = None,
-) -> dict[str, Any]:
+class Point(NamedTuple):
+    """A point of a line.
+
+    Attributes:
+        x, y: where it is; a `y` that is None or not finite leaves a gap.
+        hover: what is shown over it, escaped.
+        low, high: the ends of its interval; None if it has none.
+        is_hollow: whether its marker is hollow.
+    """
+
+    x: float
+    y: float | None
+    hover: str = ""
+    low: float | None = None
+    high: float | None = None
+    is_hollow: bool = False
+
+
+def line(name: str, points: Sequence[Point], series: int | str, **options: Any) -> dict[str, Any]:
     """Return a line of points.
 
     Args:
         name: the series' name.
-        x: where points are, `[points]`.
-        y: how high they are, `[points]`; None or a number that is not finite leaves a gap.
-        series: the number of a colour, or the name of one of the style's.
-        hover: what is shown over each point, `[points]`, escaped.
-        ends: the ends of each point's interval, `[points]`; None if it has none.
-        group: the legend's entry that shows and hides the line; `name` if None.
-        mode: plotly's mode.
-        dash: plotly's dash of the line.
-        shape: plotly's shape of the line.
-        marker: plotly's options of markers.
-        template: plotly's template of what is shown over a point, without `hover`.
+        points: the points in their order.
+        series: the number of a colour and a symbol, or the name of one of the style's colours.
+        options: `group`, the legend's entry that shows and hides the line (`name` if not given); `template`, what is
+            shown over a point without `hover`; `symbol`, `size`, `dash` and `shape`; and options of plotly.
     """
-    known = [value if value is not None and math.isfinite(value) else None for value in y]
+    mark = options.pop("symbol", symbol(series) if isinstance(series, int) else "circle")
     trace: dict[str, Any] = {
-        "name": label(name), "x": list(x), "y": known, "series": series, "group": name if group is None else group,
-        "mode": mode, "line": {"dash": dash, "shape": shape}, "marker": marker or {},
-    }  # fmt: skip
-    if hover is not None:
-        trace["hovertext"] = list(hover)
-    if template is not None:
+        "name": label(name),
+        "x": [point.x for point in points],
+        "y": [point.y if point.y is not None and math.isfinite(point.y) else None for point in points],
+        "series": series,
+        "group": options.pop("group", name),
+        "mode": "lines+markers",
+        "line": {"dash": options.pop("dash", "solid"), "shape": options.pop("shape", "linear")},
+        "marker": {
+            "symbol": [f"{mark}-open" if point.is_hollow else mark for point in points],
+            "size": options.pop("size", 9),
+        },
+    }
+    if (template := options.pop("template", None)) is not None:
         trace["hovertemplate"] = f"{template}<extra>{label(name)}</extra>"
-    if ends is not None:
-        low, high = ([each[side] for each in ends] for side in (0, 1))
-        trace["error_y"] = {"array": _gaps(high, known), "arrayminus": _gaps(known, low)}
-    return trace
+    if any(point.hover for point in points):
+        trace["hovertext"] = [point.hover for point in points]
+    if any(point.high is not None for point in points):
+        trace["error_y"] = {
+            "array": [_gap(point.high, point.y) for point in points],
+            "arrayminus": [_gap(point.y, point.low) for point in points],
+        }
+    return {**trace, **options}
 
 
-def _gaps(upper: Sequence[float | None], lower: Sequence[float | None]) -> list[float]:
-    pairs = zip(upper, lower, strict=True)
-    return [0 if high is None or low is None else high - low for high, low in pairs]
+def _gap(high: float | None, low: float | None) -> float:
+    return 0 if high is None or low is None else high - low
 
 
 def heatmap(z: Sequence[Sequence[float | None]], scale: str, template: str, **options: Any) -> dict[str, Any]:
@@ -145,8 +152,3 @@ def plots(
 ) -> dict[str, Any]:
     """Return a section of charts side by side, with one legend for all of them."""
     return {"kind": "plots", "title": title, "plots": list(charts), "legend": list(legend), "note": note}
-
-
-def markers(series: int, hollow: Sequence[bool]) -> dict[str, Any]:
-    """Return the markers of a series, some of which are hollow."""
-    return {"symbol": [symbol(series) + ("-open" if each else "") for each in hollow], "size": 9}

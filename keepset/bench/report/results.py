@@ -256,10 +256,11 @@ def _chart(rows: Sequence[Row], methods: Sequence[str], axis: str, title: str) -
     scored = [row for row in rows if row.score is not None and row.means.get(axis) is not None]
     lines = []
     for at, method in enumerate(methods):
-        points = sorted((row for row in scored if row.method == method), key=_mean(axis))  # type: ignore[arg-type]
-        lines.append(_line(method, points, axis, at, plot.markers(at, [bool(row.failed) for row in points])))
+        points = sorted(_point(row, axis) for row in scored if row.method == method)
+        lines.append(plot.line(method, points, at))
     full = [row for row in scored if row.recipe == FULL]
-    lines.append({**_line(FULL, full, axis, "--muted", {"symbol": "star", "size": 12}), "mode": "markers"})
+    points = [_point(row, axis) for row in full]
+    lines.append(plot.line(FULL, points, "--muted", mode="markers", symbol="star", size=12))
     levels = [row.score.value for row in full if row.score is not None]
     level = [
         {
@@ -284,16 +285,16 @@ def _chart(rows: Sequence[Row], methods: Sequence[str], axis: str, title: str) -
     return plot.plots("", [chart], [plot.entry(method, at) for at, method in enumerate(methods)], note)
 
 
-def _line(name: str, rows: Sequence[Row], axis: str, series: int | str, marker: dict[str, Any]) -> dict[str, Any]:
-    scores = [row.score for row in rows if row.score is not None]
-    hover = [
-        f"{plot.wrapped(row.recipe)}<br>{interval(score)} %<br>{percent(row.means['share'] or 0)} of the bytes, "
-        f"{percent(row.means['keep'] or 0)} of the entries<br>{_examples(row)} examples"
-        + (f", of which {row.failed} failed" if row.failed else "")
-        for row, score in zip(rows, scores, strict=True)
-    ]
-    x, y = [row.means[axis] or 0.0 for row in rows], [score.value for score in scores]
-    return plot.line(name, x, y, series, hover=hover, ends=[(each.low, each.high) for each in scores], marker=marker)
+def _point(row: Row, axis: str) -> plot.Point:
+    """Return the score of a row that has one."""
+    assert row.score is not None
+    failed = f", of which {row.failed} failed" if row.failed else ""
+    hover = (
+        f"{plot.wrapped(row.recipe)}<br>{interval(row.score)} %<br>{percent(row.means['share'] or 0)} of the bytes, "
+        f"{percent(row.means['keep'] or 0)} of the entries<br>{_examples(row)} examples{failed}"
+    )
+    x, score = row.means[axis] or 0.0, row.score
+    return plot.Point(x, score.value, hover, score.low, score.high, is_hollow=bool(row.failed))
 
 
 def _map(needles: NeedleMap) -> dict[str, Any]:

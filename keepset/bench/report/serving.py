@@ -118,19 +118,15 @@ def _series(at: int, servers: Sequence[Any]) -> int:
 def _over_time(servers: Sequence[dict[str, Any]], key: str, form: str) -> Iterator[dict[str, Any]]:
     """Yield a line of samples for each server; its rounds follow one another with a gap between them."""
     for at, server in enumerate(servers):
-        x: list[float] = []
-        y: list[float | None] = []
+        points: list[plot.Point] = []
         before = 0.0
         for each in server["rounds"]:
-            if x:
-                x.append(before)
-                y.append(None)
+            points += [plot.Point(before, None)] if points else []
             known = [sample for sample in each["samples"] if sample[key] is not None and sample["time"] > 0]
-            x += [before + sample["time"] for sample in known]
-            y += [sample[key] for sample in known]
+            points += [plot.Point(before + sample["time"], sample[key]) for sample in known]
             before += each["seconds"] + 1
         template = f"%{{x:.1f}} s: %{{y:{form}}}"
-        yield plot.line(server["name"], x, y, _series(at, servers), mode="lines", template=template)
+        yield plot.line(server["name"], points, _series(at, servers), mode="lines", template=template)
 
 
 def _shares(servers: Sequence[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
@@ -138,15 +134,11 @@ def _shares(servers: Sequence[dict[str, Any]], key: str) -> Iterator[dict[str, A
     for at, server in enumerate(servers):
         requests = [request for each in server["rounds"] for request in each["requests"] if request["error"] is None]
         values = sorted(request[key] for request in requests if request[key] is not None)
-        yield plot.line(
-            server["name"],
-            [*values[:1], *values],
-            [*(0.0 for _ in values[:1]), *((place + 1) / len(values) for place in range(len(values)))],
-            _series(at, servers),
-            mode="lines",
-            shape="hv",
-            template="%{y:.0%} took at most %{x:.3f} s",
-        )
+        steps = [(values[0], 0.0)] if values else []
+        steps += [(value, (place + 1) / len(values)) for place, value in enumerate(values)]
+        points = [plot.Point(*step) for step in steps]
+        template = "%{y:.0%} took at most %{x:.3f} s"
+        yield plot.line(server["name"], points, _series(at, servers), mode="lines", shape="hv", template=template)
 
 
 def conclusion(result: dict[str, Any]) -> str:

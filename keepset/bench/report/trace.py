@@ -120,11 +120,9 @@ def _curves(runs: Sequence[Run]) -> list[dict[str, Any]]:
     for name, title, unit, options in _CURVES:
         lines = []
         for at, run in enumerate(runs):
-            known = [event for event in run["events"] if event[name] is not None]
-            x, y = [event["length"] for event in known], [event[name] for event in known]
-            marker = {"symbol": plot.symbol(at), "size": 6}
+            points = [plot.Point(each["length"], each[name]) for each in run["events"] if each[name] is not None]
             template = "at %{x} tokens: %{y:.3~f}"
-            lines.append(plot.line(run["recipe"], x, y, at, dash=plot.DASHES[at], marker=marker, template=template))
+            lines.append(plot.line(run["recipe"], points, at, dash=plot.DASHES[at], size=6, template=template))
         charts.append(plot.plot(name, lines, plot.axis("tokens of text"), plot.axis(unit, **options), title=title))
     return [chart for chart in charts if any(line["x"] for line in chart["traces"])]
 
@@ -147,7 +145,7 @@ def _events(
         "runs": runs,
         "layers": layers,
         "heads": max(run["kv_heads"] for run in result["runs"]),
-        "note": "One head's cache is drawn before the event: ticks are the entries that stay; of recipes with segments, "
+        "note": "One head's cache is drawn before the event: ticks are the entries that stay. With segments, "
         "bands are the segments, the curve is the mass of every entry, and numbers are the segments' quotas. In the "
         "map a row is an event and a column a token of the text; the outlined row is the chosen event. In the text, "
         "struck out is what this event drops, pale what was dropped before, faint what is not there yet; a bar stands "

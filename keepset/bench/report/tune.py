@@ -137,19 +137,9 @@ def _chart(
     for group, shown in names.items():
         colour, _, symbol, size = _GROUPS[group]
         rows = [row for row in result["rows"] if _group(row, result) == group and row[name]["mean"] is not None]
-        lines.append(
-            plot.line(
-                shown,
-                [_cost(row) for row in rows],
-                [row[name]["mean"] for row in rows],
-                colour,
-                hover=[
-                    f"{plot.wrapped(row['recipe'])}<br>{interval(row[name], show)}, {_pieces(row['pieces'])}"
-                    for row in rows
-                ],
-                ends=[(row[name]["low"], row[name]["high"]) for row in rows],
-                mode="markers",
-                marker={"symbol": symbol, "size": size},
-            )
-        )
+        points = []
+        for row in rows:
+            hover = f"{plot.wrapped(row['recipe'])}<br>{interval(row[name], show)}, {_pieces(row['pieces'])}"
+            points.append(plot.Point(_cost(row), row[name]["mean"], hover, row[name]["low"], row[name]["high"]))
+        lines.append(plot.line(shown, points, colour, mode="markers", symbol=symbol, size=size))
     return plot.plot(name, lines, plot.axis("prefill, of the full cache's", tickprefix="x"), y, title=title)

@@ -16,7 +16,7 @@ def test_plots_show_costs_and_intervals(load: Any) -> None:
     assert (used["name"], used["x"], used["y"]) == ("tova(keep=0.25)", [1.5], [0.2])
     assert used["down"] == pytest.approx([0.1]) and used["up"] == pytest.approx([0.2])
     assert (tied["name"], tied["y"], last["name"], last["y"]) == ("cannot be told from it", [0.1], "last round", [0.4])
-    assert (out["name"], out["x"], out["y"], out["down"], out["up"]) == ("out before", [1.5], [0.8], [0], [0])
+    assert (out["name"], out["x"], out["y"], out["down"], out["up"]) == ("out before", [1.5], [0.8], None, None)
     assert [trace["y"] for trace in traces(page, "found")] == [[0.5], [0.5], [0], [0.5]]
 
 
