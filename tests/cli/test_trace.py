@@ -88,17 +88,7 @@ def test_where_a_text_comes_from(run: Run, tiny: Any, text: Path) -> None:
 
 
 def test_page(run: Run, tiny: Any) -> None:
-    words = (
-        "--recipe",
-        RECIPE,
-        "--baseline",
-        "knorm(keep=24, every=8)",
-        "--forced",
-        "--output-tokens",
-        "20",
-        "--layers",
-        "1",
-    )
+    words = f"--baseline|knorm(keep=24, every=8)|--forced|--output-tokens|20|--layers|1|--recipe|{RECIPE}".split("|")
     done = run("trace", "Go on.", *words, "--html", "trace.html")
     assert done.code == 0 and done.err == "report: trace.html\n"
     page = Path("trace.html").read_text(encoding="utf-8")

@@ -1,8 +1,7 @@
 """The table and the page of `keepset compare`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from keepset.bench.compare.comparison import Comparison
 from keepset.bench.compare.conclusion import by_budget
@@ -16,9 +15,8 @@ from keepset.bench.report.units import Show, decimals, integer, megabytes, perce
 _HOLLOW = "Hollow markers: no measurable divergence, drawn at the axis's lower end."
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A measure of fidelity: its axis, and what it means."""
+class Metric(NamedTuple):
+    """A measure of fidelity: its name, the figure, the axis, the format and what it means."""
 
     name: str
     figure: str
@@ -27,26 +25,15 @@ class Metric:
     note: str
 
 
+_LOG = plot.axis("KL divergence, nats (log scale)", type="log", zeroline=False, tickformat="~g")
 _METRICS = (
+    Metric("KL", "kl", _LOG, "{:.3g} nats".format, "Mean KL(full ‖ compressed) per token. Lower is better."),
     Metric(
-        "KL",
-        "kl",
-        plot.log_axis("KL divergence, nats (log scale)"),
-        "{:.3g} nats".format,
-        "Mean KL(full ‖ compressed) per token. Lower is better.",
-    ),
-    Metric(
-        "Top-1",
-        "top1",
-        plot.axis("Top-1 agreement", tickformat=".0%"),
-        percent,
+        *("Top-1", "top1", plot.axis("Top-1 agreement", tickformat=".0%"), percent),
         "Share of tokens at which both predict the same next token. Higher is better.",
     ),
     Metric(
-        "NLL delta",
-        "nll_delta",
-        plot.axis("NLL delta, nats per token"),
-        "{:+.4f} nats".format,
+        *("NLL delta", "nll_delta", plot.axis("NLL delta, nats per token"), "{:+.4f} nats".format),
         "Negative log-likelihood of the text, minus the full cache's. Closer to zero is better.",
     ),
 )
@@ -245,7 +232,7 @@ def _drift(comparison: Comparison, ran: Sequence[Record]) -> Section:
     if any(value <= 0 for record in drifting for value in record.curves["kl_drift"]):
         note += f" {_HOLLOW}"
     x = plot.axis("Tokens after the prompt", rangemode="tozero", zeroline=False)
-    chart = plot.plot("drift", lines, x, plot.log_axis("KL divergence, nats (log scale)"), height="430px")
+    chart = plot.plot("drift", lines, x, _LOG, height="430px")
     return plot.plots("Drift over the text", [chart], note=note)
 
 

@@ -86,7 +86,13 @@ def _budget(tables: Tables, at: int) -> list[Section]:
         )
         for number, name in enumerate(perplexity)
     ]
-    heads = plot.plot("heads", [weights], _bare("query head"), _bare("layer", autorange="reversed"), height=height)
+    heads = plot.plot(
+        "heads",
+        [weights],
+        _bare("query head", dtick=1 + tables.weights.shape[2] // 16),
+        _bare("layer", autorange="reversed"),
+        height=height,
+    )
     return [
         plot.plots(
             "Head weights",

@@ -41,11 +41,6 @@ def axis(title: str, **options: Any) -> dict[str, Any]:
     return {"title": title, **options}
 
 
-def log_axis(title: str) -> dict[str, Any]:
-    """Return a logarithmic axis."""
-    return axis(title, type="log", zeroline=False, tickformat="~g")
-
-
 class Point(NamedTuple):
     """A point of a line.
 

@@ -40,25 +40,15 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
     servers, load = result["servers"], result["load"]
     names = [server["name"] for server in servers]
     legend = [(name, _series(at, servers), "\N{BLACK CIRCLE}") for at, name in enumerate(names)]
-    x, share = plot.axis("seconds", rangemode="tozero"), {"tickformat": ".0%", "range": [0, 1.02]}
+    shares = plot.axis("share of requests", tickformat=".0%", range=[0, 1.02])
+    blocks = plot.axis("share of blocks", rangemode="tozero", tickformat=".0%")
+    running = plot.axis("requests", rangemode="tozero")
     over_time = [
-        plot.plot(
-            "running",
-            list(_over_time(servers, "running", ".0f")),
-            x,
-            plot.axis("requests", rangemode="tozero"),
-            title="Requests that run at once",
-        ),
-        plot.plot(
-            "usage",
-            list(_over_time(servers, "kv_usage", ".0%")),
-            x,
-            plot.axis("share of blocks", rangemode="tozero", tickformat=".0%"),
-            title="Share of the KV cache's blocks in use",
-        ),
+        _chart("running", list(_over_time(servers, "running", ".0f")), running, "Requests that run at once"),
+        _chart("usage", list(_over_time(servers, "kv_usage", ".0%")), blocks, "Share of the KV cache's blocks in use"),
     ]
     latencies = [
-        plot.plot(name, list(_shares(servers, key)), x, plot.axis("share of requests", **share), title=title)
+        _chart(name, list(_shares(servers, key)), shares, title)
         for name, key, title in (
             ("first", "first_token_seconds", "Time to the first token"),
             ("token", "seconds_per_token", "Time per token after the first"),
@@ -87,6 +77,12 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
             ("keepset", result["keepset"]),
         ],
     )
+
+
+def _chart(name: str, lines: list[dict[str, Any]], y: dict[str, Any], title: str) -> dict[str, Any]:
+    """Return a chart over seconds, a little wider than its lines, so that one that ends upright is seen."""
+    last = max((x for line in lines for x in line["x"]), default=1.0)
+    return plot.plot(name, lines, plot.axis("seconds", range=[0, 1.04 * last]), y, title=title)
 
 
 def _lead(load: dict[str, Any]) -> str:

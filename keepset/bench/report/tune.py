@@ -49,7 +49,7 @@ def render(result: dict[str, Any]) -> str:
     groups = [name for name in _GROUPS if any(_group(row, result) == name for row in rows)]
     names = {name: result["recipe"] if name == "used" else name for name in groups}
     legend = [(names[name], _GROUPS[name][0], _GROUPS[name][1]) for name in groups]
-    log = plot.log_axis("KL divergence, nats (log scale)")
+    log = plot.axis("KL divergence, nats (log scale)", type="log", zeroline=False, tickformat="~g")
     charts = [_chart("kl", "KL divergence against the prefill", result, names, _NATS, log)]
     if asked:
         shares = plot.axis("facts found", tickformat=".0%", range=[-0.03, 1.03])
