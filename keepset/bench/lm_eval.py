@@ -26,7 +26,7 @@ from keepset.recipe import Recipe
 logger = logging.getLogger(__name__)
 _EXAMPLE = 'write --model_args pretrained=FOLDER,recipe="snapkv(keep=0.25)"'
 
-Request = tuple[tuple[str, str] | None, list[int], list[int]]
+ScoringRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 """What was asked, the tokens of the context, and the tokens of the continuation."""
 
 
@@ -83,7 +83,7 @@ class KeepsetLM(HFLM):
         )
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[Request], disable_tqdm: bool = False, **kwargs: Any
+        self, requests: Sequence[ScoringRequest], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         groups: dict[tuple[int, ...], list[int]] = {}
         cut = 0

@@ -77,7 +77,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Line:
+class SweepLine:
     """One method under one budget, by the paper's name."""
 
     method: str
@@ -128,21 +128,21 @@ class Sweep:
     name: str = ""
     file: str = ""
 
-    def lines(self, files: Mapping[str, Path]) -> list[Line]:
+    def lines(self, files: Mapping[str, Path]) -> list[SweepLine]:
         """Return every method under every budget, the full cache first.
 
         Args:
             files: statistics and tables of the model, by the names in braces. The model's own stand in for a file
                 that is not given.
         """
-        lines = [Line(self.full, None, Candidate(None, FULL, FULL, 1.0))] if self.full else []
+        lines = [SweepLine(self.full, None, Candidate(None, FULL, FULL, 1.0))] if self.full else []
         for method, text in self.methods.items():
             recipe = recipe_of(text, files)
             if recipe.schedule == _PROMPTS_END:
                 recipe = replace(recipe, schedule=self.schedule)
             fixed = recipe.budget.keep is not None or not recipe.method.traits.needs_budget
             for keep in (recipe.budget.keep,) if fixed else self.keeps:
-                lines.append(Line(method, keep, Candidate.of(recipe, keep, None, self.always)))
+                lines.append(SweepLine(method, keep, Candidate.of(recipe, keep, None, self.always)))
         return lines
 
 

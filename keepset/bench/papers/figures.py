@@ -8,7 +8,7 @@ from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
 from keepset.bench.analysis.rows import Figure, by_example
 from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarize
-from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, Line, MeasuredFigure, Sweep, removed_at
+from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, MeasuredFigure, Sweep, SweepLine, removed_at
 from keepset.bench.record import Record
 
 CURVES = (AREA, *map(removed_at, TOLERANCES))
@@ -93,7 +93,7 @@ def _average(together: str, rows: Sequence[MeasuredFigure], tasks: int) -> Measu
 
 
 def _over_budgets(
-    together: str, sweep: Sweep, cells: Sequence[Record], lines: Sequence[Line]
+    together: str, sweep: Sweep, cells: Sequence[Record], lines: Sequence[SweepLine]
 ) -> Iterator[MeasuredFigure]:
     """Yield figures of curves over all budgets: of a benchmark's tasks at one length, or of a single task."""
     metrics = [metric for metric in sweep.metrics if metric in CURVES]

@@ -11,8 +11,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table, with a heading for every task and metric.
 
     Args:
-        rows: places (`task`, `method`, `keep`, `metric`), each with the measured `figure` and the `paper`'s, which may be
-            None, with the number of `examples`, and with how many of them `failed`.
+        rows: places (`task`, `method`, `keep`, `metric`), each with the measured `figure` and that of the `paper`,
+            which may be None, with the number of `examples`, and with how many of them `failed`.
     """
     columns = [
         Column("keep", lambda row: row["keep"]),

@@ -9,7 +9,7 @@ from typing import Any
 
 from keepset import texts
 from keepset.bench.tasks.harness_imports import import_extra
-from keepset.bench.tasks.ruler_prompts import Prompt, PromptMaker, cut
+from keepset.bench.tasks.ruler_prompts import PromptMaker, PromptParts, cut
 from keepset.errors import KeepsetError
 
 _ASKED = "\n\nAnswer the question based on the given documents."
@@ -41,7 +41,7 @@ class Documents(PromptMaker):
         self.largest, self.questions = len(self._documents), len(self._questions)
         self._qa = import_extra("lm_eval.tasks.ruler.qa_utils")
 
-    def make(self, size: int, index: int, seed: int) -> Prompt:
+    def make(self, size: int, index: int, seed: int) -> PromptParts:
         """Return the question with `size` documents, or with all that it needs if they are more."""
         chosen = random.Random(seed).sample(range(len(self._questions)), len(self._questions))[index]
         # The harness shuffles the list that it is given if all documents fit, so it gets a copy.

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from keepset.bench.tasks.data import DataRecord, find_records
-from keepset.bench.tasks.ruler_prompts import Prompt
+from keepset.bench.tasks.ruler_prompts import PromptParts
 from keepset.bench.tasks.task import Question
 from keepset.errors import CorruptFileError
 
@@ -22,7 +22,7 @@ _NEEDLES_ANSWER = re.compile(r"\s*The special magic")
 _ANSWER = re.compile(r"\s*Answer:")
 
 
-def read_prompts(folder: Path | None, name: str, length: int) -> list[Prompt] | None:
+def read_prompts(folder: Path | None, name: str, length: int) -> list[PromptParts] | None:
     """Return a task's prompts of one length; None if the folder has none.
 
     Args:
@@ -44,12 +44,12 @@ def read_prompts(folder: Path | None, name: str, length: int) -> list[Prompt] | 
     return [_parts(item) for item in items] or None
 
 
-def _parts(item: DataRecord) -> Prompt:
+def _parts(item: DataRecord) -> PromptParts:
     question, prefix = str(item.first("question")), str(item.fields.get("answer_prefix") or "")
     return str(item.first("context")), Question(question, target=_answers(item, "answer"), prefix=prefix)
 
 
-def _split(item: DataRecord, name: str) -> Prompt:
+def _split(item: DataRecord, name: str) -> PromptParts:
     """Return a whole prompt, cut where its last question begins, and where the answer begins."""
     text = str(item.first("input")) + str(item.fields.get("answer_prefix") or "")
     is_needle = name.startswith("niah")

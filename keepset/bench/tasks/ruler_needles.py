@@ -11,7 +11,7 @@ from uuid import UUID
 
 from keepset import texts
 from keepset.bench.tasks.harness_imports import import_extra
-from keepset.bench.tasks.ruler_prompts import Prompt, PromptMaker
+from keepset.bench.tasks.ruler_prompts import PromptMaker, PromptParts
 from keepset.bench.tasks.task import Question
 
 
@@ -42,7 +42,7 @@ class Needles(PromptMaker):
     def smallest(self) -> int:
         return self.keys * self.values
 
-    def make(self, size: int, index: int, seed: int) -> Prompt:
+    def make(self, size: int, index: int, seed: int) -> PromptParts:
         chance = random.Random(f"{self} {index} {seed}")
         known: dict[str, list[str]] = {}
         while len(known) < self.keys:
@@ -66,7 +66,7 @@ class Needles(PromptMaker):
     def _needle(self, key: str, value: str) -> str:
         return f"One of the special magic {self.value} for {key} is: {value}."
 
-    def _prompt(self, chosen: Sequence[str], hay: str, known: dict[str, list[str]]) -> Prompt:
+    def _prompt(self, chosen: Sequence[str], hay: str, known: dict[str, list[str]]) -> PromptParts:
         single = self.queries * self.values == 1
         what = self.value[:-1] if single else self.value
         some, all_of, are = ("A", "is", "is") if single else ("Some", "are all", "are")

@@ -10,7 +10,7 @@ from keepset.bench.tasks.task import Question
 
 QUESTION = "\nQuestion:"
 
-Prompt = tuple[str, Question]
+PromptParts = tuple[str, Question]
 """The text up to the question, and the question, whose target is what an answer contains."""
 
 
@@ -31,7 +31,7 @@ class PromptMaker(ABC):
         return 1
 
     @abstractmethod
-    def make(self, size: int, index: int, seed: int) -> Prompt:
+    def make(self, size: int, index: int, seed: int) -> PromptParts:
         """Return the prompt of an index and a seed.
 
         Args:
@@ -47,7 +47,7 @@ class Variables(PromptMaker):
     def __init__(self) -> None:
         self._vt = import_extra("lm_eval.tasks.ruler.vt_utils")
 
-    def make(self, size: int, index: int, seed: int) -> Prompt:
+    def make(self, size: int, index: int, seed: int) -> PromptParts:
         shot, shown = self._vt.generate_input_output(_SHOT, 1, 4, is_icl=True)
         text, answers = self._vt.generate_input_output(size, 1, 4)
         return cut(f"{shot} {' '.join(shown)}\n\n\n\n{text}", QUESTION, answers)
@@ -69,7 +69,7 @@ class CommonWords(PromptMaker):
         self._length, self._cwe = length, import_extra("lm_eval.tasks.ruler.cwe_utils")
         self.largest = len(self._cwe.WORDS)
 
-    def make(self, size: int, index: int, seed: int) -> Prompt:
+    def make(self, size: int, index: int, seed: int) -> PromptParts:
         self._cwe.RNG.seed(random.getrandbits(32))
         shot, text, answers = self._cwe.generate_input_output(size, self._length)
         answer = self._cwe.CONFIG["answer_prefix"]
@@ -85,7 +85,7 @@ class FrequentWords(PromptMaker):
     def __init__(self, length: int) -> None:
         self._length, self._fwe = length, import_extra("lm_eval.tasks.ruler.fwe_utils")
 
-    def make(self, size: int, index: int, seed: int) -> Prompt:
+    def make(self, size: int, index: int, seed: int) -> PromptParts:
         words = max(self._length // 50, 5)
         # The harness shortens by itself, for ever, what its tokenizer finds too long: this one finds nothing too long.
         text, answers, _ = self._fwe.generate_input_output(0, _no_tokens, size, vocab_size=words)
@@ -96,7 +96,7 @@ def _no_tokens(text: str) -> SimpleNamespace:
     return SimpleNamespace(input_ids=())
 
 
-def cut(text: str, question: str, answers: Sequence[str]) -> Prompt:
+def cut(text: str, question: str, answers: Sequence[str]) -> PromptParts:
     """Return the parts of a text.
 
     Args:
