@@ -34,11 +34,11 @@ def check_recipe(recipe: Recipe | None, folder: str) -> None:
     """
     if recipe is None:
         return
-    for sentence in objections(recipe):
-        raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
     needs = recipe.method.traits.needs
     samples = {each.file: sample_of(tables.load(each.file)) for each in needs.of(ModelTables)}
     samples |= {each.file: sample_of(statistics.load(each.file)) for each in needs.of(ModelStatistics)}
+    for sentence in objections(recipe):
+        raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
     for file, sampled in samples.items():
         if Path(folder).is_dir() and stores_other_weights(Path(folder), sampled):
             raise KeepsetError(
