@@ -429,12 +429,12 @@ def test_no_cell_is_lost_where_memory_is_not_enough_for_all(
         ):
             raise error
 
-    def attend(self: Any, index: int, call: Any) -> Any:
+    def attend(self: Any, layer: Any, new: Any) -> Any:
         rows = calls[-1][0]
-        if where == "row" and call.rows.start == 2 and rows > 4 and index == 1 and not failed:
+        if where == "row" and new.rows.start == 2 and rows > 4 and layer.index == 1 and not failed:
             failed.append(rows)
             raise error
-        return original(self, index, call)
+        return original(self, layer, new)
 
     failed: list[int] = []
     monkeypatch.setattr(keepset.Cache, "attend", attend)
@@ -455,10 +455,10 @@ def test_what_one_alone_has_no_memory_for_is_left_out(monkeypatch: pytest.Monkey
     each = asked(parsed(DECODING[0])[1], Exact(6, decodes=True))
     original = keepset.Cache.attend
 
-    def attend(self: Any, index: int, call: Any) -> Any:
-        if call.key.shape[2] == len(WORDS[4]):
+    def attend(self: Any, layer: Any, new: Any) -> Any:
+        if new.key.shape[2] == len(WORDS[4]):
             raise MemoryError
-        return original(self, index, call)
+        return original(self, layer, new)
 
     monkeypatch.setattr(keepset.Cache, "attend", attend)
     assert set(decoded(each)) == {"0", "1", "2", "3", "5", "6", "7"}
