@@ -49,7 +49,7 @@ def trace(
 ) -> None:
     """Generate a long answer, and tell what each compression kept.
 
-    Of every event: regions of which nothing is left, what stayed since the event before, the middle, gaps.
+    For every event it shows regions of which nothing is left, what stayed since the event before, the middle and gaps.
     """
     from keepset.recipe import Recipe
 

@@ -165,7 +165,7 @@ class LayerKeepSet:
             positions: the original position of every entry.
             entry_bytes: bytes of one entry of one KV head, its key and its value.
             state: the method's own numbers per entry, before anything is dropped.
-            total: how many entries stay, if the host knows it; then it does not wait for a device.
+            total: how many entries stay, if the host knows it; then the host need not wait for a device.
         """
         return cls(layer, KeptIndices.where(mask, positions, total), entry_bytes, state or {})
 

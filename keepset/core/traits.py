@@ -18,15 +18,15 @@ class Traits:
         sinks: first tokens that always stay, unless the recipe gives another number.
         recent: newest tokens that always stay, unless the recipe gives another number.
         state_names: names of the numbers per entry that `Method.remember` returns. Paged runtimes store no others.
-        equal_heads: whether the budget allows all KV heads of a layer the same number of entries.
-        equal_layers: whether the budget allows all layers the same number of entries.
+        equal_heads: whether all KV heads of a layer keep equally many entries.
+        equal_layers: whether all layers keep equally many entries.
         across_layers: whether the method chooses for all layers together, once the last one has been observed.
         counts_from_data: whether the number of entries that a layer keeps depends on keys, values or queries.
         counts_from_files: whether that number depends on files of measurements, which no scheduler loads.
         needs_budget: whether a recipe must say how much to keep.
         prefill_only: names of the steps that do nothing at events after the prompt.
-        memory_factor: about how many numbers per entry the method computes at a time. A paged runtime shows it that
-            many times fewer entries at once.
+        memory_factor: about how many numbers per entry the method computes at a time. At an event a paged
+            runtime divides the entries that it shows together by this number.
     """
 
     needs: Needs = field(default_factory=Needs)

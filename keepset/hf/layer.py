@@ -55,7 +55,7 @@ class LayerState(LogicalLayer):
         store: the entries; None before the first, and while an event of them is undecided.
         prompt: collects until the prompt is complete, if the prompt is compressed.
         decoding: collects for the events after the prompt, if the recipe has such.
-        beyond: tokens of the newest event's forward that come after the event, until they are stored.
+        beyond: tokens fed in the same call as the newest event but after it; stored once all layers have chosen.
         seconds: time that each kind of feature took to collect over the prompt, once that is observed.
     """
 

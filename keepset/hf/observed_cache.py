@@ -353,7 +353,7 @@ class ObservedCache(TransformersCache, KnowsText):
             if until is not None:
                 self._reached(layer, until)
         if layer.index == self.compressed_layers[-1]:
-            progress.positions = None  # of the prompt these are as many as it has tokens
+            progress.positions = None  # for a prompt this is a tensor as long as the prompt
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def _advance(self, new: AttentionInput) -> None:

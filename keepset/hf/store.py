@@ -30,7 +30,7 @@ _ENTRIES = ("keys", "values", "positions")
 _SCALES = {"keys": "key_scale", "values": "value_scale"}
 """Two more columns if keys and values are 8-bit integers: what these are multiplied with."""
 _SHARE = 8
-"""A store that grows allocates one free place for so many entries: what is copied stays in proportion."""
+"""A growing store allocates at least one free place for so many entries, so growing costs a constant share."""
 
 
 class EntryStore:

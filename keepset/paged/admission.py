@@ -39,8 +39,8 @@ class Admission:
     """Foresees the blocks of all running requests, each of which takes one token per step.
 
     With compression every I tokens a request's blocks rise and fall. The sum of what all requests hold in a step has
-    its maximum at the worst moment, and is less than the sum of all maxima. The sums reach as many steps ahead as
-    events and blocks take to fall together again. Requests that still grow towards their budget then are not foreseen.
+    its maximum at the worst moment, and is less than the sum of all maxima. The sums reach lcm(every, block size)
+    steps ahead: after that the pattern repeats. Requests that still grow towards their budget then are not foreseen.
 
     The sums are kept by step. A request is added when it starts, its future piece by piece, and changed only if it did
     not do what was foreseen. So neither a step nor a question goes through all requests.

@@ -105,8 +105,8 @@ class EvictionSchedule:
     def dropped(self, prompt: int, length: int) -> int:
         """Return the number of entries that the average KV head has lost once `length` tokens were processed.
 
-        Heads of different lengths round up to whole pages, each by itself. One spare block absorbs that, so they are
-        not compressed before a whole block can be freed.
+        Each head of different lengths may waste part of a page, so one block is never freed. Such a request is first
+        compressed when it drops at least a block.
         """
         at = self.event(prompt, length)
         if not at or not self.fixed:

@@ -154,7 +154,7 @@ class StepPlan:
     3 to 5 run when the next step is planned (`EventQueue`).
 
     Attributes:
-        slot_mapping: the batch's slot mapping, altered in place to where the requests' entries end.
+        slot_mapping: the batch's slot mapping, altered in place: slots point behind the requests' kept entries.
         shifted: what attention is told instead of the batch, where all heads keep equally many entries.
         ragged: the tokens that are written and attended head by head, where heads keep different numbers.
         dummy: whether this is a step without requests, which a graph may capture to replay it in later steps.

@@ -4,7 +4,7 @@ Hardly any query is kept until the event that looks at it:
 
 - Attention of a window of queries is added to a column of the entries while the queries come.
 - Moments of queries are merged while the queries come, once they weigh less than the queries.
-- Only a few queries wait, so that one product serves several, and as many as events look at themselves.
+- Only a few queries wait, so that one product serves several, and those that events read directly.
 
 A window reaches no further back than the event before. So nothing is dropped while a window passes, and the sums are
 those that its queries would give at the event.
@@ -84,7 +84,7 @@ def moments_nbytes(query_heads: int, head_dim: int) -> int:
 _MOST = 4
 """Queries that wait in a slot, at most: one product then serves them all."""
 _SHARE = 24
-"""Waiting queries weigh at most one part in so many of a request's entries."""
+"""Waiting queries take at most one part in so many of the bytes of a request's entries."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         if recipe_of(vllm_config) is None:
             raise UnsupportedEngineError(
-                'keepset\'s carrier needs a recipe: give additional_config {"keepset": "..."}.'
+                'keepset\'s connector needs a recipe: give additional_config {"keepset": "..."}.'
             )
         self._known: dict[str, KnownRequest] = {}
         self._recipe = recipe_of(vllm_config) if is_compressed(vllm_config) else None

@@ -31,8 +31,7 @@ class Job(Protocol):
     def streams(self) -> Streams:
         """Yield the job's answers. Each is decoded to its end before the next is asked for.
 
-        A second call begins again. An error that spoils an answer is thrown into the generator, except that memory was
-        not enough.
+        A second call begins again. An error that spoils an answer is thrown into the generator, unless memory ran out.
         """
 
 

@@ -80,7 +80,7 @@ class Task(ABC):
     name: str
     """The name that was asked for, with `@` and the length if the task has lengths: `niah_single_1@4096`."""
     metric: str
-    """The judge's score that tables show."""
+    """Which of the scores that `judge` returns is shown in tables."""
     generation: Generation
     decodes: bool = False
     """Whether answers are long, so that compression while decoding shows."""
