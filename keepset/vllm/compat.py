@@ -9,7 +9,8 @@ starts. What this check cannot see is checked where it is relied on:
 - `AttentionBackend.customize_spec` is called layer after layer in the order of `static_forward_context`, and is not
   told for which layer (the metadata builder checks what came of it);
 - `get_impl_cls` is asked while the layer is built, under the model's configuration;
-- `do_kv_cache_update` writes to the very tensor `CommonAttentionMetadata.slot_mapping` (`CompressedAttentionImpl` checks it);
+- `do_kv_cache_update` writes to the very tensor `CommonAttentionMetadata.slot_mapping`, which
+  `CompressedAttentionImpl` checks;
 - a lookup's `max_length` is at most the prompt's less one (`KeepManager`), and a request's first blocks come from
   `allocate_new_blocks`, right after `remove_skipped_blocks` told its prompt's length.
 """

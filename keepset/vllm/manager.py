@@ -215,8 +215,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
                 super().cache_blocks(request, min(num_tokens, own.placement.own * self.block_size), *args, **kwargs)
             return
         if num_tokens >= request.num_prompt_tokens:
-            # If it is preempted after this it starts again, and its prompt then counts the answer. How much may be shared
-            # depends on the prompt's length, which a lookup is not told: so none is made.
+            # If it is preempted after this it starts again, and its prompt then counts the answer. How much may be
+            # shared depends on the prompt's length, which a lookup is not told: so none is made.
             request.skip_reading_prefix_cache = True
         untouched = self.schedule.untouched(request.num_prompt_tokens)
         offered = num_tokens if untouched is None else min(num_tokens, untouched)
