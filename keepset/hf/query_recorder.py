@@ -170,9 +170,9 @@ class QueryRecorder:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that is held beside the store and `until`, by name."""
+        """All that is held beside the store, by name."""
         tensors = {f"recorded.{name}": column for name, column in self.window.columns.items()}
-        tensors["holes"] = torch.tensor(self.window.holes)
+        tensors |= {"holes": torch.tensor(self.window.holes), "added_up": torch.tensor(self.until)}
         for number, feature in enumerate(self._features.moments):
             if feature in self.moments:
                 parts = self.moments[feature].tensors
@@ -194,7 +194,7 @@ class QueryRecorder:
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
-        self._lengths = tensors.get("added")
+        self.until, self._lengths = int(tensors.get("added_up", 0)), tensors.get("added")
         if recorded := part("recorded."):
             self.window = QueryWindow([recorded], bool(tensors["holes"]))
         for number, feature in enumerate(self._features.moments):

@@ -39,7 +39,7 @@ from keepset.hf.saved_schema import FIGURES, LAYER
 from keepset.hf.store import EntryStore
 from keepset.recipe import Recipe, in_full, in_short
 
-FORMAT = 4
+FORMAT = 5
 """Version of the file's format; raise it with every change to what is written."""
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
 _FILE = TensorFile(
@@ -111,8 +111,7 @@ class Saved(NamedTuple):
         recipe: that compressed it.
         progress: how far its cache had come.
         event: its newest event, if there was one.
-        decoding: logical length of the next event, and up to where queries before it are added up; None if there is no
-            next event.
+        next_event: logical length of the next event; None if there is none.
         layers: the tensors of each layer.
     """
 
@@ -120,7 +119,7 @@ class Saved(NamedTuple):
     recipe: Recipe
     progress: Progress
     event: Event | None
-    decoding: tuple[int, int] | None
+    next_event: int | None
     layers: list[dict[str, Tensor]]
 
     def restore(self, cache: ObservedCache) -> None:
@@ -133,12 +132,11 @@ class Saved(NamedTuple):
         if [type(layer) for layer in cache.layers] != kinds:
             raise _FILE.corrupt(self.path)
         cache.progress = self.progress
-        if cache.schedule.every is None or self.decoding is None:
+        if cache.schedule.every is None or self.next_event is None:
             cache.stop_watching()
         else:
             for kept in cache.kept_layers.values():
-                kept.decoding = DecodingPhase(cache.needs, cache.schedule.every, self.decoding[0])
-                kept.decoding.recorder.until = self.decoding[1]
+                kept.decoding = DecodingPhase(cache.needs, cache.schedule.every, self.next_event)
         try:
             for layer, tensors in zip(cache.layers, self.layers, strict=True):
                 _restore(layer, tensors, self.progress.logical)
@@ -196,7 +194,6 @@ def save(
     come_to = {
         **{figure: getattr(progress, figure) for figure in ("logical", "prompt", "compressed_at")},
         "next_event": None if decoding is None else decoding.next,
-        "added_up": None if decoding is None else decoding.recorder.until,
     }
     metadata = _metadata(recipe, name, fingerprint(model), come_to, len(cache.layers))
     if event is not None:
@@ -237,7 +234,6 @@ def save_entries(
     come_to = {
         **{"logical": length, "prompt": length, "compressed_at": None},
         "next_event": None if every is None else length + every,
-        "added_up": None if every is None else 0,
     }
     metadata = _metadata(recipe, model, fingerprint, come_to, len(layers))
     _write(path, {**metadata, "text": _text_digest(tokens), "opening": [], "joint": []}, tensors)
@@ -363,6 +359,8 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
                 saved_schema.check_positions(layer["columns.positions"], counts, requests["lengths"])
             if "kept.counts" in layer:
                 saved_schema.check_kept(layer["kept.positions"], layer["kept.counts"])
+            if "passing.added_up" in layer:
+                saved_schema.check_added_up(layer["passing.added_up"], metadata["progress"]["logical"])
     devices = _devices(model)
     layers = [
         {name: tensor.to(devices.get(index, model.device)) for name, tensor in layer.items()}
@@ -370,14 +368,13 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     ]
     device = next((layer["counts"].device for layer in layers if "counts" in layer), model.device)
     numbers, event = metadata["progress"], metadata["event"]
-    next_event, added_up = numbers.pop("next_event"), numbers.pop("added_up")
+    next_event = numbers.pop("next_event")
     tokens, prompts = (requests[name].tolist() for name in ("lengths", "prompts"))
     on_device: dict[str, Any] = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
     known = _SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
     progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=known)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
-    decoding = None if next_event is None else (next_event, added_up)
-    return Saved(path, recipe, progress, newest, decoding, layers)
+    return Saved(path, recipe, progress, newest, next_event, layers)
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_TOKEN_ID = 2**31
 _MAX_LENGTH = 2**26
 """Most tokens of a context. Their attention mask alone takes half a gigabyte."""
-_PASSING = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added")
+_PASSING = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added|added_up")
 
 
 def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
@@ -55,8 +55,6 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
         else:
             _require(name in ("lengths", "prompts", "seen"))
     _require(metadata["layers"] == len(layers) and sorted(layers) == list(range(len(layers))))
-    kept = [tensors for tensors in layers.values() if "counts" in tensors]
-    _require(len({frozenset(name for name in tensors if name.startswith("columns.")) for tensors in kept}) < 2)
     for tensors in layers.values():
         if "counts" in tensors:
             _check_kept(tensors, requests, metadata["event"] is not None)
@@ -80,13 +78,17 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
     )
     # Before the first event there is nothing that a method remembers.
     required = {*_ENTRIES, *method.traits.state_names} if goes_on and metadata["event"] is not None else _ENTRIES
+    layers: defaultdict[str, set[str]] = defaultdict(set)
     for name, each in layout.items():
         if match := re.fullmatch(rf"({LAYER}\d+\.)columns\.(.+)", name):
             column = match[2]
             _require(column in allowed)
+            # A layer that holds more entries than others lets more queries wait before it adds them up.
+            layers[match[1]] |= {column} - sums.keys()
             _require(len(each.shape) == 1 or column in ("keys", "values") or column in sums)
         elif name.endswith(".counts") and not name.endswith(".kept.counts"):
             _require(all(name.replace("counts", f"columns.{column}") in layout for column in required))
+    _require(len(set(map(frozenset, layers.values()))) < 2)
 
 
 def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -146,6 +148,16 @@ def check_kept(positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests
     _require(bool((counts >= 0).all()) and int(counts.sum()) == len(positions) and bool((positions >= 0).all()))
 
 
+def check_added_up(added_up: Int[Tensor, ""], logical: int) -> None:
+    """Check up to where a layer's queries are added up.
+
+    Args:
+        added_up: to check.
+        logical: tokens of the cache.
+    """
+    _require(0 <= int(added_up) <= logical)
+
+
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
     for name in ("keepset", "recipe", "model"):
         _require(isinstance(metadata[name], str))
@@ -156,12 +168,10 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
     _require(all(_DIGEST.fullmatch(each) for each in [metadata["digest"], *metadata["tensors"].values()]))
     progress = metadata["progress"]
     _require(isinstance(progress, dict))
-    _require(progress.keys() == {"logical", "prompt", "compressed_at", "next_event", "added_up"})
+    _require(progress.keys() == {"logical", "prompt", "compressed_at", "next_event"})
     _require(is_count(progress["logical"]) and 0 < progress["logical"] <= _MAX_LENGTH and is_count(progress["prompt"]))
     _require(all(number is None or is_count(number) for number in progress.values()))
-    _require((progress["next_event"] is None) == (progress["added_up"] is None))
     _require(progress["next_event"] is None or progress["logical"] < progress["next_event"] <= 2 * _MAX_LENGTH)
-    _require(progress["added_up"] is None or progress["added_up"] <= progress["logical"])
     if (event := metadata["event"]) is not None:
         _require(isinstance(event, dict) and event.keys() == set(FIGURES))
         _require(all(is_count(event[name]) for name in FIGURES if name != "seconds"))
@@ -209,7 +219,7 @@ def _check_passing(tensors: Mapping[str, TensorLocation], requests: int, kv_head
     """
     if not tensors:
         return
-    _require(_of(tensors, "holes", torch.bool) == ())
+    _require(_of(tensors, "holes", torch.bool) == () and _of(tensors, "added_up", torch.int64) == ())
     if "added" in tensors:
         _require(_of(tensors, "added", torch.int64) == (requests,))
     recorded = {name: each for name, each in tensors.items() if name.startswith("recorded.")}

@@ -160,6 +160,21 @@ def test_compression_goes_on(tmp_path: Path, recipe: str) -> None:
     assert same(contents(past), contents(loaded))
 
 
+@pytest.mark.parametrize("after", [1, 2, 4, 5])
+def test_layers_that_have_added_up_more_queries_than_others(tmp_path: Path, after: int) -> None:
+    """A layer with more entries lets more queries wait, so a file knows of each layer how far it has come."""
+    model, mask = tiny("llama_mha"), torch.ones(1, 18, dtype=torch.long)
+    past = context(model, "pyramid(snapkv(window=4), keep=12, every=3)", prompt(1, 18))
+    for turn in range(after):
+        mask = extended(mask, mask.shape[1] + 1)
+        feed(model, past, prompt(1, 1, turn), mask)
+    loaded = again(past, model, tmp_path)
+    for turn in range(8):
+        mask = extended(mask, mask.shape[1] + 1)
+        assert torch.equal(*(feed(model, each, prompt(1, 1, 20 + turn), mask) for each in (past, loaded)))
+    assert same(contents(past), contents(loaded)) and len(past.events) > 2
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_half_precision_too(tmp_path: Path, layout: str) -> None:
     model = copy.deepcopy(tiny("llama")).bfloat16()
@@ -372,7 +387,7 @@ def test_what_a_file_says_of_itself(path: Path) -> None:
     )
     with safetensors.safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["keepset_context"])
-    assert (metadata["format"], metadata["keepset"]) == (4, keepset.__version__)
+    assert (metadata["format"], metadata["keepset"]) == (5, keepset.__version__)
     assert [entry.name for entry in path.parent.iterdir()] == ["context"]
 
 
@@ -392,10 +407,10 @@ def test_safetensors_of_something_else(path: Path) -> None:
     assert "is no saved context: give a file that" in refusal(path, tiny("llama"))
 
 
-@pytest.mark.parametrize("version", [1, 3, 5])
+@pytest.mark.parametrize("version", [1, 4, 6])
 def test_another_format(path: Path, version: int) -> None:
     rewritten(path, format=version)
-    assert f"has format {version} of saved contexts, and this keepset reads format 4" in refusal(path, tiny("llama"))
+    assert f"has format {version} of saved contexts, and this keepset reads format 5" in refusal(path, tiny("llama"))
 
 
 def later(*changes: tuple[str, Any]) -> type[keepset.Method]:
