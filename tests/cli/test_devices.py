@@ -10,7 +10,7 @@ import torch
 
 import keepset
 from keepset import models
-from keepset.bench.tune import space
+from keepset.bench.tune import excerpts, space
 from tests.cli.conftest import Run, tiny_model
 
 pytest.importorskip("triton")
@@ -60,7 +60,7 @@ def test_every_input_follows_the_model(
     (tmp_path / "text.txt").write_text("A text that goes on and on. " * 70, "utf-8")
     (tmp_path / "gsm8k.jsonl").write_text('{"question": "What is 1 plus 1?", "answer": "#### 2"}', "utf-8")
     # Of tune's race one round, of two.
-    monkeypatch.setattr(pieces, "PIECES", 2)
+    monkeypatch.setattr(excerpts, "PIECES", 2)
     monkeypatch.setattr(space, "scorers", lambda: keepset.Recipe.parse_list("tova, streaming_llm"))
     monkeypatch.setattr(space, "compositions", lambda best: [])
     # Tensors that pose are none of inference's.
