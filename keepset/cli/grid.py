@@ -17,7 +17,7 @@ _NAME = 44
 
 
 @dataclass
-class Column:
+class GridColumn:
     """A title and the cells below it.
 
     Attributes:
@@ -65,8 +65,8 @@ class Grid:
         self, texts: Sequence[str], numbers: Sequence[str], optional: Sequence[str] = (), fold: bool = False
     ) -> None:
         ranks = {title: len(optional) - at for at, title in enumerate(optional)}
-        self.columns = [Column(title, rank=ranks.get(title, 0)) for title in texts]
-        self.columns += [Column(title, True, not fold, ranks.get(title, 0)) for title in numbers]
+        self.columns = [GridColumn(title, rank=ranks.get(title, 0)) for title in texts]
+        self.columns += [GridColumn(title, True, not fold, ranks.get(title, 0)) for title in numbers]
         self._styles: list[str] = []
 
     def add_row(self, *cells: str | Text, style: str = "") -> None:
@@ -97,7 +97,7 @@ class Grid:
             table.add_row(*(column.cells[number] for column in columns), style=style)
         yield table
 
-    def _fitting(self, width: int) -> list[Column]:
+    def _fitting(self, width: int) -> list[GridColumn]:
         """Return the columns for which there is room, in their order, without optional ones that are empty."""
         columns = [column for column in self.columns if not column.rank or any(cell.plain for cell in column.cells)]
         while sum(column.wanted + _GAP for column in columns) - _GAP > width:
@@ -108,7 +108,7 @@ class Grid:
         return columns
 
 
-def _widths(columns: Sequence[Column], width: int) -> list[int | None]:
+def _widths(columns: Sequence[GridColumn], width: int) -> list[int | None]:
     """Return every column's width; None for texts that rich has to shrink, because not all words fit.
 
     Columns have their longest word first; then texts grow, then numbers.

@@ -8,10 +8,10 @@ from keepset.bench.report.page import page
 from keepset.bench.report.table import Column, Line, Table
 from keepset.bench.report.units import decimals, integer, megabytes
 
-Row = dict[str, Any]
+LatencyRow = dict[str, Any]
 """A recipe's figures at one length, as `keepset bench latency --json` writes them."""
 
-_OF_ROUND: dict[str, tuple[str, str, Callable[[Row, Row], float | None]]] = {
+_OF_ROUND: dict[str, tuple[str, str, Callable[[LatencyRow, LatencyRow], float | None]]] = {
     "first_seconds": ("Time to the first token", "seconds", lambda each, _: each["first_seconds"]),
     "tokens_per_second": (
         "Tokens per second after it",
@@ -25,7 +25,7 @@ _OF_ROUND: dict[str, tuple[str, str, Callable[[Row, Row], float | None]]] = {
 """By the names of figures: a chart's title, its unit, and what a round says."""
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[LatencyRow]) -> Table:
     """Return the medians of every recipe, grouped by the prompt's length."""
     ranks = {"peak_bytes": 2, "seconds": 1}
     titles = ("first token", "tokens/s", "latency", "KV cache, MB", "peak, MB")
@@ -73,7 +73,7 @@ def _series(at: int) -> int:
     return at - 1 + (at > 7) if at else 7
 
 
-def _chart(name: str, rows: Sequence[Row], recipes: Sequence[str]) -> dict[str, Any]:
+def _chart(name: str, rows: Sequence[LatencyRow], recipes: Sequence[str]) -> dict[str, Any]:
     title, unit, of_round = _OF_ROUND[name]
     scale = 1e-6 if unit == "MB" else 1.0
     lines = []
@@ -90,7 +90,7 @@ def _chart(name: str, rows: Sequence[Row], recipes: Sequence[str]) -> dict[str, 
     return plot.plot(name, lines, x, y, title=title)
 
 
-def _conclusion(rows: Sequence[Row]) -> str:
+def _conclusion(rows: Sequence[LatencyRow]) -> str:
     """Return the fastest recipe after the longest prompt, compared with the full cache, which comes first."""
     longest = max((row["prompt_tokens"] for row in rows), default=0)
     known = [row for row in rows if row["prompt_tokens"] == longest and row["tokens_per_second"] is not None]

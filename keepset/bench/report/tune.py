@@ -7,7 +7,7 @@ from keepset.bench.report.page import page
 from keepset.bench.report.table import Column, Line, Table, filled
 from keepset.bench.report.units import Show, decimals, integer, megabytes, percent, times, whole_percent
 
-Row = dict[str, Any]
+TuneRow = dict[str, Any]
 """A recipe's figures, as `keepset tune --json` writes them."""
 _NATS = decimals(4)
 _GROUPS: dict[str, tuple[str, str, str, int]] = {
@@ -113,15 +113,15 @@ def _ends(figure: dict[str, float | None], show: Show) -> str | None:
     return None if low is None or high is None else f"{show(low)}..{show(high)}"
 
 
-def _share(row: Row) -> float:
+def _share(row: TuneRow) -> float:
     return row["kv_bytes"] / row["kv_bytes_full"]
 
 
-def _cost(row: Row) -> float:
+def _cost(row: TuneRow) -> float:
     return row["prefill_seconds"] / row["prefill_seconds_full"]
 
 
-def _group(row: Row, result: dict[str, Any]) -> str:
+def _group(row: TuneRow, result: dict[str, Any]) -> str:
     if row["recipe"] == result["recipe"]:
         return "used"
     if row["recipe"] in result["tied"]:
