@@ -71,6 +71,7 @@ class Scenario:
         graphs: whether decoding is captured and replayed, see `tests.vllm.graphs`; the same for all scenarios of a job.
         triton: whether keepset's kernels are those in Triton, in its interpreter.
         files: steps, before which a file is put at a place; None for the file deletes what is there.
+        read_at_once: whether a step waits for the contexts that it starts to read, so that steps are always the same.
     """
 
     recipe: str | None
@@ -85,6 +86,7 @@ class Scenario:
     graphs: bool = False
     triton: bool = False
     files: Sequence[tuple[int, Path | None, Path]] = ()
+    read_at_once: bool = False
 
     def as_json(self) -> dict[str, Any]:
         """The scenario as `tests.vllm.job` reads it."""
@@ -117,6 +119,7 @@ class Scenario:
             "graphs": self.graphs,
             "triton": self.triton,
             "files": [(step, source and str(source), str(place)) for step, source, place in self.files],
+            "read_at_once": self.read_at_once,
         }
 
 

@@ -162,6 +162,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     dispatch.INTERPRETED = scenario["triton"]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
     default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
+    stop_waiting = wait_for_reads() if scenario["read_at_once"] else None
     llm = LLM(**scenario["engine"])
     engine = llm.llm_engine
     core = getattr(engine.engine_core, "engine_core", None)
@@ -209,8 +210,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     result["cached"] = [None if one is None else one.num_cached_tokens for one in outputs]
     result["stats"] = {name: total - counted[name] for name, total in stats.totals().items()}
     result["loads"] = {name: loads - loaded.get(name, 0) for name, loads in loads_of(stats.contexts()).items()}
-    if undo is not None:
-        undo()
+    for restore in (undo, stop_waiting):
+        if restore is not None:
+            restore()
     engine.engine_core.shutdown()
     del llm, engine, core, watch, layers, captured
     cleanup_dist_env_and_memory()
@@ -222,6 +224,24 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
 def loads_of(contexts: dict[str, dict[str, int]]) -> dict[str, int]:
     """How often each was loaded whole."""
     return {name: each["loads"] for name, each in contexts.items()}
+
+
+def wait_for_reads() -> Callable[[], None]:
+    """Make every step wait for the contexts that it starts to read; returns what undoes it."""
+    from keepset.vllm import context_loader
+    from keepset.vllm.context_loader import ContextLoader
+
+    start, patience, context_loader._PATIENCE = ContextLoader.start, context_loader._PATIENCE, 60
+
+    def waiting(loader: ContextLoader, jobs: Any, idle: bool, ended: Any) -> None:
+        start(loader, jobs, True, ended)
+
+    ContextLoader.start = waiting  # type: ignore[method-assign]
+
+    def undo() -> None:
+        ContextLoader.start, context_loader._PATIENCE = start, patience  # type: ignore[method-assign]
+
+    return undo
 
 
 def step_of(engine: Any, is_here: bool) -> Any:

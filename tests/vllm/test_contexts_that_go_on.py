@@ -39,7 +39,8 @@ TURMOIL = [*ASKS, ask("long", 7, 30, 60, add=4, abort=25), ask("wide", 8, 30, 60
 
 def scenario(tiny: Path, folder: Path, name: str) -> Scenario:
     some, preempt = (TURMOIL, (13, 40)) if name == "turmoil" else ([PLAIN, *ASKS], ())
-    return serving(tiny, folder, some, RECIPES[name], save=10**7, preempt=preempt, own_process=name == "apart")
+    more: dict[str, Any] = {"preempt": preempt, "own_process": name == "apart", "read_at_once": True}
+    return serving(tiny, folder, some, RECIPES[name], save=10**7, **more)
 
 
 @pytest.fixture(scope="module")
