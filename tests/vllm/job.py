@@ -162,7 +162,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     dispatch.INTERPRETED = scenario["triton"]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
     default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
-    stop_waiting = wait_for_reads() if scenario["read_at_once"] else None
+    stop_waiting = wait_for_reads(scenario["read_at_once"])
     llm = LLM(**scenario["engine"])
     engine = llm.llm_engine
     core = getattr(engine.engine_core, "engine_core", None)
@@ -210,9 +210,9 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     result["cached"] = [None if one is None else one.num_cached_tokens for one in outputs]
     result["stats"] = {name: total - counted[name] for name, total in stats.totals().items()}
     result["loads"] = {name: loads - loaded.get(name, 0) for name, loads in loads_of(stats.contexts()).items()}
-    for restore in (undo, stop_waiting):
-        if restore is not None:
-            restore()
+    if undo is not None:
+        undo()
+    stop_waiting()
     engine.engine_core.shutdown()
     del llm, engine, core, watch, layers, captured
     cleanup_dist_env_and_memory()
@@ -226,15 +226,16 @@ def loads_of(contexts: dict[str, dict[str, int]]) -> dict[str, int]:
     return {name: each["loads"] for name, each in contexts.items()}
 
 
-def wait_for_reads() -> Callable[[], None]:
-    """Make every step wait for the contexts that it starts to read; returns what undoes it."""
+def wait_for_reads(wanted: bool) -> Callable[[], None]:
+    """Make every step wait for the contexts that it starts to read, if wanted; returns what undoes it."""
     from keepset.vllm import context_loader
     from keepset.vllm.context_loader import ContextLoader
 
-    start, patience, context_loader._PATIENCE = ContextLoader.start, context_loader._PATIENCE, 60
+    start, patience = ContextLoader.start, context_loader._PATIENCE
+    context_loader._PATIENCE = 60 if wanted else patience
 
     def waiting(loader: ContextLoader, jobs: Any, idle: bool, ended: Any) -> None:
-        start(loader, jobs, True, ended)
+        start(loader, jobs, idle or wanted, ended)
 
     ContextLoader.start = waiting  # type: ignore[method-assign]
 
