@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from keepset.bench.report.table import Column, Table
-from keepset.bench.report.units import decimals
+from keepset.bench.report.table import Column, Table, decimals
 from keepset.cli.checks import check_writable
 from keepset.cli.console import counted, load, output, progress, say, show_table
 from keepset.cli.options import Json, OneText, group, takes_model

@@ -145,8 +145,8 @@ def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -
 
 def _sweep(sweep: Sweep, source: Source, options: Options, path: Path, ray: bool) -> tuple[list[MeasuredFigure], bool]:
     """Return the figures of one sweep, and whether any cell was lost."""
+    from keepset.bench.papers.entry import count_idle, grid_of
     from keepset.bench.papers.figures import figures_of
-    from keepset.bench.papers.grid import count_idle, grid_of
     from keepset.bench.sweep.cost import cost
 
     asked = grid_of(sweep, options)
@@ -206,7 +206,7 @@ def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_result(entry: Entry, result: dict[str, Any]) -> None:
-    from keepset.bench.papers.table import table_of
+    from keepset.bench.papers.figures import table_of
 
     say(f"{entry.source}: {entry.title}. Model: {result['model']}.")
     if result["model"] == EMBEDDED:

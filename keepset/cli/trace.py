@@ -74,8 +74,7 @@ def trace(
 
     import torch
 
-    from keepset.bench.analysis.trace import Tracer
-    from keepset.bench.analysis.trace_figures import figures
+    from keepset.bench.analysis.trace import Tracer, figures
     from keepset.bench.report.trace import render
 
     loaded, tokenizer = load(model)

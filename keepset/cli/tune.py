@@ -99,8 +99,8 @@ def tune(
 
 def print_result(result: dict[str, Any]) -> None:
     """Print the figures of all recipes as a table, and which of them to use."""
+    from keepset.bench.report.table import whole_percent
     from keepset.bench.report.tune import interval, table
-    from keepset.bench.report.units import whole_percent
 
     say(
         f"{result['model']}, keep={result['keep']}: {result['pieces']} pieces of {result['tokens']} tokens, "

@@ -98,7 +98,7 @@ def test_page(run: Run, tiny: Any) -> None:
     ids = encode(tiny[1], "", "Go on.")
     cache, sequence = alone(tiny, ids, RECIPE, 20)
     assert "".join(drawn["runs"][0]["tokens"]) == "".join(tiny[1].decode([token]) for token in sequence.tolist())
-    from keepset.bench.report.kept import pack
+    from keepset.bench.report.page import pack
 
     for shown, event in zip(drawn["runs"][0]["events"], cache.events, strict=True):
         assert event.keep_set is not None

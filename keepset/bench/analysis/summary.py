@@ -1,5 +1,6 @@
 """`summarize`: from records to a row per task and recipe, averages over groups of tasks, curves and needle maps."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
@@ -8,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from keepset.bench.analysis.curves import Curve, area, compression
-from keepset.bench.analysis.needles import NeedleMap, needle_maps
 from keepset.bench.analysis.rows import Figure, Records, Row, average, by_example, row_of
 from keepset.bench.record import FULL, Record
 from keepset.bench.tasks import longbench, longbench2, ruler
@@ -25,6 +25,8 @@ _GROUPS: dict[str, Sequence[str]] = {
 """Benchmarks and parts of them whose tasks are averaged; a benchmark follows its parts."""
 TOLERANCES = (0.1, 0.2)
 """Relative losses of accuracy of KVCompose's Table 2, for which it is said how much can go."""
+PARTS = 10
+"""Parts of the depth, from the text's beginning to its end."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,25 @@ class Trade:
     failed: int
     area: Figure | None
     reach: list[Reach]
+
+
+@dataclass(frozen=True)
+class NeedleMap:
+    """One recipe's scores by depth and length.
+
+    Attributes:
+        task: the task's name, without the length.
+        recipe: the recipe's text.
+        lengths: tokens of the texts, rising.
+        scores: mean scores, a row for each tenth of the depth and a column for each length; None without examples.
+        examples: numbers of examples, in the same rows and columns.
+    """
+
+    task: str
+    recipe: str
+    lengths: list[float]
+    scores: list[list[float | None]]
+    examples: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -226,3 +247,41 @@ def _scores(points: Sequence[Records]) -> np.ndarray:
     units = [unit for unit in points[0] if all(unit in records for records in points)]
     columns = [by_example((unit[1], records[unit].score) for unit in units) for records in points]
     return np.array(columns, np.float64).T.reshape(-1, len(points))
+
+
+def needle_maps(records: Iterable[Record]) -> list[NeedleMap]:
+    """Return the maps of all recipes on the tasks whose examples have a depth, from 0 to 1, and a length.
+
+    An example counts once in its square, with the mean of its seeds. An error counts as no answer. A recipe that failed
+    on all examples has no map.
+    """
+    by_recipe: dict[tuple[str, str], list[Record]] = {}
+    lengths: dict[str, set[float]] = {}
+    for record in records:
+        if _place(record) is not None:
+            task = record.task.partition("@")[0]
+            by_recipe.setdefault((task, record.recipe), []).append(record)
+            lengths.setdefault(task, set()).add(float(record.facts["length"]))
+    return [
+        _map(task, recipe, sorted(lengths[task]), each)
+        for (task, recipe), each in by_recipe.items()
+        if any(record.error is None for record in each)
+    ]
+
+
+def _map(task: str, recipe: str, lengths: list[float], records: list[Record]) -> NeedleMap:
+    squares: dict[tuple[int, float], list[tuple[str, float]]] = {}
+    for record in records:
+        place = _place(record)
+        assert place is not None
+        squares.setdefault(place, []).append((record.example, record.score))
+    values = [[by_example(squares.get((part, length), [])) for length in lengths] for part in range(PARTS)]
+    scores = [[fmean(each) if each else None for each in line] for line in values]
+    return NeedleMap(task, recipe, lengths, scores, [[len(each) for each in line] for line in values])
+
+
+def _place(record: Record) -> tuple[int, float] | None:
+    depth, length = record.facts.get("depth"), record.facts.get("length")
+    if isinstance(depth, str) or isinstance(length, str) or depth is None or length is None or not 0 <= depth <= 1:
+        return None
+    return min(math.floor(depth * PARTS), PARTS - 1), float(length)

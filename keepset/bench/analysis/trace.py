@@ -1,9 +1,11 @@
-"""`Tracer`: one generation under a recipe, with a note of every event."""
+"""Events of a generation: `Tracer` notes them, `figures` and `EventFigures` are their diagnostics."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -12,7 +14,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.allocators.ams import Segments
-from keepset.bench.analysis.diagnostics import Snapshot
+from keepset.bench.analysis.diagnostics import (
+    REGION,
+    Snapshot,
+    by_depth,
+    gone,
+    longest_run,
+    middle_retention,
+    repetition_rate,
+    retained_iou,
+    wipeout_rate,
+)
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method
@@ -181,3 +193,105 @@ class Tracer:
         if segments is not None:
             self._segments[int(observation.lengths[0])][observation.layer] = segments
         self._observing += time.perf_counter() - start
+
+
+def figures(trace: Trace, region: int = REGION) -> dict[str, Any]:
+    """Return the figures of every event, and their means over the events by layer and by depth, for JSON.
+
+    An event's figures are means over layers and KV heads. IoU is with the event before, so the first event has none.
+
+    Args:
+        trace: the trace.
+        region: tokens of a region.
+    """
+    measures: dict[str, Float[Tensor, "events layers kv_heads"]] = {
+        "wipeout": _stack([wipeout_rate(event, region) for event in trace.events]),
+        "iou": _stack([retained_iou(earlier, later) for earlier, later in pairwise(trace.events)]),
+        "middle": _stack([middle_retention(event) for event in trace.events]),
+        "longest_gap": _stack([longest_run(gone(event)).float() for event in trace.events]),
+    }
+    rows = []
+    for index, event in enumerate(trace.events):
+        at = {name: index - (name == "iou") for name in measures}
+        means = {name: float(values[at[name]].mean()) if at[name] >= 0 else None for name, values in measures.items()}
+        rows.append({"length": event.length, "entries": event.entries, "kept": event.keep_set.entries, **means})
+    some = {name: values for name, values in measures.items() if len(values)}
+    return {
+        "recipe": trace.recipe,
+        "prompt_tokens": trace.prompt,
+        "tokens": len(trace.ids),
+        "region": region,
+        "repetition": repetition_rate(trace.ids[trace.prompt :]),
+        "tokens_per_second": trace.tokens_per_second,
+        "layers": list(trace.events[0].keep_set.layers) if trace.events else [],
+        "kv_heads": trace.events[0].keep_set.counts.shape[2] if trace.events else 0,
+        "events": rows,
+        "mean": {name: float(values.mean()) for name, values in some.items()},
+        "by_layer": {name: values.mean((0, 2)).tolist() for name, values in some.items()},
+        "by_depth": {name: by_depth(values.mean(0)) for name, values in some.items()},
+        "segments": _segments(trace),
+    }
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
+    """Return the figures of the trace's one request, `[events, layers, kv_heads]`; `[0, 0, 0]` without events."""
+    return torch.stack([part[:, 0] for part in parts]) if parts else torch.zeros(0, 0, 0)
+
+
+def _segments(trace: Trace) -> dict[str, float] | None:
+    """Return the mean number and length of the segments (Table 14) over all events, layers and heads."""
+    heads = [head for event in trace.events for layer in event.segments.values() for head in layer]
+    if not heads:
+        return None
+    count = sum(len(head.ends) for head in heads)
+    return {"count": count / len(heads), "length": sum(len(head.mass) for head in heads) / count}
+
+
+class EventFigures:
+    """Means over the events, layers and KV heads of one answer, whose cache holds one request.
+
+    Call `look` after every token; it does nothing without a new event. Give `observe` to the cache as its observer, for
+    methods that cut texts into segments. No event's KeepSet is kept.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self._method, self._length = method, 0
+        self._before: Snapshot | None = None
+        self._segments: list[tuple[float, float]] = []
+        self._events: list[dict[str, float]] = []
+
+    def observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
+        """Note how many segments a head of this layer has, and how long they are."""
+        if heads := head_segments(self._method, observation, budget):
+            numbers = [len(head.ends) for head in heads]
+            lengths = [len(head.mass) / number for head, number in zip(heads, numbers, strict=True)]
+            self._segments.append((fmean(numbers), fmean(lengths)))
+
+    def look(self, cache: Cache) -> None:
+        """Note the newest event if it is new; do nothing for a recipe that compresses only the prompt."""
+        if cache.schedule.every is None or not cache.events or cache.events[-1].length == self._length:
+            return
+        event = cache.events[-1]
+        assert event.keep_set is not None
+        self._length = event.length
+        snapshot = Snapshot(event.keep_set, event.keep_set.counts.new_tensor([event.length]))
+        figures = {"wipeout": float(wipeout_rate(snapshot).mean()), "middle": float(middle_retention(snapshot).mean())}
+        if self._before is not None:
+            figures |= _with_depths("iou", retained_iou(self._before, snapshot))
+        if self._segments:
+            number, length = torch.tensor(self._segments).unbind(-1)
+            figures |= _with_depths("segments", number) | _with_depths("segment_length", length)
+            self._segments.clear()
+        self._before = snapshot
+        self._events.append(figures)
+
+    @property
+    def means(self) -> Mapping[str, float]:
+        """Means by the names of `FIGURES`; names without a value are left out."""
+        names = dict.fromkeys(name for figures in self._events for name in figures)
+        return {name: fmean(figures[name] for figures in self._events if name in figures) for name in names}
+
+
+def _with_depths(name: str, values: Tensor) -> dict[str, float]:
+    """Return the mean of a figure over all layers, and over the layers of each stage."""
+    return {name: float(values.mean()), **{f"{name}_{stage}": value for stage, value in by_depth(values).items()}}

@@ -12,7 +12,9 @@ from keepset.bench.analysis.rows import Figure
 from keepset.bench.candidate import Candidate
 from keepset.bench.record import FULL
 from keepset.bench.sweep.prompts import Mode
-from keepset.bench.tasks.task import Tokenizer
+from keepset.bench.sweep.sweep import SweepGrid
+from keepset.bench.tasks.find import find
+from keepset.bench.tasks.task import TaskSettings, Tokenizer
 from keepset.recipe import Recipe, Schedule
 
 SCORE = "score"
@@ -187,6 +189,42 @@ class Entry:
         needs += [f"--{name} (keepset {command})" for name, command in _MADE_BY.items() if f"{{{name}}}" in texts]
         needs += [f"data: {', '.join(self.data)}"] if self.data else []
         return f"needs {'; '.join(needs)}"
+
+
+def grid_of(sweep: Sweep, options: Options) -> SweepGrid:
+    """Return the tasks and recipes of a sweep.
+
+    Args:
+        sweep: what the paper has.
+        options: what the user wants otherwise.
+
+    Raises:
+        KeepsetError: if a task is unknown or an option out of range.
+    """
+    tasks = find(sweep.tasks, TaskSettings(options.data, options.lengths or sweep.lengths))
+    for task in tasks:
+        tokens = sweep.answer_tokens.get(task.name.partition("@")[0])
+        if tokens is not None:
+            task.generation = replace(task.generation, tokens=tokens)
+    candidates = list({line.candidate.text: line.candidate for line in sweep.lines(options.files)}.values())
+    limit, sample = (sweep.limit, sweep.sample) if options.limit is None else (options.limit, None)
+    return SweepGrid(tasks, [options.seed], {task.name: candidates for task in tasks}, limit, sample)
+
+
+def count_idle(asked: SweepGrid) -> dict[str, int]:
+    """Return by task how many recipes never compress, because answers end before their first event.
+
+    Such a recipe compresses no prompt, and its interval is at least as long as the longest answer.
+    """
+    recipes = {
+        task.name: sum(
+            not recipe.schedule.prefill and (recipe.schedule.every or 0) >= task.generation.tokens
+            for candidate in asked.candidates[task.name]
+            if (recipe := candidate.recipe) is not None
+        )
+        for task in asked.tasks
+    }
+    return {task: count for task, count in recipes.items() if count}
 
 
 def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:

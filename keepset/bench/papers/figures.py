@@ -1,8 +1,9 @@
-"""Figures of a table, with intervals, from the cells of a sweep."""
+"""Figures of an entry from the cells of a sweep, and its table beside the paper's figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from keepset.bench.analysis import intervals
 from keepset.bench.analysis.intervals import Interval
@@ -10,6 +11,7 @@ from keepset.bench.analysis.rows import Figure, by_example
 from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarize
 from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, MeasuredFigure, Sweep, SweepLine, removed_at
 from keepset.bench.record import Record
+from keepset.bench.report.table import Column, Table
 
 CURVES = (AREA, *map(removed_at, TOLERANCES))
 """Metrics whose figures are of all tasks and budgets together."""
@@ -116,3 +118,41 @@ def _of_curve(trade: Trade, metric: str) -> Figure | None:
     if metric == AREA:
         return trade.area
     return next((reach.removed for reach in trade.reach if removed_at(reach.tolerance) == metric), None)
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table, with a heading for every task and metric.
+
+    Args:
+        rows: places (`task`, `method`, `keep`, `metric`), each with the measured `figure` and that of the `paper`,
+            which may be None, with the number of `examples`, and with how many of them `failed`.
+    """
+    columns = [
+        Column("keep", lambda row: row["keep"]),
+        Column("paper", lambda row: _number(row["paper"], row["metric"])),
+        Column("measured (95 %)", lambda row: _with_interval(row["figure"], row["metric"])),
+        Column("examples", lambda row: row["examples"], rank=1),
+    ]
+    table = Table("", columns, fold=True)
+    for row in rows:
+        error = f"failed on {row['failed']} of {row['examples']}: {row['error']}" if row["failed"] else ""
+        table.add(row["method"], row, heading=f"{row['task']}, {row['metric']}", error=error)
+    return table
+
+
+def _with_interval(figure: Mapping[str, float | None] | None, metric: str) -> str:
+    """Return a figure with its interval, which a narrow terminal puts on a line of its own."""
+    if figure is None:
+        return ""
+    value, low, high = (_number(figure[name], metric) for name in ("value", "low", "high"))
+    return f"{value} ({low}..{high})" if low else value
+
+
+def _number(value: float | None, metric: str) -> str:
+    """Return a number as text: a fraction in percent, bytes in units of 10^6."""
+    if value is None:
+        return ""
+    if metric.endswith("_bytes"):
+        return f"{value / 1e6:.1f} MB"
+    # A value that rounds to zero has no sign.
+    return f"{round(100 * value, 1) + 0.0:.1f}" if metric in FRACTIONS else f"{value:,.4g}"

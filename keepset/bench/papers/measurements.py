@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.bench.analysis import intervals
-from keepset.bench.analysis.gaussianity import Gaussianity, hidden_gaussianity
 from keepset.bench.analysis.rows import Figure
-from keepset.bench.analysis.synthetic import Agreement, next_query
+from keepset.bench.analysis.synthetic import Agreement, Gaussianity, hidden_gaussianity, next_query
 from keepset.bench.latency import Timing, latency
 from keepset.bench.papers.entry import FigureKey, MeasuredFigure, Options, recipe_of
 from keepset.bench.tasks.task import Tokenizer

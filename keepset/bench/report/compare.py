@@ -7,10 +7,22 @@ from keepset.bench.compare.comparison import Comparison
 from keepset.bench.compare.conclusion import by_budget
 from keepset.bench.record import FULL, Record
 from keepset.bench.report import plot
-from keepset.bench.report.kept import kept_text
-from keepset.bench.report.page import Section, choice, page
-from keepset.bench.report.table import Column, Line, Table, filled
-from keepset.bench.report.units import Show, decimals, integer, megabytes, percent, seconds, times, whole_percent, yes
+from keepset.bench.report.page import Section, choice, kept_text, page
+from keepset.bench.report.table import (
+    Column,
+    Line,
+    Show,
+    Table,
+    decimals,
+    filled,
+    integer,
+    megabytes,
+    percent,
+    seconds,
+    times,
+    whole_percent,
+    yes,
+)
 
 _HOLLOW = "Hollow markers: no measurable divergence, drawn at the axis's lower end."
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from keepset.bench.report import plot
 from keepset.bench.report.page import Section, choice, page
-from keepset.bench.report.units import integer
+from keepset.bench.report.table import integer
 from keepset.core.tables import Tables
 from keepset.recipe import shown
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from keepset.bench.report import plot
 from keepset.bench.report.page import page
-from keepset.bench.report.table import Column, Line, Table
-from keepset.bench.report.units import decimals, integer, megabytes
+from keepset.bench.report.table import Column, Line, Table, decimals, integer, megabytes
 
 LatencyRow = dict[str, Any]
 """A recipe's figures at one length, as `keepset bench latency --json` writes them."""

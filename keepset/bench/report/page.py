@@ -6,6 +6,8 @@ page as JSON in a data block, and the script puts it into the document as text o
 allows its own scripts by their hashes and no other.
 """
 
+from __future__ import annotations
+
 import base64
 import contextlib
 import gzip
@@ -13,16 +15,23 @@ import hashlib
 import json
 import math
 import os
+import platform
 import secrets
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from keepset.bench.report.origin import origin
+import keepset
 from keepset.core.files import check_replaceable
 from keepset.errors import KeepsetError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Section = dict[str, Any]
 """A part of a page, as `page.js` draws it."""
@@ -59,7 +68,7 @@ def page(
         "lead": lead,
         "facts": _known(facts),
         "sections": list(sections),
-        "origin": [*origin().items(), *_known(settings)],
+        "origin": [*_origin().items(), *_known(settings)],
         "figures": figures,
     }
     packed = resources.files(__package__).joinpath("plotly-cartesian.min.js.gz").read_bytes()
@@ -94,8 +103,82 @@ def errors(items: Sequence[str]) -> Section:
     return {"kind": "errors", "items": list(items)}
 
 
+def pack(kept: Tensor) -> str:
+    """Return a boolean tensor as base64 of its zipped bits, row-major, the first bit highest."""
+    import numpy as np  # not above: commands without figures need not wait for it
+
+    return base64.b64encode(gzip.compress(np.packbits(kept.bool().cpu().numpy()).tobytes(), mtime=0)).decode("ascii")
+
+
+def kept_text(
+    title: str,
+    tokens: Sequence[str | None],
+    choices: Sequence[tuple[str, Tensor | None]],
+    *,
+    first: int | None = None,
+    answer: str = "",
+) -> Section:
+    """Return a section that shades a text by the share of heads that keep a token.
+
+    Args:
+        title: the section's heading.
+        tokens: the text, token by token; None for one that only continues the character before it.
+        choices: each recipe and what it kept, bool `[layers, kv_heads, tokens]`, all of one shape; None if it failed.
+        first: the number of the choice that is shown at first.
+        answer: words of the text that are underlined.
+    """
+    layers, heads = next((mask.shape[:2] for _, mask in choices if mask is not None), (0, 0))
+    return {
+        "kind": "kept",
+        "title": title,
+        "tokens": list(tokens),
+        "layers": layers,
+        "heads": heads,
+        "choices": [(name, None if mask is None else pack(mask)) for name, mask in choices],
+        "first": first,
+        "needle": _place(tokens, answer),
+    }
+
+
+def _place(tokens: Sequence[str | None], answer: str) -> tuple[int, int] | None:
+    """Return the first token of the words and one past their last; None if they are not in the text."""
+    begin = "".join(token or "" for token in tokens).find(answer) if answer else -1
+    if begin < 0:
+        return None
+    at, inside = 0, []
+    for number, token in enumerate(tokens):
+        before, at = at, at + len(token or "")
+        if before < begin + len(answer) and at > begin:
+            inside.append(number)
+    return inside[0], inside[-1] + 1
+
+
 def _known(facts: Facts) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value is not None]
+
+
+def _origin() -> dict[str, str]:
+    """Return the origin by names that people understand."""
+    import torch  # not above: commands without figures need not wait for it
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "Command": shlex.join(["keepset", *sys.argv[1:]]),
+        "Date": datetime.now().astimezone().isoformat(" ", "minutes"),
+        "Machine": ", ".join([f"{_processor()}, {cores} cores", *gpus]),
+        "Threads": str(torch.get_num_threads()),
+        "Versions": f"keepset {keepset.__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def write(path: Path, html: str) -> None:

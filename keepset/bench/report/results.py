@@ -7,14 +7,12 @@ from statistics import fmean
 from typing import Any
 
 from keepset.bench.analysis.diagnostics import REGION
-from keepset.bench.analysis.needles import NeedleMap
 from keepset.bench.analysis.rows import Figure, Row
-from keepset.bench.analysis.summary import Reach, Summary, Trade
+from keepset.bench.analysis.summary import NeedleMap, Reach, Summary, Trade
 from keepset.bench.record import FULL
 from keepset.bench.report import plot
 from keepset.bench.report.page import Section, choice, page
-from keepset.bench.report.table import Column, Table, filled
-from keepset.bench.report.units import decimals, integer, megabytes, percent, seconds
+from keepset.bench.report.table import Column, Table, decimals, filled, integer, megabytes, percent, seconds
 
 _FEW = 30
 """Examples below which intervals are worth a warning."""

@@ -5,8 +5,7 @@ from typing import Any
 
 from keepset.bench.report import plot
 from keepset.bench.report.page import errors, page
-from keepset.bench.report.table import Column, Line, Table
-from keepset.bench.report.units import integer
+from keepset.bench.report.table import Column, Line, Table, integer
 from keepset.serving.figures import ratio, rounded
 
 _ERRORS = 5

@@ -5,10 +5,8 @@ from typing import Any
 
 from keepset.bench.analysis.trace import HeadSegments, Trace, TraceEvent
 from keepset.bench.report import plot
-from keepset.bench.report.kept import pack
-from keepset.bench.report.page import Section, page
-from keepset.bench.report.table import Column, Line, Table
-from keepset.bench.report.units import Show, decimals, integer, percent
+from keepset.bench.report.page import Section, pack, page
+from keepset.bench.report.table import Column, Line, Show, Table, decimals, integer, percent
 
 Run = dict[str, Any]
 """One run's figures, as `keepset trace --json` writes them."""

@@ -4,8 +4,19 @@ from typing import Any
 
 from keepset.bench.report import plot
 from keepset.bench.report.page import page
-from keepset.bench.report.table import Column, Line, Table, filled
-from keepset.bench.report.units import Show, decimals, integer, megabytes, percent, times, whole_percent
+from keepset.bench.report.table import (
+    Column,
+    Line,
+    Show,
+    Table,
+    decimals,
+    filled,
+    integer,
+    megabytes,
+    percent,
+    times,
+    whole_percent,
+)
 
 TuneRow = dict[str, Any]
 """A recipe's figures, as `keepset tune --json` writes them."""

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepset.bench.analysis.diagnostics import repetition_rate
-from keepset.bench.analysis.event_figures import EventFigures
+from keepset.bench.analysis.trace import EventFigures
 from keepset.bench.generation import Answer, StopCriterion, Stream, likelihoods, picker
 from keepset.bench.memory import CacheMemory
 from keepset.bench.record import Record

@@ -1,3 +1,5 @@
+"""Areas and what can go, against drawn lines and figures by hand."""
+
 from __future__ import annotations
 
 import math
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from keepset.bench.analysis.curves import Curve, area, compression
 
+EMPTY = Curve(np.array([1.0, 0.5]), (np.empty((0, 2)),))
+
 
 def curve(shares: list[float], *tasks: list[list[float]]) -> Curve:
     return Curve(np.array(shares), tuple(np.array(task, dtype=float) for task in tasks))
@@ -16,14 +20,17 @@ def curve(shares: list[float], *tasks: list[list[float]]) -> Curve:
 
 def test_area_by_hand() -> None:
     # Means 1.0, 0.75, 0.25 at shares 1.0, 0.5, 0.25: (0.5 * 0.875 + 0.25 * 0.5) / 0.75.
-    measured = area(curve([1.0, 0.5, 0.25], [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 0, 0]]))
-    assert measured is not None
-    value, interval = measured
-    assert value == pytest.approx(0.75)
-    assert interval.low < 0.75 < interval.high <= 1
+    task: list[list[float]] = [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 0, 0]]
+    measured = area(curve([1.0, 0.5, 0.25], task))
+    assert measured is not None and measured[0] == pytest.approx(0.75)
+    assert measured[1].low < 0.75 < measured[1].high <= 1
     # The mean of two tasks' areas, 0.75 and 0.
-    both = area(curve([1.0, 0.5, 0.25], [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 0, 0]], [[0, 0, 0]]))
+    both = area(curve([1.0, 0.5, 0.25], task, [[0, 0, 0]]))
     assert both is not None and both[0] == pytest.approx(0.375)
+    perfect = area(curve([1.0, 0.7, 0.3], [[1, 1, 1]] * 12))
+    assert perfect is not None and perfect[0] == 1.0 and perfect[1] == pytest.approx((0.7575, 1), abs=1e-3)
+    for without in (curve([1.0], [[1]]), curve([1.0, 1.0], [[1, 1]]), EMPTY):
+        assert area(without) is None
 
 
 @given(
@@ -36,76 +43,50 @@ def test_area_is_that_of_the_drawn_line(shares: list[float], quarters: list[int]
     measured = area(Curve(np.array(falling), (scores,)))
     assert measured is not None
     rising, means = falling[::-1], scores.mean(0)[::-1]
-    fine = np.linspace(rising[0], 1, 2001)
-    drawn = np.interp(fine, rising, means).mean()
+    drawn = np.interp(np.linspace(rising[0], 1, 2001), rising, means).mean()
     # Steep pieces that are narrower than the grid are the grid's error, not the area's.
     assert measured[0] == pytest.approx(drawn, abs=4 / 2000 / (1 - rising[0]))
     assert measured[1].low - 1e-9 <= measured[0] <= measured[1].high + 1e-9
 
 
-def test_area_of_perfect_answers_is_not_certain() -> None:
-    measured = area(curve([1.0, 0.7, 0.3], [[1, 1, 1]] * 12))
-    assert measured is not None
-    assert measured[0] == 1.0 and measured[1] == pytest.approx((0.7575, 1), abs=1e-3)
+# Means 0.8, 0.8, 0.4 at shares 1.0, 0.5, 0.25: 10 % of 0.8 are lost a fifth of the way from 0.5 to 0.25 removed.
+FLAT = curve([1.0, 0.5, 0.25], [[1, 1, 0.5], [1, 1, 0.5], [0.4, 0.4, 0.2]])
+# The paper's SnapKV: a loss of 29 % at 10 % removed allows 6.9 % and 3.4 %.
+PAPER = curve([1.0, 0.9], [[1, 0.71]])
+# Losses at 0.5 removed: 0 of 1.0, half of 0.2; mean 25 %.
+TWO_TASKS = curve([1.0, 0.5], [[1, 1]], [[0.2, 0.1]])
+LOST: list[list[float]] = [[1, 0.5], [1, 0]]
 
 
-def test_no_area_without_width_or_examples() -> None:
-    assert area(curve([1.0], [[1]])) is None
-    assert area(curve([1.0, 1.0], [[1, 1]])) is None
-    assert area(Curve(np.array([1.0, 0.5]), (np.empty((0, 2)),))) is None
-
-
-def test_compression_by_hand() -> None:
-    # Means 0.8, 0.8, 0.4 at shares 1.0, 0.5, 0.25: 10 % of 0.8 are lost a fifth of the way from 0.5 to 0.25 removed.
-    scores = [[1, 1, 0.5], [1, 1, 0.5], [0.4, 0.4, 0.2]]
-    measured = compression(curve([1.0, 0.5, 0.25], scores), 0.1)
-    assert measured is not None and measured[0] == pytest.approx(0.5 + 0.25 * 0.2)
-    assert measured[1] is None  # every example loses the same half
-    for tolerance, expected in ((0.0, 0.5), (0.2, 0.5 + 0.25 * 0.4), (0.5, 0.75), (1.0, 0.75)):
-        measured = compression(curve([1.0, 0.5, 0.25], scores), tolerance)
-        assert measured is not None and measured[0] == pytest.approx(expected)
-
-
-def test_compression_between_the_full_cache_and_the_first_budget() -> None:
-    # The paper's SnapKV: a loss of 29 % at 10 % removed allows 6.9 % and 3.4 %.
-    lost = curve([1.0, 0.9], [[1, 0.71]])
-    for tolerance, expected in ((0.2, 0.069), (0.1, 0.0345)):
-        measured = compression(lost, tolerance)
-        assert measured is not None and measured[0] == pytest.approx(expected, abs=1e-4)
-
-
-def test_the_largest_share_counts_where_the_loss_falls_again() -> None:
-    dip = curve([1.0, 0.8, 0.6, 0.4], [[1, 0.5, 0.95, 0.85]])
-    measured = compression(dip, 0.1)
-    assert measured is not None and measured[0] == pytest.approx(0.4 + 0.2 * 0.5)
-    # The whole way down counts only from where it is within the tolerance.
-    falling = compression(curve([1.0, 0.8, 0.6], [[1, 0.5, 0.7]]), 0.1)
-    assert falling is not None and falling[0] == pytest.approx(0.2 * 0.1 / 0.5)
-
-
-def test_tasks_count_by_their_relative_loss() -> None:
-    # Losses at 0.5 removed: 0 of 1.0, half of 0.2; mean 25 %.
-    both = curve([1.0, 0.5], [[1, 1]], [[0.2, 0.1]])
-    measured = compression(both, 0.1)
-    assert measured is not None and measured[0] == pytest.approx(0.5 * 0.1 / 0.25)
-    assert compression(both, 0.25) == (pytest.approx(0.5), None)
-
-
-def test_a_task_on_which_nothing_can_be_lost_is_left_out() -> None:
-    lost = [[1, 0.5], [1, 0]]
-    alone = compression(curve([1.0, 0.5], lost), 0.3)
-    assert alone is not None and alone[0] == pytest.approx(0.5 * 0.3 / 0.75)
-    assert compression(curve([1.0, 0.5], lost, [[0, 0]]), 0.3) == alone
+@pytest.mark.parametrize(
+    ("of", "tolerance", "expected"),
+    [
+        *((FLAT, *each) for each in ((0.0, 0.5), (0.1, 0.55), (0.2, 0.6), (0.5, 0.75), (1.0, 0.75))),
+        *((PAPER, *each) for each in ((0.2, 0.1 * 0.2 / 0.29), (0.1, 0.1 * 0.1 / 0.29))),
+        # The largest share counts where the loss falls again, the way down only from where it is within the tolerance.
+        (curve([1.0, 0.8, 0.6, 0.4], [[1, 0.5, 0.95, 0.85]]), 0.1, 0.5),
+        (curve([1.0, 0.8, 0.6], [[1, 0.5, 0.7]]), 0.1, 0.2 * 0.1 / 0.5),
+        # A loss that is just within it at one point goes on from there.
+        (curve([1.0, 0.5, 0.25], [[1, 0.75, 0.25]]), 0.25, 0.5),
+        (TWO_TASKS, 0.1, 0.2),
+        (TWO_TASKS, 0.25, 0.5),
+        # A task on which nothing can be lost is left out.
+        (curve([1.0, 0.5], LOST), 0.3, 0.2),
+        (curve([1.0, 0.5], LOST, [[0, 0]]), 0.3, 0.2),
+        # Better than the full cache is no loss.
+        (curve([1.0, 0.5], [[0, 1], [1, 1]]), 0.0, 0.5),
+    ],
+)
+def test_what_can_go_by_hand(of: Curve, tolerance: float, expected: float) -> None:
+    measured = compression(of, tolerance)
+    assert measured is not None and measured[0] == pytest.approx(expected)
+    if len({tuple(example / example[0]) for scores in of.scores for example in scores if example[0]}) == 1:
+        assert measured[1] is None  # every example loses the same part
 
 
 def test_no_compression_without_a_score_to_lose() -> None:
     assert compression(curve([1.0, 0.5], [[0, 0], [0, 1]]), 0.1) is None
-    assert compression(Curve(np.array([1.0, 0.5]), (np.empty((0, 2)),)), 0.1) is None
-
-
-def test_better_than_the_full_cache_is_no_loss() -> None:
-    measured = compression(curve([1.0, 0.5], [[0, 1], [1, 1]]), 0.0)
-    assert measured is not None and measured[0] == 0.5
+    assert compression(EMPTY, 0.1) is None
 
 
 def test_the_interval_of_compression_holds_the_truth() -> None:

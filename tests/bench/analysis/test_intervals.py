@@ -1,7 +1,10 @@
+"""Intervals of 95 %: how often they hold the truth, and closed forms."""
+
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,74 +12,71 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.bench.analysis import intervals
-from keepset.bench.analysis.intervals import Interval
+from keepset.bench.analysis.intervals import Interval, of_average, of_difference, of_mean, of_score
 
 SIMULATIONS = 400
+Draw = Callable[[Any], tuple[list[float], Interval | None]]
 
 
-def check_coverage(draw: Callable[[], tuple[list[float], Interval | None]], truth: float, least: float = 0.95) -> None:
-    """The interval holds the truth as often as it says, give or take three standard errors of the simulation."""
-    hits = 0
+def drawn(interval: Callable[[list[float]], Interval | None], values: Callable[[Any], Any]) -> Draw:
+    def draw(random: Any) -> tuple[list[float], Interval | None]:
+        numbers = np.asarray(values(random), float).tolist()
+        return numbers, interval(numbers)
+
+    return draw
+
+
+def pairs(examples: int) -> Draw:
+    """The worse recipe finds no more than the better one."""
+
+    def values(random: Any) -> Any:
+        better = random.binomial(1, 0.8, size=examples)
+        return better - better * random.binomial(1, 0.75, size=examples)
+
+    return drawn(of_difference, values)
+
+
+def three_tasks(random: Any) -> tuple[list[float], Interval | None]:
+    parts = []
+    for share in (0.95, 0.6, 0.3):
+        values = random.binomial(1, share, size=20).astype(float).tolist()
+        interval = of_score(values)
+        assert interval is not None
+        parts.append((sum(values) / len(values), interval))
+    return [mean for mean, _ in parts], of_average(parts)
+
+
+@pytest.mark.parametrize(
+    ("draw", "seed", "truth", "least"),
+    [
+        pytest.param(drawn(of_mean, lambda random: random.normal(3, 2, size=10)), 0, 3, 0.95, id="10 numbers"),
+        pytest.param(drawn(of_mean, lambda random: random.normal(3, 2, size=40)), 0, 3, 0.95, id="40 numbers"),
+        pytest.param(drawn(of_score, lambda random: random.binomial(1, 0.5, size=12)), 1, 0.5, 0.95, id="half of 12"),
+        pytest.param(drawn(of_score, lambda random: random.binomial(1, 0.9, size=12)), 1, 0.9, 0.95, id="most of 12"),
+        pytest.param(drawn(of_score, lambda random: random.binomial(1, 0.8, size=50)), 1, 0.8, 0.95, id="most of 50"),
+        pytest.param(drawn(of_score, lambda random: random.binomial(4, 0.6, size=20) / 4), 3, 0.6, 0.95, id="quarters"),
+        pytest.param(pairs(15), 2, 0.8 - 0.8 * 0.75, 0.93, id="15 pairs"),
+        pytest.param(pairs(60), 2, 0.8 - 0.8 * 0.75, 0.93, id="60 pairs"),
+        pytest.param(three_tasks, 6, (0.95 + 0.6 + 0.3) / 3, 0.95, id="average of tasks"),
+    ],
+)
+def test_the_truth_lies_in_95_of_100_intervals(draw: Draw, seed: int, truth: float, least: float) -> None:
+    """Give or take three standard errors of the simulation."""
+    random, hits = np.random.default_rng(seed), 0
     for _ in range(SIMULATIONS):
-        values, interval = draw()
+        values, interval = draw(random)
         assert interval is not None and interval.low <= sum(values) / len(values) <= interval.high
         hits += interval.low <= truth <= interval.high
     slack = 3 * math.sqrt(0.95 * 0.05 / SIMULATIONS)
-    assert hits / SIMULATIONS >= least - slack
     # Always true would be no interval either, where a figure can take many values.
-    assert hits < SIMULATIONS
-
-
-@pytest.mark.parametrize("examples", [10, 40])
-def test_the_mean_of_normal_numbers_lies_in_95_of_100_intervals(examples: int) -> None:
-    random = np.random.default_rng(0)
-
-    def draw() -> tuple[list[float], Interval | None]:
-        values = random.normal(3, 2, size=examples).tolist()
-        return values, intervals.of_mean(values)
-
-    check_coverage(draw, 3)
-
-
-@pytest.mark.parametrize(("examples", "share"), [(12, 0.5), (12, 0.9), (50, 0.8)])
-def test_a_share_lies_in_95_of_100_intervals(examples: int, share: float) -> None:
-    random = np.random.default_rng(1)
-
-    def draw() -> tuple[list[float], Interval | None]:
-        values = random.binomial(1, share, size=examples).astype(float).tolist()
-        return values, intervals.of_score(values)
-
-    check_coverage(draw, share)
-
-
-@pytest.mark.parametrize("examples", [15, 60])
-def test_a_paired_difference_lies_in_95_of_100_intervals(examples: int) -> None:
-    random = np.random.default_rng(2)
-
-    def draw() -> tuple[list[float], Interval | None]:
-        better = random.binomial(1, 0.8, size=examples)
-        worse = better * random.binomial(1, 0.75, size=examples)  # finds no more than the better one
-        values = (better - worse).astype(float).tolist()
-        return values, intervals.of_difference(values)
-
-    check_coverage(draw, 0.8 - 0.8 * 0.75, least=0.93)
-
-
-def test_scores_in_quarters() -> None:
-    random = np.random.default_rng(3)
-
-    def draw() -> tuple[list[float], Interval | None]:
-        values = (random.binomial(4, 0.6, size=20) / 4).tolist()
-        return values, intervals.of_score(values)
-
-    check_coverage(draw, 0.6)
+    assert least - slack <= hits / SIMULATIONS < 1
 
 
 @given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_ends_of_a_share_are_what_the_score_test_just_does_not_refuse(counts: tuple[int, int]) -> None:
     found, examples = counts
     share = found / examples
-    interval = intervals.of_score([1.0] * found + [0.0] * (examples - found))
+    interval = of_score([1.0] * found + [0.0] * (examples - found))
     assert interval is not None
     assert 0 <= interval.low <= share <= interval.high <= 1 and interval.high - interval.low > 0
     for end in interval:
@@ -86,7 +86,7 @@ def test_ends_of_a_share_are_what_the_score_test_just_does_not_refuse(counts: tu
 
 @given(st.lists(st.sampled_from([(0, 0), (0, 1), (1, 0), (1, 1)]), min_size=1, max_size=40))
 def test_differences_of_pairs_by_their_four_outcomes(pairs: list[tuple[int, int]]) -> None:
-    interval = intervals.of_difference([float(a - b) for a, b in pairs])
+    interval = of_difference([float(a - b) for a, b in pairs])
     assert interval is not None
     count = {outcome: pairs.count(outcome) + 0.5 for outcome in [(0, 0), (0, 1), (1, 0), (1, 1)]}
     n = sum(count.values())
@@ -96,37 +96,21 @@ def test_differences_of_pairs_by_their_four_outcomes(pairs: list[tuple[int, int]
     assert interval.low <= sum(a - b for a, b in pairs) / len(pairs) <= interval.high
 
 
-def test_no_spread_is_no_certainty() -> None:
-    assert intervals.of_score([1.0] * 12) == pytest.approx((0.7575, 1.0), abs=1e-3)
-    assert intervals.of_score([0.0]) == pytest.approx((0.0, 0.7935), abs=1e-3)
-    half = intervals.of_score([0.5] * 12)
-    assert half is not None and half.high - half.low > 0.4
-    same = intervals.of_difference([0.0] * 12)
-    assert same == pytest.approx((-0.14, 0.14), abs=0.01)
-    quarter = intervals.of_difference([0.25] * 3)
-    assert quarter is not None and quarter.high - quarter.low > 0.5
+def test_no_spread_is_no_certainty_and_nothing_says_nothing() -> None:
+    assert of_score([1.0] * 12) == pytest.approx((0.7575, 1.0), abs=1e-3)
+    assert of_score([0.0]) == pytest.approx((0.0, 0.7935), abs=1e-3)
+    assert of_difference([0.0] * 12) == pytest.approx((-0.14, 0.14), abs=0.01)
+    for interval, least in ((of_score([0.5] * 12), 0.4), (of_difference([0.25] * 3), 0.5)):
+        assert interval is not None and interval.high - interval.low > least
+    assert of_score([]) is of_difference([]) is of_mean([]) is of_mean([0.3]) is None
 
 
-def test_nothing_is_said_of_nothing() -> None:
-    assert intervals.of_score([]) is None and intervals.of_difference([]) is None
-    assert intervals.of_mean([]) is None and intervals.of_mean([0.3]) is None
-
-
-def test_two_examples_reach_from_one_to_the_other() -> None:
-    assert intervals.of_mean([0.2, 0.7]) == pytest.approx((0.2, 0.7))
-
-
-def test_many_examples_give_the_interval_of_normal_theory() -> None:
+def test_means_of_two_and_of_many() -> None:
+    assert of_mean([0.2, 0.7]) == pytest.approx((0.2, 0.7))
     values = np.random.default_rng(4).normal(size=400)
-    margin = 1.966 * values.std(ddof=1) / math.sqrt(400)
-    assert intervals.of_mean(values.tolist()) == pytest.approx(
-        (values.mean() - margin, values.mean() + margin), abs=0.1 * margin
-    )
-
-
-def test_the_same_values_give_the_same_interval() -> None:
-    values = [0.1, 0.4, 0.4, 0.9]
-    assert intervals.of_mean(values) == intervals.of_mean(values)
+    mean, margin = values.mean(), 1.966 * values.std(ddof=1) / math.sqrt(400)
+    assert of_mean(values.tolist()) == pytest.approx((mean - margin, mean + margin), abs=0.1 * margin)
+    assert of_mean(values.tolist()) == of_mean(values.tolist())
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(1, 12.706), (2, 4.303), (5, 2.571), (10, 2.228), (100, 1.984)])
@@ -147,24 +131,7 @@ def test_columns_of_an_example_are_drawn_together() -> None:
 
 def test_the_average_of_independent_figures() -> None:
     part = (0.5, Interval(0.4, 0.7))
-    assert intervals.of_average([part]) == pytest.approx(part[1])
-    assert intervals.of_average([part] * 4) == pytest.approx((0.45, 0.6))
+    assert of_average([part]) == pytest.approx(part[1])
+    assert of_average([part] * 4) == pytest.approx((0.45, 0.6))
     # By hand: below 0.3, 0.4 make 0.5 of two; above 0 and 0.1.
-    assert intervals.of_average([(1.0, Interval(0.7, 1.0)), (0.5, Interval(0.1, 0.6))]) == pytest.approx((0.5, 0.8))
-
-
-def test_the_average_over_tasks_lies_in_95_of_100_intervals() -> None:
-    random = np.random.default_rng(6)
-    shares = [0.95, 0.6, 0.3]
-
-    def draw() -> tuple[list[float], Interval | None]:
-        parts, means = [], []
-        for share in shares:
-            values = random.binomial(1, share, size=20).astype(float).tolist()
-            interval = intervals.of_score(values)
-            assert interval is not None
-            parts.append((sum(values) / len(values), interval))
-            means.append(parts[-1][0])
-        return means, intervals.of_average(parts)
-
-    check_coverage(draw, sum(shares) / 3)
+    assert of_average([(1.0, Interval(0.7, 1.0)), (0.5, Interval(0.1, 0.6))]) == pytest.approx((0.5, 0.8))

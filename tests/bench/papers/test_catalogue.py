@@ -7,9 +7,8 @@ import re
 import pytest
 
 from keepset.bench.papers.catalogue import entries, entry_of, read_entries
-from keepset.bench.papers.entry import SCORE, SECONDS, Entry, FigureKey, Options
+from keepset.bench.papers.entry import SCORE, SECONDS, Entry, FigureKey, Options, grid_of
 from keepset.bench.papers.figures import CURVES, FRACTIONS
-from keepset.bench.papers.grid import grid_of
 from keepset.bench.record import FIGURES
 from keepset.errors import KeepsetError
 

@@ -15,7 +15,7 @@ import torch
 
 from keepset.bench.record import Record
 from keepset.bench.report import compare
-from keepset.bench.report.kept import kept_text, pack
+from keepset.bench.report.page import kept_text, pack
 from tests.bench.report.pages import EVIL, HEADS, LAYERS, TOKENS, comparison, lines, masks, record, traces
 
 MASKS = masks(comparison().rows)
