@@ -1,16 +1,21 @@
-"""Attention over packed heads, against a masked softmax that is written out head by head and query by query."""
+"""Packed heads: attention, entries that come and stay, and 8 bits, against loops over heads, queries and entries."""
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, product
 
 import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.attention import ragged_attention, ragged_log_sum_exp
+from keepset.kernels import attention, columns, compaction, dispatch
+from keepset.kernels.attention import append_entries, ragged_attention
+from keepset.kernels.compaction import pack_entries
+from keepset.kernels.int8 import dequantize, quantize
 from keepset.kernels.packed import HeadRun, PackedHeads
 
 # Entries of every head of every request, [batch][kv_heads].
@@ -25,13 +30,19 @@ TOLERANCE = {
     # Weights and outputs are rounded to bfloat16's 8 bits: of outputs below 4 that takes a few 2**-7.
     torch.bfloat16: dict(rtol=0.02, atol=0.03),
 }
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+"""Of a number, in parts of it: the largest of a row is 127 steps, so that it is that much further from them."""
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def packed_heads(counts: list[list[int]], sizes: tuple[int, int], dtype: torch.dtype, spare: int) -> PackedHeads:
     """Random entries, of ascending positions from 0; behind each head `spare` places that hold NaN."""
-    draw = torch.Generator().manual_seed(3)
+    draw = seeded(3)
     runs, start = [], 0
-    for head, count in enumerate(itertools.chain(*counts)):
+    for head, count in enumerate(chain(*counts)):
         if runs and runs[-1].count == count:
             runs[-1].heads += 1
         else:
@@ -41,8 +52,7 @@ def packed_heads(counts: list[list[int]], sizes: tuple[int, int], dtype: torch.d
     positions = torch.zeros(start, dtype=torch.int32)
     for run in runs:
         for part in (keys, values):
-            spared = part[run.start : run.start + run.heads * run.capacity].unflatten(0, (run.heads, run.capacity))
-            spared[:, run.count :] = float("nan")
+            run.behind(part, spare).fill_(math.nan)
         # The first token always stays, so that every query sees something.
         for row in run.view(positions):
             later = 1 + torch.randperm(max(11, len(row)), generator=draw)
@@ -50,36 +60,35 @@ def packed_heads(counts: list[list[int]], sizes: tuple[int, int], dtype: torch.d
     return PackedHeads(keys, values, positions, runs)
 
 
-def expected(
-    queries: Tensor, packed: PackedHeads, kv_heads: int, scaling: float, query_positions: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp."""
+def in_8_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
+    """The same heads in 8 bits, and as floating-point numbers, product by product."""
+    (keys, key_scale), (values, value_scale) = quantize(packed.keys), quantize(packed.values)
+    stored = replace(packed, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale)
+    parts = (keys.double(), key_scale.double()), (values.double(), value_scale.double())
+    written = [torch.stack([row * step for row, step in zip(*part, strict=True)]) for part in parts]
+    return stored, replace(packed, keys=written[0], values=written[1])
+
+
+def heads_of(packed: PackedHeads) -> list[tuple[HeadRun, int]]:
+    """Each head: its run, and which of the run's heads it is."""
+    return [(run, i) for run in packed.runs for i in range(run.heads)]
+
+
+def expected(queries: Tensor, packed: PackedHeads, kv_heads: int, scaling: float, at: Tensor | None) -> Tensor:
+    """Softmax head by head and query by query; `at` are positions of queries that see no later entries."""
     batch, query_heads, n, _ = queries.shape
-    group = query_heads // kv_heads
-    heads = [
-        tuple(
-            None if flat is None else run.view(flat)[i]
-            for flat in (packed.keys, packed.values, packed.positions, packed.bias)
-        )
-        for run in packed.runs
-        for i in range(run.heads)
-    ]
+    heads = heads_of(packed)
     output = torch.zeros(batch, n, query_heads, packed.values.shape[1], dtype=torch.float64)
-    lse = torch.full((batch, n, query_heads), -math.inf, dtype=torch.float64)
-    for request in range(batch):
-        for head in range(query_heads):
-            keys, values, positions, bias = heads[request * kv_heads + head // group]
-            for row in range(n):
-                logits = keys.double() @ queries[request, head, row].double() * scaling
-                if bias is not None:
-                    logits += bias.double()
-                if query_positions is not None:
-                    logits = logits[positions <= query_positions[request, row]]
-                    values = heads[request * kv_heads + head // group][1][positions <= query_positions[request, row]]
-                if len(logits):
-                    output[request, row, head] = logits.softmax(0) @ values.double()
-                    lse[request, row, head] = logits.exp().sum().log()
-    return output, lse
+    for request, head, row in product(range(batch), range(query_heads), range(n)):
+        run, i = heads[request * kv_heads + head * kv_heads // query_heads]
+        keys, values, positions = (run.view(part)[i] for part in (packed.keys, packed.values, packed.positions))
+        logits = keys.double() @ queries[request, head, row].double() * scaling
+        if packed.bias is not None:
+            logits += run.view(packed.bias)[i].double()
+        seen = positions < math.inf if at is None else positions <= at[request, row]
+        if seen.any():
+            output[request, row, head] = logits[seen].softmax(0) @ values[seen].double()
+    return output
 
 
 @pytest.mark.cross
@@ -89,6 +98,7 @@ def expected(
 @pytest.mark.parametrize(("group", "head_dim", "value_dim"), [(1, 5, 5), (3, 8, 8), (8, 3, 7)])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("eight_bits", [False, True])
 def test_is_a_masked_softmax_over_each_heads_entries(
     implementation: str,
     counts: list[list[int]],
@@ -98,63 +108,63 @@ def test_is_a_masked_softmax_over_each_heads_entries(
     n: int,
     causal: bool,
     biased: bool,
+    eight_bits: bool,
     dtype: torch.dtype,
 ) -> None:
-    batch, kv_heads, scaling = len(counts), len(counts[0]), 0.37
+    batch, kv_heads, draw = len(counts), len(counts[0]), seeded(4)
     packed = packed_heads(counts, (head_dim, value_dim), dtype, spare=2)
-    draw = torch.Generator().manual_seed(4)
     if biased:
-        bias = torch.randn(len(packed.keys), generator=draw)
-        packed = replace(packed, bias=bias.to(dtype))
+        packed = replace(packed, bias=torch.randn(len(packed.keys), generator=draw).to(dtype))
+    stored, written = in_8_bits(packed) if eight_bits else (packed, packed)
     # As models make them: token by token.
     queries = torch.randn(batch, n, kv_heads * group, head_dim, generator=draw).to(dtype).transpose(1, 2)
     # A part of a longer call's.
     positions = torch.stack([torch.arange(n + 1) + 12 - n - request for request in range(batch)])
     at = positions[:, :n] if causal else None
-    output = ragged_attention(queries, [packed], scaling, at)
+    output = ragged_attention(queries, [stored], 0.37, at)
     assert output.dtype == dtype and output.is_contiguous()
-    right, lse = expected(queries, packed, kv_heads, scaling, at)
-    torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
-    measured = ragged_log_sum_exp(queries, [packed], scaling, at)
-    torch.testing.assert_close(measured.double(), lse, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 0.02)
+    torch.testing.assert_close(output.double(), expected(queries, written, kv_heads, 0.37, at), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("longest", [257, pytest.param(5000, marks=pytest.mark.full)])
 def test_a_long_head_in_parts(triton_interpreted: None, longest: int) -> None:
     """Heads without entries and with one beside it; what is not there counts nothing."""
     packed = packed_heads([[0, longest, 1], [64, 0, 65]], (16, 16), torch.float32, spare=1)
-    queries = torch.randn(2, 6, 1, 16, generator=torch.Generator().manual_seed(1))
-    right, lse = expected(queries, packed, 3, 0.3, None)
+    queries = torch.randn(2, 6, 1, 16, generator=seeded(1))
+    right = expected(queries, packed, 3, 0.3, None)
     torch.testing.assert_close(ragged_attention(queries, [packed], 0.3).double(), right, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ragged_log_sum_exp(queries, [packed], 0.3).double(), lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "head_dim", [64, pytest.param(80, marks=pytest.mark.full), pytest.param(160, marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("head_dim", [64, *(pytest.param(size, marks=pytest.mark.full) for size in (80, 160))])
 def test_many_new_queries_over_other_head_sizes(triton_interpreted: None, head_dim: int) -> None:
     packed = packed_heads([[12, 7]], (head_dim, head_dim), torch.bfloat16, spare=0)
-    queries = torch.randn(1, 16, 9, head_dim, generator=torch.Generator().manual_seed(1)).bfloat16()
-    at = torch.arange(3, 12)[None]
-    right, _ = expected(queries, packed, 2, head_dim**-0.5, at)
+    queries, at = torch.randn(1, 16, 9, head_dim, generator=seeded(1)).bfloat16(), torch.arange(3, 12)[None]
     output = ragged_attention(queries, [packed], head_dim**-0.5, at)
+    right = expected(queries, packed, 2, head_dim**-0.5, at)
     torch.testing.assert_close(output.double(), right, **TOLERANCE[torch.bfloat16])
+
+
+def test_long_heads_of_8_bits_are_attended_piece_by_piece() -> None:
+    """A dense run of several heads, whose copies as floating-point numbers are more than a core's cache holds."""
+    stored, written = in_8_bits(packed_heads([[3000] * 3], (64, 64), torch.float32, spare=1))
+    assert len(stored.runs) == 1 and [piece.heads for piece in stored.pieces] == [1, 1, 1]
+    queries = torch.randn(1, 6, 1, 64, generator=seeded(1))
+    right = expected(queries, written, 3, 0.1, None)
+    torch.testing.assert_close(ragged_attention(queries, [stored], 0.1).double(), right, **TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
 def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float) -> None:
     packed = packed_heads([[4, 5]], (8, 8), torch.float32, spare=3)
-    run = packed.runs[1]
-    run.view(packed.keys)[0, 2] = strange
-    queries = torch.ones(1, 4, 1, 8)
-    output = ragged_attention(queries, [packed], 0.3)
+    packed.runs[1].view(packed.keys)[0, 2] = strange
+    output = ragged_attention(torch.ones(1, 4, 1, 8), [packed], 0.3)
     assert output[0, 0, :2].isfinite().all() and output[0, 0, 2:].isnan().all()
 
 
 def test_grown_heads(triton_interpreted: None) -> None:
     """A table is written once: how much all heads have grown since is said by a number."""
     packed = packed_heads([[3, 8]], (8, 8), torch.float32, spare=2)
-    queries = torch.randn(1, 2, 1, 8, generator=torch.Generator().manual_seed(1))
+    queries = torch.randn(1, 2, 1, 8, generator=seeded(1))
     before = ragged_attention(queries, [packed], 0.3)
     for run in packed.runs:
         run.behind(packed.keys, 1).fill_(0.7)
@@ -172,9 +182,8 @@ def test_grown_heads(triton_interpreted: None) -> None:
 @pytest.mark.parametrize("head_dim", [64, 10])
 def test_heads_of_many_stores(implementation: str, head_dim: int, dtype: torch.dtype, n: int) -> None:
     """Some have grown since their table was written, some have a bias, one has places to spare."""
-    counts = [[300, 7], [1, 1], [12, 40], [5, 5]]
+    counts, draw = [[300, 7], [1, 1], [12, 40], [5, 5]], seeded(4)
     stores = [packed_heads([of_row], (head_dim, head_dim), dtype, spare=row) for row, of_row in enumerate(counts)]
-    draw = torch.Generator().manual_seed(4)
     stores[2] = replace(stores[2], bias=torch.randn(len(stores[2].keys), generator=draw).to(dtype))
     for row in (1, 3):
         ragged_attention(torch.zeros(1, 4, 1, head_dim, dtype=dtype), [stores[row]], 0.3)
@@ -186,14 +195,145 @@ def test_heads_of_many_stores(implementation: str, head_dim: int, dtype: torch.d
     queries = torch.randn(4, n, 4, head_dim, generator=draw).to(dtype).transpose(1, 2)
     at = None if n == 1 else torch.tensor([[3, 4, 5]]).expand(4, -1).contiguous()
     together = ragged_attention(queries, stores, 0.3, at)
-    lse = ragged_log_sum_exp(queries, stores, 0.3, at)
     for row, store in enumerate(stores):
-        right, its_lse = expected(queries[row : row + 1], store, 2, 0.3, None if at is None else at[row : row + 1])
+        right = expected(queries[row : row + 1], store, 2, 0.3, None if at is None else at[row : row + 1])
         torch.testing.assert_close(together[row : row + 1].double(), right, **TOLERANCE[dtype])
-        torch.testing.assert_close(lse[row : row + 1].double(), its_lse, rtol=1e-4, atol=0.02)
 
 
 def test_stores_of_two_kinds_are_not_read_as_one(triton_interpreted: None) -> None:
     stores = [packed_heads([[3, 8]], (8, 8), dtype, spare=0) for dtype in TOLERANCE]
     with pytest.raises(ValueError, match="Entries of one kind"):
         ragged_attention(torch.zeros(2, 2, 1, 8), stores, 0.3)
+
+
+# --- entries that come and stay
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("counts", [[0, 1, 20, 7, 5, 3], [4] * 6, [0] * 6])
+def test_every_head_keeps_its_own(implementation: str, by_token: bool, counts: list[int]) -> None:
+    draw = seeded(2)
+    keys = torch.randn((2, 20, 3, 5) if by_token else (2, 3, 20, 5), generator=draw).bfloat16()
+    moved = {
+        "keys": keys.transpose(1, 2) if by_token else keys,
+        "values": torch.randn(2, 3, 26, 64, generator=draw)[:, :, :20],
+        "positions": torch.arange(20, dtype=torch.int32).expand(2, 3, 20),
+        "credit": torch.randn(2, 3, 20, generator=draw),
+    }
+    chosen = [torch.randperm(20, generator=draw)[:count].sort().values for count in counts]
+    packed = pack_entries(moved, torch.cat(chosen), torch.tensor(counts).view(2, 3))
+    for name, column in moved.items():
+        rows = [column[head // 3, head % 3][entries] for head, entries in enumerate(chosen)]
+        assert packed[name].dtype == column.dtype and torch.equal(packed[name], torch.cat(rows))
+
+
+@pytest.mark.parametrize("n", [1, 40])
+def test_new_entries_follow_those_of_their_head(implementation: str, n: int) -> None:
+    draw = seeded(2)
+    runs = [[HeadRun(0, 2, 0, 3, 50)], [HeadRun(0, 1, 0, 0, 41), HeadRun(1, 1, 41, 9, 50)]]
+    stores = []
+    for of_store, places in zip(runs, (100, 91), strict=True):
+        keys, values = torch.randn(places, 8, generator=draw), torch.randn(places, 5, generator=draw).bfloat16()
+        stores.append(PackedHeads(keys, values, torch.full((places,), -1, dtype=torch.int32), of_store))
+    keys, values = (torch.randn(2, n, 2, size, generator=draw).transpose(1, 2) for size in (8, 5))
+    positions = torch.arange(n) + torch.tensor([[12], [30]])
+    # The second store's table, when it is written, is of a time before two entries came to every head.
+    stores[1].grown = 2
+    right = [[column.clone() for column in (store.keys, store.values, store.positions)] for store in stores]
+    for (head, (start, count)), i in product(enumerate([(0, 3), (50, 3), (0, 0), (41, 9)]), range(n)):
+        of_head = keys[head // 2, head % 2, i], values[head // 2, head % 2, i], positions[head // 2, i]
+        for column, new in zip(right[head // 2], of_head, strict=True):
+            column[start + count + i] = new
+    append_entries(stores, keys, values.bfloat16(), positions)
+    for store, (right_keys, right_values, right_positions) in zip(stores, right, strict=True):
+        assert torch.equal(store.keys, right_keys) and torch.equal(store.values, right_values)
+        assert torch.equal(store.positions, right_positions)
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("n", [1, 5])
+def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) -> None:
+    """Where a head ends come its new entries as `quantize` has them; nothing else changes."""
+    packed, draw = packed_heads([[3, 3], [0, 9]], (8, 5), dtype, spare=6), seeded(2)
+    stored, _ = in_8_bits(packed)
+    parts = [stored.keys, stored.values, stored.positions, stored.key_scale, stored.value_scale]
+    before = [part.clone() for part in parts if part is not None]
+    keys, values = (torch.randn(2, n, 2, size, generator=draw).to(dtype).transpose(1, 2) for size in (8, 5))
+    keys[1, 1, 0, 3] = math.nan
+    positions = torch.arange(n) + torch.tensor([[12], [30]])
+    append_entries([stored], keys, values, positions)
+    untouched = torch.ones(len(stored.keys), dtype=torch.bool)
+    for run, i in heads_of(stored):
+        request, head = divmod(run.first + i, 2)
+        places = run.start + i * run.capacity + run.count + torch.arange(n)
+        untouched[places] = False
+        assert stored.positions[places].tolist() == positions[request].tolist()
+        for rows, flat, scale in (
+            (keys, stored.keys, stored.key_scale),
+            (values, stored.values, stored.value_scale),
+        ):
+            assert scale is not None
+            new, step = rows[request, head].double(), scale[places].double()
+            assert torch.equal(step.isnan(), new.isnan().any(-1))
+            exists = ~step.isnan()
+            # Triton's interpreter cuts bfloat16 where a GPU rounds.
+            cut = 2 * 127 * ROUNDING[dtype]
+            torch.testing.assert_close(step[exists], new.abs().amax(-1)[exists] / 127, rtol=cut / 127, atol=0.0)
+            error = (flat[places].double() * step[:, None] - new).abs() / step[:, None]
+            assert (error[exists] <= 0.5 + cut).all()
+    for part, old in zip([each for each in parts if each is not None], before, strict=True):
+        assert torch.equal(part[untouched].nan_to_num(), old[untouched].nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_every_number_of_8_bits_is_within_half_a_step(dtype: torch.dtype) -> None:
+    rows = torch.randn(3, 40, 33, generator=seeded(1)).to(dtype)
+    rows[0, :10] *= torch.logspace(-1, 3, 10)[:, None].to(dtype)
+    whole, scale = quantize(rows)
+    assert whole.dtype == torch.int8 and scale.dtype == dtype and scale.shape == rows.shape[:2]
+    for row, integers, step in zip(rows.flatten(0, 1), whole.flatten(0, 1), scale.flatten().tolist(), strict=True):
+        assert step == pytest.approx(max(map(abs, row.tolist())) / 127, rel=ROUNDING[dtype])
+        for number, integer in zip(row.tolist(), integers.tolist(), strict=True):
+            assert abs(integer) <= 127 and abs(integer * step - number) <= step * (0.5 + 127 * ROUNDING[dtype])
+    again, _ = quantize(dequantize(whole, scale))
+    assert (again == whole).float().mean() > 0.999
+
+
+def test_rows_of_8_bits_of_nothing_and_of_no_number() -> None:
+    rows = torch.tensor([[0.0, 0.0], [1e-42, 0.0], [math.nan, 1.0], [math.inf, 1.0], [-3.0, 1.5]])
+    again = dequantize(*quantize(rows))
+    assert not again[:2].any() and again[2:4].isnan().all()
+    assert again[4].tolist() == pytest.approx([-3.0, 3.0 * 64 / 127])
+    assert quantize(rows[:0])[0].shape == (0, 2)
+
+
+def test_each_kernel_is_launched_on_the_gpu_of_its_tensors(
+    triton_interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.posing import Gpu, Posing
+
+    assert torch.cuda.device("cuda:1").idx == dispatch.launched_on(torch.device("cuda:1")).idx == 1  # type: ignore[attr-defined]
+    current: list[torch.device] = []
+
+    @contextmanager
+    def launched_on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        before = kernels()
+        yield
+        assert kernels() > before
+
+    def kernels() -> int:
+        names = ("_append", "_attend_part", "_columns", "_log_sum_exp", "_pack")
+        return sum(n for name, n in gpu.launches.items() if name.startswith(names))
+
+    for module in (attention, columns, compaction):
+        monkeypatch.setattr(module, "launched_on", launched_on)
+    with Gpu(monkeypatch) as gpu:
+        keys, new = Posing(torch.randn(6, 8)), Posing(torch.randn(1, 2, 1, 8))
+        store = PackedHeads(keys, keys, Posing(torch.arange(6, dtype=torch.int32)), [HeadRun(0, 2, 0, 2, 3)])
+        append_entries([store], new, new, Posing(torch.tensor([[7]])))
+        ragged_attention(new, [store], 0.3)
+        columns.attention_columns(new[0], new[0])
+        pack_entries({"keys": new}, Posing(torch.tensor([0, 0])), Posing(torch.tensor([[1, 1]])))
+    assert len(current) == 5 and {device.type for device in current} == {"meta"}

@@ -11,22 +11,16 @@ import torch
 from torch import Tensor
 
 from keepset.kernels.matching import FitProblem, match_attention
+from tests.kernels.test_attention import seeded
 
 
 def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 0) -> FitProblem:
-    draw = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw)
-
-    asked = torch.ones(heads, queries, dtype=torch.bool)
-    return FitProblem(
-        2 * normal(heads, queries, size),
-        asked,
-        normal(heads, entries, size),
-        normal(heads, entries, size + 2),
-        torch.zeros(heads, entries),
+    draw = seeded(seed)
+    asking, keys, values = (
+        torch.randn(heads, *shape, generator=draw) for shape in ((queries, size), (entries, size), (entries, size + 2))
     )
+    asked = torch.ones(heads, queries, dtype=torch.bool)
+    return FitProblem(2 * asking, asked, keys, values, torch.zeros(heads, entries))
 
 
 def fit(heads: FitProblem, kept: Tensor, ridge: float = 0.03, biases: bool = True) -> tuple[Tensor, Tensor]:
@@ -40,22 +34,22 @@ def attention(heads: FitProblem, head: int) -> np.ndarray:
     return powers / powers.sum(-1, keepdims=True)
 
 
-def output(heads: FitProblem, head: int, kept: Tensor, biases: Tensor, values: Tensor) -> np.ndarray:
-    """Attention's over the kept entries alone, from their own logits."""
-    keys, added = heads.keys[head][kept].double(), heads.added[head][kept].double() + biases.double()
-    weights = (heads.queries[head].double() @ keys.T * 0.4 + added).softmax(-1)
-    return (weights @ values.double()).numpy()
-
-
 def error(heads: FitProblem, head: int, kept: Tensor, biases: Tensor, values: Tensor) -> float:
+    """How far attention over the kept entries alone, from their own logits, is from that over all."""
+    keys, added = heads.keys[head][kept].double(), heads.added[head][kept].double() + biases.double()
+    output = (heads.queries[head].double() @ keys.T * 0.4 + added).softmax(-1) @ values.double()
     wanted = attention(heads, head) @ heads.values[head].double().numpy()
-    return float(np.square(output(heads, head, kept, biases, values) - wanted).sum())
+    return float(np.square(output.numpy() - wanted).sum())
+
+
+def solved(rows: np.ndarray, right: np.ndarray, root: float, towards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Normal equations with a row for every unknown that leaves its place."""
+    return np.concatenate([rows, root * np.eye(rows.shape[1])]), np.concatenate([right, root * towards])
 
 
 def test_a_dropped_twin_is_stood_for_by_log_two() -> None:
-    heads = random_heads(1, 40, 6, 8)
+    heads, kept = random_heads(1, 40, 6, 8), torch.arange(6)[None]
     twins = FitProblem(heads.queries, heads.asked, *(torch.cat([part, part], 1) for part in heads[2:]))
-    kept = torch.arange(6)[None]
     biases, values = fit(twins, kept)
     torch.testing.assert_close(biases, torch.full_like(biases, math.log(2)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(values, heads.values, rtol=1e-4, atol=1e-4)
@@ -73,32 +67,30 @@ def test_nothing_dropped_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("queries", "kept"), [(60, 12), (12, 20), (25, 25)], ids=["tall", "wide", "square"])
 def test_values_are_those_of_ridge_regression(queries: int, kept: int) -> None:
-    """Towards the values that there were: as least squares with a row for every value that leaves its place."""
+    """Towards the values that there were."""
     heads, ridge = random_heads(2, queries, 40, 6), 0.1
-    places = torch.stack([torch.randperm(40, generator=torch.Generator().manual_seed(i))[:kept] for i in range(2)])
+    places = torch.stack([torch.randperm(40, generator=seeded(i))[:kept] for i in range(2)])
     _, values = fit(heads, places, ridge, biases=False)
     for head in range(2):
         shares = attention(heads, head)
         paid = shares[:, places[head]] / shares[:, places[head]].sum(-1, keepdims=True)
-        before = heads.values[head, places[head]].double().numpy()
-        wanted = shares @ heads.values[head].double().numpy() - paid @ before
+        wanted = shares @ heads.values[head].double().numpy()
         root = math.sqrt(ridge * np.square(paid).sum() / kept)
-        rows, right = np.concatenate([paid, root * np.eye(kept)]), np.concatenate([wanted, np.zeros_like(before)])
-        expected = before + np.linalg.lstsq(rows, right, rcond=None)[0]
+        rows, right = solved(paid, wanted, root, heads.values[head, places[head]].double().numpy())
+        expected = np.linalg.lstsq(rows, right, rcond=None)[0]
         np.testing.assert_allclose(values[head].numpy(), expected, rtol=1e-3, atol=2e-4)
 
 
 def test_weights_are_near_to_those_of_non_negative_least_squares() -> None:
-    """With a row for every weight that leaves the one that is best for all alike."""
+    """Towards the one weight that is best for all alike."""
     heads, places, ridge = random_heads(1, 80, 30, 6), torch.arange(0, 30, 3)[None], 0.1
     biases, _ = fit(heads, places, ridge)
     shares = attention(heads, 0)[:, places[0]]
-    alike = shares.sum() / np.square(shares.sum(-1)).sum()
-    root = math.sqrt(ridge * np.square(shares).sum() / 10)
-    rows, right = np.concatenate([shares, root * np.eye(10)]), np.append(np.ones(80), np.full(10, root * alike))
+    alike = np.full(10, shares.sum() / np.square(shares.sum(-1)).sum())
+    rows, right = solved(shares, np.ones(80), math.sqrt(ridge * np.square(shares).sum() / 10), alike)
     _, best = scipy.optimize.nnls(rows, right)
     ours = np.linalg.norm(rows @ np.exp(biases[0].double().numpy()) - right)
-    start = np.linalg.norm(rows @ np.full(10, alike) - right)
+    start = np.linalg.norm(rows @ alike - right)
     assert best <= ours + 1e-9 and ours - best < 0.02 * (start - best)
 
 
@@ -114,17 +106,15 @@ def test_what_no_reference_query_looks_at_stands_for_as_many_as_the_rest() -> No
 @pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_never_further_than_selection_on_the_reference_queries(seed: int, biases: bool) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    queries, entries, size = (
-        int(torch.randint(low, high, (), generator=draw)) for low, high in [(1, 30), (2, 40), (1, 9)]
-    )
+    draw = seeded(seed)
+    queries, entries, size = (int(torch.randint(*ends, (), generator=draw)) for ends in [(1, 30), (2, 40), (1, 9)])
     heads = random_heads(3, queries, entries, size, seed)
     count = int(torch.randint(1, entries + 1, (), generator=draw))
     places = torch.stack([torch.randperm(entries, generator=draw)[:count].sort().values for _ in range(3)])
     more, values = fit(heads, places, biases=biases)
-    for head in range(3):
-        before = error(heads, head, places[head], torch.zeros(count), heads.values[head, places[head]])
-        assert error(heads, head, places[head], more[head], values[head]) <= before * (1 + 1e-4) + 1e-9
+    for head, place in enumerate(places):
+        before = error(heads, head, place, torch.zeros(count), heads.values[head, place])
+        assert error(heads, head, place, more[head], values[head]) <= before * (1 + 1e-4) + 1e-9
     assert biases or not more.any()
 
 
@@ -134,38 +124,33 @@ def test_heads_of_other_lengths_do_not_change_one_another() -> None:
     one.added[0, 3] = 0.7
     queries, keys, values = (torch.full_like(part, math.nan) for part in (one.queries, one.keys, one.values))
     queries[0, :14], keys[0, :11], values[0, :11] = other.queries[0], other.keys[0], other.values[0]
-    added = torch.where(torch.arange(15) < 11, 0.0, -math.inf)[None]
-    both = FitProblem(
-        torch.cat([one.queries, queries]),
-        torch.cat([one.asked, torch.arange(20)[None] < 14]),
-        torch.cat([one.keys, keys]),
-        torch.cat([one.values, values]),
-        torch.cat([one.added, added]),
-    )
+    asked, added = torch.arange(20)[None] < 14, torch.where(torch.arange(15) < 11, 0.0, -math.inf)[None]
+    longer = FitProblem(queries, asked, keys, values, added)
+    both = FitProblem(*(torch.cat(parts) for parts in zip(one, longer, strict=True)))
     kept = torch.tensor([[0, 3, 7, 9, 14], [1, 5, 10, 0, 0]])
     exists = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
     biases, fitted = match_attention(both, kept, exists, 0.4, 0.03, True)
     for row, (alone, places) in enumerate([(one, kept[:1]), (other, kept[1:, :3])]):
-        expected = fit(alone, places)
         count = places.shape[1]
-        torch.testing.assert_close(biases[row, :count], expected[0][0], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(fitted[row, :count], expected[1][0], rtol=1e-4, atol=1e-5)
+        (right, right_values), found = fit(alone, places), (biases[row, :count], fitted[row, :count])
+        torch.testing.assert_close(found, (right[0], right_values[0]), rtol=1e-4, atol=1e-5)
     assert not biases[1, 3:].any()
 
 
 @pytest.mark.parametrize("broken", ["key", "value", "query", "no queries", "equal keys"])
 def test_what_cannot_be_fitted_stays(broken: str) -> None:
     heads, places = random_heads(2, 20, 12, 4), torch.tensor([[0, 2, 5], [1, 6, 11]])
-    if broken == "key":
-        heads.keys[0, 4] = math.nan
-    elif broken == "value":
-        heads.values[0, 4] = math.inf
-    elif broken == "query":
-        heads.queries[0, 3] = math.nan
-    elif broken == "no queries":
-        heads.asked[0] = False
-    else:
-        heads.keys[0] = heads.keys[0, :1]
+    match broken:
+        case "key":
+            heads.keys[0, 4] = math.nan
+        case "value":
+            heads.values[0, 4] = math.inf
+        case "query":
+            heads.queries[0, 3] = math.nan
+        case "no queries":
+            heads.asked[0] = False
+        case _:
+            heads.keys[0] = heads.keys[0, :1]
     biases, values = fit(heads, places)
     assert biases.isfinite().all() and values.isfinite().all()
     if broken in ("key", "value", "no queries"):

@@ -1,6 +1,7 @@
+"""Page tables in closed form, against allocators that hand page after page out."""
+
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -9,34 +10,29 @@ from keepset.kernels.page_layout import PageGroup, PageLayout, blocks_needed, en
 from tests.paged.allocator import POISON, Allocator, Row
 from tests.tiers import examples
 
-
-def as_layout(rows: list[Row]) -> PageLayout:
-    parts = ([[state[part] for state in row.states] for row in rows] for part in range(4))
-    return PageLayout(*map(torch.tensor, parts))
+KV_HEADS, SIZES = st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 4, 5])
 
 
-def group_of(rows: list[Row]) -> PageGroup:
+def tables_of(rows: list[Row], block_size: int, spare: int) -> tuple[PageLayout, torch.Tensor, torch.Tensor]:
+    """The layout of a batch, the entries of its heads and their tables."""
+    layout = PageLayout(*(torch.tensor([[state[part] for state in row.states] for row in rows]) for part in range(4)))
+    held = entries(layout, torch.tensor([row.length for row in rows]))
+    block_table = torch.tensor([row.block_table() for row in rows], dtype=torch.int32)
     layers = len(rows[0].layers)
-    return PageGroup(range(layers), layers, rows[0].blocks)
+    group = PageGroup(range(layers), layers, rows[0].blocks)
+    pages = -(-int(held.max()) // block_size) + spare
+    return layout, held, tables(layout, held, block_table, block_size, pages, group)
 
 
 def check(rows: list[Row], block_size: int, spare: int) -> None:
     """Tables and counts of the whole batch are those of the allocators."""
-    layout = as_layout(rows)
-    held = entries(layout, torch.tensor([row.length for row in rows]))
-    expected = [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
-    assert held.tolist() == expected
-    pages = -(-int(held.max()) // block_size) + spare
-    block_table = torch.tensor([row.block_table() for row in rows], dtype=torch.int32)
-    found = tables(layout, held, block_table, block_size, pages, group_of(rows))
+    _, held, found = tables_of(rows, block_size, spare)
+    assert held.tolist() == [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
     assert found.dtype == torch.int32
     for r, row in enumerate(rows):
-        for index in range(len(row.layers)):
+        for index, allocator in enumerate(row.layers):
             taken = [row.subpages(index, head) for head in range(row.kv_heads)]
-            padded = [own + [0] * (pages - len(own)) for own in taken]
-            assert found[r, index].tolist() == padded
-            assert len({page for own in taken for page in own}) == sum(map(len, taken))
-            allocator = row.layers[index]
+            assert found[r, index].tolist() == [own + [0] * (found.shape[-1] - len(own)) for own in taken]
             blocks = [page[0] for head in allocator.heads for page in head.pages[head.shared :]]
             assert all(allocator.first <= block < allocator.blocks for block in blocks)
         every = [page for layer in row.layers for head in layer.heads for page in head.pages]
@@ -45,7 +41,6 @@ def check(rows: list[Row], block_size: int, spare: int) -> None:
 
 def append(rows: list[Row], tokens: list[int], block_size: int) -> None:
     """So many new tokens for each request in one step: their slots are where the allocators put them."""
-    layout = as_layout(rows)
     expected: list[list[int]] = [[] for _ in rows[0].layers]
     batch = [(r, rows[r].length + i) for r, n in enumerate(tokens) for i in range(n)]
     for r, _ in batch:
@@ -54,23 +49,19 @@ def append(rows: list[Row], tokens: list[int], block_size: int) -> None:
             for head, own in enumerate(allocator.heads):
                 subpage = rows[r].subpages(index, head)[-1]
                 expected[index].append(subpage * block_size + (len(own.held) - 1) % block_size)
-    block_table = torch.tensor([row.block_table() for row in rows], dtype=torch.int32)
     places = torch.tensor(batch, dtype=torch.int64).reshape(-1, 2)
-    held = entries(layout, torch.tensor([row.length for row in rows]))
-    pages = tables(layout, held, block_table, block_size, -(-int(held.max()) // block_size), group_of(rows))
+    layout, _, pages = tables_of(rows, block_size, 0)
     found = slots(layout, pages, places[:, 1], places[:, 0], block_size)
-    assert found.dtype == torch.int64
-    assert found.tolist() == expected
+    assert found.dtype == torch.int64 and found.tolist() == expected
 
 
 def compress(row: Row, data: st.DataObject, block_size: int) -> None:
     """An event in every layer: some entries of every head survive, at the end of the blocks that they need."""
+    awkward = st.sampled_from([0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size])
     for index, allocator in enumerate(row.layers):
         most = [len(head.held) for head in allocator.heads]
-        awkward = st.sampled_from([0, 1, block_size - 1, block_size, block_size + 1, 2 * block_size])
         counts = [min(n, data.draw(awkward | st.integers(0, n), label="count")) for n in most]
-        need = int(blocks_needed(torch.tensor(counts), torch.tensor(allocator.length), block_size))
-        latest = allocator.blocks - need
+        latest = allocator.blocks - int(blocks_needed(torch.tensor(counts), torch.tensor(allocator.length), block_size))
         assert latest >= allocator.first  # whatever is kept, it fits where it came from
         first = max(allocator.first, latest - data.draw(st.integers(0, 2), label="slack"))
         stride = data.draw(st.integers(1, 3), label="stride")
@@ -82,8 +73,8 @@ def compress(row: Row, data: st.DataObject, block_size: int) -> None:
 @examples(150)
 @given(
     data=st.data(),
-    kv_heads=st.sampled_from([1, 2, 3, 8]),
-    block_size=st.sampled_from([1, 2, 4, 5]),
+    kv_heads=KV_HEADS,
+    block_size=SIZES,
     layers=st.integers(1, 2),
     requests=st.integers(1, 3),
     steps=st.integers(1, 5),
@@ -91,6 +82,7 @@ def compress(row: Row, data: st.DataObject, block_size: int) -> None:
 def test_tables_and_slots_are_those_of_an_allocator(
     data: st.DataObject, kv_heads: int, block_size: int, layers: int, requests: int, steps: int
 ) -> None:
+    """Without an event they are the engine's own: what an allocator hands out block by block."""
     width = 30
     rows = [Row(layers, kv_heads, block_size, width, r * width) for r in range(requests)]
     for _ in range(steps):
@@ -129,16 +121,12 @@ def test_blocks_needed_is_the_least_that_ever_suffices(
         used = max((block + 1 for head in allocator.heads for block, *_ in head.pages), default=0)
         most = max(most, used - (allocator.blocks - at_event))
         allocator.append()
-    assert int(blocks_needed(torch.tensor(counts), torch.tensor(length), block_size)) == most <= at_event
+    found = blocks_needed(torch.tensor([[counts], [counts]]), torch.tensor([[length], [length]]), block_size)
+    assert found.tolist() == [[most], [most]] and most <= at_event
 
 
 @examples(150)
-@given(
-    data=st.data(),
-    kv_heads=st.sampled_from([1, 2, 3, 8]),
-    block_size=st.sampled_from([1, 2, 4, 5]),
-    layers=st.integers(1, 3),
-)
+@given(data=st.data(), kv_heads=KV_HEADS, block_size=SIZES, layers=st.integers(1, 3))
 def test_after_shared_pages_a_request_writes_to_its_own(
     data: st.DataObject, kv_heads: int, block_size: int, layers: int
 ) -> None:
@@ -148,9 +136,8 @@ def test_after_shared_pages_a_request_writes_to_its_own(
     """
     length = data.draw(st.integers(1, 6 * block_size), label="tokens")
     awkward = st.sampled_from([0, 1, block_size, length]).filter(lambda count: count <= length)
-    counts = [
-        [data.draw(awkward | st.integers(0, length), label="count") for _ in range(kv_heads)] for _ in range(layers)
-    ]
+    one = st.lists(awkward | st.integers(0, length), min_size=kv_heads, max_size=kv_heads)
+    counts = data.draw(st.lists(one, min_size=layers, max_size=layers), label="counts")
     own = own_block(torch.tensor(counts), length, block_size)
     full = sum(max(-(-count // block_size) - 1, 0) for layer in counts for count in layer)
     assume(own * layers * kv_heads >= full)
@@ -170,54 +157,16 @@ def test_after_shared_pages_a_request_writes_to_its_own(
         assert all(page[0] < own for page in shared) and all(page[0] >= own for page in head.pages[len(shared) :])
 
 
-def test_blocks_needed_of_many() -> None:
-    counts = torch.tensor([[[4, 4], [1, 0]], [[4, 4], [9, 3]]])
-    # At 8 tokens the last block is full; at 9 three more tokens come before the next.
-    assert blocks_needed(counts, torch.tensor([[8, 8], [9, 9]]), 4).tolist() == [[1, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("kv_heads", [1, 3, 8])
-def test_zero_state_is_the_layout_of_vllm(kv_heads: int) -> None:
-    zero = PageLayout(torch.zeros(2, 3, kv_heads, dtype=torch.long), *torch.zeros(3, 2, 3, dtype=torch.long))
-    lengths = torch.tensor([9, 4])
-    held = entries(zero, lengths)
-    assert torch.equal(held, lengths[:, None, None].expand(2, 3, kv_heads))
-    block_table = torch.tensor([[5, 2, 7], [4, POISON, POISON]])
-    found = tables(zero, held, block_table, 4, 3)
-    for head in range(kv_heads):
-        assert found[0, 2, head].tolist() == [block * kv_heads + head for block in (5, 2, 7)]
-        assert found[1, 0, head].tolist() == [4 * kv_heads + head, 0, 0]
-    # What vLLM itself writes: block and offset of the token, the same for every head.
-    of_tokens = slots(zero, found, torch.tensor([8, 3]), torch.tensor([0, 1]), 4).view(3, 2, kv_heads)
-    heads = torch.arange(kv_heads)
-    assert torch.equal(
-        of_tokens, torch.stack([(7 * kv_heads + heads) * 4, (4 * kv_heads + heads) * 4 + 3]).expand(3, -1, -1)
-    )
-
-
-def test_heads_that_are_full_at_the_event() -> None:
-    """Three heads, pages of 4: two pages, a full one and none at all; all three want a page with the next token."""
-    layout = PageLayout(torch.tensor([[[7, 4, 0]]]), torch.tensor([[12]]), torch.tensor([[1]]), torch.tensor([[0]]))
-    block_table = torch.tensor([[POISON, 10, 11, 12]])
-    now = tables(layout, entries(layout, torch.tensor([12])), block_table, 4, 2)
-    assert now.tolist() == [[[[30, 31], [32, 0], [0, 0]]]]
-    later = tables(layout, entries(layout, torch.tensor([14])), block_table, 4, 3)
-    assert later.tolist() == [[[[30, 31, 35], [32, 33, 0], [34, 0, 0]]]]
-    assert slots(layout, later, torch.tensor([12, 13]), torch.tensor([0, 0]), 4).tolist() == [
-        [127, 132, 136, 140, 133, 137]
-    ]
-
-
 def test_empty_batches() -> None:
-    """No rows, no tokens, no pages: shapes without elements."""
-    none = PageLayout(*(torch.zeros(0, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
-    empty = torch.zeros(0, 4, dtype=torch.int32)
-    held = entries(none, torch.zeros(0, dtype=torch.long))
-    assert tables(none, held, empty, 4, 5).shape == (0, 2, 3, 5)
-    one = PageLayout(*(torch.zeros(1, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
-    table = torch.full((1, 4), POISON, dtype=torch.int32)
-    nothing = torch.zeros(0, dtype=torch.long)
-    none = tables(one, entries(one, torch.tensor([0])), table, 4, 0)
-    assert slots(one, none, nothing, nothing, 4).shape == (2, 0)
-    assert tables(one, entries(one, torch.tensor([0])), table, 4, 0).shape == (1, 2, 3, 0)
-    assert tables(one, entries(one, torch.tensor([0])), table, 4, 2).count_nonzero() == 0
+    """No rows, no tokens, no pages: shapes without elements, and no look-up."""
+    none, one = (
+        PageLayout(*(torch.zeros(rows, *shape, dtype=torch.long) for shape in ((2, 3), (2,), (2,), (2,))))
+        for rows in (0, 1)
+    )
+    nothing, table = torch.zeros(0, dtype=torch.long), torch.full((1, 4), POISON, dtype=torch.int32)
+    assert tables(none, entries(none, nothing), torch.zeros(0, 4, dtype=torch.int32), 4, 5).shape == (0, 2, 3, 5)
+    held = entries(one, torch.tensor([0]))
+    without_pages = tables(one, held, table, 4, 0)
+    assert without_pages.shape == (1, 2, 3, 0)
+    assert slots(one, without_pages, nothing, nothing, 4).shape == (2, 0)
+    assert tables(one, held, table, 4, 2).count_nonzero() == 0

@@ -1,23 +1,22 @@
-"""Attention over an engine's pages, and new entries in them, against allocators that deal page after page out."""
+"""Pages of an engine: attention, new entries, copies and shifted tables, one by one and by allocators of pages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
+from keepset.kernels.compact_block_table import shift_step
+from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.paged_arguments import PagedTokens
+from tests.kernels.test_attention import TOLERANCE, seeded
 from tests.paged.allocator import Row
 
-TOLERANCE = {
-    torch.float32: dict(rtol=1e-5, atol=1e-5),
-    # Weights and outputs are rounded to bfloat16's 8 bits: of outputs below 4 that takes a few 2**-7.
-    torch.bfloat16: dict(rtol=0.02, atol=0.03),
-}
 WIDTH = 12
 """Blocks of a request, at most."""
 NAN = float("nan")
@@ -42,7 +41,7 @@ class Case:
     @classmethod
     def draw(cls, lengths: list[int], new: list[int], kv_heads: int, size: int, dim: int, dtype: torch.dtype) -> Case:
         """Requests of so many tokens; every other one was compressed or shares pages, its new tokens came since."""
-        draw = torch.Generator().manual_seed(sum(lengths) + kv_heads)
+        draw = seeded(sum(lengths) + kv_heads)
         rows = [Row(2, kv_heads, size, WIDTH, r * WIDTH, len(lengths) * WIDTH) for r in range(len(lengths))]
         for r, (row, length, n) in enumerate(zip(rows, lengths, new, strict=True)):
             before, kept = length - n if r % 2 else length, []
@@ -83,14 +82,11 @@ class Case:
         lengths = torch.tensor([row.length for row in self.rows], dtype=torch.int32)
         if not listed:
             return PagedTokens(table, lengths, int(lengths.max()))
-        several = [(r, row.length - n + i + 1) for r, row in enumerate(self.rows) for i, n in _numbered(self.new[r])]
+        new = enumerate(zip(self.rows, self.new, strict=True))
+        several = [(r, row.length - n + i + 1) for r, (row, n) in new for i in range(n)]
         places = [place for place in range(len(several)) if place % 5 != 2][::-1]
         some = torch.tensor([several[place] for place in places], dtype=torch.int32).T.contiguous()
         return PagedTokens(table, some[1], int(lengths.max()), torch.tensor(places), some[0])
-
-
-def _numbered(n: int) -> list[tuple[int, int]]:
-    return [(i, n) for i in range(n)]
 
 
 def at(slot: int, size: int, kv_heads: int, blocks: int) -> tuple[int, int, int, int]:
@@ -105,14 +101,19 @@ def _slots(row: Row, head: int, size: int) -> list[tuple[int, int]]:
     return [(pages[i // size] * size + i % size, entry) for i, entry in enumerate(held)]
 
 
+def numbered(tokens: PagedTokens) -> list[tuple[int, int, int]]:
+    """Each token's place in the step, its row, and the length of its request with it."""
+    whole = torch.arange(len(tokens.lengths))
+    places, rows = (whole if part is None else part for part in (tokens.places, tokens.rows))
+    return list(zip(places.tolist(), rows.tolist(), tokens.lengths.tolist(), strict=True))
+
+
 def expected(case: Case, queries: Tensor, tokens: PagedTokens, scaling: float, biased: bool) -> Tensor:
     """Entry by entry."""
     output = torch.zeros(queries.shape, dtype=torch.float64)
     blocks, kv_heads, size, width = case.caches[0].shape
     group, half = queries.shape[1] // kv_heads, width // 2
-    for index, length in enumerate(tokens.lengths.tolist()):
-        place = index if tokens.places is None else int(tokens.places[index])
-        row = index if tokens.rows is None else int(tokens.rows[index])
+    for place, row, length in numbered(tokens):
         for head in range(kv_heads) if length else ():
             kept, entries, added = case.rows[row].states[1][0][head], [], []
             for i, (slot, entry) in enumerate(_slots(case.rows[row], head, size)):
@@ -130,70 +131,55 @@ def expected(case: Case, queries: Tensor, tokens: PagedTokens, scaling: float, b
 
 SHAPES = [
     # kv heads, group, block size, head size, dtype
-    pytest.param(2, 3, 16, 80, torch.float32, id="odd"),
-    pytest.param(8, 1, 16, 64, torch.bfloat16, id="many", marks=pytest.mark.full),
-    pytest.param(1, 8, 32, 128, torch.bfloat16, id="one", marks=pytest.mark.full),
-    pytest.param(3, 8, 32, 64, torch.float32, id="three", marks=pytest.mark.full),
+    pytest.param((2, 3, 16, 80, torch.float32), id="odd"),
+    pytest.param((8, 1, 16, 64, torch.bfloat16), id="many", marks=pytest.mark.full),
+    pytest.param((1, 8, 32, 128, torch.bfloat16), id="one", marks=pytest.mark.full),
+    pytest.param((3, 8, 32, 64, torch.float32), id="three", marks=pytest.mark.full),
 ]
+Shape = tuple[int, int, int, int, torch.dtype]
+LENGTHS = [190, 150, 1, 2, 0, 65]
 
 
-@pytest.mark.parametrize(("kv_heads", "group", "size", "dim", "dtype"), SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("listed", "biased"),
     [(True, True), *(pytest.param(*each, marks=pytest.mark.full) for each in [(False, False), (False, True)])],
 )
 def test_attention_is_that_of_every_entry(
-    implementation: str,
-    kv_heads: int,
-    group: int,
-    size: int,
-    dim: int,
-    dtype: torch.dtype,
-    listed: bool,
-    biased: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    implementation: str, shape: Shape, listed: bool, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if implementation == "triton":
         from keepset.kernels.triton import paged
 
         monkeypatch.setattr(paged, "LEAST_PART", 64)  # so that heads are cut
-    lengths, new = [190, 150, 1, 2, 0, 65], [1, 3, 1, 1, 0, 2]
-    case = Case.draw(lengths, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, dtype)
-    tokens, count = case.tokens(listed), sum(new) if listed else len(lengths)
-    draw = torch.Generator().manual_seed(1)
+    (kv_heads, group, size, dim, dtype), new = shape, [1, 3, 1, 1, 0, 2]
+    case = Case.draw(LENGTHS, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, dtype)
+    tokens, count = case.tokens(listed), sum(new) if listed else len(LENGTHS)
     # As a part of what a projection makes of all.
-    queries = torch.randn(count, kv_heads * group + 2, dim, generator=draw).to(dtype)[:, : kv_heads * group]
+    queries = torch.randn(count, kv_heads * group + 2, dim, generator=seeded(1)).to(dtype)[:, : kv_heads * group]
     output = torch.full((count, kv_heads * group, dim), 7.0, dtype=dtype)
     paged_attention(queries, case.caches, 1, tokens, case.layout, 0.2, output, case.bias if biased else None)
     right = expected(case, queries, tokens, 0.2, biased)
     if listed:  # the others are left alone
-        assert tokens.places is not None
-        others = [place for place in range(count) if place not in tokens.places.tolist()]
+        others = sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})
         assert others
         right[others] = 7.0
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("kv_heads", "group", "size", "dim", "dtype"), SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("listed", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_new_entries_are_where_an_allocator_puts_them(
-    implementation: str, kv_heads: int, group: int, size: int, dim: int, dtype: torch.dtype, listed: bool
-) -> None:
-    lengths, new = [190, 150, 1, 2, 0, 65], [1, 18, 1, 1, 0, 2]
-    case = Case.draw(lengths, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, dtype)
-    tokens, count = case.tokens(listed), sum(new) if listed else len(lengths)
-    draw = torch.Generator().manual_seed(1)
-    both = torch.randn(count, 2 * kv_heads, dim, generator=draw).to(dtype)
-    keys, values = both.chunk(2, 1)
+def test_new_entries_are_where_an_allocator_puts_them(implementation: str, shape: Shape, listed: bool) -> None:
+    (kv_heads, _, size, dim, dtype), new = shape, [1, 18, 1, 1, 0, 2]
+    case = Case.draw(LENGTHS, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, dtype)
+    tokens, count = case.tokens(listed), sum(new) if listed else len(LENGTHS)
+    keys, values = torch.randn(count, 2 * kv_heads, dim, generator=seeded(1)).to(dtype).chunk(2, 1)
     cache = case.caches[1]
     right = cache.clone()
-    for index, length in enumerate(tokens.lengths.tolist()):
-        place = index if tokens.places is None else int(tokens.places[index])
-        row = index if tokens.rows is None else int(tokens.rows[index])
+    for place, row, length in numbered(tokens):
         for head in range(kv_heads) if length else ():
             ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
-            entry = torch.cat((keys[place, head], values[place, head]))
-            right[at(slot, size, kv_heads, len(cache))[1:]] = entry
+            right[at(slot, size, kv_heads, len(cache))[1:]] = torch.cat((keys[place, head], values[place, head]))
     append_to_pages(keys, values, cache, tokens, case.layout)
     assert not torch.equal(cache.nan_to_num(), torch.zeros_like(cache))
     assert torch.equal(cache.nan_to_num(9.0), right.nan_to_num(9.0))
@@ -201,9 +187,64 @@ def test_new_entries_are_where_an_allocator_puts_them(
 
 def test_of_no_tokens_nothing_is_launched(implementation: str) -> None:
     case = Case.draw([5], [1], 2, 16, 16, torch.float32)
-    none = torch.zeros(0, dtype=torch.int32)
+    none, rows = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 2, 16)
     tokens, before = PagedTokens(case.tokens(False).block_table, none, 5, none, none), case.caches[1].clone()
-    rows = torch.zeros(0, 2, 16)
     paged_attention(rows, case.caches, 1, tokens, case.layout, 1.0, rows)
     append_to_pages(rows, rows, case.caches[1], tokens, case.layout)
     assert torch.equal(case.caches[1].nan_to_num(), before.nan_to_num())
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("size", [16, 24])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_go_and_come(implementation: str, layers: int, size: int, dtype: torch.dtype) -> None:
+    draw, blocks, heads, width = seeded(3), 9, 2, 6
+    # Each layer's heads lie apart, as some engines have them.
+    whole = torch.randn(layers, heads, blocks, size, width, generator=draw).to(dtype).transpose(1, 2)
+    caches = list(whole)
+    # Numbers go on into the caches that follow, around in a circle.
+    subpages = torch.randperm(layers * blocks * heads, generator=draw)[:12].view(2, heads, 3)
+    entries = torch.cat([read_pages(caches, place, subpages) for place in range(layers)])
+    assert entries.shape == (layers * 2, heads, 3 * size, width)
+    for layer, row, head, place in product(range(layers), range(2), range(heads), range(3)):
+        further, page = divmod(int(subpages[row, head, place]), blocks * heads)
+        own = entries[layer * 2 + row, head, place * size : place * size + size]
+        assert torch.equal(own, caches[(layer + further) % layers][page // heads, page % heads])
+    expected = whole.clone()
+    places = torch.randperm(layers * blocks * heads * size, generator=draw)[:50]
+    slots, of_layers = places // layers, places % layers
+    new = torch.randn(50, width, generator=draw).to(dtype)
+    for number, (layer, slot) in enumerate(zip(of_layers.tolist(), slots.tolist(), strict=True)):
+        expected[layer, slot // size // heads, slot // size % heads, slot % size] = new[number]
+    through = of_layers * (blocks * heads * size) + slots
+    write_entries(caches, *new.chunk(2, -1), through)
+    assert torch.equal(whole, expected)
+    again = torch.randint(50, (70,), generator=draw)
+    assert torch.equal(torch.cat(take_entries(caches, through[again]), -1), new[again])
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_tables_are_shifted_by_what_was_dropped(implementation: str, size: int) -> None:
+    """Prompts, chunks and decoding rows, at and off the edges of blocks, and rows that fill the step up."""
+    # Tokens before and after the step, and entries that were dropped.
+    rows = [(0, 40, 0), (600, 1200, 0), (100, 101, 64), (100, 101, 63), (96, 97, 1), (1299, 1300, 1187), (47, 80, 33)]
+    rows += [(0, 0, 0), (0, 0, 0)]
+    table = torch.randperm(len(rows) * 100, generator=seeded(0)).view(len(rows), 100).int()
+    starts = torch.tensor([0, *(after - before for before, after, _ in rows)]).cumsum(0).int()
+    tokens = int(starts[-1])
+    slots, expected = torch.full((tokens + 3,), -1), torch.full((tokens + 3,), -1)
+    for row, (before, after, gone) in enumerate(rows):
+        for token, position in zip(range(int(starts[row]), tokens), range(before, after), strict=False):
+            there = position - gone % size
+            slots[token] = int(table[row, position // size]) * size + position % size
+            expected[token] = int(table[row, there // size]) * size + there % size
+    left_table, left = torch.zeros(12, 100, dtype=torch.int32), torch.full((12,), 99, dtype=torch.int32)
+    addresses = left_table.data_ptr(), left.data_ptr(), slots.data_ptr()
+    lengths, dropped = torch.tensor([row[1] for row in rows]).int(), torch.tensor([row[2] for row in rows])
+    shift_step(table, lengths, starts, dropped, slots, size, left_table[: len(rows)], left[: len(rows)])
+    assert (left_table.data_ptr(), left.data_ptr(), slots.data_ptr()) == addresses
+    assert torch.equal(slots, expected)
+    assert left.tolist() == [after - gone for _, after, gone in rows] + [99] * 3
+    for row, (_, after, gone) in enumerate(rows):
+        blocks = -(-(after - gone) // size)
+        assert torch.equal(left_table[row, :blocks], table[row, gone // size : gone // size + blocks])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
+from tests.kernels.test_attention import seeded
 from tests.kernels.test_paged import Case, _slots, at
 from tests.kernels.test_window import TOLERANCE
 
@@ -61,16 +63,17 @@ def expected(
                 seen = [i for i, (_, position) in enumerate(slots) if position <= last]
                 if received.positions is None:  # what was kept lies just before what came since
                     seen = [i for i in range(len(slots)) if i + row.length - len(slots) <= last]
-                logits = []
-                for member in range(head * group, head * group + group):
-                    of_member = []
-                    for i in seen:
-                        slot = slots[i][0]
-                        layer, *there = at(slot, size, kv_heads, blocks)
-                        key = case.caches[layer][tuple(there)][: width // 2]
-                        bias = case.bias[place(case, slot)] if received.bias is not None and i < kept else 0.0
-                        of_member.append(float(key.double() @ queries[r, member, n].double() * received.scaling + bias))
-                    logits.append(of_member)
+                keys, biases = [], []
+                for i in seen:
+                    layer, *there = at(slots[i][0], size, kv_heads, blocks)
+                    keys.append(case.caches[layer][tuple(there)][: width // 2].double())
+                    biased = received.bias is not None and i < kept
+                    biases.append(float(case.bias[place(case, slots[i][0])]) if biased else 0.0)
+                asking = queries[r, head * group : head * group + group, n].double()
+                logits = [
+                    [float(key @ query) * received.scaling + bias for key, bias in zip(keys, biases, strict=True)]
+                    for query in asking
+                ]
                 if received.sums_of == "largest":
                     logits = [[max(members) for members in zip(*logits, strict=True)]]
                 for member, of_member in enumerate(logits):
@@ -98,7 +101,7 @@ def test_sums(
     """Some of the queries see nothing, or do not exist. With positions, two requests' numbers are their own."""
     kv_heads, size, dim = 2, 4, 10
     case = Case.draw(LENGTHS, NEW, kv_heads, size, dim, dtype)
-    draw, rows = torch.Generator().manual_seed(n), len(LENGTHS)
+    draw, rows = seeded(n), len(LENGTHS)
     rings = torch.randn(1, rows + 2, 6, kv_heads * group, dim, generator=draw).to(dtype)
     slots = torch.randperm(2 * rows, generator=draw).clamp(max=rows + 1)[::2]  # not one after another
     at_places = torch.randint(6, (rows, n), generator=draw)
@@ -129,7 +132,7 @@ def test_sums(
 def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None) -> None:
     """As where heads are equal; long enough for several parts, with a shorter one beside it."""
     size, lengths = 16, torch.tensor([700, 3])
-    draw = torch.Generator().manual_seed(1)
+    draw = seeded(1)
     caches = [torch.randn(90, 2, size, 16, generator=draw) for _ in range(2)]
     gone, none = torch.tensor([[40], [0]]), torch.zeros(2, 1, 2, dtype=torch.int64)
     table = torch.stack([torch.randperm(45, generator=draw) + 45 * row for row in range(2)])
@@ -138,19 +141,17 @@ def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None) -> No
     columns, last = torch.zeros(2, 90 * 2 * size), torch.tensor([[690, 699], [1, 2]])
     queries = RecordedQueries(rings, torch.tensor([1, 0]), torch.tensor([[3, 4], [0, 1]]))
     add_received_in_pages(caches, range(2), queries, held, ColumnTarget(columns, last, lengths, 0.5))
-    for layer in range(2):
-        for row, (first, count) in enumerate(((40 // size, 660), (0, 3))):
-            for head in range(2):
-                entry = torch.arange(count)
-                block = table[row, first + entry // size]
-                keys = caches[layer][block, head, entry % size, :8].double()
-                right = torch.zeros(count, dtype=torch.float64)
-                for n in range(2):
-                    query = rings[layer, queries.slots[row], queries.places[row, n], head].double()
-                    seen = entry + int(gone[row]) <= last[row, n]
-                    right[seen] += (keys[seen] @ query * 0.5).softmax(0)
-                made = columns[layer, (block * 2 + head) * size + entry % size]
-                torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-7)
+    for layer, (row, (first, count)), head in product(range(2), enumerate(((40 // size, 660), (0, 3))), range(2)):
+        entry = torch.arange(count)
+        block = table[row, first + entry // size]
+        keys = caches[layer][block, head, entry % size, :8].double()
+        right = torch.zeros(count, dtype=torch.float64)
+        for n in range(2):
+            query = rings[layer, queries.slots[row], queries.places[row, n], head].double()
+            seen = entry + int(gone[row]) <= last[row, n]
+            right[seen] += (keys[seen] @ query * 0.5).softmax(0)
+        made = columns[layer, (block * 2 + head) * size + entry % size]
+        torch.testing.assert_close(made.double(), right, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("sums_of", GroupReduction)

@@ -23,26 +23,25 @@ def random(seed: int, *sizes: int) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
+def pair(seed: int, heads: int, n: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys of 4 numbers, and values."""
+    return random(seed, heads, n, 4), random(seed + 1, heads, n, value_dim)
+
+
 def naive(
     queries: Tensor, entries: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scaling: float
 ) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
     """Output `[query_heads][n]`, and attention to the entries `[query_heads][n][entries]`."""
-    group = len(queries) // len(entries[0])
+    group, cached = len(queries) // len(entries[0]), entries[0].shape[1]
     outputs, attentions = [], []
     for head, rows in enumerate(queries.double().tolist()):
         keys, values = (
             torch.cat([a[head // group], b[head // group]]).double().tolist() for a, b in zip(entries, own, strict=True)
         )
-        cached = entries[0].shape[1]
-        outputs.append([])
-        attentions.append([])
-        for i, query in enumerate(rows):
-            seen = cached + i + 1
-            weights = softmax([dot(query, key) * scaling for key in keys[:seen]])
-            outputs[-1].append(
-                [sum(w * v[d] for w, v in zip(weights, values, strict=False)) for d in range(len(values[0]))]
-            )
-            attentions[-1].append(weights[:cached])
+        seen = [softmax([dot(query, key) * scaling for key in keys[: cached + i + 1]]) for i, query in enumerate(rows)]
+        sizes = range(len(values[0]))
+        outputs.append([[sum(w * v[d] for w, v in zip(of, values, strict=False)) for d in sizes] for of in seen])
+        attentions.append([weights[:cached] for weights in seen])
     return outputs, attentions
 
 
@@ -59,39 +58,30 @@ def test_attention_and_its_columns(sizes: tuple[int, int, int, int, int, int], r
     own = random(seed + 3, kv_heads, n, head_dim), random(seed + 4, kv_heads, n, value_dim)
     with patch.object(second_pass, "_LEAST_ROWS", rows), patch.object(second_pass, "PRODUCT_BLOCK", 1):
         output, received = second_pass_attention(queries, entries, own, 0.7, NAMES)
+        few = second_pass_attention(queries, entries, own, 0.7, {"max"})[1]
     outputs, attentions = naive(queries, entries, own, 0.7)
     torch.testing.assert_close(output.double(), torch.tensor(outputs, dtype=torch.float64), **EXACT)
     paid = torch.tensor(attentions, dtype=torch.float64)
     for name, expected in {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}.items():
         torch.testing.assert_close(received[name].double(), expected, **EXACT)
+    assert list(few) == ["max"] and torch.equal(few["max"], received["max"])  # only what is asked for
 
 
 @pytest.mark.parametrize("value_dim", [4, 3])
 def test_as_kernels_of_a_gpu_make_it(triton_interpreted: None, value_dim: int) -> None:
-    sizes = [3, 1, 4]
-    queries, own = random(0, 6, 8, 4), (random(1, 2, 8, 4), random(2, 2, 8, value_dim))
-    entries = random(3, 2, 11, 4), random(4, 2, 11, value_dim)
-    scopes = [None, SoftmaxScope(2, 3, 7), SoftmaxScope(0, 0, 5)]
-    pieces = [PackedSequence(size, scope) for size, scope in zip(sizes, scopes, strict=True)]
-    output, received = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
+    queries, own, entries = random(0, 6, 8, 4), pair(1, 2, 8, value_dim), pair(3, 2, 11, value_dim)
+    scopes = (3, None), (1, SoftmaxScope(2, 3, 7)), (4, SoftmaxScope(0, 0, 5))
+    pieces = [PackedSequence(*each) for each in scopes]
+    made = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
     with patch.object(dispatch, "INTERPRETED", False):
-        expected, columns = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
-    torch.testing.assert_close(output, expected, **EXACT)
-    for name in NAMES:
-        torch.testing.assert_close(received[name], columns[name], **EXACT)
-
-
-def test_only_what_is_asked_for() -> None:
-    one = random(0, 1, 1, 4)
-    assert second_pass_attention(one, (one, one), (one, one), 1.0, set())[1] == {}
-    assert set(second_pass_attention(one, (one, one), (one, one), 1.0, {"max"})[1]) == {"max"}
+        right = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
+    torch.testing.assert_close(made, right, **EXACT)
 
 
 @pytest.mark.parametrize("blocks", [1, 2**18])
 def test_bfloat16_is_close_to_float32(blocks: int) -> None:
-    parts = [
-        random(seed, heads, size, 8) for seed, (heads, size) in enumerate([(6, 5), (2, 30), (2, 30), (2, 5), (2, 5)])
-    ]
+    shapes = [(6, 5), (2, 30), (2, 30), (2, 5), (2, 5)]
+    parts = [random(seed, heads, size, 8) for seed, (heads, size) in enumerate(shapes)]
 
     def run(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
         queries, keys, values, own_keys, own_values = (part.to(dtype) for part in parts)
@@ -101,34 +91,28 @@ def test_bfloat16_is_close_to_float32(blocks: int) -> None:
     (output, received), (exact, columns) = run(torch.bfloat16), run(torch.float32)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.float(), exact, rtol=0.05, atol=0.03)
-    for name in NAMES:
-        assert received[name].dtype == torch.float32
-        torch.testing.assert_close(received[name], columns[name], rtol=0.05, atol=0.005)
+    torch.testing.assert_close(received, columns, rtol=0.05, atol=0.005)  # both float32
 
 
 def test_a_number_that_overflowed_stays_in_its_own_head() -> None:
     queries, keys, own = random(0, 4, 3, 4), random(1, 2, 9, 4), random(2, 2, 3, 4)
     keys[0, 2, 0] = math.nan
     output, received = second_pass_attention(queries, (keys, keys), (own, own), 1.0, NAMES)
-    assert output[:2].isnan().all() and output[2:].isfinite().all()
-    assert all(columns[:2].isnan().all() and columns[2:].isfinite().all() for columns in received.values())
+    for part in (output, *received.values()):
+        assert part[:2].isnan().all() and part[2:].isfinite().all()
 
 
 @examples(40)
 @given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_pieces_are_as_if_each_came_alone(sizes: list[int], seed: int) -> None:
-    n = sum(sizes)
-    queries, own = random(seed, 6, n, 4), (random(seed + 1, 2, n, 4), random(seed + 2, 2, n, 3))
-    entries = random(seed + 3, 2, 11, 4), random(seed + 4, 2, 11, 3)
-    amongs = [None if size % 2 else SoftmaxScope(2, 3, 3 + size) for size in sizes]
-    pieces = [PackedSequence(size, among) for size, among in zip(sizes, amongs, strict=True)]
+    queries, own, entries = random(seed, 6, sum(sizes), 4), pair(seed + 1, 2, sum(sizes), 3), pair(seed + 3, 2, 11, 3)
+    pieces = [PackedSequence(size, None if size % 2 else SoftmaxScope(2, 3, 3 + size)) for size in sizes]
     output, received = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
-    alone, start = [], 0
-    for piece in pieces:
-        part = slice(start, start + piece.tokens)
-        start += piece.tokens
-        mine = own[0][:, part], own[1][:, part]
-        alone.append(second_pass_attention(queries[:, part], entries, mine, 0.5, NAMES, [piece]))
+    splits = (part.split(sizes, 1) for part in (queries, *own))
+    alone = [
+        second_pass_attention(few, entries, (keys, values), 0.5, NAMES, [piece])
+        for few, keys, values, piece in zip(*splits, pieces, strict=True)
+    ]
     torch.testing.assert_close(output, torch.cat([each for each, _ in alone], 1), **EXACT)
     for name, column in received.items():
         parts = torch.stack([each[name] for _, each in alone])

@@ -1,12 +1,16 @@
-"""A group of layers without an engine, and batches of steps for it."""
+"""A group of layers without an engine, batches of steps for it, and what is allocated while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from keepset import Recipe
 from keepset.core.rope import RotaryTable
@@ -82,3 +86,32 @@ def batch_of(
     starts = torch.tensor([0, *(one.end_query for one in rows)], dtype=torch.int32)
     most = max(one.after - one.before for one in rows)
     return StepBatch(rows, put(table), put(lengths), put(torch.tensor(slots)), put(starts), starts, most)
+
+
+class Allocated(TorchDispatchMode):
+    """Counts what operators answer with while it is active, and not what they take and give back inside.
+
+    Attributes:
+        peak: the most bytes that were there at a time.
+        total: the bytes of all that was made, one after another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = self.total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        given = {_storage(leaf).cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self._made = {place: one for place, one in self._made.items() if not one[0].expired()}
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and (storage := _storage(leaf)).cdata not in given:
+                self._made[storage.cdata] = storage, leaf.untyped_storage().nbytes()
+                self.total += leaf.untyped_storage().nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        return output
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())

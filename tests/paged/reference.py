@@ -15,10 +15,13 @@ def newest_event(recipe: Recipe, prompt: int, start: int, stop: int) -> int:
     return max((point for point in points if start < point <= stop), default=0)
 
 
-def is_executed(recipe: Recipe, block_size: int, at: int, old: list[list[int]], kept: list[list[int]]) -> bool:
+def is_executed(
+    recipe: Recipe, block_size: int, at: int, old: list[list[int]], kept: list[list[int]], per_head: bool = False
+) -> bool:
     """Return whether a layer with fixed counts drops enough to be compressed: ragged heads must free a block."""
     average = -(-sum(map(len, kept)) // len(kept))
-    return at - average >= (1 if recipe.method.traits.equal_heads else block_size) and kept != old
+    equal = recipe.method.traits.equal_heads and not per_head
+    return at - average >= (1 if equal else block_size) and kept != old
 
 
 def blocks_gone(block_size: int, kept: Sequence[int], at: int, length: int) -> int:

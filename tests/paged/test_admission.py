@@ -153,55 +153,45 @@ def foreseen(admission: Admission, requests: list[Request], tokens: int, needed:
     def steps(more: int) -> int:
         return -(-more // max(budget - len(requests), 1)) + ahead if more else 0
 
-    def blocks(prompt: int, length: int, first: int, step: int) -> int:
-        """Held in a step; `first` are those until a prompt is done."""
+    def whole(tokens: int) -> int:
+        return -(-(tokens + ahead) // schedule.block_size)
+
+    def blocks(prompt: int, length: int, step: int) -> int:
+        """Held in a step; those of all its prompt until that is done."""
         rest = steps(max(prompt - length, 0))
         if rest and step <= rest:
-            return first
+            return whole(prompt)
         tokens = max(length, prompt) + step - rest
-        return -(-(tokens + ahead) // schedule.block_size) - schedule.freed(prompt, tokens - 1)
+        return whole(tokens) - schedule.freed(prompt, tokens - 1)
 
-    def in_turn(prompt: int, length: int, first: int, step: int) -> int:
-        now = blocks(prompt, length, first, step)
-        return now if step == 1 else max(now, blocks(prompt, length, first, step - 1))
-
-    whole = [-(-(request.prompt + ahead) // schedule.block_size) for request in requests]
-    held = 0
-    for request, all_of_it in zip(requests, whole, strict=True):
-        if request.length < request.prompt:
-            held += len(request.blocks)
-        else:
-            held += blocks(request.prompt, request.length, all_of_it, 1)
+    held = sum(
+        len(each.blocks) if each.length < each.prompt else blocks(each.prompt, each.length, 1) for each in requests
+    )
     peak = 0
     for step in range(1, reach + 1):
         # The newcomer is the last in its step, so its prompt's blocks are there while the others take theirs.
-        rest = steps(tokens)
-        own = needed
+        rest, own = steps(tokens), needed
         if step > rest - ahead:
-            own += -(-(tokens + ahead) // schedule.block_size) - -(-tokens // schedule.block_size)
+            own += whole(tokens) - -(-tokens // schedule.block_size)
         if step > rest + 1:
             grown = [tokens + step - rest, tokens + step - rest - 1]
-            own = max(-(-(each + ahead) // schedule.block_size) - schedule.freed(tokens, each - 1) for each in grown)
-        others = sum(
-            in_turn(request.prompt, request.length, all_of_it, step)
-            for request, all_of_it in zip(requests, whole, strict=True)
-        )
+            own = max(whole(each) - schedule.freed(tokens, each - 1) for each in grown)
+        others = sum(max(blocks(one.prompt, one.length, each) for each in {step, max(step - 1, 1)}) for one in requests)
         peak = max(peak, others + own)
     return peak - held
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Admission, int, int]:
+def admissions(draw: st.DrawFn) -> Admission:
     every, keep = draw(st.integers(1, 40)), draw(st.integers(1, 50))
     schedule = schedule_of(draw(st.sampled_from(BUDGETS)).format(keep, every), draw(st.sampled_from([1, 4, 16])))
-    return Admission(schedule, draw(st.sampled_from([8, 40, 1000])), draw(st.integers(0, 1))), keep, every
+    return Admission(schedule, draw(st.sampled_from([8, 40, 1000])), draw(st.integers(0, 1)))
 
 
 @examples(150)
-@given(situations(), st.data())
-def test_the_sums_are_those_of_a_count(situation: tuple[Admission, int, int], data: st.DataObject) -> None:
+@given(admissions(), st.data())
+def test_the_sums_are_those_of_a_count(admission: Admission, data: st.DataObject) -> None:
     """Requests come, go, are left out of steps, and compute their prompts in chunks of any size."""
-    admission, _, _ = situation
     requests: list[Request] = []
     for number in range(data.draw(st.integers(1, 12))):
         for request in list(requests):
@@ -228,21 +218,18 @@ def test_the_sums_are_those_of_a_count(situation: tuple[Admission, int, int], da
         assert required == foreseen(admission, requests, tokens, needed)
 
 
-def required(schedule: EvictionSchedule, lengths: list[int], tokens: int, needed: int) -> int:
-    """All requests have prompts of 64 tokens."""
-    admission = Admission(schedule, 10**6)
-    for number, length in enumerate(lengths):
-        admission.update(str(number), 64, length)
-    return admission.required_blocks(tokens, needed, lambda _: 0)
+def test_what_is_required_of_prompts_of_64_tokens() -> None:
+    def required(lengths: list[int], tokens: int, needed: int) -> int:
+        admission = Admission(KNORM, 10**6)
+        for number, length in enumerate(lengths):
+            admission.update(str(number), 64, length)
+        return admission.required_blocks(tokens, needed, lambda _: 0)
 
-
-def test_requests_out_of_step_need_less_than_their_worst_moments_together() -> None:
-    assert required(KNORM, [64 + 4 * more for more in range(4)], 64, 16) < required(KNORM, [64] * 4, 64, 16)
-
-
-def test_the_newcomers_prompt_counts_whole() -> None:
-    assert required(KNORM, [], 400, 100) == 100
-    assert required(KNORM, [], 400, 90) == 90  # ten of its blocks are cached
+    # Out of step requests need less than their worst moments together.
+    assert required([64 + 4 * more for more in range(4)], 64, 16) < required([64] * 4, 64, 16)
+    # The newcomer's prompt counts whole.
+    assert required([], 400, 100) == 100
+    assert required([], 400, 90) == 90  # ten of its blocks are cached
 
 
 def test_a_step_costs_as_much_beside_a_thousand_requests_as_beside_ten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,21 @@ from keepset import Recipe
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
 from keepset.paged.query_records import slots_for
-from keepset.paged.step import ScheduledRequest, StepBatch
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
-from tests.paged.layers import planner_of
+from tests.paged.layers import batch_of, planner_of
 
 REQUESTS, BLOCK = 64, 16
-SMOLLM2, HALF_A_BILLION = (9, 3, 64, torch.float32, 96, 32), (14, 2, 64, torch.bfloat16, 96, 32)
-OF_AMS_PAPER = (28, 4, 128, torch.bfloat16, 256, 512)
+Shape = tuple[int, int, int, torch.dtype, int, int]
+SHAPES = [
+    pytest.param((9, 3, 64, torch.float32, 96, 32), id="smollm2"),
+    pytest.param((14, 2, 64, torch.bfloat16, 96, 32), id="half a billion"),
+    pytest.param((28, 4, 128, torch.bfloat16, 256, 512), id="ams paper"),
+]
+"""Query heads, KV heads, numbers of a head, type, keep and every."""
 
 
-def beside(shape: tuple[int, int, int, torch.dtype, int, int], method: str) -> float:
+def beside(shape: Shape, method: str) -> float:
     """Bytes that one layer holds of queries and of entries apart from keys and values, in those of keep + every entries
     of each request."""
     query_heads, kv_heads, size, dtype, keep, every = shape
@@ -32,19 +36,19 @@ def beside(shape: tuple[int, int, int, torch.dtype, int, int], method: str) -> f
     return (ring.nbytes + group.columns.nbytes) / (pages.slots * pages.entry_bytes)
 
 
-@pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("method", ["ams(tova)", "ams(snapkv)", "r_kv", "zigzag(snapkv)", "rpc"])
-def test_a_tenth_of_the_entries_at_most(method: str, shape: tuple[int, int, int, torch.dtype, int, int]) -> None:
+def test_a_tenth_of_the_entries_at_most(method: str, shape: Shape) -> None:
     assert 0 < beside(shape, method) <= 0.1
 
 
-@pytest.mark.parametrize("shape", [SMOLLM2, OF_AMS_PAPER], ids=["smollm2", "ams"])
-def test_sums_of_each_query_head_too(shape: tuple[int, int, int, torch.dtype, int, int]) -> None:
+@pytest.mark.parametrize("shape", SHAPES[::2])
+def test_sums_of_each_query_head_too(shape: Shape) -> None:
     assert 0 < beside(shape, "compilerkv(elastic=False, global_mean=False)") <= 0.1
 
 
-@pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
-def test_moments_weigh_as_much_as_their_queries_or_less(shape: tuple[int, int, int, torch.dtype, int, int]) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_moments_weigh_as_much_as_their_queries_or_less(shape: Shape) -> None:
     """There is room for a quarter more requests than run."""
     query_heads, kv_heads, size, dtype, keep, every = shape
     triangle = 4 * query_heads * (size * (size + 1) // 2 + size)
@@ -66,10 +70,5 @@ def test_prompts_of_131072_tokens_are_compressed_one_by_one() -> None:
     """And short ones together, so that an event takes no more entries out of the pages than one prompt has."""
     planner = planner_of("knorm(keep=0.25)", 1, 8, BLOCK, 4, 128, 2, blocks=10**6)
     for length, together in ((131072, 1), (8192, 16), (500, 64)):
-        rows = [ScheduledRequest(row, row, row + 1, length, length - 1, length) for row in range(REQUESTS)]
-        table = torch.zeros(REQUESTS, 131072 // BLOCK, dtype=torch.int32)
-        lengths, starts = torch.full((REQUESTS,), length, dtype=torch.int32), torch.arange(REQUESTS + 1)
-        plan = planner.plan(
-            StepBatch(rows, table, lengths, torch.zeros(REQUESTS, dtype=torch.int64), starts, starts, 1)
-        )
+        plan = planner.plan(batch_of([(length, length - 1, length)] * REQUESTS, 131072 // BLOCK, BLOCK))
         assert [len(event.rows) for event in plan.events] == [together] * (REQUESTS // together)

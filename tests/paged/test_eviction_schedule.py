@@ -13,22 +13,16 @@ from keepset import Observation, Recipe
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.grouping import GROUPS, group_leader, one_table
+from tests.paged.reference import is_executed, newest_event
 from tests.tiers import examples
 
 LAYERS = (0, 1, 2, 3, 5)
 KV_HEADS, GROUP, DIM = 3, 2, 4
 
 METHODS = [
-    "streaming_llm(",
-    "knorm(",
-    "tova(",
-    "snapkv(window=3, kernel=3, ",
-    "expected_attention(future=4, skip=1, buffer=4, ",
-    "pyramid(snapkv(window=3, kernel=3), beta=3, ",
-    "adakv(knorm, ",
-    "adakv(snapkv(window=3, kernel=3), floor=0, ",
-    "adakv(pyramid(tova), ",
-    "loud(window=2, ",
+    *("streaming_llm(", "knorm(", "tova(", "snapkv(window=3, kernel=3, ", "loud(window=2, "),
+    *("expected_attention(future=4, skip=1, buffer=4, ", "pyramid(snapkv(window=3, kernel=3), beta=3, "),
+    *("adakv(knorm, ", "adakv(snapkv(window=3, kernel=3), floor=0, ", "adakv(pyramid(tova), "),
 ]
 
 
@@ -47,19 +41,14 @@ class Naive:
     per_head: bool = False
     heads: list[list[int]] = field(default_factory=lambda: [[] for _ in range(KV_HEADS)])
     compressions: list[tuple[int, list[int]]] = field(default_factory=list)
+    length: int = 0
 
     def append(self, prompt: int) -> None:
         for head in self.heads:
             head.append(self.length)
         self.length += 1
-        schedule, since = self.recipe.schedule, self.length - prompt
-        due = schedule.prefill and since == 0
-        if since > 0 and schedule.every is not None:
-            due = since % schedule.every == 0
-        if due:
+        if newest_event(self.recipe, prompt, self.length - 1, self.length):
             self._compress(prompt)
-
-    length: int = 0
 
     def _compress(self, prompt: int) -> None:
         draw = torch.Generator().manual_seed(self.seed * 1000 + self.length)
@@ -93,9 +82,7 @@ class Naive:
         )
         kept = self.recipe.select(observation)
         answer = [kept.positions(self.layer, 0, number).tolist() for number in range(KV_HEADS)]
-        average = -(-sum(map(len, answer)) // KV_HEADS)
-        equal = self.recipe.method.traits.equal_heads and not self.per_head
-        if self.length - average >= (1 if equal else self.block) and answer != self.heads:
+        if is_executed(self.recipe, self.block, self.length, self.heads, answer, self.per_head):
             self.heads = answer
             self.compressions.append((self.length, list(map(len, answer))))
 
@@ -131,91 +118,73 @@ def test_counts_are_those_of_a_request_that_runs(
     recipe: Recipe, layer: int, prompt: int, more: int, block: int, seed: int, per_head: bool
 ) -> None:
     """Also where all heads are attended one by one, as beside contexts."""
-    eviction_schedule = timeline_of(recipe, layer, block, per_head)
+    schedule = timeline_of(recipe, layer, block, per_head)
     naive = Naive(recipe, layer, block, seed % 1000, per_head)
     before = 0
     for length in range(1, prompt + more + 1):
         naive.append(prompt)
         held = list(map(len, naive.heads))
-        dropped = eviction_schedule.dropped(prompt, length)
+        dropped = schedule.dropped(prompt, length)
         assert length - dropped == -(-sum(held) // KV_HEADS)
         if recipe.method.traits.equal_heads:
             assert held == [length - dropped] * KV_HEADS
         assert before <= dropped <= length
         before = dropped
         newest = naive.compressions[-1][0] if naive.compressions else 0
-        assert eviction_schedule.compressed(prompt, length) == newest
+        assert schedule.compressed(prompt, length) == newest
         # What is freed held nothing any more: what is left fits into the rest, with every token to come.
-        freed = eviction_schedule.freed(prompt, length)
+        freed = schedule.freed(prompt, length)
         assert 0 <= freed * block <= max(dropped, 0)
         counts = naive.compressions[-1][1] if naive.compressions else [0] * KV_HEADS
         for later in range(length, length + 2 * block):
             pages = sum(-(-(count + later - newest) // block) for count in counts)
             assert pages <= KV_HEADS * (-(-later // block) - freed)
-        assert eviction_schedule.num_blocks(prompt, length) == -(-length // block) - freed
 
 
 @examples(200)
 @given(recipes(), st.integers(1, 60), st.integers(0, 60))
 def test_events_follow_one_another(recipe: Recipe, prompt: int, length: int) -> None:
-    eviction_schedule = timeline_of(recipe, 0, 4)
-    schedule = recipe.schedule
-    points = {prompt} if schedule.prefill else set()
-    points |= set(range(prompt + schedule.every, 200, schedule.every)) if schedule.every else set()
-    assert eviction_schedule.event(prompt, length) == max((point for point in points if point <= length), default=0)
-    assert eviction_schedule.next_event(prompt, length) == min(
-        (point for point in points if point > length), default=None
-    )
-    upcoming = None
-    for point in sorted(points):
-        dropped = eviction_schedule.dropped(prompt, point) - eviction_schedule.dropped(prompt, point - 1)
-        if point > length:
-            upcoming = point if dropped or not eviction_schedule.fixed else None
-            break
-    assert eviction_schedule.upcoming(prompt, length) == upcoming
+    schedule = timeline_of(recipe, 0, 4)
+    points = [point for point in range(1, 200) if newest_event(recipe, prompt, point - 1, point)]
+    coming = min((point for point in points if point > length), default=None)
+    assert schedule.event(prompt, length) == newest_event(recipe, prompt, 0, length)
+    assert schedule.next_event(prompt, length) == coming
+    if coming and schedule.dropped(prompt, coming) == schedule.dropped(prompt, coming - 1):
+        assert schedule.upcoming(prompt, length) == (None if schedule.fixed else coming)
+    else:
+        assert schedule.upcoming(prompt, length) == coming
 
 
 @examples(150)
 @given(recipes(), st.integers(1, 80), st.sampled_from([1, 4, 8]))
 def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, block: int) -> None:
-    """A compression packs what stays into the blocks that are not freed, so the first of those is where it writes."""
-    eviction_schedule = timeline_of(recipe, LAYERS[0], block)
-    untouched, shareable = eviction_schedule.untouched(prompt), eviction_schedule.shareable(prompt)
+    """A compression packs what stays into the blocks that are not freed, so the first of those is where it writes.
+
+    What it does not write to is shared, where no query of it is looked at.
+    """
+    schedule = timeline_of(recipe, LAYERS[0], block)
+    untouched, shareable = schedule.untouched(prompt), schedule.shareable(prompt)
+    first = prompt if recipe.schedule.prefill else prompt + (recipe.schedule.every or 0)
+    if schedule.dropped(prompt, first):
+        assert untouched == block * schedule.freed(prompt, first)
     for length in range(1, prompt + 60):
-        if eviction_schedule.dropped(prompt, length) > eviction_schedule.dropped(prompt, length - 1):
+        if schedule.dropped(prompt, length) > schedule.dropped(prompt, length - 1):
             assert untouched is not None
-            assert untouched <= eviction_schedule.freed(prompt, length) * block
+            assert untouched <= schedule.freed(prompt, length) * block
     if untouched is None:
         assert shareable is None
         return
-    assert shareable is not None
-    assert 0 <= shareable <= untouched
+    assert shareable is not None and 0 <= shareable <= untouched
     needs = recipe.method.traits.needs
-    if needs.of(QueryMoments):
-        assert shareable == 0
-    first = (
-        eviction_schedule.next_event(prompt, prompt - 1)
-        if recipe.schedule.prefill
-        else prompt + (recipe.schedule.every or 0)
-    )
-    assert first is not None
+    assert shareable == 0 or not needs.of(QueryMoments)
     assert shareable <= max(min(prompt, first) - needs.window, 0)
 
 
-@examples(50)
-@given(recipes(), st.integers(1, 80))
-def test_something_is_shared_where_it_can_be(recipe: Recipe, prompt: int) -> None:
-    eviction_schedule = timeline_of(recipe, LAYERS[0], 4)
-    first = eviction_schedule.event(prompt, prompt) or prompt + (recipe.schedule.every or 0)
-    if eviction_schedule.dropped(prompt, first):
-        assert eviction_schedule.untouched(prompt) == 4 * eviction_schedule.freed(prompt, first)
-
-
 def test_a_protected_prompt_is_counted_for_each_request() -> None:
-    eviction_schedule = timeline_of(Recipe.parse("snapkv(window=4, keep=16, every=8, protect_prompt=True)"), 0, 4)
+    schedule = timeline_of(Recipe.parse("snapkv(window=4, keep=16, every=8, protect_prompt=True)"), 0, 4)
     for prompt, left in ((8, 16), (12, 16), (13, 17), (40, 44)):
-        assert [eviction_schedule.dropped(prompt, length) for length in (prompt, prompt + 7)] == [0, 0]
-        ends = [length - eviction_schedule.dropped(prompt, length) for length in range(prompt + 16, prompt + 60, 8)]
+        assert [schedule.dropped(prompt, length) for length in (prompt, prompt + 7)] == [0, 0]
+        ends = [length - schedule.dropped(prompt, length) for length in range(prompt + 16, prompt + 60, 8)]
         assert ends == [left] * len(ends)
 
 
@@ -241,25 +210,23 @@ def test_a_layer_that_is_attended_head_by_head_waits_until_a_block_has_been_drop
 
 
 def test_nothing_is_foreseen_where_the_data_decide() -> None:
-    eviction_schedule = timeline_of(Recipe.parse("mass(every=8)"), 0, 4)
-    assert not eviction_schedule.fixed and eviction_schedule.ragged
-    assert [eviction_schedule.event(20, length) for length in (19, 20, 27, 28, 36)] == [0, 20, 20, 28, 36]
-    assert not any(
-        eviction_schedule.dropped(20, length) or eviction_schedule.freed(20, length) for length in range(100)
-    )
-    assert eviction_schedule.untouched(20) == eviction_schedule.shareable(20) == 0
+    schedule = timeline_of(Recipe.parse("mass(every=8)"), 0, 4)
+    assert not schedule.fixed and schedule.ragged
+    assert [schedule.event(20, length) for length in (19, 20, 27, 28, 36)] == [0, 20, 20, 28, 36]
+    assert not any(schedule.dropped(20, length) or schedule.freed(20, length) for length in range(100))
+    assert schedule.untouched(20) == schedule.shareable(20) == 0
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepset.paged.eviction_schedule._CACHED", 100)
-    eviction_schedule = timeline_of(Recipe.parse("knorm(keep=8, every=1)"), 0, 4)
+    schedule = timeline_of(Recipe.parse("knorm(keep=8, every=1)"), 0, 4)
     for length in range(10, 160):
-        assert eviction_schedule.dropped(10, length) == length - 8
-        assert len(eviction_schedule._kept) <= 1 + 100 + length - 10
+        assert schedule.dropped(10, length) == length - 8
+        assert len(schedule._kept) <= 1 + 100 + length - 10
     for prompt in range(10, 120):
-        assert eviction_schedule.dropped(prompt, prompt) == prompt - 8
-    assert len(eviction_schedule._kept) <= 101
-    assert eviction_schedule.dropped(10, 160) == 160 - 8
+        assert schedule.dropped(prompt, prompt) == prompt - 8
+    assert len(schedule._kept) <= 101
+    assert schedule.dropped(10, 160) == 160 - 8
 
 
 def test_layers_share_a_table_where_they_keep_the_same() -> None:
@@ -268,11 +235,8 @@ def test_layers_share_a_table_where_they_keep_the_same() -> None:
     assert one_table(uniform) and not one_table(pyramid) and not one_table(mass)
     assert {group_leader(uniform, layer, layers) for layer in layers} == {0}
     assert [group_leader(pyramid, layer, layers) for layer in layers] == list(layers)
-    groups = [group_leader(mass, layer, layers) for layer in layers]
-    assert sorted(groups) == groups and len(set(groups)) == GROUPS
-    assert all(first in layers and first <= layer for layer, first in zip(layers, groups, strict=True))
-    assert all(group_leader(mass, first, layers) == first for first in groups)
-    for count in range(1, 20):
-        some = tuple(range(count))
-        firsts = [group_leader(mass, layer, some) for layer in some]
-        assert len(set(firsts)) == min(GROUPS, count) and all(firsts[first] == first for first in firsts)
+    for some in (layers, *(tuple(range(count)) for count in range(1, 20))):
+        leaders = [group_leader(mass, layer, some) for layer in some]
+        assert sorted(leaders) == leaders and len(set(leaders)) == min(GROUPS, len(some))
+        assert all(leader in some and leader <= layer for layer, leader in zip(some, leaders, strict=True))
+        assert all(group_leader(mass, leader, some) == leader for leader in leaders)

@@ -1,6 +1,10 @@
-"""Pages that keep an entry's numbers in order, at any strides."""
+"""Pages that keep an entry's numbers in order, at any strides; and what works where there is no engine."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +20,10 @@ from tests.paged.pages import (
 )
 
 
-def test_only_the_given_slots_are_written() -> None:
+def test_what_is_written() -> None:
+    """Only the given slots; entries may be views of larger tensors."""
     cache = torch.ones(3, 2, 32, 64)
     check_only_the_given_slots_are_written(StridedPages([cache]), cache)
-
-
-def test_entries_may_be_views_of_larger_tensors() -> None:
     check_entries_may_be_views_of_larger_tensors(StridedPages([torch.zeros(1, 1, 32, 64)]))
 
 
@@ -38,20 +40,31 @@ def test_strided_pages_are_their_logical_view(dtype: torch.dtype, order: tuple[i
     assert (pages.kv_heads, pages.block_size, pages.head_dim) == (3, 4, 5)
     subpages = torch.tensor([[4 * 3 + 2, 0], [1, 5 * 3]])
 
-    def logical() -> list[list[Tensor]]:
+    def logical() -> Tensor:
         places = [[(4, 2), (0, 0)], [(0, 1), (5, 0)]]
-        return [[cache[block, head] for block, head in row] for row in places]
+        return torch.stack([torch.cat([cache[block, head] for block, head in row]) for row in places])
 
-    keys, values = pages.read(subpages)
-    for row, own in enumerate(logical()):
-        assert torch.equal(keys[row], torch.cat(own)[:, :5])
-        assert torch.equal(values[row], torch.cat(own)[:, 5:])
-
+    old = logical()
+    for part, right in zip(pages.read(subpages), old.chunk(2, -1), strict=True):
+        assert torch.equal(part, right)
     before = cache.clone()
     new_keys, new_values = (random(3, 5, dtype=dtype, generator=seeded(8)) for _ in range(2))
     pages.write(new_keys, new_values, torch.tensor([(4 * 3 + 2) * 4 + 1, 3, 5 * 3 * 4]))
     for entry, place in enumerate([(4, 2, 1), (0, 0, 3), (5, 0, 0)]):
         assert torch.equal(cache[place], torch.cat((new_keys[entry], new_values[entry])))
         before[place] = cache[place]
-    assert torch.equal(cache, before)
-    assert not any(torch.equal(part, old) for part, old in zip(pages.read(subpages), (keys, values), strict=True))
+    assert torch.equal(cache, before) and not torch.equal(logical(), old)
+
+
+def test_paged_caches_and_their_tests_are_imported_without_an_engine() -> None:
+    code = """
+import importlib, pathlib, sys
+sys.modules["vllm"] = sys.modules["transformers"] = None
+for folder in ("keepset/paged", "tests/paged"):
+    for file in pathlib.Path(folder).glob("*.py"):
+        importlib.import_module(f"{folder}/{file.stem}".replace("/", "."))
+assert "keepset.paged.planner" in sys.modules and "tests.paged.test_pages" in sys.modules
+"""
+    root = Path(__file__).parents[2]
+    process = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr

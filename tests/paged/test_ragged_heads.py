@@ -54,11 +54,11 @@ class Batch:
                     expected[index] += [page * self.size + entry % self.size for page, entry in last]
         table = self.block_table(order)
         after = [row.length for row in rows]
-        where = [
-            (at, r, length - n + i + 1)
-            for r, (length, n) in enumerate(zip(after, tokens, strict=True))
-            for i, at in enumerate(range(sum(tokens[:r]), sum(tokens[: r + 1])))
+        # Place in the step, row and length of each token.
+        each = [
+            (r, length - n + i + 1) for r, (length, n) in enumerate(zip(after, tokens, strict=True)) for i in range(n)
         ]
+        where = [(at, *one) for at, one in enumerate(each)]
         places, of, lengths = torch.tensor(where).T.contiguous().unbind()
         seen = PagedTokens(table, lengths, max(after), places, of)
         if all(n == 1 for n in tokens):
@@ -72,23 +72,22 @@ class Batch:
             return None
         held = [[[len(head.held) for head in layer.heads] for layer in row.layers] for row in rows]
         pages = self.tables.pages_of(torch.arange(len(order)), table, max(after), None)
-        for index in range(len(rows[0].layers)):
+        before_layer = [index * len(self.rows) * WIDTH * rows[0].kv_heads for index in range(len(rows[0].layers))]
+        for index, others in enumerate(before_layer):
             occupied = pages.occupied(range(index, index + 1))
             assert occupied.entries.tolist() == [of_layers[index] for of_layers in held]
-            before_it = index * len(self.rows) * WIDTH * rows[0].kv_heads  # sub-pages of the layers before
             for r, row in enumerate(rows):
                 for head in range(row.kv_heads):
                     own = row.subpages(index, head)
-                    assert (occupied.subpages[r, head, : len(own)] - before_it).tolist() == own
+                    assert (occupied.subpages[r, head, : len(own)] - others).tolist() == own
         assert step.lengths.tolist() == after
         if step.tokens is None:
             assert not any(must)
             return step
         per_head = PerHeadSequences(step)
-        for index in range(len(rows[0].layers)):
+        for index, others in enumerate(before_layer):
             own = per_head.batch(index)
             assert all(part.is_contiguous() for part in own)  # kernels walk them by address
-            others = index * len(self.rows) * WIDTH * rows[0].kv_heads  # sub-pages of the layers before
             assert (own.slot_mapping - others * self.size).tolist() == expected[index]
             for heads, (_, r, length) in zip(own.block_table.unflatten(0, (len(where), -1)), where, strict=True):
                 for head, found in enumerate(heads):
@@ -150,6 +149,15 @@ def test_every_step_has_the_pages_of_an_allocator(
             batch.event(order, data.draw(st.sampled_from([0.1, 0.5, 1.0]), label="keep"))
 
 
+def compressed(requests: int, layers: int, kv_heads: int, block_size: int) -> Batch:
+    """Requests of ten tokens that have just been compressed."""
+    batch, order = Batch(requests, layers, kv_heads, block_size), list(range(requests))
+    batch.step(order, [9] * requests)
+    batch.step(order, [1] * requests, event=True)
+    batch.event(order, 0.5)
+    return batch
+
+
 def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     original = page_layout.tables
@@ -160,10 +168,7 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
         return original(layout, *args)
 
     monkeypatch.setattr("keepset.paged.per_head.page_layout.tables", tables)
-    batch = Batch(2, 2, 3, 4)
-    batch.step([0, 1], [9, 9])
-    batch.step([0, 1], [1, 1], event=True)
-    batch.event([0, 1], 0.5)
+    batch = compressed(2, 2, 3, 4)
     made.clear()
     for _ in range(10):
         batch.step([0, 1], [1, 1])
@@ -176,10 +181,7 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
 
 def test_several_tokens_of_a_single_head_follow_one_another_in_memory() -> None:
     """Each of several ranks may have one head. The step checks addresses, by which kernels walk."""
-    batch = Batch(2, 3, 1, 4)
-    batch.step([0, 1], [9, 9])
-    batch.step([0, 1], [1, 1], event=True)
-    batch.event([0, 1], 0.5)
+    batch = compressed(2, 3, 1, 4)
     assert batch.step([0, 1], [3, 1]) is not None
 
 
@@ -203,10 +205,7 @@ def test_a_page_that_another_request_took_over_is_not_mistaken_for_its_own() -> 
 
 
 def test_a_request_that_is_not_where_it_was_is_refused() -> None:
-    batch = Batch(1, 1, 2, 8)
-    batch.step([0], [9])
-    batch.step([0], [1], event=True)
-    batch.event([0], 0.5)
+    batch = compressed(1, 1, 2, 8)
     batch.step([0], [1])
     batch.step([0], [1])
     batch.rows[0].layers[0].length -= 1

@@ -42,7 +42,7 @@ def batch_of(requests: Sequence[tuple[Sequence[int], int, int]], prompts: Sequen
     return StepBatch(rows, table, nobody, nobody, nobody, nobody, 1)
 
 
-# --- overrides
+# --- overrides and layouts
 
 
 def overridden(table: RequestTable, *requests: tuple[list[int], int, int]) -> list[bool]:
@@ -50,35 +50,18 @@ def overridden(table: RequestTable, *requests: tuple[list[int], int, int]) -> li
     return [request.after_context for request in table.with_overrides(batch_of(requests)).requests]
 
 
-def begin(table: RequestTable, page: int, name: str, tokens: int = 8) -> None:
-    table.begin(page, tokens, RequestOverrides(name, after_context=True))
-
-
-def test_overrides_follow_their_request() -> None:
+def test_overrides_follow_their_request_and_nobody_else() -> None:
     table = table_of()
-    begin(table, 7, "a", 0)
+    for page, name, tokens in ((7, "a", 0), (6, "b", 8), (9, "c", 8)):
+        table.begin(page, tokens, RequestOverrides(name, after_context=True))
     assert overridden(table, ([5], 0, 3), ([7, 8], 0, 6)) == [False, True]
     assert overridden(table, ([7, 8], 6, 8), ([5], 3, 4)) == [True, False]
-    assert overridden(table, ([5, 9], 4, 5)) == [False]  # it rests
+    assert overridden(table, ([5, 12], 4, 5)) == [False]  # it rests
     assert overridden(table, ([7, 8, 2], 8, 9)) == [True]
-
-
-def test_whoever_has_its_page_later_is_another() -> None:
-    table = table_of()
-    begin(table, 7, "a")
-    assert overridden(table, ([3, 7], 5, 6)) == [False]  # its newest token is there
-    assert overridden(table, ([3, 7, 1], 8, 9)) == [False]
-
-
-def test_a_request_that_has_ended_is_forgotten() -> None:
-    table = table_of()
-    begin(table, 7, "a")
-    begin(table, 6, "b")
+    assert overridden(table, ([3, 6], 5, 6)) == [False]  # whose newest token is in the page of another
+    assert overridden(table, ([3, 6, 1], 8, 9)) == [False]
     table.end({"a"})
-    assert overridden(table, ([3, 7, 1], 8, 9), ([4, 6, 2], 8, 9)) == [False, True]
-
-
-# --- layouts
+    assert overridden(table, ([7, 8, 2], 9, 10), ([4, 9, 11], 8, 9)) == [False, True]
 
 
 def test_who_was_not_compressed_has_no_layout_of_anothers() -> None:
@@ -89,15 +72,18 @@ def test_who_was_not_compressed_has_no_layout_of_anothers() -> None:
     before = torch.tensor([8, 8])
     table.move_layouts(torch.tensor([[3, 7, 2], [3, 7, 4]]), before, before + 1, torch.tensor([0, 1]), rows)
     assert rows.counts.tolist() == [[[0, 0]], [[3, 3]]]
+    with pytest.raises(RuntimeError, match="lost the page tables"):
+        table.layout_at(4, 8)  # where it has 9 tokens
+    assert table.layout_at(4, 9).counts.tolist() == counts.tolist()
 
 
 def test_a_layout_that_is_not_where_it_was_left_is_an_error() -> None:
     table, rows = table_of(), FiledLayouts.empty(1, 1, 2, torch.device("cpu")).layout
     before = torch.tensor([8])
     with pytest.raises(RuntimeError, match="lost the page tables"):
-        table.move_layouts(torch.tensor([[3, 7, 2]]), before, before + 1, torch.tensor([1]), rows)
-    with pytest.raises(RuntimeError, match="lost the page tables"):
         table.layout_at(7, 8)
+    with pytest.raises(RuntimeError, match="lost the page tables"):
+        table.move_layouts(torch.tensor([[3, 7, 2]]), before, before + 1, torch.tensor([1]), rows)
 
 
 # --- records

@@ -1,29 +1,46 @@
-"""Host syncs and launches of a step's plan, and of layers with ragged heads, on a GPU."""
+"""Host syncs and launches of steps and events on a GPU: few, as many for 8 layers as for two; and the CPU's numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from keepset.core import statistics, tables
+from keepset.core.rope import RotaryTable
 from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.paged.event_queue import EventQueue
+from keepset.paged.freed_blocks import FreedBlocks
+from keepset.paged.layer_group import LayerGroup
 from keepset.paged.query_records import QueryRecord
 from keepset.paged.request_table import RequestState
 from keepset.paged.step import ScheduledRequest, StepBatch
 
 pytest.importorskip("triton")
+from keepset.kernels.triton import paged_window
+from tests.methods.naive import Shape, random_statistics
 from tests.paged import layers
 from tests.posing import Gpu, Posing
 
 BLOCK, WIDTH = 4, 30
+Put = Callable[[Tensor], Tensor]
 
 
 def batch_of(requests: list[tuple[int, int, int]], posing: bool) -> StepBatch:
     return layers.batch_of(requests, WIDTH, BLOCK, *[Posing] * posing)
+
+
+def held(tensor: Any) -> Tensor:
+    """What a tensor on the make-believe GPU holds."""
+    return tensor.held
+
+
+# --- plans of steps
 
 
 @pytest.mark.parametrize("number", [1, 12])
@@ -31,21 +48,18 @@ def test_equal_heads_are_planned_without_waiting(number: int, monkeypatch: pytes
     """Prompts, decoding with and without events, first ones and later ones; the plan is that of a CPU."""
     kinds = [(30, 0, 30), (30, 30, 31), (21, 34, 35), (40, 45, 46), (9, 9, 10)]
     requests = [kinds[index % len(kinds)] for index in range(number * len(kinds))]
-    plain = batch_of(requests, posing=False)
-    expected = layers.planner_of("knorm(keep=10, every=7)").plan(plain)
+    right = layers.planner_of("knorm(keep=10, every=7)").plan(batch_of(requests, posing=False))
     with Gpu(monkeypatch) as gpu:
         batch = batch_of(requests, posing=True)
         gpu.reset()
         plan = layers.planner_of("knorm(keep=10, every=7)").plan(batch)
         assert not gpu.waits
-    assert plan.shifted is not None and expected.shifted is not None and plan.events
-    for made, there in (
-        (plan.slot_mapping, expected.slot_mapping),
-        (plan.shifted.block_table, expected.shifted.block_table),
-        (plan.shifted.seq_lens, expected.shifted.seq_lens),
-        *((one.at, other.at) for one, other in zip(plan.events, expected.events, strict=True)),
-    ):
-        assert torch.equal(made.held, there)  # type: ignore[attr-defined]
+    assert plan.shifted is not None and right.shifted is not None and plan.events
+    assert torch.equal(held(plan.slot_mapping), right.slot_mapping)
+    assert torch.equal(held(plan.shifted.block_table), right.shifted.block_table)
+    assert torch.equal(held(plan.shifted.seq_lens), right.shifted.seq_lens)
+    for made, there in zip(plan.events, right.events, strict=True):
+        assert torch.equal(held(made.at), there.at)
 
 
 @pytest.mark.parametrize("number", [1, 12])
@@ -53,7 +67,7 @@ def test_equal_heads_decode_after_one_upload_and_one_kernel(
     number: int, triton_interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Attention gets the same addresses in every step, and the numbers that a CPU computes."""
-    plain, addresses = layers.planner_of("knorm(keep=10, every=7)"), []
+    plain, addresses = layers.planner_of("knorm(keep=10, every=7)"), set()
     with Gpu(monkeypatch) as gpu:
         planner = layers.planner_of("knorm(keep=10, every=7)")
         for before in (30, 31, 38, 39):
@@ -64,24 +78,23 @@ def test_equal_heads_decode_after_one_upload_and_one_kernel(
             if not plain.schedule.due(30, before, before + 1):
                 assert not gpu.waits
                 assert before == 30 or gpu.launches == {"_to_copy": 1, "_shift": 1}
-            assert told is not None
-            addresses.append((told.block_table.data_ptr(), told.seq_lens.data_ptr()))
             right = plain.plan(there).shifted
-            assert right is not None and torch.equal(batch.slot_mapping.held, there.slot_mapping)  # type: ignore[attr-defined]
-            assert torch.equal(told.seq_lens.held, right.seq_lens)  # type: ignore[attr-defined]
+            assert told is not None and right is not None
+            addresses.add((told.block_table.data_ptr(), told.seq_lens.data_ptr()))
+            assert torch.equal(held(batch.slot_mapping), there.slot_mapping)
+            assert torch.equal(held(told.seq_lens), right.seq_lens)
             for row, entries in enumerate(right.seq_lens.tolist()):
-                made = told.block_table.held[row, : -(-entries // BLOCK)]  # type: ignore[attr-defined]
+                made = held(told.block_table)[row, : -(-entries // BLOCK)]
                 assert torch.equal(made, right.block_table[row, : len(made)])
-    assert len(set(addresses)) == 1
+    assert len(addresses) == 1
 
 
-RAGGED = "adakv(knorm, keep=10, every=50)"
 PROMPTS, DECODING = [(30, 0, 30), (21, 0, 21)], [(30, 30, 31), (21, 21, 22)]
 
 
 def planned(steps: list[list[tuple[int, int, int]]], put: Any, gpu: Gpu | None = None) -> list[Any]:
     """Plans of these steps, counted one by one; at events first heads keep 6 entries, second ones 14."""
-    planner, plans = layers.planner_of(RAGGED, blocks=10**3), []
+    planner, plans = layers.planner_of("adakv(knorm, keep=10, every=50)", blocks=10**3), []
     for requests in steps:
         batch = batch_of(requests, posing=put is Posing)
         if gpu is not None:
@@ -107,12 +120,11 @@ def test_ragged_heads_are_planned_without_waiting(triton_interpreted: None, monk
         plans = planned(steps, Posing, gpu)
     for made, there in zip(plans[1:], plain[1:], strict=True):
         for part, other in zip(made.ragged.layout, there.ragged.layout, strict=True):
-            assert torch.equal(part.held.long(), other.long())
-        assert torch.equal(made.slot_mapping.held, there.slot_mapping)
-        tokens, others = made.ragged.tokens, there.ragged.tokens
-        assert torch.equal(tokens.lengths.held.long(), others.lengths.long())
+            assert torch.equal(held(part).long(), other.long())
+        assert torch.equal(held(made.slot_mapping), there.slot_mapping)
+        assert torch.equal(held(made.ragged.tokens.lengths).long(), there.ragged.tokens.lengths.long())
     prompt = range(2 * WIDTH * BLOCK, 2 * WIDTH * BLOCK + 17)
-    assert plans[2].slot_mapping.held.tolist() == [-1, -1, *prompt]
+    assert held(plans[2].slot_mapping).tolist() == [-1, -1, *prompt]
 
 
 def test_a_ragged_layer_decodes_in_three_launches(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,20 +143,6 @@ def test_a_ragged_layer_decodes_in_three_launches(triton_interpreted: None, monk
         assert not gpu.waits
 
 
-class Allocated(TorchDispatchMode):
-    """Bytes that operators make, of what is not a view."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = function(*args, **(kwargs or {}))
-        given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, Tensor)}
-        for each in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in given:
-                self.nbytes += each.untyped_storage().nbytes()
-        return output
-
-
 @pytest.mark.full
 def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
     """There are 32 layers with 8 KV heads and blocks of 16, and 63 other requests. Tables would take 3.6 GiB."""
@@ -155,22 +153,25 @@ def test_a_long_prompt_beside_compressed_requests_takes_no_tables() -> None:
         assert assignment.fits is not None and all(assignment.fits.host_values)
         assignment.take(256)
     mixed = layers.batch_of([(500, 500, 501)] * 63 + [(prompt, prompt - 8192, prompt)], prompt // size, size)
-    with Allocated() as allocated:
+    with layers.Allocated() as allocated:
         plan = planner.plan(mixed)
     assert plan.ragged is not None and plan.ragged.others
-    # All that was made, one after another. The blocks of the request whose prompt ends are its event's.
-    assert allocated.nbytes < 2**22
+    # The blocks of the request whose prompt ends are its event's.
+    assert allocated.total < 2**22
 
 
 @pytest.mark.parametrize("recipe", ["snapkv(window=5, keep=10, every=7)", "ams(tova, window=9, keep=40, every=7)"])
 @pytest.mark.parametrize("number", [1, 12])
 def test_recorded_queries_are_planned_with_one_look(number: int, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One host sync reads all pages, by which requests are known; there is none if no window is open."""
+
+    def recorded_so_far(page: int, request: ScheduledRequest) -> RequestState:
+        return RequestState(page, request.before, request.prompt, record=QueryRecord(0, 0, request.before))
+
     kinds = [(60, 0, 60), (60, 60, 61), (53, 66, 67), (70, 76, 77)]
     with Gpu(monkeypatch) as gpu:
         for open_windows, some in ((True, kinds * number), (False, [(90, 0, 50)] * number)):
-            batch = batch_of(some, posing=True)
-            planner = layers.planner_of(recipe)
+            batch, planner = batch_of(some, posing=True), layers.planner_of(recipe)
             planner.requests._claim = recorded_so_far  # type: ignore[method-assign]
             gpu.reset()
             plan = planner.plan(batch)
@@ -183,10 +184,214 @@ def test_nothing_is_recorded_for_events_that_drop_nothing(keep: int) -> None:
     """A window before the events at 60 tokens, of a prompt, and at 74 is open."""
     for request, event in (((60, 0, 58), 60), ((60, 69, 70), 74)):
         planner = layers.planner_of(f"snapkv(window=7, keep={keep}, every=7)")
-        plan = planner.plan(batch_of([request], posing=False))
-        assert bool(plan.in_layers) == (event > keep)
+        assert bool(planner.plan(batch_of([request], posing=False)).in_layers) == (event > keep)
 
 
-def recorded_so_far(page: int, request: ScheduledRequest) -> RequestState:
-    """A state as if all queries had been recorded so far."""
-    return RequestState(page, request.before, request.prompt, record=QueryRecord(0, 0, request.before))
+# --- events
+
+HEADS, DIM, ROWS = 2, 8, 2
+FIRST, AGAIN = [(18, 0, 18), (13, 0, 13)], [(18, 18, 25), (13, 13, 20)]
+
+
+def random_caches(number: int, rows: int = ROWS, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(number, rows * WIDTH, HEADS, BLOCK, 2 * DIM, generator=draw)
+
+
+def group_of(recipe: str, caches: Tensor, put: Put) -> tuple[LayerGroup, EventQueue]:
+    """Layers with these caches, which an event writes to."""
+    angles = torch.arange(64.0)[:, None] / 10.0 ** torch.arange(DIM // 2)
+    rotary = RotaryTable(put(torch.cat((angles.cos(), angles.sin()), 1)), halves=True)
+    return layers.layer_group(recipe, list(map(put, caches)), 1, rotary=rotary), EventQueue(FreedBlocks())
+
+
+def plain(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("recipe", "most"),
+    [
+        *[("knorm(keep=10, every=7)", 120), ("keydiff(keep=10, every=7)", 130)],
+        *[("adakv(knorm, keep=10, every=7)", 330), ("pool(knorm, keep=10, every=7)", 350)],
+        ("composite(knorm, keep=10, every=7)", 390),
+    ],
+)
+def test_an_event_launches_the_same_for_any_number_of_layers(recipe: str, most: int, triton_interpreted: None) -> None:
+    counted = []
+    for number in (2, 8):
+        there = random_caches(number, seed=number)
+        right = there.clone()
+        group, queue = group_of(recipe, right, plain)
+        for step in (FIRST, AGAIN):
+            queue.plan(group, batch_of(step, posing=False))
+        queue.run()
+        with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
+            group, queue = group_of(recipe, there, Posing)
+            for step in (FIRST, AGAIN):
+                gpu.reset()
+                plan = queue.plan(group, batch_of(step, posing=True))
+                assert not gpu.waits
+                gpu.reset()
+                queue.run()
+                counted.append((gpu.launches.total(), gpu.waits.total(), len(plan.events)))
+        assert torch.equal(right, there)
+    first, again, *many = counted
+    assert many == [first, again]
+    # Of two lengths are two events where heads are equal; the host asks for nothing but how many entries heads keep.
+    assert all(0 < waits == events and launches <= most * events for launches, waits, events in (first, again))
+
+
+class Projection:
+    """A projection of a layer that does not rotate, so that its queries follow from hidden states alone."""
+
+    def __init__(self, weights: Tensor, hidden: Tensor) -> None:
+        self._weights, self.hidden = weights, hidden
+
+    def queries(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self._weights).unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], str]:
+    """Recipes whose files are of a model with so many layers."""
+    folder = tmp_path_factory.mktemp("files")
+
+    def recipe(text: str, number: int) -> str:
+        measured, compiled = (folder / f"{number}.{kind}" for kind in ("stats", "tables"))
+        if not measured.exists():
+            of = random_statistics(Shape((1,), HEADS, 1, DIM, DIM), tuple(range(number)))
+            statistics.save(replace(of, provenance={"model": {"layers": list(range(number))}}), measured)
+            tables.save(tables.neutral(number, HEADS, 0.5), compiled)
+        return text.replace("stats", f"stats='{measured}'").replace("tables", f"tables='{compiled}'")
+
+    return recipe
+
+
+BY_LAYER = [
+    *("random(keep=10)", "adakv(random, keep=10)", "qfilter(stats, keep=10)"),
+    *("triattention(stats, horizon=8, keep=10)", "expected_attention(stats, future=4, keep=10)"),
+    *("duo_attention(stats, keep=0.6, sinks=1, recent=2)", "gvote(samples=3, future=4)"),
+    "compilerkv(tables, window=5, elastic=False, keep=10)",
+]
+"""Methods that depend on the layer."""
+
+
+@pytest.mark.parametrize("many", [8, pytest.param(32, marks=pytest.mark.full)])
+@pytest.mark.parametrize("recipe", [*BY_LAYER, "adakv(snapkv(window=5), keep=10)"])
+def test_what_depends_on_the_layer_launches_the_same(
+    recipe: str, many: int, files: Callable[[str, int], str], triton_interpreted: None
+) -> None:
+    """And waits once. Counted, not computed; the products of layers' own weights apart, which are one each."""
+    counted = []
+    for number in (2, many):
+        text = files(recipe, number)
+        with pytest.MonkeyPatch.context() as patch, Gpu(patch, computes=False) as gpu:
+            statistics._read.cache_clear()  # which know what lies on the device already
+            rotary = RotaryTable(Posing(torch.ones(64, DIM).masked_fill(torch.arange(DIM) >= DIM // 2, 0.0)), True)
+            hidden = Posing(torch.randn(31, 6))
+            projections = [Projection(Posing(torch.randn(6, HEADS * DIM)), hidden) for _ in range(number)]
+            caches = list(Posing(random_caches(number)))
+            group = layers.layer_group(text, caches, 1, rotary=rotary, projections=projections)
+            queue = EventQueue(FreedBlocks())
+            plan = queue.plan(group, batch_of(FIRST, posing=True))
+            queries = torch.stack([each.queries(hidden[None])[0].transpose(0, 1) for each in projections])
+            if plan.in_layers:
+                group.record(range(number), plan, queries)
+            gpu.reset()
+            queue.run()
+            assert not recipe.startswith("gvote") or gpu.launches.pop("mm") == number
+            counted.append((gpu.launches.total(), gpu.waits.total(), len(plan.events)))
+    few, more = counted
+    assert few == more and few[1] == few[2] and 0 < few[0] < 500, gpu.launches
+
+
+def decoded(recipe: str, caches: Tensor, gpu: Gpu | None) -> tuple[LayerGroup, list[tuple[int, int, bool]]]:
+    """A step of prompts and some of one token; launches and waits between steps, and whether there was an event."""
+    put, counted = plain if gpu is None else Posing, []
+    group, queue = group_of(recipe, caches, put)
+    for token in range(9):
+        step = FIRST if token == 0 else [(prompt, prompt + token - 1, prompt + token) for prompt, _, _ in FIRST]
+        batch = batch_of(step, posing=gpu is not None)
+        draw, tokens = torch.Generator().manual_seed(token), len(batch.slot_mapping)
+        # Of all layers the same, so that 2 of them say what 8 do.
+        queries = torch.randn(tokens, HEADS, DIM, generator=draw).expand(len(caches), -1, -1, -1).contiguous()
+        plan = queue.plan(group, batch)
+        group.record(range(len(caches)), plan, put(queries))
+        if gpu is not None:
+            gpu.reset()
+        queue.run()
+        if gpu is not None:
+            counted.append((gpu.launches.total(), gpu.waits.total(), bool(plan.events)))
+    return group, counted
+
+
+class Nothing:
+    """A kernel that is not run."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "snapkv(window=5, keep=10, every=7)",
+        "ams(tova, window=6, recent=4, sinks=1, min_segment=2, max_segment=4, keep=10, every=7)",
+        "expected_attention(buffer=7, future=4, skip=1, prefill=False, keep=10, every=7)",
+        "adakv(snapkv(window=5), keep=10, every=7)",
+    ],
+)
+def test_adding_up_launches_the_same_for_any_number_of_layers(recipe: str, triton_interpreted: None) -> None:
+    """And waits for nothing; what is added up is what a CPU adds up. Of many layers it is counted, and not computed.
+
+    So do events.
+    """
+    counted = []
+    for number in (2, 8):
+        there = random_caches(1).repeat(number, 1, 1, 1, 1)
+        right = there.clone()
+        with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
+            if number > 2:
+                for name in ("_paged_lse", "_add_in_pages"):
+                    patch.setattr(getattr(paged_window, name), "_kernel", Nothing())
+            posing, steps = decoded(recipe, there, gpu)
+        counted.append(steps)
+        if number == 2:
+            group, _ = decoded(recipe, right, None)
+            for feature in group.planner.recording.sums:
+                column = group.columns[feature.column]
+                torch.testing.assert_close(held(posing.columns[feature.column]), column)
+                assert column.any()
+            assert torch.equal(right, there)
+    assert counted[0] == counted[1] and not any(waits for _, waits, event in counted[0] if not event)
+    assert max(launches for launches, _, event in counted[0] if not event) > 0
+
+
+@pytest.mark.full
+def test_requests_that_share_pages_are_added_up_in_the_same_launches(triton_interpreted: None) -> None:
+    """Three as five, of which the last shares none; sums are those that a CPU adds up."""
+    counted = []
+    for rows in (3, 5):
+        there = random_caches(2, rows)
+        queries = torch.randn(2, rows, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+        sums: list[list[Tensor]] = []
+        for posing in (False, True):
+            with pytest.MonkeyPatch.context() as patch, Gpu(patch) as gpu:
+                put: Put = Posing if posing else plain
+                group, queue = group_of("snapkv(window=5, keep=10, every=7, prefill=False)", there, put)
+                for token in range(6):  # the window opens with the third, and then four wait
+                    batch = batch_of([(12, 12 + token, 13 + token)] * rows, posing=posing)
+                    table = held(batch.block_table) if posing else batch.block_table
+                    table[1:-1, 0] = table[0, 0]
+                    group.record(range(2), queue.plan(group, batch), put(queries))
+                    gpu.reset()
+                    queue.run()
+                own, columns = group.columns._private.values(), [group.columns["received of 5"]]
+                assert len(own) == rows - 2
+                sums.append([held(each) if posing else each for each in (*columns, *own)])
+                counted.append((gpu.launches.total(), gpu.waits.total()))
+        torch.testing.assert_close(*sums)
+    assert counted[1] == counted[3] and counted[1][1] == 0 < counted[1][0]

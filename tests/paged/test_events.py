@@ -1,0 +1,227 @@
+"""Events lie between steps: when they are executed, that their workspace is fixed, and that it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset.paged import event_execution
+from keepset.paged.event_queue import EventQueue
+from keepset.paged.fp8 import EightBits
+from keepset.paged.freed_blocks import FreedBlocks
+from keepset.paged.layer_group import LayerGroup
+from keepset.paged.query_operations import QueryAddition
+from keepset.paged.step import StepPlan
+from tests.paged.engine import Engine, Request
+from tests.paged.layers import Allocated, batch_of, layer_group
+
+Executed = list[tuple[int, int]]
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Executed]:
+    """Layers and points of events, as they are executed."""
+    execute, done = event_execution.execute, Executed()
+
+    def watched(group: LayerGroup, event: object, entries: object, *rest: object) -> None:
+        points = event.at.tolist()  # type: ignore[attr-defined]
+        done.extend((group.layers[place], at) for place in entries.places for at in points)  # type: ignore[attr-defined]
+        execute(group, event, entries, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(event_execution, "execute", watched)
+    yield done
+
+
+# --- each is executed once, in all layers, before the next step of any of them is planned
+
+
+@pytest.mark.parametrize("recipe", ["knorm(keep=9)", "pyramid(knorm, keep=9)", "pool(snapkv(window=2), keep=9)"])
+def test_they_wait_for_the_next_step(recipe: str, executed: Executed) -> None:
+    """There is one group of layers, or one for each layer. The step's own blocks are still there."""
+    engine, request = Engine(recipe, 60), Request(0, 30)
+    engine.step({0: 30}, {0: request})
+    assert not executed
+    for _ in range(2):
+        engine.step({0: 1}, {0: request})
+        assert sorted(executed) == [(0, 30), (1, 30), (2, 30)]
+
+
+def test_an_event_is_executed_though_its_request_is_gone(executed: Executed) -> None:
+    """The pages belong to another request by then, which has not written to them yet."""
+    engine, gone, next_one = Engine("snapkv(window=3, kernel=1, keep=9)", 12), Request(0, 30), Request(1, 40)
+    engine.step({0: 30}, {0: gone})
+    engine.leave(gone)
+    for tokens in (40, 1, 1):
+        engine.step({1: tokens}, {1: next_one})
+    assert sorted(executed) == sorted((layer, at) for layer in range(3) for at in (30, 40))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "prompts", "rows"),
+    [
+        *((each, (20, 27, 34), [[2, 1, 0]]) for each in ("adakv(knorm, keep=9, every=8)", "mass(window=4)")),
+        ("adakv(knorm, keep=0.4)", (20, 27, 34), [[2, 1, 0]]),
+        ("knorm(keep=9)", (20, 27, 34), [[0], [1], [2]]),
+        # None is looked at as if it were three times as long.
+        ("adakv(knorm, keep=9)", (60, 20, 33), [[0, 2], [1]]),
+    ],
+)
+def test_requests_of_different_lengths_are_one_event_where_heads_differ(
+    recipe: str, prompts: tuple[int, ...], rows: list[list[int]]
+) -> None:
+    """Each keeps what it would keep alone, which the engine checks."""
+    engine, requests = Engine(recipe, 200), {number: Request(number, prompt) for number, prompt in enumerate(prompts)}
+    engine.step({number: request.prompt for number, request in requests.items()}, requests)
+    for plan in engine.events.steps.values():
+        assert [event.rows for event in plan.events] == rows
+    for _ in range(9):
+        engine.step(dict.fromkeys(requests, 1), requests)
+    assert all(request.events for request in requests.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rows": [1]}, "lost count of the requests"),
+        ({"keep": [1]}, "kept another number of entries than its quotas say"),
+    ],
+)
+def test_groups_and_the_scheduler_must_mean_the_same(change: dict[str, list[int]], says: str) -> None:
+    engine = Engine("pool(snapkv(window=2), keep=9)", 60)
+    engine.step({0: 30}, {0: Request(0, 30)})
+    for plan in list(engine.events.steps.values())[-1 if "rows" in change else 0 :]:
+        plan.events[0] = replace(plan.events[0], **change)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=says):
+        engine.events.run()
+
+
+# --- a workspace is fixed, however long the prompt
+
+LAYERS, HEADS, GROUP, DIM, BLOCK, WIDTH = 2, 3, 2, 8, 4, 40
+STEPS = [
+    [(30, 0, 33), (53, 0, 53), (21, 0, 21)],  # the first one's prompt ends before its step does
+    [(30, 33, 37), (53, 53, 60), (21, 21, 28)],
+    [(30, 37, 44), (53, 60, 67), (21, 28, 35)],
+]
+"""Prompts, and tokens before and after a step."""
+
+
+def run(group: LayerGroup) -> None:
+    """Three steps, whose events are executed; what new tokens write is in the pages already."""
+    queue, draw = EventQueue(FreedBlocks()), torch.Generator().manual_seed(5)
+    for step in STEPS:
+        batch = batch_of(step, WIDTH, BLOCK)
+        plan = queue.plan(group, batch)
+        queries = torch.randn(len(group.layers), len(batch.slot_mapping), HEADS * GROUP, DIM, generator=draw)
+        if plan.in_layers:
+            group.record(range(len(group.layers)), plan, queries)
+    queue.run()
+
+
+def random_caches() -> Tensor:
+    shape = LAYERS, len(STEPS[0]) * WIDTH, HEADS, BLOCK, 2 * DIM
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+RECIPES = [
+    *("knorm(keep=11, every=7)", "keydiff(keep=11, every=7)", "snapkv(window=4, keep=11, every=7)"),
+    *("adakv(snapkv(window=4), keep=11, every=7)", "tova(keep=0.3)", "r_kv(window=4, keep=11, every=7)"),
+    "ams(tova, window=6, recent=4, sinks=1, keep=11, every=7)",
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_heads_one_by_one_are_as_all_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where entries have come after the event, in its own step."""
+    together, apart = random_caches(), random_caches()
+    run(layer_group(recipe, list(together), GROUP))
+    monkeypatch.setattr("keepset.paged.paged_observation.WORKSPACE", 1)
+    monkeypatch.setattr("keepset.paged.event_execution.WORKSPACE", 1)
+    monkeypatch.setattr("keepset.core.observation._AT_ONCE", 1)
+    run(layer_group(recipe, list(apart), GROUP))
+    assert not torch.equal(together, random_caches()) and torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("recipe", RECIPES[:3])
+def test_entries_of_eight_bits_are_those_that_they_stand_for(recipe: str, kind: torch.dtype) -> None:
+    """Moved bit for bit; chosen as if a cache in float32 held what they mean, with each layer's own scales."""
+    scales = torch.tensor([[0.5, 0.25], [0.3, 2.0]])
+    stored = (random_caches() / 0.4).to(kind)
+    factors = scales.repeat_interleave(DIM, 1)[:, None, None, None]
+    meant, held, before = stored.float() * factors, stored.view(torch.uint8), stored.view(torch.uint8).clone()
+    run(layer_group(recipe, list(held), GROUP, [EightBits(kind, *of_layer, torch.float32) for of_layer in scales]))
+    run(layer_group(recipe, list(meant), GROUP))
+    assert not torch.equal(held, before) and torch.equal(held.view(kind).float() * factors, meant)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        # A window's attention takes most of the time: of all its queries once.
+        *("adakv(snapkv, keep=0.25)", "snapkv(window=8, keep=0.25)", "chunkkv(snapkv(window=8), keep=0.25)"),
+        *("knorm(keep=0.25)", "keydiff(keep=0.5)", "tova(keep=0.25)", "streaming_llm(keep=0.5)"),
+    ],
+)
+def test_a_prompt_of_131072_tokens(recipe: str) -> None:
+    """A layer of an 8B model, whose keys and values of it weigh 512 MiB: no more than 160 of 256 MiB besides.
+
+    Queries of 64 requests take 80 more (`test_bytes`).
+    """
+    length, size, heads, dim = 131072, 16, 8, 128
+    blocks = length // size
+    few = torch.randn(64, heads, size, 2 * dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+    group = layer_group(recipe, [few.repeat(blocks // 64, 1, 1, 1)], 4)
+    _ = group.columns
+    queue = EventQueue(FreedBlocks())
+    plan = queue.plan(group, batch_of([(length, length - 64, length)], blocks, size))
+    queries = torch.randn(1, 64, heads * 4, dim).bfloat16()
+    with Allocated() as allocated:
+        if plan.in_layers:
+            group.record(range(1), plan, queries)
+        queue.run()
+    # Where heads differ all that stays is out of the pages at a time: here an eighth of a gigabyte.
+    assert plan.events and 0 < allocated.peak < 160 * 2**20, allocated.peak / 2**20
+
+
+# --- what is added up before an event
+
+
+def additions(plan: StepPlan) -> list[QueryAddition]:
+    return [operation for operation in plan.in_layers if isinstance(operation, QueryAddition)]
+
+
+def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None:
+    """Three windows open in one step: two prompts begin alike, and the third has a later page of the first."""
+    group, queue = layer_group("snapkv(window=8, keep=15)", list(random_caches()), GROUP), EventQueue(FreedBlocks())
+    queries = torch.randn(LAYERS, 159, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(5))
+    for shared, owners in ((), [0, 0, 0]), (((1, 0), (2, 5)), [0, 1, 1]):
+        batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
+        for row, place in shared:
+            batch.block_table[row, place] = batch.block_table[0, place]
+        plan = queue.plan(group, batch)
+        assert [len(addition.owners) for addition in additions(plan)] == owners
+        group.record(range(LAYERS), plan, queries)
+        assert bool(group.columns._private) == bool(shared)
+        queue.run()
+        assert not group.columns._private
+
+
+def test_requests_of_any_phase_are_added_up_together() -> None:
+    """Four of them, each a token behind the one before, so that one by one their rings are full in four steps."""
+    caches = torch.randn(1, 4 * 60, 2, BLOCK, 2 * DIM)
+    group, queue = layer_group("snapkv(window=64, keep=100, every=64)", list(caches), 2), EventQueue(FreedBlocks())
+    assert group.planner.recording.waiting == 4
+    added = []
+    for step in range(30):
+        before = [40 + step - behind for behind in range(4) if step >= behind]
+        batch = batch_of([(40, n if n > 40 else 0, n + 1) for n in before], 60, BLOCK)
+        plan = queue.plan(group, batch)
+        added.append([len(addition.slots) for addition in plan.before_events])
+        group.record(range(1), plan, torch.randn(1, len(batch.slot_mapping), 4, DIM))
+    assert added[6:] == [[4] if step % 4 == added[:10].index([4]) % 4 else [] for step in range(6, 30)], added
