@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset import METHODS, Method, Observation
+from keepset import METHODS, Budget, Method, Observation
 from keepset.core.feature import Feature
 from keepset.core.features.attention import AttentionColumns, PromptQueryAttention, SecondPass, SecondPassColumns
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
@@ -37,6 +37,9 @@ class Shape:
     head_dim: int
     value_dim: int
 
+    def __str__(self) -> str:
+        return f"{self.lengths} in {self.kv_heads}x{self.group} of {self.head_dim} and {self.value_dim}"
+
     @property
     def batch(self) -> int:
         return len(self.lengths)
@@ -47,12 +50,13 @@ class Shape:
 
 
 SHAPES = [
-    pytest.param(Shape((17,), 3, 1, 5, 5), id="one_query_head_per_kv_head"),
-    pytest.param(Shape((29, 22), 2, 3, 7, 11), id="group_of_3_and_wide_values"),
-    pytest.param(Shape((12,), 1, 8, 16, 4), id="one_kv_head"),
-    pytest.param(Shape((1,), 2, 2, 3, 3), id="one_entry"),
-    pytest.param(Shape((5, 8, 1), 2, 2, 4, 6), id="about_a_window"),
+    Shape((17,), 3, 1, 5, 5),
+    Shape((29, 22), 2, 3, 7, 11),
+    Shape((12,), 1, 8, 16, 4),
+    Shape((1,), 2, 2, 3, 3),
+    Shape((5, 8, 1), 2, 2, 4, 6),  # about a window
 ]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 DTYPES = [torch.float32, torch.bfloat16]
 
 EXACT = dict(rtol=1e-5, atol=1e-6)
@@ -205,6 +209,24 @@ def observe(
     return Observation(**{**options, **parts, "features": {**features, **parts.get("features", {})}})
 
 
+def thinned(shape: Shape, seed: int, dropped: int, newest: int = 0, prompts: Sequence[int] | None = None) -> Tensor:
+    """Return positions after an earlier event, at which every head lost `dropped` other entries of each request.
+
+    The prompts are all there, and so are the newest ones as far as there are so many after the prompt.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    positions = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
+    for request, length in enumerate(shape.lengths):
+        prompt = prompts[request] if prompts else 0
+        end, first = length + dropped, length + dropped - min(newest, length - prompt)
+        for head in range(shape.kv_heads):
+            older = torch.randperm(first - prompt, generator=draw)[: length - prompt - (end - first)].sort().values
+            positions[request, head, :length] = torch.cat(
+                [torch.arange(prompt), older + prompt, torch.arange(first, end)]
+            )
+    return positions
+
+
 @cache
 def of_methods(kind: type[Feature[Any]]) -> list[Feature[Any]]:
     """Return the features of one kind that registered methods look at by default."""
@@ -308,6 +330,19 @@ def length_of(observation: Observation, request: int) -> int:
 def kept(keep_set: object, observation: Observation, request: int, head: int) -> list[int]:
     """The positions that one head keeps, as a list."""
     return keep_set.positions(observation.layer, request, head).tolist()  # type: ignore[attr-defined]
+
+
+def sets_of(
+    method: Method, observations: Sequence[Observation], budget: Budget, request: int = 0
+) -> list[list[list[int]]]:
+    """Return what every head of one request keeps, `[layer][head]`."""
+    keep_set = method.select_all(observations, budget)
+    return [[kept(keep_set, each, request, head) for head in range(each.keys.shape[1])] for each in observations]
+
+
+def heads_of(method: Method, observation: Observation, budget: Budget, request: int = 0) -> list[list[int]]:
+    """Return what every head of one request keeps of one layer."""
+    return sets_of(method, [observation], budget, request)[0]
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:

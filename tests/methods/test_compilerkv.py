@@ -13,12 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, KeepsetError, Observation
-from keepset.allocators.pool import Pool
 from keepset.core.features.runtime_features import ModelTables, Perplexity
 from keepset.core.tables import Tables, load, save
 from keepset.methods.compilerkv import CompilerKV
 from tests.core.test_tables import random_tables
-from tests.methods.naive import DTYPES, Shape, kept, length_of, observe, window_attention
+from tests.methods.naive import DTYPES, Shape, kept, length_of, observe, sets_of, thinned, window_attention
 from tests.tiers import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
@@ -111,10 +110,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tables")
 
 
-def written(folder: Path, layers: int, heads: int, seed: int = 0) -> tuple[Tables, str]:
-    """Tables for two budgets whose weights differ in sign and whose thresholds differ widely, and their file."""
-    tables, path = random_tables(layers, heads, (4, 12), seed), folder / f"{layers}.{heads}.{seed}"
+def written(
+    folder: Path, layers: int, heads: int, seed: int = 0, budgets: tuple[int, ...] = (4, 12), **filled: Any
+) -> tuple[Tables, str]:
+    """Tables whose weights differ in sign and whose thresholds differ widely, unless given, and their file."""
+    tables, path = random_tables(layers, heads, budgets, seed), folder / str(hash((layers, heads, seed, str(filled))))
     tables.gate.copy_(torch.rand(tables.gate.shape, generator=torch.Generator().manual_seed(seed)))
+    for name, values in filled.items():
+        getattr(tables, name).copy_(torch.as_tensor(values).expand_as(getattr(tables, name)))
     if not path.exists():
         save(tables, path)
     return tables, str(path)
@@ -127,7 +130,7 @@ def literally_kept(
     always, rest = best_first(utility, budget)
     scale = abs(sum(utility)) / len(utility) if method.threshold == "mean" else 1.0
     candidates = [t for t in range(len(utility)) if t in always or utility[t] >= tau * scale]
-    if not candidates:
+    if method.elastic and not candidates:
         return rest[:1], 0
     if method.elastic and len(candidates) <= wanted:
         return candidates, len(candidates)
@@ -161,19 +164,14 @@ def test_equations_6_to_16(
             entropy = entropy_of(observations, request)
             tau = threshold_of(tables, row, layer, entropy, perplexities[request]) if method.gate else 0.9
             stay, _ = literally_kept(method, scores[0], tau, budget, wanted)
-            for head in range(shape.kv_heads):
-                assert kept(keep_set, seen, request, head) == stay
+            assert all(kept(keep_set, seen, request, head) == stay for head in range(shape.kv_heads))
 
 
 @pytest.mark.parametrize(("threshold", "tau"), [("utility", 0.2), ("mean", 1.0)])
 def test_both_branches_of_equation_16(folder: Path, threshold: str, tau: float) -> None:
     """Under the budget all candidates stay and no more, above it the best of them; at the budget both are the same."""
     shape = Shape((40,), 2, 2, 4, 5)
-    tables = random_tables(1, 4, (8,))
-    tables.weights.fill_(1.0)
-    tables.gate.fill_(tau)
-    file = str(folder / f"branches {threshold}")
-    save(tables, Path(file))
+    tables, file = written(folder, 1, 4, budgets=(8,), weights=1.0, gate=tau)
     method = CompilerKV(file, window=WINDOW, threshold=threshold)
     observations = layers_of(shape, 1, [2.0], 0, file)
     utility = utilities(observations, 0, 0, [1.0] * 4, method)[0]
@@ -211,20 +209,19 @@ def test_scores_where_heads_hold_different_entries(
 ) -> None:
     """After an earlier event attention is added up by position, and each KV head has its own heads' maximum."""
     shape, layers, *_ = case
-    draw = torch.Generator().manual_seed(seed)
     tables, file = written(folder, layers, shape.kv_heads * shape.group)
     method = CompilerKV(tables=file, window=WINDOW)
 
-    def positions() -> torch.Tensor:
-        places = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
-        for request, length in enumerate(shape.lengths):
-            for head in range(shape.kv_heads):
-                older = torch.randperm(length + 3, generator=draw)[: length - 1].sort().values
-                places[request, head, :length] = torch.cat([older, torch.tensor([length + 3])])
-        return places
-
     observations = [
-        observe(shape, window=WINDOW, layer=i, layers=range(layers), seed=i, dtype=dtype, positions=positions())
+        observe(
+            shape,
+            window=WINDOW,
+            layer=i,
+            layers=range(layers),
+            seed=i,
+            dtype=dtype,
+            positions=thinned(shape, 10 * seed + i, 4, newest=1),
+        )
         for i in range(layers)
     ]
     received = method.received_attention(observations)
@@ -257,25 +254,20 @@ def test_filled_up_the_threshold_changes_nothing(
     shape, layers, budget, perplexities, _ = case
     _, file = written(folder, layers, shape.kv_heads * shape.group, seed)
     observations = layers_of(shape, layers, perplexities, seed, file)
-    exact = CompilerKV(file, window=WINDOW, elastic=False).select_all(observations, budget)
-    ungated = CompilerKV(file, window=WINDOW, elastic=False, gate=False).select_all(observations, budget)
-    elastic = CompilerKV(file, window=WINDOW).select_all(observations, budget)
-    assert torch.equal(exact.counts, ungated.counts)
-    for seen in observations:
-        for request in range(shape.batch):
-            for head in range(shape.kv_heads):
-                assert kept(exact, seen, request, head) == kept(ungated, seen, request, head)
-                assert set(kept(elastic, seen, request, head)) <= set(kept(exact, seen, request, head))
-                assert kept(elastic, seen, request, head)
+    methods = [CompilerKV(file, window=WINDOW, elastic=False, gate=gate) for gate in (True, False)]
+    for request in range(shape.batch):
+        exact, ungated, elastic = (
+            sets_of(each, observations, budget, request) for each in (*methods, CompilerKV(file, window=WINDOW))
+        )
+        assert exact == ungated
+        for of_layer, filled in zip(elastic, exact, strict=True):
+            assert all(head and set(head) <= set(full) for head, full in zip(of_layer, filled, strict=True))
 
 
 def test_what_risk_does(folder: Path) -> None:
     """A table whose threshold falls with both risks keeps more where they are high."""
-    tables = random_tables(1, 2, (8,))
-    tables.weights.fill_(1.0)
-    tables.gate.copy_((1 - torch.arange(20.0)[:, None] / 40 - torch.arange(4.0) / 16).expand(1, 1, 20, 4))
-    file = str(folder / "risk")
-    save(tables, Path(file))
+    falling = 1 - torch.arange(20.0)[:, None] / 40 - torch.arange(4.0) / 16
+    _, file = written(folder, 1, 2, budgets=(8,), weights=1.0, gate=falling)
     method, shape = CompilerKV(file, window=WINDOW, threshold="mean"), Shape((200,), 2, 1, 4, 4)
     counts = [
         int(method.select_all(layers_of(shape, 1, [told], file=file), Budget(200)).counts[0, 0, 0])
@@ -296,10 +288,8 @@ def test_equal_scores_keep_the_later_and_all_heads_the_same() -> None:
         seen.keys.zero_()
         seen.values.fill_(1.0)
     # Entries before the window are seen by all of it alike.
-    keep_set = CompilerKV(window=WINDOW, elastic=False).select_all(observations, Budget(8, recent=WINDOW))
-    for seen in observations:
-        for head in range(3):
-            assert kept(keep_set, seen, 0, head) == [*range(12, 20)]
+    kept = sets_of(CompilerKV(window=WINDOW, elastic=False), observations, Budget(8, recent=WINDOW))
+    assert kept == [[[*range(12, 20)]] * 3] * 2
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
@@ -322,10 +312,8 @@ def test_values_of_length_zero_are_equal() -> None:
 @pytest.mark.parametrize("threshold", ["utility", "mean"])
 @pytest.mark.parametrize("weight", [0.0, -1.0])
 def test_a_layer_whose_heads_all_weigh_nothing_has_no_candidates(folder: Path, weight: float, threshold: str) -> None:
-    tables, shape = random_tables(1, 4, (8,)), Shape((30, 3), 2, 2, 4, 5)
-    tables.weights.fill_(weight)
-    file = str(folder / f"nothing {weight} {threshold}")
-    save(tables, Path(file))
+    shape = Shape((30, 3), 2, 2, 4, 5)
+    _, file = written(folder, 1, 4, budgets=(8,), weights=weight)
     observations = layers_of(shape, 1, [1.0, 1.0], file=file)
     method = CompilerKV(file, window=WINDOW, threshold=threshold)
     counts = method.select_all(observations, Budget(12, recent=WINDOW)).counts
@@ -333,26 +321,26 @@ def test_a_layer_whose_heads_all_weigh_nothing_has_no_candidates(folder: Path, w
     assert method.select_all(observations, Budget(12)).counts.unique().tolist() == [1]
 
 
-def test_what_it_needs_and_says(folder: Path) -> None:
+def test_what_it_needs(folder: Path) -> None:
     _, file = written(folder, 2, 2)
     assert CompilerKV().traits.needs.window == CompilerKV().traits.recent == 64
-    assert not CompilerKV().traits.needs.of(Perplexity)  # without tables, all thresholds are the same
-    assert not CompilerKV(file, gate=False).traits.needs.of(Perplexity)
-    assert not CompilerKV(file, elastic=False).traits.needs.of(Perplexity)
+    # Without tables, and without a gate, all thresholds are the same.
+    for method in (CompilerKV(), CompilerKV(file, gate=False), CompilerKV(file, elastic=False)):
+        assert not method.traits.needs.of(Perplexity)
     assert CompilerKV(file, window=7).traits.needs.of(Perplexity) == [Perplexity(7)]
     assert CompilerKV(file, elastic=False).traits.needs.of(ModelTables) == [ModelTables(file)]
-    exact, elastic = CompilerKV(elastic=False), CompilerKV()
-    assert exact.traits.fixed_total and exact.traits.equal_layers and exact.traits.equal_heads
-    assert elastic.traits.equal_heads and elastic.traits.counts_from_data and not elastic.traits.fixed_total
     assert not CompilerKV("absent", head_table=False, gate=False).traits.needs.of(ModelTables)  # which reads none
-    with pytest.raises(KeepsetError, match="says itself how much every head keeps"):
-        Pool(CompilerKV())
+    exact, elastic = CompilerKV(elastic=False).traits, CompilerKV().traits
+    assert exact.fixed_total and exact.equal_layers and exact.equal_heads
+    assert elastic.equal_heads and elastic.counts_from_data and not elastic.fixed_total
+
+
+def test_what_is_missing_or_of_another_model_is_refused(folder: Path) -> None:
     _, single = written(folder, 1, 2)
     told = {ModelTables(single): load(single)}
     with pytest.raises(KeepsetError, match=r"features=\{Perplexity"):
         CompilerKV(single).select_all([observe(Shape((9,), 1, 2, 4, 4), features=told)], Budget(5))
-    other = str(folder / "other")
-    save(random_tables(7, 5), Path(other))
+    _, other = written(folder, 7, 5)
     seen = layers_of(Shape((9,), 1, 2, 4, 4), 2, [1.0], file=other)
     with pytest.raises(KeepsetError, match="theirs has 7 layers of 5 query heads, this one 2 of 2"):
         CompilerKV(other, window=WINDOW).select_all(seen, Budget(5))
@@ -408,22 +396,3 @@ def test_theorem_4_1_on_random_attention(length: int, keep: int, heads: int, see
     check_theorem(rows, kept(keep_set, seen[0], 0, 0))
     draw = torch.Generator().manual_seed(seed)
     check_theorem(rows, torch.randperm(length, generator=draw)[: 1 + seed % length].tolist())
-
-
-def test_theorem_4_1s_first_term_alone_is_exceeded_in_the_tight_case() -> None:
-    """One kept entry and one dropped, half of every row's mass each: the error is sqrt(2 T) eps, not sqrt(T) eps."""
-    dropped, _, error = losses([[0.5, 0.5]] * 6, [0])
-    eps = sum(dropped) / 6
-    assert error == pytest.approx(math.sqrt(2 * 6) * eps)
-    assert error > math.sqrt(6) * eps
-
-
-def test_a_dropped_tokens_utility_does_not_bound_its_attention() -> None:
-    """A2: one head's attention to the dropped is not within their utility, which averages over all heads.
-
-    Two heads of one query, weights of 1, values of one length: the first head looks at the dropped token alone.
-    """
-    one, other = [0.1, 0.9], [1.0, 0.0]
-    utility = (one[1] + other[1]) / 2  # equation 6 over two heads, a window of one row, and rho = 1
-    dropped, _, _ = losses([one], [0])
-    assert dropped[0] == 0.9 > utility / 1.0 == 0.45

@@ -14,8 +14,10 @@ from tests.methods.naive import DTYPES, SHAPES, Shape, check_scores
 BY_THEMSELVES = {"random", "gvote", "duo_attention", "compilerkv"}
 """Scorers whose tests write out more than scores: chance, votes, quotas, and a choice for all layers together."""
 
-CASES = [pytest.param(method, id=str(method)) for each in FORMULAS.values() for method in each.methods]
-THINNED = Shape((9, 7), 2, 2, 6, 6)
+every_scorer = pytest.mark.parametrize(
+    "method", [pytest.param(method, id=str(method)) for each in FORMULAS.values() for method in each.methods]
+)
+every_type = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def test_every_scorer_has_a_formula() -> None:
@@ -30,17 +32,18 @@ def check(method: Method, shape: Shape, dtype: torch.dtype, positions: torch.Ten
     check_scores(method, observation, expected, **(formula.exact if dtype == torch.float32 else formula.rounded))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("method", CASES)
-def test_scores_are_the_papers(method: Method, shape: Shape, dtype: torch.dtype) -> None:
-    check(method, shape, dtype)
+@every_type
+@every_scorer
+def test_scores_are_the_papers(method: Method, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        check(method, shape, dtype)
 
 
-@pytest.mark.parametrize("alike", [True, False], ids=["heads alike", "heads apart"])
-@pytest.mark.parametrize("method", CASES)
-def test_scores_after_an_event_that_dropped_entries(method: Method, alike: bool) -> None:
+@every_scorer
+def test_scores_after_an_event_that_dropped_entries(method: Method) -> None:
+    """Heads hold the same entries, or other ones."""
     one, other = [0, 1, 4, 5, 9, 12, 13, 14, 15], [0, 2, 3, 5, 6, 11, 13, 14, 15]
-    positions = torch.tensor([[one, one if alike else other], [other, other if alike else one]])
-    positions[1, :, 7:] = 0
-    check(method, THINNED, torch.float32, positions)
+    for second in (one, other):
+        positions = torch.tensor([[one, second], [other, other if second is one else one]])
+        positions[1, :, 7:] = 0
+        check(method, Shape((9, 7), 2, 2, 6, 6), torch.float32, positions)

@@ -1,8 +1,10 @@
+"""GVote against its algorithm 1, number by number, and its samples against their distribution."""
+
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,19 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keepset import Budget, KeepsetError, Observation, Recipe
+from keepset import Budget, Observation, Recipe
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments
 from keepset.methods.gvote import GVote, nucleus
 from keepset.methods.hash_random import normal, stream
 from tests.methods.naive import (
     HIDDEN,
-    SHAPES,
     Rope,
     Shape,
-    alone,
     check_scores,
     dot,
-    kept,
+    every_shape,
+    heads_of,
     length_of,
     observe,
     projection,
@@ -96,48 +97,31 @@ def algorithm_1(
     return sorted(union), votes, attention
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("p_nuc", [0.5, 0.95])
-@pytest.mark.parametrize("samples", [1, 8])
+@every_shape
+@pytest.mark.parametrize(("p_nuc", "samples"), [(0.5, 1), (0.5, 8), (0.95, 8), (0.8, 4)])
 def test_is_algorithm_1(shape: Shape, p_nuc: float, samples: int) -> None:
-    observation = observe(shape, skips=(0,))
-    method = Sampled(p_nuc, samples, FUTURE, skip=0)
-    keep_set = method.select(observation, NO_BUDGET)
+    """The last case is after an earlier compression, and with another scaling."""
+    positions = 2 * torch.arange(shape.entries).expand(shape.batch, shape.kv_heads, -1) + 1
+    later: dict[str, Any] = dict(positions=positions, scaling=0.9, window=1) if p_nuc == 0.8 else {}
+    observation, method = observe(shape, skips=(0,), **later), Sampled(p_nuc, samples, FUTURE, skip=0)
     scores = []
     for request in range(shape.batch):
         scores.append([])
-        for head in range(shape.kv_heads):
+        for head, found in enumerate(heads_of(method, observation, NO_BUDGET, request)):
             union, votes, attention = algorithm_1(observation, request, head, method)
-            assert kept(keep_set, observation, request, head) == union
+            assert found == observation.positions[request, head][union].tolist()
             scores[-1].append([vote + share for vote, share in zip(votes, attention, strict=True)])
     check_scores(method, observation, scores, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_is_algorithm_1_after_an_earlier_compression_and_with_another_scaling(shape: Shape) -> None:
-    positions = 2 * torch.arange(shape.entries).expand(shape.batch, shape.kv_heads, -1) + 1
-    observation = observe(shape, skips=(2,), positions=positions, scaling=0.9, window=1)
-    method = Sampled(0.8, 4, FUTURE, skip=0)
-    features = {**observation.features, HiddenMoments(0): observation[HiddenMoments(2)]}
-    observation = replace(observation, features=features)
-    keep_set = method.select(observation, NO_BUDGET)
-    for request in range(shape.batch):
-        for head in range(shape.kv_heads):
-            union, _, _ = algorithm_1(observation, request, head, method)
-            assert kept(keep_set, observation, request, head) == [2 * entry + 1 for entry in union]
 
 
 def test_bfloat16_is_close_to_algorithm_1() -> None:
     """Near ties fall either way, so what differs must have logits that bfloat16 hardly tells apart."""
     observation = observe(Shape((40, 23), 2, 3, 7, 5), dtype=torch.bfloat16)
-    method = Sampled(0.9, 4, FUTURE)
-    keep_set = method.select(observation, NO_BUDGET)
-    differing = total = 0
+    method, differing, total = Sampled(0.9, 4, FUTURE), 0, 0
     for request in range(2):
-        for head in range(2):
-            union = set(algorithm_1(observation, request, head, method)[0])
-            found = set(kept(keep_set, observation, request, head))
-            differing, total = differing + len(union ^ found), total + len(union)
+        for head, found in enumerate(heads_of(method, observation, NO_BUDGET, request)):
+            union = algorithm_1(observation, request, head, method)[0]
+            differing, total = differing + len(set(union) ^ set(found)), total + len(union)
     assert differing <= 0.05 * total
 
 
@@ -164,17 +148,12 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_its_mass(weights: list[int
     assert count == 1 or sum(best[: count - 1]) < mass
 
 
-def test_all_attention_is_that_of_all_entries() -> None:
-    assert nucleus(torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]), 1.0).tolist() == [3, 3]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
+@every_shape
 def test_all_attention_keeps_all(shape: Shape) -> None:
-    observation = observe(shape)
-    keep_set = GVote(p_nuc=1.0, samples=1).select(observation, NO_BUDGET)
+    assert nucleus(torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]), 1.0).tolist() == [3, 3]
     for request, length in enumerate(shape.lengths):
-        for head in range(shape.kv_heads):
-            assert kept(keep_set, observation, request, head) == list(range(length))
+        heads = heads_of(GVote(p_nuc=1.0, samples=1), observe(shape), NO_BUDGET, request)
+        assert heads == [list(range(length))] * shape.kv_heads
 
 
 def test_no_attention_keeps_the_best_entry_of_every_query() -> None:
@@ -233,39 +212,22 @@ def test_a_seed_repeats_and_seeds_and_layers_differ() -> None:
     assert torch.equal(fewer, states(1, 0)[:, :3])
 
 
-def test_a_request_s_samples_do_not_depend_on_its_batch() -> None:
-    observation = observe(Shape((29, 22, 12), 2, 3, 7, 11))
-    method = GVote(future=FUTURE)
-    together = method.select(observation, NO_BUDGET)
-    for request in range(3):
-        single = alone(observation, request)
-        assert torch.equal(method.hidden_states(single)[0], method.hidden_states(observation)[request])
-        kept_alone = method.select(single, NO_BUDGET)
-        for head in range(2):
-            assert kept(kept_alone, single, 0, head) == kept(together, observation, request, head)
-
-
 # --- ties, numbers that overflowed, caps
 
 
 def test_of_equal_logits_the_later_wins() -> None:
-    keys = torch.zeros(1, 2, 10, 4)
-    observation = observe(Shape((10,), 2, 2, 4, 4), keys=keys)
-    keep_set = GVote(p_nuc=0.35).select(observation, NO_BUDGET)
-    for head in range(2):
-        assert kept(keep_set, observation, 0, head) == [6, 7, 8, 9]
+    observation = observe(Shape((10,), 2, 2, 4, 4), keys=torch.zeros(1, 2, 10, 4))
+    assert heads_of(GVote(p_nuc=0.35), observation, NO_BUDGET) == [[6, 7, 8, 9]] * 2
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_heads_whose_newest_query_overflowed_stay_whole(poison: float) -> None:
-    observation = observe(Shape((20, 13), 2, 2, 4, 4))
-    method = GVote(p_nuc=0.3, samples=2)
-    before = method.select(observation, NO_BUDGET)
+    observation, method = observe(Shape((20, 13), 2, 2, 4, 4)), GVote(p_nuc=0.3, samples=2)
+    before = [heads_of(method, observation, NO_BUDGET, request) for request in range(2)]
     observation.queries[0, 1, -1] = poison  # type: ignore[index]
-    after = method.select(observation, NO_BUDGET)
-    assert kept(after, observation, 0, 0) == list(range(20)) != kept(before, observation, 0, 0)
-    for request, head in ((0, 1), (1, 0), (1, 1)):
-        assert kept(after, observation, request, head) == kept(before, observation, request, head)
+    after = [heads_of(method, observation, NO_BUDGET, request) for request in range(2)]
+    assert after[0][0] == list(range(20)) != before[0][0]
+    assert (after[0][1], after[1]) == (before[0][1], before[1])
 
 
 def test_keys_that_overflowed_go_to_the_samples_that_look_their_way() -> None:
@@ -295,28 +257,20 @@ def test_a_cap_leaves_the_best_of_the_union(
     method = GVote(p_nuc=0.5, samples=3, future=FUTURE, seed=seed)
     if isinstance(keep, int):
         keep = max(keep, sinks + recent, 1)
-    free = method.select(observation, Budget(None, sinks, recent))
-    plain = method.select(observation, NO_BUDGET)
-    capped = method.select(observation, Budget(keep, sinks, recent))
+    budgets = Budget(None, sinks, recent), NO_BUDGET, Budget(keep, sinks, recent)
     scores = method.score(observation)
     for request, length in enumerate(lengths):
         first, last = set(range(min(sinks, length))), set(range(max(length - recent, 0), length))
         least = min(max(1, sinks + recent), length)
         cap = min(keep, length) if isinstance(keep, int) else max(least, length * round(keep * 100) // 100)
-        for head in range(heads):
-            union = set(kept(free, observation, request, head))
-            assert union == set(kept(plain, observation, request, head)) | first | last
-            found = kept(capped, observation, request, head)
-            row = scores[request, head].tolist()
+        each = [heads_of(method, observation, budget, request) for budget in budgets]
+        for row, free, plain, found in zip(scores[request].tolist(), *each, strict=True):
+            assert set(free) == set(plain) | first | last and len(found) == min(cap, len(free))
             order = sorted(
-                union, key=lambda e: (e in first, -e if e in first else 0, e in last, row[e], e), reverse=True
+                free, key=lambda e: (e in first, -e if e in first else 0, e in last, row[e], e), reverse=True
             )
             if len(first | last) <= cap:
                 assert found == sorted(order[:cap])
-            assert len(found) == min(cap, len(union))
-
-
-# --- recipes
 
 
 def test_needs_no_budget() -> None:
@@ -324,24 +278,3 @@ def test_needs_no_budget() -> None:
     assert recipe.require_budget() is recipe and recipe == Recipe.of(GVote()) and str(recipe) == "gvote"
     assert (recipe.budget.sinks, recipe.budget.recent) == (0, 0)
     assert not recipe.method.traits.equal_heads and not recipe.method.traits.fixed_total
-
-
-@pytest.mark.parametrize(
-    ("text", "because"),
-    [
-        ("gvote(p_nuc=1.5)", "p_nuc=1.5 is out of range: use 0.0 to 1.0"),
-        ("gvote(samples=0)", "samples=0 is out of range"),
-        ("gvote(future=0)", "future=0 is out of range"),
-        ("gvote(skip=-1)", "skip=-1 is out of range"),
-        ("chunkkv(gvote, keep=9)", "so does gvote"),
-    ],
-)
-def test_bad_parameters(text: str, because: str) -> None:
-    with pytest.raises(KeepsetError, match=because):
-        Recipe.parse(text)
-
-
-def test_says_what_is_missing() -> None:
-    observation = observe(Shape((9,), 1, 1, 2, 2))
-    with pytest.raises(KeepsetError, match=r"give Observation\(features=\{HiddenMoments\(skip=2\): \.\.\.\}\)"):
-        GVote(skip=2).score(observation)

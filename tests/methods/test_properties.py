@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from keepset import METHODS, Budget, KeepSet, Method, Observation
+from keepset import METHODS, Budget, KeepSet, Method, Observation, Recipe
 from keepset.core.features.attention import PromptQueryAttention, SecondPassColumns
+from keepset.core.features.queries import PaddedQueries, ReferenceQueries
 from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.method import Allocator
 from tests.methods.naive import (
@@ -25,7 +28,9 @@ from tests.methods.naive import (
     kept,
     length_of,
     observe,
+    sets_of,
     several,
+    thinned,
 )
 from tests.tiers import examples
 
@@ -55,9 +60,8 @@ def make(name: str) -> Method:
     """A method that reads no more than short texts have; allocators around SnapKV unless the name says otherwise."""
     outer, _, inner = name.partition("(")
     kind, parameters = METHODS[outer], SMALL.get(outer, {})
-    return (
-        kind(make(inner.rstrip(")") or "snapkv"), **parameters) if issubclass(kind, Allocator) else kind(**parameters)
-    )
+    scorer = [make(inner.rstrip(")") or "snapkv")] if issubclass(kind, Allocator) else []
+    return kind(*scorer, **parameters)
 
 
 @dataclass(frozen=True)
@@ -73,45 +77,24 @@ class Case:
 
     @functools.cache  # noqa: B019  # every method is asked about the same ones
     def observations(self) -> list[Observation]:
+        """Return the layers; after an earlier compression every head has lost other entries, never the newest."""
+        shape, dropped = self.shape, self.dropped
+        parts = {
+            layer: dict(positions=thinned(shape, self.seed + layer, dropped, newest=1) if dropped else None)
+            for layer in self.layers
+        }
+        seeds = {layer: self.seed + layer for layer in self.layers}
         return [
-            observe(
-                self.shape,
-                layer=layer,
-                layers=self.layers,
-                seed=self.seed + layer,
-                dtype=self.dtype,
-                positions=self._positions(layer),
-            )
+            observe(shape, layer=layer, layers=self.layers, seed=seeds[layer], dtype=self.dtype, **parts[layer])
             for layer in self.layers
         ]
 
-    def _positions(self, layer: int) -> torch.Tensor | None:
-        """Return positions after an earlier compression: every head lost other entries, never the newest."""
-        if not self.dropped:
-            return None
-        draw = torch.Generator().manual_seed(self.seed + layer)
-        shape = self.shape
-        positions = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
-        for request, length in enumerate(shape.lengths):
-            newest = length + self.dropped - 1
-            for head in range(shape.kv_heads):
-                older = torch.randperm(newest, generator=draw)[: length - 1].sort().values
-                positions[request, head, :length] = torch.cat([older, torch.tensor([newest])])
-        return positions
-
-    def wanted_in_all(self, length: int) -> int:
-        """Entries that all layers keep together of `length` in each, on average over heads; one in each at least."""
-        keep, layers, heads = self.budget.keep, len(self.layers), self.shape.kv_heads
+    def wanted_together(self, length: int, parts: int, heads: int = 1) -> int:
+        """Entries that parts keep together of `length` in each head, on average over a part's heads; one at least."""
+        keep = self.budget.keep
         if isinstance(keep, float):
-            return max(layers * self.least(length), layers * heads * length * round(keep * 100) // 100 // heads)
-        return self.wanted(length) * layers
-
-    def wanted_in_one_pool(self, length: int) -> int:
-        """Entries that all heads of all layers keep together of `length` in each; one in each at least."""
-        keep, heads = self.budget.keep, len(self.layers) * self.shape.kv_heads
-        if isinstance(keep, float):
-            return max(heads * self.least(length), heads * length * round(keep * 100) // 100)
-        return self.wanted(length) * heads
+            return max(parts * self.least(length), parts * heads * length * round(keep * 100) // 100 // heads)
+        return self.wanted(length) * parts
 
     def wanted(self, length: int) -> int:
         """Entries that the average head keeps of `length`, in whole numbers."""
@@ -176,33 +159,26 @@ def test_keeps_exactly_what_was_asked_for_sorted_and_what_always_stays(name: str
 
 
 def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
+    traits, heads, layers = method.traits, case.shape.kv_heads, len(case.layers)
+    # What entries are there after an earlier compression may be too few for what layers or heads aim at.
+    short = case.dropped and isinstance(case.budget.keep, int) and not traits.across_layers and not traits.equal_layers
     for request, length in enumerate(case.shape.lengths):
         wanted, counts = case.wanted(length), keep_set.counts[:, request].tolist()
-        if method.traits.layout == "dense":
-            assert counts == [[wanted] * case.shape.kv_heads] * len(case.layers)
-        elif method.traits.layout == "layer-ragged":
+        assert all(0 <= head <= length for layer in counts for head in layer)
+        if traits.equal_heads:
             assert all(len(set(layer)) == 1 for layer in counts)
-            if method.traits.across_layers:
-                assert sum(layer[0] for layer in counts) == case.wanted_in_all(length)
-                assert all(1 <= layer[0] <= length for layer in counts)
-            # What entries are there after an earlier compression may be too few for the first layers' shares.
-            elif case.dropped and isinstance(case.budget.keep, int):
-                assert all(layer[0] <= length for layer in counts)
-            else:
-                assert sum(layer[0] for layer in counts) == wanted * len(case.layers)
-        elif (
-            not method.traits.across_layers
-            and not method.traits.equal_layers
-            and case.dropped
-            and isinstance(case.budget.keep, int)
-        ):
-            # Heads aim at what the whole text allows, and hold too little of it.
-            assert all(head <= length for layer in counts for head in layer)
-        elif method.traits.across_layers or not method.traits.equal_layers:
-            assert sum(map(sum, counts)) == case.wanted_in_one_pool(length)
-            assert all(1 <= head <= length for layer in counts for head in layer)
+        if traits.across_layers:
+            assert all(head >= 1 for layer in counts for head in layer)
+        if short:
+            continue
+        if traits.equal_layers and (traits.equal_heads or not traits.across_layers):
+            assert [sum(layer) for layer in counts] == [wanted * heads] * layers
+        elif traits.equal_heads:
+            total = case.wanted_together(length, layers, heads) if traits.across_layers else wanted * layers
+            assert sum(layer[0] for layer in counts) == total
         else:
-            assert [sum(layer) for layer in counts] == [wanted * case.shape.kv_heads] * len(case.layers)
+            assert sum(map(sum, counts)) == case.wanted_together(length, layers * heads)
+            assert all(head >= 1 for layer in counts for head in layer)
 
 
 @every_method
@@ -221,23 +197,15 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
     lengths = tuple(prompt + data.draw(st.integers(1, 12)) for prompt in prompts)
     shape = Shape(lengths, data.draw(st.integers(1, 3)), 2, 3, 2)
     keep, layers = max(1, recent) + more, (0, 2, 3)
-    draw = torch.Generator().manual_seed(seed)
-
-    def positions() -> torch.Tensor:
-        places = torch.zeros(shape.batch, shape.kv_heads, shape.entries, dtype=torch.long)
-        for request, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-            newest = length + 7 - min(recent, length - prompt)  # The newest are all there.
-            for head in range(shape.kv_heads):
-                older = (
-                    torch.randperm(newest - prompt, generator=draw)[: max(length - prompt - recent, 0)].sort().values
-                )
-                places[request, head, :length] = torch.cat(
-                    [torch.arange(prompt), older + prompt, torch.arange(newest, length + 7)]
-                )
-        return places
-
     observations = [
-        observe(shape, layer=layer, layers=layers, seed=seed, positions=positions(), prompts=torch.tensor(prompts))
+        observe(
+            shape,
+            layer=layer,
+            layers=layers,
+            seed=seed,
+            positions=thinned(shape, seed + layer, 7, recent, prompts),
+            prompts=torch.tensor(prompts),
+        )
         for layer in layers
     ]
     method = make(name)
@@ -261,16 +229,15 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
 @some_examples
 @given(case=cases(), beyond=st.integers(0, 3))
 def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> None:
-    observations = case.observations()
+    observations, method = case.observations(), make(name)
     if name == "duo_attention":  # After an event retrieval heads aim at the whole text, not at what heads hold.
         assume(not case.dropped)
     for keep in (1.0, case.shape.entries + case.budget.sinks + case.budget.recent + beyond):
         budget = Budget(keep, case.budget.sinks, case.budget.recent)
-        keep_set = make(name).select_all(observations, budget)
-        for observation in observations:
-            for request in range(case.shape.batch):
-                for head in range(case.shape.kv_heads):
-                    assert kept(keep_set, observation, request, head) == entries_of(observation, request, head)
+        for request in range(case.shape.batch):
+            heads = range(case.shape.kv_heads)
+            expected = [[entries_of(each, request, head) for head in heads] for each in observations]
+            assert sets_of(method, observations, budget, request) == expected
 
 
 @every_method
@@ -324,8 +291,7 @@ def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> No
     for tensor in (observation.keys, observation.values, observation[SUM], *told):
         tensor[0, 0, 3] = poison
         tensor[1, :, 5:] = poison
-    method = make(name)
-    keep_set: KeepSet = method.select(observation, Budget(6, sinks=1, recent=2))
+    keep_set = make(name).select(observation, Budget(6, sinks=1, recent=2))
     assert keep_set.counts[0].sum(-1).tolist() == [12, 12]
     for request, newest in ((0, 19), (1, 12)):
         for head in range(2):
@@ -334,16 +300,46 @@ def test_numbers_that_overflowed_change_no_count(name: str, poison: float) -> No
 
 def permuted(observation: Observation, order: list[int]) -> Observation:
     """Return an observation of the same requests in another order."""
-    assert observation.queries is not None and observation.query_positions is not None
+    names = ("keys", "values", "queries", "positions", "valid", "lengths", "query_positions")
     return Observation(
-        keys=observation.keys[order],
-        values=observation.values[order],
-        queries=observation.queries[order],
-        positions=observation.positions[order],
-        valid=observation.valid[order],
-        lengths=observation.lengths[order],
-        query_positions=observation.query_positions[order],
+        **{name: getattr(observation, name)[order] for name in names},
         features=features_of(observation, order),
         layer=observation.layer,
         layers=observation.layers,
     )
+
+
+# --- a budget of `keep=1.0` under every method's own defaults, and what the guide says about it
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+LENGTH, HEADS, LAYERS = 200, 2, (0, 1, 4)
+
+
+def is_the_full_cache(text: str, keep: int | float) -> bool:
+    """Return whether everything stays, every number as it was."""
+    method, shape = Recipe.parse(text).method, Shape((LENGTH,), HEADS, 2, 8, 8)
+    # Attention that is sharp, or all entries are wanted by some query.
+    sharp = [observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, scaling=2.0) for layer in LAYERS]
+    asked = PaddedQueries(sharp[0].newest_queries(64)[0], torch.ones(1, 64, dtype=torch.bool))
+    observations = [each.with_features({ReferenceQueries(128): asked}) for each in sharp]
+    answer = method.select_all(observations, Budget(keep, method.traits.sinks, method.traits.recent))
+    for each in observations:
+        kept = answer.layer(each.layer)
+        if kept.counts.tolist() != [[LENGTH] * HEADS] or kept.entry_bytes != each.entry_bytes:
+            return False
+        # What `match` has fitted is a solution of linear equations in float32.
+        bias = kept.state.get("bias", torch.zeros(1))
+        torch.testing.assert_close(bias, torch.zeros_like(bias), atol=1e-3, rtol=0)
+        if kept.values is not None:
+            torch.testing.assert_close(kept.values, each.values.flatten(0, 2), atol=1e-3, rtol=0)
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+@pytest.mark.parametrize("name", METHODS)
+def test_a_full_budget_is_the_full_cache_unless_the_guide_says_otherwise(name: str) -> None:
+    text = f"{name}(snapkv)" if issubclass(METHODS[name], Allocator) else name
+    parts = GUIDE.read_text(encoding="utf-8").split("\n\n")
+    (paragraph,) = (part for part in parts if part.startswith("With `keep=1.0`"))
+    excepted = set(re.findall(r"`(\w+)`", paragraph)) & METHODS.keys()
+    assert [is_the_full_cache(text, keep) for keep in (1.0, LENGTH)] == [name not in excepted] * 2

@@ -3,42 +3,94 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from keepset import Budget, KeepsetError, Method, Observation, Recipe
+from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.core.feature import Needs
 from keepset.core.features.attention import AttentionColumns, PromptQueryAttention, SecondPass
+from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics, OutputProjection
+from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.kernels.columns import ColumnStatistic
-from keepset.methods import r_kv
+from keepset.methods import expected_attention, r_kv
+from keepset.methods.expected_attention import ExpectedAttention
+from keepset.methods.gvote import GVote
 from keepset.methods.h2o import H2O
 from keepset.methods.keydiff import KeyDiff
-from keepset.methods.knorm import Knorm
 from keepset.methods.lagkv import LagKV
 from keepset.methods.prompt_queries import PromptQueries
 from keepset.methods.qfilter import QFilter
 from keepset.methods.r_kv import RKV
+from keepset.methods.random import Random
 from keepset.methods.rpc import RPC
 from keepset.methods.second_pass import SecondPassAttention
 from keepset.methods.snapkv import SnapKV
-from keepset.methods.streaming_llm import StreamingLLM
-from tests.methods.formulas import naive_scores, observed
-from tests.methods.naive import EXACT, SHAPES, SUM, Shape, check_scores, kept, length_of, observe, softmax
+from keepset.methods.triattention import TriAttention
+from tests.methods.formulas import FORMULAS, matmul, mean_rotation, naive_scores, observed, transposed
+from tests.methods.naive import (
+    EXACT,
+    SHAPES,
+    SUM,
+    Rope,
+    Shape,
+    check_scores,
+    dot,
+    every_shape,
+    heads_of,
+    kept,
+    length_of,
+    observe,
+    random_statistics,
+    softmax,
+)
 
 
-def heads_of(text: str, observation: Observation) -> list[list[int]]:
-    """Return what each head of the only request keeps under a recipe."""
-    keep_set = Recipe.parse(text).select(observation)
-    return [kept(keep_set, observation, 0, head) for head in range(observation.keys.shape[1])]
+def stay(text: str, observation: Observation, request: int = 0) -> list[list[int]]:
+    """Return what each head of a request keeps under a recipe."""
+    recipe = Recipe.parse(text)
+    return heads_of(recipe.method, observation, recipe.budget, request)
 
 
-@pytest.mark.parametrize("method", [SnapKV, RPC, RKV])
-def test_an_even_kernel_is_refused(method: type[SnapKV]) -> None:
-    with pytest.raises(KeepsetError, match="odd"):
-        method(kernel=4)
+@pytest.mark.parametrize(
+    ("refused", "because"),
+    [
+        *((lambda kind=kind: kind(kernel=4), "odd") for kind in (SnapKV, RPC, RKV)),
+        (lambda: SecondPassAttention(task="self", statistic="rms"), "needs a second pass"),
+        (lambda: GVote(p_nuc=1.5), "p_nuc=1.5 is out of range: use 0.0 to 1.0"),
+        (lambda: GVote(samples=0), "samples=0 is out of range"),
+        (lambda: GVote(future=0), "future=0 is out of range"),
+        (lambda: GVote(skip=-1), "skip=-1 is out of range"),
+    ],
+)
+def test_parameters_that_are_refused(refused: Callable[[], object], because: str) -> None:
+    with pytest.raises(KeepsetError, match=because):
+        refused()
+
+
+@pytest.mark.parametrize(
+    ("text", "feature"),
+    [
+        ("gvote(skip=2)", "HiddenMoments(skip=2)"),
+        ("expected_attention(skip=3)", "QueryMoments(skip=3"),
+        ("qfilter(stats='other')", "ModelStatistics(file='other')"),
+        ("duo_attention(stats='mine')", "ModelStatistics(file='mine')"),
+    ],
+)
+def test_what_is_missing_is_asked_for(text: str, feature: str) -> None:
+    observation = observe(Shape((6,), 1, 1, 4, 4), skips=(5,))
+    with pytest.raises(KeepsetError) as refusal:
+        Recipe.parse(text).method.select(observation, Budget(4))
+    assert f"give Observation(features={{{feature}" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -50,71 +102,115 @@ def test_an_even_kernel_is_refused(method: type[SnapKV]) -> None:
         ("r_kv(keep=12)", [0, 1, 2, 3, 32, 33, 34, 35, 36, 37, 38, 39]),
         ("streaming_llm(keep=6, sinks=1)", [0, 35, 36, 37, 38, 39]),
         ("prompt_queries(keep=12)", [0, 1, 2, 3, 32, 33, 34, 35, 36, 37, 38, 39]),
+        ("expected_attention(keep=6)", [0, 1, 2, 3]),
     ],
 )
 def test_what_always_stays(text: str, always: list[int]) -> None:
-    for head in heads_of(text, observe(Shape((40,), 3, 2, 5, 5))):
+    for head in stay(text, observe(Shape((40,), 3, 2, 5, 5))):
         assert set(always) <= set(head)
     assert str(Recipe.parse("r_kv(keep=12, sinks=0)")) == "r_kv(keep=12, sinks=0)"
+
+
+@pytest.mark.parametrize(
+    ("method", "needs"),
+    [
+        (PromptQueries(), Needs(PromptQueryAttention(1))),
+        (PromptQueries(stride=3), Needs(PromptQueryAttention(3))),
+        (
+            PromptQueries(second_pass=True),
+            Needs(PromptQueryAttention(1), SecondPass(frozenset({ColumnStatistic.SQUARE}), chunk=0)),
+        ),
+        (ExpectedAttention(stats="file"), Needs(ModelStatistics("file"))),
+    ],
+    ids=str,
+)
+def test_needs(method: PromptQueries, needs: Needs) -> None:
+    assert method.traits.needs == needs and needs.unrotated == (method.name == "prompt_queries")
+
+
+def test_only_what_is_looked_at_of_a_second_pass_is_needed() -> None:
+    for task, statistic, values in product(("context", "self"), ("max", "mean"), ("none", "norm", "projected")):
+        needs = SecondPassAttention(task=task, statistic=statistic, values=values, chunk=5).traits.needs
+        column = ColumnStatistic.MAX if statistic == "max" else ColumnStatistic.SUM
+        looked_at = AttentionColumns(column) if task == "self" else SecondPass(frozenset({column}), chunk=5)
+        assert needs == Needs(looked_at, *([OutputProjection()] if values == "projected" else []))
+
+
+# --- chance
+
+
+def chances(seed: int = 0, layer: int = 0, head: int = 0) -> Tensor:
+    return Random(seed=seed).score(observe(Shape((4000,), 2, 1, 1, 1), layer=layer))[0, head]
+
+
+@pytest.mark.parametrize("other", [dict(seed=1), dict(layer=1), dict(head=1), dict(seed=2**31 - 1)])
+def test_seeds_layers_and_heads_draw_independently(other: dict[str, int]) -> None:
+    first, second = chances(), chances(**other)
+    assert torch.equal(second, chances(**other)) and int((first == second).sum()) <= 1
+    assert abs(float(torch.stack([first, second]).corrcoef()[0, 1])) < 4 / math.sqrt(len(first))
+
+
+@pytest.mark.parametrize("head", [0, 1])
+def test_chances_are_about_uniform(head: int) -> None:
+    drawn = chances(head=head)
+    assert drawn.min() >= 0 and drawn.max() <= 1
+    counts = torch.bincount((drawn * 20).long().clamp(max=19), minlength=20)
+    expected = len(drawn) / 20
+    # Exceeded by one in a thousand, for 19 degrees of freedom.
+    assert float(((counts - expected).square() / expected).sum()) < 43.8
+    assert abs(float(torch.stack([drawn[1:], drawn[:-1]]).corrcoef()[0, 1])) < 4 / math.sqrt(len(drawn))
+
+
+def test_chance_depends_on_the_position_and_not_on_the_place_in_the_cache() -> None:
+    whole = Random().score(observe(Shape((40,), 2, 1, 3, 3)))
+    thinned = observe(Shape((14,), 2, 1, 3, 3), positions=torch.arange(0, 40, 3).expand(1, 2, -1))
+    assert torch.equal(Random().score(thinned), whole[:, :, ::3])
 
 
 # --- positions, keys and values
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@every_shape
 @pytest.mark.parametrize("keep", [4, 7, 8])
 def test_streaming_llm_keeps_the_first_four_and_the_newest(shape: Shape, keep: int) -> None:
     observation = observe(shape)
-    keep_set = Recipe.of(StreamingLLM(), keep=keep).select(observation)
     for request in range(shape.batch):
         length = length_of(observation, request)
         expected = [t for t in range(length) if t < 4 or t >= length - (keep - 4)]
-        for head in range(shape.kv_heads):
-            assert kept(keep_set, observation, request, head) == expected
+        assert stay(f"streaming_llm(keep={keep})", observation, request) == [expected] * shape.kv_heads
 
 
-def test_knorm_drops_keys_that_are_not_numbers_first() -> None:
+def test_knorm_drops_keys_that_are_not_numbers_first_and_of_equal_norms_the_earlier() -> None:
     observation = observe(Shape((9,), 1, 2, 4, 4))
     observation.keys[0, 0, 2] = math.inf
     observation.keys[0, 0, 5] = math.nan
-    assert kept(Knorm().select(observation, Budget(8)), observation, 0, 0) == [0, 1, 2, 3, 4, 6, 7, 8]
-    assert kept(Knorm().select(observation, Budget(7)), observation, 0, 0) == [0, 1, 3, 4, 6, 7, 8]
-
-
-def test_of_equal_norms_the_later_stays() -> None:
-    observation = observe(Shape((9,), 1, 1, 4, 4))
+    assert stay("knorm(keep=8)", observation) == [[0, 1, 2, 3, 4, 6, 7, 8]]
+    assert stay("knorm(keep=7)", observation) == [[0, 1, 3, 4, 6, 7, 8]]
     observation.keys.fill_(1.0)
     observation.keys[0, 0, 1] = 0.5
-    assert kept(Knorm().select(observation, Budget(4)), observation, 0, 0) == [1, 6, 7, 8]
+    assert stay("knorm(keep=4)", observation) == [[1, 6, 7, 8]]
 
 
-def test_a_keys_length_plays_no_part_in_keydiff() -> None:
+def test_a_keys_length_plays_no_part_in_keydiff_and_one_that_points_elsewhere_is_the_best() -> None:
     observation = observe(Shape((19,), 2, 1, 6, 6))
     before = KeyDiff().score(observation)
     observation.keys[:, :, ::3] *= 50
     torch.testing.assert_close(KeyDiff().score(observation), before, **EXACT)
-
-
-def test_the_key_that_points_elsewhere_is_the_best() -> None:
-    observation = observe(Shape((12,), 1, 1, 4, 4))
-    observation.keys[:] = 1 + observation.keys / 10
-    observation.keys[0, 0, 5] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    observation.keys[:] = 1 + observation.keys / 1000
+    observation.keys[0, 0, 5] = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0])
     assert KeyDiff().score(observation)[0, 0].argmax() == 5
 
 
 def test_every_partition_of_lagkv_keeps_the_same_share() -> None:
     observation = observe(Shape((50,), 2, 1, 5, 5))
-    keep_set = LagKV(lag=10, skip=4).select(observation, Budget(4 + 16 + 3 * 4, sinks=4, recent=10))
-    for head in range(2):
-        positions = kept(keep_set, observation, 0, head)
+    for positions in heads_of(LagKV(lag=10, skip=4), observation, Budget(4 + 16 + 3 * 4, sinks=4, recent=10)):
         assert [sum(start <= p < start + 10 for p in positions) for start in (4, 14, 24)] == [4, 4, 4]
         assert set(range(4)) | set(range(34, 50)) <= set(positions)
 
 
 def test_a_channel_that_does_not_vary_counts_as_zero() -> None:
-    observation = observe(Shape((8,), 1, 1, 3, 3))
+    observation, method = observe(Shape((8,), 1, 1, 3, 3)), LagKV(lag=4, skip=0)
     observation.keys[..., 4:, 1] = 2.0
-    method = LagKV(lag=4, skip=0)
     assert not math.isnan(method.score(observation).sum())
     check_scores(method, observation, [naive_scores(method, observation, 0)], **EXACT)
 
@@ -122,38 +218,31 @@ def test_a_channel_that_does_not_vary_counts_as_zero() -> None:
 # --- the newest queries
 
 
-def test_heads_share_one_set_where_their_attention_is_averaged() -> None:
-    observation = observe(Shape((40,), 3, 2, 4, 4), window=5)
-    for text, sets in (
-        ("tova(keep=20)", 1),
-        ("rpc(window=5, keep=20)", 3),
-        ("rpc(window=5, aggregation='all', keep=20)", 1),
-    ):
-        assert len({tuple(head) for head in heads_of(text, observation)}) == sets
+@pytest.mark.parametrize(("text", "sets"), [("tova", 1), ("rpc(window=5)", 3), ("rpc(window=5, aggregation='all')", 1)])
+def test_heads_share_one_set_where_their_attention_is_averaged(text: str, sets: int) -> None:
+    recipe = Recipe.parse(text).with_keep(20)
+    heads = heads_of(recipe.method, observe(Shape((40,), 3, 2, 4, 4), window=5), recipe.budget)
+    assert len({tuple(head) for head in heads}) == sets
 
 
 @pytest.mark.parametrize("block", [1, 60])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_of_similarities_change_nothing(shape: Shape, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_similarities_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(r_kv, "_BLOCK", block)
     method = RKV(window=3, threshold=0.2)
-    observation = observed(method, shape)
-    check_scores(method, observation, [naive_scores(method, observation, r) for r in range(shape.batch)], **EXACT)
+    for shape in SHAPES:
+        observation = observed(method, shape)
+        check_scores(method, observation, [naive_scores(method, observation, r) for r in range(shape.batch)], **EXACT)
 
 
-def test_keys_of_the_window_make_nothing_redundant() -> None:
-    observation = observe(Shape((30,), 1, 1, 16, 4), window=4)
-    method = RKV(window=4, mix_lambda=0)
-    scores = method.score(observation)[..., :26]
-    observation.keys[0, 0, 26:] = observation.keys[0, 0, 11].clone()
-    torch.testing.assert_close(method.score(observation)[..., :26], scores, rtol=0, atol=0)
-
-
-def test_of_keys_that_repeat_the_newest_stays() -> None:
+def test_of_keys_that_repeat_the_newest_stays_and_the_windows_make_nothing_redundant() -> None:
+    method = RKV(window=2, mix_lambda=0)
     observation = observe(Shape((30,), 1, 1, 16, 4), window=2)
-    observation.keys[0, 0, [3, 8, 13, 18, 23]] = observation.keys[0, 0, 3].clone()
-    positions = kept(RKV(window=2, mix_lambda=0).select(observation, Budget(26, recent=2)), observation, 0, 0)
-    assert {3, 8, 13, 18, 23} & set(positions) == {23}
+    scores = method.score(observation)[..., :28]
+    observation.keys[0, 0, 28:] = observation.keys[0, 0, 11].clone()
+    assert torch.equal(method.score(observation)[..., :28], scores)
+    repeated = {3, 8, 13, 18, 23}
+    observation.keys[0, 0, sorted(repeated)] = observation.keys[0, 0, 3].clone()
+    assert repeated & set(heads_of(method, observation, Budget(26, recent=2))[0]) == {23}
 
 
 # --- the whole prompt
@@ -167,11 +256,9 @@ def test_h2o_keeps_half_newest_half_heavy_hitters_of_the_whole_causal_attention(
         for entry, weight in enumerate(softmax(logits[query][: query + 1])):
             received[entry] += weight
     observation = observe(Shape((length,), 1, 1, 4, 4), features={SUM: torch.tensor([[received]])})
-
     newest = set(range(length - keep // 2, length))
     others = sorted(set(range(length)) - newest, key=lambda entry: received[entry], reverse=True)
-    expected = sorted(newest | set(others[: keep - len(newest)]))
-    assert kept(H2O().select(observation, Budget(keep)), observation, 0, 0) == expected
+    assert stay(f"h2o(keep={keep})", observation) == [sorted(newest | set(others[: keep - len(newest)]))]
 
 
 @pytest.mark.parametrize(
@@ -182,35 +269,119 @@ def test_the_newest_share_of_h2o_is_exact(keep: int, share: float, newest: int) 
     falling = torch.arange(700.0, 0, -1).view(1, 1, -1)
     observation = observe(Shape((700,), 1, 1, 1, 1), features={SUM: falling})
     expected = [*range(keep - newest), *range(700 - newest, 700)]
-    assert kept(H2O(recent_share=share).select(observation, Budget(keep)), observation, 0, 0) == expected
+    assert heads_of(H2O(recent_share=share), observation, Budget(keep)) == [expected]
 
 
-SQUARES = SecondPass(frozenset({ColumnStatistic.SQUARE}), chunk=0)
+# --- distributions of queries
 
 
-@pytest.mark.parametrize(
-    ("method", "needs"),
-    [
-        (PromptQueries(), Needs(PromptQueryAttention(1))),
-        (PromptQueries(stride=3), Needs(PromptQueryAttention(3))),
-        (PromptQueries(second_pass=True), Needs(PromptQueryAttention(1), SQUARES)),
-    ],
-)
-def test_the_prompts_queries_are_needed(method: Method, needs: Needs) -> None:
-    assert method.traits.needs == needs and method.traits.needs.unrotated
+def test_what_nothing_looks_at_counts_by_a_hundredth_of_its_values_norm() -> None:
+    observation = observe(Shape((9,), 1, 1, 4, 4), skips=(0,))
+    moments = observation[QueryMoments(0)]
+    # One key along the mean query draws all attention; the others look away from it, where exp is 0 in float32.
+    ahead = matmul([moments.mean[0, 0].double().tolist()], transposed(mean_rotation(4, 9, 1)))[0]
+    keys = torch.tensor([[1e4 * (1 if entry == 2 else -entry - 1) * x for x in ahead] for entry in range(9)])
+    observation = replace(observation, keys=keys[None, None])
+    norms = [math.sqrt(dot(value, value)) for value in observation.values[0, 0].double().tolist()]
+    expected = [(1.01 if entry == 2 else 0.01) * norms[entry] for entry in range(9)]
+    scores = ExpectedAttention(future=1, skip=0, covariance=False).score(observation)[0, 0]
+    assert scores.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_only_what_is_looked_at_of_a_second_pass_is_needed() -> None:
-    for task, statistic, values in product(("context", "self"), ("max", "mean"), ("none", "norm", "projected")):
-        needs = SecondPassAttention(task=task, statistic=statistic, values=values, chunk=5).traits.needs
-        column = ColumnStatistic.MAX if statistic == "max" else ColumnStatistic.SUM
-        looked_at = AttentionColumns(column) if task == "self" else SecondPass(frozenset({column}), chunk=5)
-        assert needs == Needs(looked_at, *([OutputProjection()] if values == "projected" else []))
+@pytest.mark.parametrize("skip", [0, 4])
+def test_statistics_of_a_file_take_the_place_of_the_texts_own(skip: int) -> None:
+    method = ExpectedAttention(future=7, skip=skip)
+    for shape in SHAPES:
+        measured = random_statistics(shape, (0,), gain=1.0)
+        observation = observe(shape, skips=(), features={ModelStatistics("file"): measured})
+        layer, batch, rope = measured.layers[0], (shape.batch, -1, -1), Rope(tuple(observation.lengths.tolist()))
+        moments = QueryDistribution(layer.mean.expand(*batch), layer.covariance.expand(*batch, -1), rope)
+        own = observe(shape, skips=(), features={QueryMoments(skip): moments})
+        expected = [naive_scores(method, own, request) for request in range(shape.batch)]
+        check_scores(replace(method, stats="file"), observation, expected, **FORMULAS[method.name].exact)
 
 
-def test_a_root_of_squares_needs_a_second_pass() -> None:
-    with pytest.raises(KeepsetError, match="needs a second pass"):
-        SecondPassAttention(task="self", statistic="rms")
+def test_the_models_own_scaling_is_used() -> None:
+    method, observation = ExpectedAttention(future=5), observe(Shape((15,), 1, 2, 6, 6), scaling=0.9)
+    check_scores(method, observation, [naive_scores(method, observation, 0)], **FORMULAS[method.name].exact)
+
+
+def test_expected_attention_is_what_sampled_queries_pay_on_average() -> None:
+    size, draws = 4, 200_000
+    observation = observe(Shape((12,), 1, 1, size, size), scaling=0.4, skips=(0,))
+    moments = observation[QueryMoments(0)]
+    rotation = torch.tensor(mean_rotation(size, 12, 3), dtype=torch.float64)
+    factor = torch.linalg.cholesky(moments.covariance[0, 0].double())
+    noise = torch.randn(draws, size, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    queries = (moments.mean[0, 0].double() + noise @ factor.T) @ rotation.T
+    paid = (queries @ observation.keys[0, 0].double().T * 0.4).exp().mean(0)
+    scores = ExpectedAttention(future=3, skip=0, value_norm=False).score(observation)[0, 0]
+    torch.testing.assert_close(scores.double(), paid / paid.sum(), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "make-believe"])
+@pytest.mark.parametrize("block", [1, 50, 2**18])
+@pytest.mark.parametrize("size", [1, 3, 6, 17])
+def test_expected_logits_are_those_of_each_key(
+    size: int, block: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrices need not be symmetric: rounding leaves none that is."""
+    monkeypatch.setattr(expected_attention, "CACHE_BLOCK" if device == "cpu" else "DEVICE_BLOCK", block)
+    draw = torch.Generator().manual_seed(size)
+    keys, matrices = torch.randn(2, 3, 11, size, generator=draw), torch.randn(2, 3, 2, size, size, generator=draw)
+    vectors = torch.randn(2, 3, 2, size, generator=draw)
+    if device == "cpu":
+        logits = expected_attention._expected_logits(keys, vectors, matrices)
+    else:
+        pytest.importorskip("triton")
+        from tests.posing import Gpu, Posing
+
+        with Gpu(monkeypatch):
+            logits = expected_attention._expected_logits(*(Posing(each) for each in (keys, vectors, matrices)))
+        assert isinstance(logits, Posing)
+        logits = logits.held
+    key, vector, matrix = (each.double() for each in (keys[:, :, :, None], vectors[:, :, None], matrices[:, :, None]))
+    expected = (key * vector).sum(-1) + (key[..., None] * matrix * key[..., None, :]).sum((-1, -2))
+    torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+class Spent(TorchDispatchMode):
+    """Counts operations that are not views, and the bytes that are held at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.held = self.peak = 0
+        self._sharing: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        self.launches += not function.is_view
+        for tensor in output if isinstance(output, (list, tuple)) else [output]:
+            storage = tensor.untyped_storage()
+            if not self._sharing[storage._cdata]:
+                self.held += storage.nbytes()
+            self._sharing[storage._cdata] += 1
+            weakref.finalize(tensor, self._gone, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.held)
+        return output
+
+    def _gone(self, storage: int, nbytes: int) -> None:
+        self._sharing[storage] -= 1
+        if not self._sharing[storage]:
+            self.held -= nbytes
+
+
+def test_on_a_device_a_long_context_takes_few_launches_and_little_memory() -> None:
+    """128k entries in the shape of an 8B model, whose keys alone are 256 MiB; nothing is computed."""
+    counted = {}
+    for entries in (2**17, 2**18):
+        keys = torch.empty(1, 8, entries, 128, device="meta", dtype=torch.bfloat16)
+        vectors, matrices = (torch.empty(1, 8, 4, *sizes, device="meta") for sizes in ((128,), (128, 128)))
+        with Spent() as spent:
+            logits = expected_attention._expected_logits(keys, vectors, matrices)
+        counted[entries] = spent.launches, spent.peak - logits.nbytes - keys.nbytes  # a view's counts, too
+    (launches, peak), (_, later_peak) = counted.values()
+    assert launches <= 64 and later_peak == peak <= 530 * 2**20, counted
 
 
 # --- statistics of the model
@@ -222,25 +393,61 @@ def test_the_key_that_reaches_farthest_along_the_direction_stays() -> None:
     assert kept(QFilter().select(observation, Budget(1)), observation, 0, 1) == [6]
 
 
-def test_each_file_has_its_own_statistics() -> None:
-    observation = observe(Shape((6,), 1, 1, 4, 4))
-    with pytest.raises(KeepsetError, match=r"Observation\(features=\{ModelStatistics\(file='other'\): \.\.\.\}\)"):
-        QFilter(stats="other").score(observation)
-
-
 @pytest.mark.parametrize(
-    ("shape", "layers"),
-    [
-        (Shape((6,), 1, 4, 4, 4), (0, 1)),
-        (Shape((6,), 2, 2, 6, 4), (0, 1)),
-        (Shape((6,), 2, 2, 4, 4), (0, 1, 2)),
-        (Shape((6,), 2, 2, 4, 4), (0, 3)),
-    ],
+    ("heads", "size", "layers"),
+    [((4, 4), 4, (0, 1)), ((2, 6), 6, (0, 1)), ((2, 4), 4, (0, 1, 2)), ((2, 4), 4, (0, 3))],
     ids=["kv_heads", "head_dim", "fewer_layers", "other_layers"],
 )
-def test_statistics_of_another_model_are_refused(shape: Shape, layers: tuple[int, ...]) -> None:
+def test_statistics_of_another_model_are_refused(heads: tuple[int, int], size: int, layers: tuple[int, ...]) -> None:
     theirs = observe(Shape((6,), 2, 2, 4, 4), layers=(0, 1)).features
-    keys = torch.zeros(1, shape.kv_heads, 6, shape.head_dim)
+    keys = torch.zeros(1, heads[0], 6, size)
     observation = Observation(keys=keys, values=keys, layers=layers, features=theirs)
     with pytest.raises(KeepsetError, match="are of another model: theirs has 2 layers with 2 KV heads of size 4"):
         QFilter().score(observation)
+
+
+def one_plane(length: int, mean: float, frequency: float) -> Observation:
+    """One key, rotated to every position, and statistics of queries of norm 1."""
+    layer = LayerStatistics(
+        direction=torch.zeros(1, 2),
+        mean=torch.tensor([[mean, 0.0]]),
+        covariance=torch.zeros(1, 2, 2),
+        norm=torch.ones(1, 2),
+        partner=torch.tensor([1, 0]),
+        frequency=torch.tensor([-frequency, frequency]),
+        gain=torch.ones(2),
+    )
+    angles = torch.arange(length) * frequency
+    keys = torch.stack([angles.cos(), angles.sin()], -1)[None, None]
+    return Observation(keys=keys, values=keys, features={ModelStatistics(""): Statistics({0: layer})})
+
+
+def test_concentrated_queries_prefer_a_distance_and_spread_ones_look_at_norms_alone() -> None:
+    # One turn in 16 positions: keys 16 before the next query but one, at position 24, point its way.
+    assert heads_of(TriAttention(horizon=1), one_plane(23, 1.0, math.tau / 16), Budget(1)) == [[8]]
+    observation = one_plane(12, 0.0, 0.7)
+    observation.keys[0, 0, 5] *= 3
+    observation.keys[0, 0, 2] *= 2
+    assert heads_of(TriAttention(), observation, Budget(2)) == [[2, 5]]
+
+
+def test_a_number_that_overflowed_leaves_the_other_scores_alone() -> None:
+    observation = observe(Shape((8,), 1, 2, 4, 4))
+    before = TriAttention().score(observation)
+    observation.keys[0, 0, 3] = math.inf
+    after = TriAttention().score(observation)
+    others = [entry for entry in range(8) if entry != 3]
+    assert after[0, 0, others].isfinite().all() and before.isfinite().all()
+
+
+def test_planes_need_not_be_halves() -> None:
+    """Neighbours as partners: the same model with its numbers in another order keeps the same."""
+    observation = observe(Shape((15,), 2, 2, 6, 4))
+    order = [0, 3, 1, 4, 2, 5]
+    layer, place = observation[ModelStatistics("")].layers[0], torch.tensor(order).argsort()
+    last = {name: getattr(layer, name)[..., order] for name in ("direction", "mean", "norm", "frequency", "gain")}
+    covariance = layer.covariance[:, order][:, :, order]
+    turned = replace(layer, covariance=covariance, partner=place[layer.partner[order]], **last)
+    features = {ModelStatistics(""): Statistics({0: turned})}
+    other = Observation(keys=observation.keys[..., order], values=observation.values, features=features)
+    torch.testing.assert_close(TriAttention().score(other), TriAttention().score(observation), rtol=1e-5, atol=1e-5)
