@@ -20,7 +20,7 @@ VIEWPORT = {"width": 1280, "height": 720}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The fast tier opens the page of latencies; all others are of the full one."""
     for item in items:
-        if "browser" in getattr(item, "fixturenames", ()) and item.path.name != "test_latency.py":
+        if "browser" in getattr(item, "fixturenames", ()) and "1280-latency" not in item.name:
             item.add_marker(pytest.mark.full)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,8 +32,38 @@ def data_of(page: str) -> Any:
     return json.loads(block[1])
 
 
+Described = str | list[dict[str, Any]]
+"""A page, or some of its sections."""
+
+
+def sections(described: Described, shown: bool = False) -> Iterator[dict[str, Any]]:
+    """All sections, also those inside choices; of a choice only the first option's if they must be seen at first."""
+    for section in data_of(described)["sections"] if isinstance(described, str) else described:
+        yield section
+        for option in section.get("options", ())[: 1 if shown else None]:
+            yield from sections(option["sections"], shown)
+
+
+def chart(described: Described, name: str, at: int = 0) -> list[dict[str, Any]]:
+    """The traces of the first chart of this id, or of another one."""
+    plots = [plot for section in sections(described) for plot in section.get("plots", ()) if plot["id"] == name]
+    return plots[at]["traces"]
+
+
+def lines(described: Described, table: str = "rows") -> list[dict[str, Any]]:
+    """The lines of the first table of this id."""
+    return next(section["lines"] for section in sections(described) if section.get("id") == table)
+
+
+def rows(described: Described, table: str = "rows") -> list[list[str]]:
+    """The table's texts, row by row; the first row has the titles, a row without figures why there are none."""
+    made = next(section for section in sections(described) if section.get("id") == table)
+    texts = [[line["name"], *([cell[0] for cell in line["cells"]] or [line["error"]])] for line in made["lines"]]
+    return [[made["head"], *(column["title"] for column in made["columns"])], *texts]
+
+
 def traces(page: Any, plot: str) -> list[dict[str, Any]]:
-    """What plotly was given for a plot."""
+    """What plotly was given for a plot in the browser."""
     return page.evaluate(
         """name => document.getElementById(name).data.map(({x, y, z, name, visible, hovertext, ...trace}) => (
             {x, y, z: z && z.map((row) => [...row]), name, visible, hovertext, dash: trace.line?.dash,
@@ -40,15 +71,6 @@ def traces(page: Any, plot: str) -> list[dict[str, Any]]:
         plot,
     )
 
-
-def lines(page: Any, table: str = "rows") -> list[list[str]]:
-    """A table's texts, row by row; the first row has the titles."""
-    return page.locator(f"#{table} tr").evaluate_all(
-        "rows => rows.map(row => [...row.children].map(cell => cell.innerText.trim()))"
-    )
-
-
-# ---- compare
 
 TOKENS = [
     *("Once", " upon", " a", "  time", "\n\n", "\t", "", "a\r\nb", "日本", "\u202e", "\u2028", "\x00", " eat", " a"),
@@ -88,8 +110,6 @@ def comparison(*rows: Record, tokens: int = len(TOKENS), **more: Any) -> Compari
     needle = Needle("", f"What? {EVIL}", "eat a sandwich")
     return Comparison(f"model {EVIL}", tokens, 8, full, needle, made, masks(made, tokens), **more)
 
-
-# ---- trace
 
 TRACED = ["Once", EVIL, "\n", "", " $data", *(f" word{i}" for i in range(25))]
 LENGTHS, PROMPT, SHOWN, KV_HEADS = [12, 20, 27], 12, [0, 7], 3
@@ -151,9 +171,6 @@ def trace_page(*recipes: str) -> str:
     return trace.render(result, made, [TRACED] * len(made), SHOWN)
 
 
-# ---- results
-
-
 def sweep() -> list[Record]:
     made = [
         *(each for task in ("ruler_vt@64", "ruler_cwe@64") for each in cells(FULL, [1.0, 1.0, 1.0, 0.0], task=task)),
@@ -177,9 +194,6 @@ def results_page(made: list[Record] | None = None, baseline: str | None = None) 
     return results.render(f"model {EVIL}", {"examples": 4, "why": EVIL, "data": None}, summary)
 
 
-# ---- latency
-
-
 def latency_row(recipe: str, tokens: int, peak: int | None = 10**9, error: str | None = None) -> dict[str, Any]:
     measured = {"first_seconds": 1.0, "rest_seconds": 2.0, "kv_bytes": 4 * 10**6, "peak_bytes": peak}
     head = {"recipe": recipe, "prompt_tokens": tokens, "output_tokens": 5, "error": error}
@@ -195,20 +209,10 @@ def latency_page(*rows: dict[str, Any]) -> str:
     return latency.render({**head, "rows": list(rows)})
 
 
-# ---- bench serve
-
-
 def request(index: int, seconds: float | None, error: str | None = None) -> dict[str, Any]:
     times = dict.fromkeys(("first_token_seconds", "seconds_per_token", "seconds"), seconds)
-    return {
-        "index": index,
-        "start": 0.0,
-        **times,
-        "prompt_tokens": 5,
-        "output_tokens": 4,
-        "error": error,
-        "chunks": [1.0] * 3,
-    }
+    counts = {"index": index, "start": 0.0, "prompt_tokens": 5, "output_tokens": 4}
+    return {**counts, **times, "error": error, "chunks": [1.0] * 3}
 
 
 def server(name: str) -> dict[str, Any]:
@@ -230,8 +234,6 @@ def served(*names: str) -> dict[str, Any]:
     return {**head, "servers": [server(name) for name in names]}
 
 
-# ---- CompilerKV's tables
-
 CURVE = [{"step": step, "bellman": 0.5 - step / 100, "conservative": step / 100} for step in range(0, 30, 10)]
 
 
@@ -240,23 +242,14 @@ def tables(**other: Any) -> Tables:
     return dataclasses.replace(random_tables(), provenance=known)
 
 
-# ---- tune
-
-
 def tune_row(
     recipe: str, kl: float, *, finalist: bool = True, pieces: int = 16, found: float | None = 0.5
 ) -> dict[str, Any]:
     interval = {"low": kl / 2, "high": 2 * kl} if pieces > 1 else {"low": None, "high": None}
     facts = {} if found is None else {"found": {"mean": found, "low": found / 2, "high": (1 + found) / 2}}
-    costs = {
-        "keep": 0.25,
-        "kv_bytes": 30e6,
-        "kv_bytes_full": 100e6,
-        "prefill_seconds": 3.0,
-        "prefill_seconds_full": 2.0,
-    }
-    head = {"recipe": recipe, "pieces": pieces, "finalist": finalist, "kl": {"mean": kl, **interval}, "top1": 0.9}
-    return {**head, **facts, **costs}
+    costs = {"kv_bytes": 30e6, "kv_bytes_full": 100e6, "prefill_seconds": 3.0, "prefill_seconds_full": 2.0}
+    head = {"recipe": recipe, "pieces": pieces, "finalist": finalist, "keep": 0.25, "top1": 0.9}
+    return {**head, "kl": {"mean": kl, **interval}, **facts, **costs}
 
 
 def tuned(*rows: dict[str, Any], facts: int = 4) -> dict[str, Any]:

@@ -1,17 +1,21 @@
-"""What every page promises: text stays text, no script but its own, nothing wider than the window."""
+"""What every page promises: text stays text, no script but its own, drawn as described, no wider than the window."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from keepset.bench.report.page import script_json, write
+from keepset.bench.report.page import kept_text, pack, script_json, write
 from keepset.errors import KeepsetError
-from tests.bench.report.pages import EVIL, PAGES, TOKENS, data_of
+from tests.bench.report.pages import EVIL, PAGES, TOKENS, data_of, sections, traces
 
 
 def test_json_is_inert_and_reads_back() -> None:
@@ -19,34 +23,40 @@ def test_json_is_inert_and_reads_back() -> None:
     text = script_json(value)
     assert text.isascii() and not set(text) & set("<>&\n")
     assert json.loads(text) == value
-
-
-def test_json_has_words_for_what_is_not_finite() -> None:
     values = (float("nan"), float("inf"), -float("inf"), 1.0)
     assert json.loads(script_json({"a": values})) == {"a": ["NaN", "Infinity", "-Infinity", 1.0]}
 
 
-def test_write_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
+def test_a_page_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
     write(path, "new ‖\n")
-    assert path.read_bytes() == "new ‖\n".encode()
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_write_that_fails_says_so_and_keeps_the_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert path.read_bytes() == "new ‖\n".encode() and list(tmp_path.iterdir()) == [path]
     with pytest.raises(KeepsetError, match=r"cannot write the report to .*absent"):
         write(tmp_path / "absent" / "report.html", "new")
 
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    path = tmp_path / "report.html"
-    path.write_text("old")
     monkeypatch.setattr("os.replace", full_disk)
     with pytest.raises(KeepsetError, match="No space left"):
-        write(path, "new")
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+        write(path, "newer")
+    assert path.read_text() == "new ‖\n" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 25])
+def test_bits_come_back(tokens: int) -> None:
+    mask = torch.rand(3, 2, tokens) < 0.5
+    packed = gzip.decompress(base64.b64decode(pack(mask)))
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=mask.numel())
+    assert torch.equal(torch.from_numpy(bits).bool().view_as(mask), mask)
+
+
+@pytest.mark.parametrize(
+    ("answer", "place"), [("eat a sandwich", (12, 15)), ("b日", (7, 9)), ("never", None), ("", None)]
+)
+def test_the_answer_is_found_over_tokens(answer: str, place: tuple[int, int] | None) -> None:
+    assert kept_text("", TOKENS, [], answer=answer)["needle"] == place
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -62,7 +72,8 @@ def test_text_is_only_in_the_data_block(name: str) -> None:
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("width", [400, 1280])
 def test_text_stays_text_and_nothing_overflows_the_page(load: Any, name: str, width: int) -> None:
-    page = load(PAGES[name](), viewport={"width": width, "height": 800})
+    made = PAGES[name]()
+    page = load(made, viewport={"width": width, "height": 800}, color_scheme="dark" if width == 400 else "light")
     assert page.locator("h1").text_content() in (EVIL, f"model {EVIL}")
     assert page.title().endswith(page.locator("h1").text_content())
     assert page.locator("main img, main b").count() == 0
@@ -71,7 +82,38 @@ def test_text_stays_text_and_nothing_overflows_the_page(load: Any, name: str, wi
     assert page.locator("#origin dt").all_text_contents()[:5] == ["Command", "Date", "Machine", "Threads", "Versions"]
     page.locator("#json summary").click()
     page.wait_for_selector("#json pre:not(:empty)", state="attached")
-    assert json.loads(page.locator("#json pre").text_content()) == data_of(PAGES[name]())["figures"]
+    assert json.loads(page.locator("#json pre").text_content()) == data_of(made)["figures"]
+    check_drawn(page, data_of(made)["sections"])
+
+
+def check_drawn(page: Any, described: list[Any]) -> None:
+    """Plotly and tables have what the description says."""
+    for section in sections(described, shown=True):
+        for plot in section.get("plots", ()):
+            for drawn, trace in zip(traces(page, plot["id"]), plot["traces"], strict=True):
+                bars = trace.get("error_y", {})
+                expected = {
+                    **{name: trace.get(name) for name in ("x", "y", "z", "hovertext")},
+                    **{"up": bars.get("array"), "down": bars.get("arrayminus")},
+                    "symbol": trace.get("marker", {}).get("symbol"),
+                    "dash": trace.get("line", {}).get("dash"),
+                }
+                assert {name: drawn[name] or None for name in expected} == {n: v or None for n, v in expected.items()}
+        if section["kind"] == "table":
+            rows = page.locator(f"#{section['id']} tbody tr")
+            for row, line in zip(rows.all(), section["lines"], strict=True):
+                assert row.locator("code, button").text_content() == line["name"]
+                cells = [cell[0] for cell in line["cells"]] or [line["error"]]
+                assert row.locator("td").all_text_contents() == cells
+        for drawn, needles in zip(
+            page.locator(".maps figure").all() if "maps" in section else (), section.get("maps", ()), strict=True
+        ):
+            cells = [cell for line in needles["lines"] for cell in line[1:]]
+            heads = [needles["title"], *needles["head"], *(line[0] for line in needles["lines"])]
+            assert drawn.locator("figcaption, th").all_text_contents() == heads
+            assert drawn.locator("td").all_text_contents() == [text for text, *_ in cells]
+            shares = drawn.locator("td").evaluate_all("cells => cells.map(c => c.style.getPropertyValue('--share'))")
+            assert [float(share) if share else None for share in shares] == [share for _, share, _ in cells]
 
 
 def test_policy_stops_foreign_scripts(browser: Any, tmp_path: Path) -> None:

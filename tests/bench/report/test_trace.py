@@ -13,12 +13,12 @@ from tests.bench.report.pages import (
     PROMPT,
     SHOWN,
     TRACED,
+    chart,
     entries,
-    lines,
+    rows,
     run,
     trace_page,
     traced,
-    traces,
 )
 
 
@@ -37,6 +37,7 @@ def test_slider_layer_and_head_choose_what_is_shown(load: Any) -> None:
     page = load(trace_page("ams(tova)", "tova"))
     assert page.locator("#layer option").all_text_contents() == ["0", "7"]
     assert page.locator("#event").input_value() == "2"
+    assert page.locator("#run label").all_text_contents() == ["ams(tova)", "tova"]
     for event, layer, head, chosen in ((2, 0, 0, 0), (0, 1, 2, 0), (1, 1, 0, 1)):
         page.locator("#event").fill(str(event))
         page.select_option("#layer", str(layer))
@@ -53,12 +54,12 @@ def test_slider_layer_and_head_choose_what_is_shown(load: Any) -> None:
             f"{len(gone)} dropped before."
         )
         for i, each in enumerate(HISTORIES):
-            plot, chart = (page.locator(".run").nth(i).locator("> div").nth(place) for place in (0, 1))
+            plot, fates = (page.locator(".run").nth(i).locator("> div").nth(place) for place in (0, 1))
             ticks = plot.evaluate("box => Array.from(box.data[0].x)")
             left = each[event][layer, head].nonzero()[:, 0].tolist()
             assert [entries(each, event, layer, head)[x] for x in ticks] == left
-            rows = chart.evaluate("box => box.data[0].z.map(row => Array.from(row))")
-            for number, row in enumerate(rows):
+            drawn = fates.evaluate("box => box.data[0].z.map(row => Array.from(row))")
+            for number, row in enumerate(drawn):
                 had = entries(each, number, layer, head)
                 assert row == [
                     2 if t not in had else 0 if each[number][layer, head, t] else 1 for t in range(LENGTHS[number])
@@ -92,18 +93,16 @@ def test_keys_move_through_events_and_tokens(load: Any) -> None:
     assert page.locator("#tip").text_content().startswith(f"token 1 {json.dumps(EVIL)}")
 
 
-def test_figures_and_curves(load: Any) -> None:
-    page = load(trace_page(EVIL, "tova"))
-    titles, *others = lines(page)
-    rows = {name: figures for name, *figures in others}
-    assert titles[1:] == [f"{EVIL} ↕", "tova ↕"] or [title.rstrip(" ↕") for title in titles[1:]] == [EVIL, "tova"]
-    assert rows["regions wiped out"] == ["25.0%"] * 2 and rows["IoU, late layers"] == ["0.600"] * 2
-    assert rows["longest gap, tokens"] == ["4.0"] * 2 and rows["tokens after the prompt"] == ["18"] * 2
-    assert "tokens per second" not in rows
+def test_figures_and_curves() -> None:
+    page = trace_page(EVIL, "tova")
+    titles, *others = rows(page)
+    figures = {name: told for name, *told in others}
+    assert titles[1:] == [EVIL, "tova"]
+    assert figures["regions wiped out"] == ["25.0%"] * 2 and figures["IoU, late layers"] == ["0.600"] * 2
+    assert figures["longest gap, tokens"] == ["4.0"] * 2 and figures["tokens after the prompt"] == ["18"] * 2
+    assert "tokens per second" not in figures
     for name, x in (("wipeout", LENGTHS), ("iou", LENGTHS[1:])):
-        assert [trace["x"] for trace in traces(page, name)] == [x, x]
-    assert page.locator("#text").text_content() == "".join(TRACED) and classes(page, "start") == [PROMPT]
-    assert page.locator("#run label").first.text_content() == EVIL
+        assert [trace["x"] for trace in chart(page, name)] == [x, x]
 
 
 def test_a_text_in_which_nothing_was_compressed(load: Any) -> None:
@@ -111,5 +110,5 @@ def test_a_text_in_which_nothing_was_compressed(load: Any) -> None:
     result = {"model": "m", "forced": False, "runs": [bare]}
     page = load(render(result, [traced([], has_segments=False)], [TRACED], SHOWN))
     assert page.locator("#share").text_content() == "Nothing was compressed."
-    assert page.locator("#text").text_content() == "".join(TRACED)
+    assert page.locator("#text").text_content() == "".join(TRACED) and classes(page, "start") == [PROMPT]
     assert page.locator("#charts").is_hidden() and page.locator("#wipeout").count() == 0

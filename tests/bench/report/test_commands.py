@@ -1,0 +1,242 @@
+"""What the pages of `results`, `latency`, `serve`, `compile` and `tune` say; `test_pages.py` has how they are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from keepset.bench.analysis.summary import summarize
+from keepset.bench.record import FULL
+from keepset.bench.report import compiled, serving, tune
+from tests.bench.analysis.cells import cell, cells
+from tests.bench.report.pages import (
+    CURVE,
+    EVIL,
+    TUNED,
+    Described,
+    chart,
+    data_of,
+    latency_page,
+    latency_row,
+    lines,
+    request,
+    results_page,
+    rows,
+    sections,
+    served,
+    sweep,
+    tables,
+    traces,
+    tune_row,
+    tuned,
+)
+
+
+def options(page: str, name: str) -> dict[str, Any]:
+    """A choice's options and their sections."""
+    (control,) = (section for section in sections(page) if section.get("id") == name)
+    return {option["name"]: option["sections"] for option in control["options"]}
+
+
+def column(described: Described, table: str, name: str) -> list[str]:
+    titles, *lines = rows(described, table)
+    return [line[titles.index(name)] for line in lines]
+
+
+def named(traces: list[dict[str, Any]]) -> dict[str, Any]:
+    return {trace["name"]: trace for trace in traces}
+
+
+def notes(described: Described) -> str:
+    return "\n".join(section.get("note", "") for section in sections(described))
+
+
+BUDGETS = [*cells(FULL, [1.0]), *cells("snapkv(keep=0.5)", [1.0]), *cells("snapkv(keep=0.25)", [1.0])]
+
+
+def test_results_show_scores_with_their_intervals() -> None:
+    tasks = options(results_page(), "task")
+    assert list(tasks) == ["ruler@64", "ruler_vt@64", "ruler_cwe@64", EVIL, "needle@128", "needle@64"]
+    # Of the group, both recipes that were run on both tasks.
+    averages = named(chart(tasks["ruler@64"], "plot"))
+    assert averages[FULL]["y"] == [0.75] and averages["snapkv"]["y"] == [0.375] and averages["gvote"]["y"] == []
+    drawn = named(chart(tasks["ruler_vt@64"], "plot"))
+    assert drawn["snapkv"]["x"] == [0.25, 0.5] and drawn["snapkv"]["y"] == [0.25, 0.5] and drawn["gvote"]["x"] == [0.31]
+    scores = {row.recipe: row.score for row in summarize(sweep()).rows if row.task == "ruler_vt@64"}
+    bars = drawn["snapkv"]["error_y"]
+    for i, recipe in enumerate(("snapkv(keep=0.25)", "snapkv(keep=0.5)")):
+        score = scores[recipe]
+        assert score is not None and score.low is not None and score.high is not None
+        assert score.value - bars["arrayminus"][i] == pytest.approx(score.low)
+        assert score.value + bars["array"][i] == pytest.approx(score.high)
+    (symbol,) = drawn["tova"]["marker"]["symbol"]
+    assert symbol.endswith("-open") and "Hollow" in notes(tasks["ruler_vt@64"]) and drawn["h2o"]["y"] == []
+    assert named(chart(tasks["ruler_vt@64"], "plot", at=1))["gvote"]["x"] == [0.3]  # over entries
+
+
+def test_results_have_a_table_of_every_task() -> None:
+    tasks = options(results_page(), "task")
+    table = {name: cells for name, *cells in rows(tasks["ruler_vt@64"])[1:]}
+    assert list(table)[:3] == [FULL, "tova(keep=0.5)", "snapkv(keep=0.5)"]
+    score, difference, *_, examples = table["snapkv(keep=0.5)"][:5]
+    assert score.startswith("50.0 (") and difference.startswith("-25.0 (") and table[FULL][1] == ""
+    assert examples == "4" and table["tova(keep=0.5)"][4] == "3 of 4" and table["h2o(keep=0.5)"][0] == ""
+    errors = {line["name"]: line["error"] for line in lines(tasks["ruler_vt@64"]) if line["error"]}
+    failed = {"tova(keep=0.5)": "1 of 3", "h2o(keep=0.5)": "4 of 4"}
+    assert errors == {name: f"failed on {counts}: {name} cannot do that." for name, counts in failed.items()}
+    (gvote,) = (line for line in lines(tasks["ruler@64"]) if line["name"] == "gvote")
+    assert gvote["error"] == "a score on 1 of 2 tasks"
+
+
+def test_results_say_areas_and_what_can_go() -> None:
+    tasks = options(results_page(), "task")
+    assert not any(section.get("id") == "trades" for section in sections(tasks["ruler@64"]))  # it has one budget
+    # Means 0.75, 0.5, 0.25 at 1, 0.5, 0.25.
+    for name, value in (("area (95%)", "54.2"), ("can go, loss 10%", "15.0"), ("can go, loss 20%", "30.0")):
+        assert column(tasks["ruler_vt@64"], "trades", name)[0].startswith(value)
+    lost = [*cells(FULL, [1.0], task="lost"), *cells("snapkv(keep=0.5)", [1.0], task="lost")]
+    lost += [*cells("snapkv(keep=16)", [1.0, None], task="lost")]
+    tasks = options(results_page([*BUDGETS, *lost]), "task")
+    assert column(tasks["qa"], "trades", "can go, loss 10%") == [">= 75.0"]
+    assert lines(tasks["lost"], "trades")[0]["error"] == "failures, counted as not answered: 1"
+
+
+def test_results_say_what_events_do_what_memory_peaks_at_and_what_was_cut() -> None:
+    assert not any(section.get("id") in ("events", "peaks") for section in sections(results_page()))
+    events = {"wipeout": 0.113, "middle": 0.25, "iou": 0.219}
+    cut = replace(cell(FULL, 1.0, "1", peak_bytes=9_400_000, batch=8.0), facts={"cut": 7})
+    page = results_page([cut, *cells("tova(keep=0.5)", [0.0], **events)])
+    assert rows(page, "events")[2][-3:] == ["11.3%", "25.0%", "21.9%"]
+    assert rows(page, "peaks")[1:] == [[FULL, "9 MB", "8.0"]]
+    assert "Of 1 examples the context was cut in its middle" in notes(page)
+
+
+def test_results_have_maps_of_needles() -> None:
+    full, snapkv = options(results_page(), "needle-task")["needle"][0]["maps"]
+    assert (full["title"], snapkv["title"]) == (FULL, "snapkv(keep=0.5)") and snapkv["head"] == ["depth", "64", "128"]
+    assert [[line[0], *(cell[:2] for cell in line[1:])] for line in snapkv["lines"]] == [
+        ["0 to 10 %", ["0", 0], ["100", 1]],
+        ["90 to 100 %", ["", None], ["0", 0]],
+    ]
+
+
+def test_results_say_what_they_are_compared_with() -> None:
+    page = data_of(results_page(baseline="snapkv"))
+    assert ["Why", EVIL] in page["origin"] and ["Compared with", "snapkv"] in page["facts"]
+    assert "Differences are to snapkv with the same budget" in notes(page["sections"])
+    nothing = data_of(results_page([]))
+    assert nothing["sections"] == [] and "No recipe has a score" in nothing["conclusion"]
+
+
+def test_latencies_are_medians_with_the_ends_of_their_rounds() -> None:
+    measured = (latency_row(FULL, 10, None), latency_row(FULL, 20, None), latency_row(EVIL, 10, None, EVIL))
+    page = latency_page(*measured)
+    (trace,) = chart(page, "first_seconds")
+    assert (trace["x"], trace["y"], trace["error_y"]) == ([10, 20], [2, 2], {"array": [1, 1], "arrayminus": [1, 1]})
+    assert chart(page, "kv_bytes")[0]["y"] == [4, 4]
+    assert not any(plot["id"] == "peak_bytes" for section in sections(page) for plot in section.get("plots", ()))
+    _, first, _, failed = rows(page)
+    assert first[1:] == ["2.00 s", "2.0", "4.00 s", "4.0", ""] and failed == [f"{EVIL}, 10 tokens", EVIL]
+
+
+def test_latencies_open_with_the_fastest_after_the_longest_prompt() -> None:
+    slow, fast = latency_row("snapkv(keep=0.5)", 20), latency_row("tova(keep=0.25)", 20)
+    fast.update(tokens_per_second=3.0, kv_bytes=10**6, first_seconds=2.2)
+    said = data_of(latency_page(latency_row(FULL, 20), latency_row("tova(keep=0.25)", 10), slow, fast))["conclusion"]
+    assert said.startswith("After 20 tokens tova(keep=0.25) makes 1.50 times the full cache's tokens a second")
+    assert "25% of its bytes" in said and "1.10 times as long" in said
+
+
+def test_serving_opens_with_what_the_load_has_shown() -> None:
+    assert serving.conclusion(served("plain", "recipe")).startswith(
+        "With the recipe vLLM makes 1.50 times plain vLLM's output tokens a second"
+    )
+    assert serving.conclusion(served("server")) == "6 of 10 requests were answered, 6.0 output tokens a second."
+    nothing = served("plain", "recipe")
+    nothing["servers"][0]["summary"]["output_tokens_per_second"] = None
+    assert "plain vLLM answered none" in serving.conclusion(nothing)
+
+
+def test_serving_shows_samples_and_answered_requests() -> None:
+    page = serving.render(served("plain", "recipe"), [["tokens", EVIL, "2", "x2.00"]])
+    running = chart(page, "running")
+    assert [trace["name"] for trace in running] == ["plain", "recipe"]
+    # The rounds follow one another, with a gap of a second.
+    assert running[0]["x"] == [1, 2, 2.5, 3.5, 4.5, 5.5, 6]
+    assert running[0]["y"] == [1, 2, 2.5, None, 1, 2, 2.5]
+    assert chart(page, "usage")[1]["y"][0] == 0.1
+    shares = chart(page, "request")[0]
+    assert shares["x"] == [1, 1, 1, 2, 2, 3, 3]
+    assert shares["y"] == pytest.approx([0, *(i / 6 for i in range(1, 7))])
+    assert rows(page)[1] == ["tokens", EVIL, "2", "x2.00"] and data_of(page)["facts"][0] == ["Recipe", EVIL]
+    assert data_of(page)["sections"][-1]["items"] == [f"{name}: {EVIL}" for name in ("plain", "recipe")]
+    # Chunks, of which there may be millions, are counted only.
+    assert data_of(page)["figures"]["servers"][0]["rounds"][0]["requests"][0]["chunks"] == 3
+
+
+def test_figures_of_tables_are_the_tables() -> None:
+    page, made = compiled.render(tables()), tables()
+    figures = data_of(page)["figures"]
+    assert figures["budgets"] == [8, 64] and figures["counts"] == made.counts.tolist()
+    for name, table in (("weights", made.weights), ("gate", made.gate)):
+        assert np.allclose(figures[name], table, rtol=0, atol=1e-4)
+    for budget, described in enumerate(options(page, "budget").values()):
+        assert chart(described, "heads")[0]["z"] == figures["weights"][budget]
+        for part, name in enumerate(("below 2", "2 to 5", "5 to 20", "from 20")):
+            expected = [[row[part] for row in layer] for layer in figures["gate"][budget]]
+            assert chart(described, f"gate-{part}")[0]["z"] == expected
+            assert described[1]["plots"][part]["title"] == f"Perplexity {name}"
+    assert chart(page, "counts")[0]["z"] == [[row[part] for row in figures["counts"]] for part in range(4)]
+    assert [line["y"] for line in chart(page, "bellman")] == [[point["bellman"] for point in CURVE]] * 2
+    assert figures["curves"]["gate"] == [{name: float(x) for name, x in point.items()} for point in CURVE]
+
+
+@pytest.mark.parametrize("curves", [None, [1], {"head": 3}, {"head": [{"step": "x"}]}, {"head": [{"step": 1}]}])
+def test_a_strangers_curves_are_left_out(curves: Any) -> None:
+    page = data_of(compiled.render(tables(curves=curves)))
+    assert page["figures"]["curves"] == {"head": [], "gate": []} and len(page["sections"]) == 2
+
+
+def test_tuning_shows_costs_and_intervals() -> None:
+    page = tune.render(tuned(*TUNED))
+    used, tied, last, out = chart(page, "kl")
+    assert (used["name"], used["x"], used["y"]) == ("tova(keep=0.25)", [1.5], [0.2])
+    assert used["error_y"]["arrayminus"] == pytest.approx([0.1]) and used["error_y"]["array"] == pytest.approx([0.2])
+    assert (tied["name"], tied["y"], last["name"], last["y"]) == ("cannot be told from it", [0.1], "last round", [0.4])
+    assert (out["name"], out["x"], out["y"]) == ("out before", [1.5], [0.8]) and "error_y" not in out
+    assert [trace["y"] for trace in chart(page, "found")] == [[0.5], [0.5], [0], [0.5]]
+    legend = [(mark, name) for name, _, mark in next(sections(page))["legend"]]
+    assert legend == list(
+        zip("★◆●○", ("tova(keep=0.25)", *(trace["name"] for trace in (tied, last, out))), strict=True)
+    )
+    assert [value for _, value in data_of(page)["facts"]] == ["keep=0.25", "4", "100.0 MB", "75% (50%..100%)"]
+    _, first, second, _, last_row, dropped = rows(page)
+    assert first[1:] == ["16", "30.0", "30.0%", "0.2000", "0.1000..0.4000", "90%", "x1.50", "50%", "25%..75%"]
+    assert [line["mark"] and line["mark"][0] for line in lines(page)] == ["★", "◆", "●", "○", None]
+    assert second[0] == EVIL and last_row[4:6] == ["0.8000", ""] and dropped == ["gvote", EVIL]
+
+
+def test_tuning_without_facts_shows_nothing_of_them() -> None:
+    recipes = [tune_row("tova", 0.2, found=None), tune_row("h2o", 0.4, found=None)]
+    page = tune.render({**tuned(*recipes, facts=0), "recipe": None, "tied": []})
+    assert [plot["id"] for plot in next(sections(page))["plots"]] == ["kl"]
+    assert len(rows(page)[0]) == 8 and len(data_of(page)["facts"]) == 3
+    assert [trace["name"] for trace in chart(page, "kl")] == ["last round"]
+
+
+def test_a_browser_switches_to_another_option(load: Any) -> None:
+    made = compiled.render(tables())
+    page, figures = load(made, color_scheme="dark"), data_of(made)["figures"]
+    for budget in (1, 0):
+        page.select_option("#budget", str(budget))
+        assert traces(page, "heads")[0]["z"] == figures["weights"][budget]
+
+
+def test_a_browser_says_that_nothing_was_measured(load: Any) -> None:
+    empty = {**served("server"), "recipe": None}
+    empty["servers"][0]["rounds"] = [{"seconds": 0.1, "samples": [], "requests": [request(0, None, "gone")]}]
+    page = load(serving.render(empty, [["tokens", "1"]]))
+    assert page.locator("#running").text_content() == "Nothing was measured."
