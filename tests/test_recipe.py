@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
+import re
 import warnings
 from typing import Any, get_type_hints
 
@@ -324,60 +325,25 @@ def test_refuses_values_out_of_range(text: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["knorm(keep", "adakv(knorm, floor", "expected_attention(epsilon", "snapkv(window"])
-@pytest.mark.parametrize(
-    "value",
-    ["1e999", "-1e999", "9" * 400, "1" + "0" * 30, "0x" + "f" * 5000, "-0x" + "f" * 5000, "9" * 5000],
-    ids=["inf", "minus_inf", "400_digits", "31_digits", "5000_hex_digits", "minus_5000_hex_digits", "5000_digits"],
-)
-def test_refuses_numbers_too_large_to_use(name: str, value: str) -> None:
-    assert "too large" in (message := refusal(f"{name}={value})")) or "is not a recipe" in message
+def test_refuses_numbers_too_large_to_use(name: str) -> None:
+    for value in ("1e999", "-1e999", "9" * 400, "1" + "0" * 30, "0x" + "f" * 5000, "-0x" + "f" * 5000, "9" * 5000):
+        assert "too large" in (message := refusal(f"{name}={value})")) or "is not a recipe" in message
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "__import__('os').system('true')",
-        "().__class__.__bases__",
-        "print(1)",
-        "len",
-        "nan",
-        "inf",
-        "float('nan')",
-        "[1]",
-        "(1, 2)",
-        "{1: 2}",
-        "{1}",
-        "[x for x in (1, 2)]",
-        "(x for x in (1, 2))",
-        "{x: x for x in (1, 2)}",
-        "lambda: 1",
-        "(lambda: 1)()",
-        "f'{1}'",
-        "f'{__import__}'",
-        "b'1'",
-        "1j",
-        "...",
-        "1 + 1",
-        "2 ** 99999999",
-        "3 - 1",
-        "+1",
-        "--1",
-        "~1",
-        "not True",
-        "-True",
-        "-'a'",
-        "1 if True else 2",
-        "1 < 2",
-        "True and 1",
-        "(y := 1)",
-        "'a'[0]",
-        "snapkv",
-        "0." + "1" * 2000 + " + 1",
-    ],
+NO_VALUES = re.split(
+    r"\n|   +",
+    """__import__('os').system('true')   ().__class__.__bases__   print(1)   len   nan   inf   float('nan')   [1]
+(1, 2)   {1: 2}   {1}   [x for x in (1, 2)]   (x for x in (1, 2))   {x: x for x in (1, 2)}   lambda: 1   (lambda: 1)()
+f'{1}'   f'{__import__}'   b'1'   1j   ...   1 + 1   2 ** 99999999   3 - 1   +1   --1   ~1   not True   -True   -'a'
+snapkv   1 if True else 2   1 < 2   True and 1   (y := 1)   'a'[0]""",
 )
-@pytest.mark.parametrize("name", ["knorm(keep", "snapkv(window", "expected_attention(epsilon", "knorm(prefill"])
-def test_nothing_is_evaluated(name: str, value: str) -> None:
+
+
+@pytest.mark.parametrize(("place", "value"), enumerate([*NO_VALUES, f"0.{'1' * 2000} + 1"]))
+def test_nothing_is_evaluated(place: int, value: str) -> None:
+    name = ("knorm(keep", "snapkv(window", "expected_attention(epsilon", "knorm(prefill")[place % 4]
     assert "is not a plain value" in refusal(f"{name}={value})")
+    assert "is not a plain value" in refusal(f"knorm(keep={value})")
 
 
 def test_a_text_is_searched_for_a_value_only_to_name_it_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

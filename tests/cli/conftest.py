@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -130,6 +131,28 @@ def tiny(tiny_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[A
     """The tiny model and its tokenizer, which every command is given."""
     monkeypatch.setattr(models, "load", lambda *_: tiny_pair)
     return tiny_pair
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loads a model fails: bad input is to be refused at once."""
+    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
+
+
+def check_refused(run: Run, *words: str, because: str) -> None:
+    """One sentence on standard error, exit code 2, and nothing else happens."""
+    before = sorted(Path.cwd().rglob("*"))
+    done = run(*words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("keepset: ") and done.err.endswith("\n")
+    assert done.err.count("\n") == 1 and "\x1b" not in done.err
+    assert because in done.err
+    assert sorted(Path.cwd().rglob("*")) == before
+
+
+def load_json(text: str) -> Any:
+    """JSON as the standard has it, which has no word for NaN."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
 @pytest.fixture

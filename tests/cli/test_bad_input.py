@@ -4,206 +4,289 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 import keepset
 from keepset import models
+from keepset.bench.sweep.store import Store
 from keepset.core.observation import Observation
 from keepset.core.tables import save, say_neutral
 from keepset.methods.knorm import Knorm
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, check_refused
 from tests.core.test_tables import random_tables
 from tests.hf.models import statistics
 
 COMPARE = ("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16")
+PLACE = "cannot be written: give a file in a folder that exists"
+NO_PLACE = "is no place for a file"
+URL = "bench serve --url http://127.0.0.1:9"
+LEFT_OUT = "leave out --recipe, --contexts and options for vLLM"
+BENCH = "bench serve --recipe 'snapkv(keep=512,every=256)'"
+ASK = "context ask words"
+BUILD = "context build --out saved"
+COMPILE = "compile --out a"
+
+REFUSED = [
+    ("compare --keeps=0.5,0", "keep=0 is out of range"),
+    ("compare --recipes 'tova(keep=1.5)'", "keep=1.5 is out of range: use a fraction in (0, 1]"),
+    ("compare --recipes snapvk", "There is no method 'snapvk'; did you mean 'snapkv'? There are: adakv, "),
+    ("""compare --recipes "tova(keep=f'\x1b[31m')" """, "is not a plain value"),
+    ("""compare --recipes "tova\n(\nkeep='\n')" """, "keep="),
+    ("compare --prompt-tokens 0", "--prompt-tokens 0 is not a number of tokens: use an integer from 1"),
+    ("compare --continuation -1", "--continuation -1 is not a number of tokens"),
+    ("compare --text text --question Why?", "give both --question and --answer"),
+    ("compare --text text --answer So.", "give both --question and --answer"),
+    ("compare --text text --question ' ' --answer So.", "--question is empty"),
+    ("compare --text text --question Why? --answer ''", "--answer is empty"),
+    ("compare --text text --question Why\udcff? --answer So.", "--question is not UTF-8"),
+    ("compare --question Why? --answer So.", "give it with --text"),
+    ("compare --every 8", "give --decode too"),
+    ("compare --generate 8", "give --decode too"),
+    ("compare --decode --every 0", "--every 0 is not a number of tokens"),
+    ("compare --decode --generate 0", "--generate 0 is not a number of tokens"),
+    ("compare --decode --generate 8 --continuation 16", "give one of them"),
+    ("compare --decode --text text --question Why? --answer So.", "leave --question and --answer out"),
+    ("compare --text absent", "'absent' cannot be read (No such file or directory)"),
+    ("compare --html absent/page.html", PLACE),
+    ("compare --html ''", PLACE),
+    ("compare --json folder", PLACE),
+    ("compare --json pipe", "'pipe' cannot be written (it is no regular file)"),
+    ("demo --html absent/page.html", PLACE),
+    ("generate ' \n\t'", "The prompt is empty"),
+    ("generate \udcff", "The prompt is not UTF-8"),
+    ("generate Hello --recipe tova", "says not how much to keep: write tova(keep=0.25)"),
+    ("generate Hello --output-tokens 0", "--output-tokens 0 is not a number of tokens"),
+    ("generate Hello --temperature -1", "--temperature -1.0 is out of range"),
+    ("generate Hello --temperature nan", "--temperature nan is out of range"),
+    ("generate Hello --temperature 1e-30", "--temperature 1e-30 is out of range"),
+    ("generate Hello --temperature inf", "--temperature inf is out of range"),
+    ("generate Hello --seed -1", "--seed -1 is out of range"),
+    (f"generate Hello --seed {'9' * 30}", "is out of range: use an integer from 0"),
+    ("generate Hello --text empty", "'empty' is empty"),
+    ("bench latency --prompt-tokens a", "--prompt-tokens 'a' is no list of lengths"),
+    ("bench latency --prompt-tokens 5,5", "--prompt-tokens '5,5' is no list of lengths"),
+    ("bench latency --prompt-tokens 0", "--prompt-tokens '0' is no list of lengths"),
+    ("bench latency --rounds 0", "--rounds 0 is too few"),
+    ("bench latency --output-tokens 0", "--output-tokens 0 is too few"),
+    ("bench latency --recipes snapkv", "says not how much to keep"),
+    ("bench latency --json absent/a", PLACE),
+    ("bench serve", "--recipe is missing"),
+    ("bench serve --recipe snapvk", "did you mean 'snapkv'?"),
+    ("bench serve --recipe snapkv", "says not how much to keep"),
+    (f"{BENCH} --requests 0", "--requests 0 is out of range"),
+    (f"{BENCH} --start-timeout nan", "--start-timeout nan is out of range"),
+    (f"{BENCH} --load-timeout 0", "--load-timeout 0.0 is out of range"),
+    (f"{BENCH} m -- --port 8000", "--port is not for the benchmark"),
+    (f"{BENCH} m n", "'n' is no option for vLLM"),
+    (f"{BENCH} --contexts --question-tokens 0", "--question-tokens 0 is out of range"),
+    (f"{BENCH} --json absent/a.json", PLACE),
+    (f"{BENCH} --html .", PLACE),
+    ("bench serve --url http://example.org", "is not on this machine"),
+    (f"{URL} --recipe 'tova(keep=9)'", LEFT_OUT),
+    (f"{URL} m -- --x", LEFT_OUT),
+    (f"{URL} --contexts", LEFT_OUT),
+    (f"{URL} --url http://127.0.0.1:9", "--url is given once, or twice for two servers"),
+    ("calibrate --out a --tokens 15", "--tokens 15 is out of range: use a whole number from 16"),
+    ("calibrate --out a --length 3", "--length 3 is out of range"),
+    ("calibrate --out a --seed -1", "--seed -1 is out of range"),
+    ("calibrate --out a --gate-steps -1", "--gate-steps -1 is out of range"),
+    ("calibrate --out .", NO_PLACE),
+    ("calibrate --out absent/a", NO_PLACE),
+    ("calibrate --out text", "'text' exists: name another file with --out, or replace it with --force"),
+    ("calibrate --out model/a", "is in a model's folder"),
+    ("calibrate --out a --text absent", "'absent' cannot be read"),
+    ("compile", "Give either --out, the file to write, or --show"),
+    ("compile --out a --show b", "Give either --out, the file to write, or --show"),
+    ("compile --show absent", "There is no file 'absent' with tables"),
+    ("compile --show text", "'text' is no file of CompilerKV's tables"),
+    ("compile --out .", NO_PLACE),
+    (f"{COMPILE} --html absent/page.html", PLACE),
+    (f"{COMPILE} --sample 0", "--sample 0 is out of range"),
+    (f"{COMPILE} --continuation 1", "--continuation 1 is out of range: use a whole number from 2"),
+    (f"{COMPILE} --seed -1", "--seed -1 is out of range"),
+    (f"{COMPILE} --keeps 128,a", "--keeps '128,a' is no list of budgets"),
+    (f"{COMPILE} --keeps 64", "A budget of 64 leaves nothing to decide"),
+    (f"{COMPILE} --prompt-tokens 512", "A budget of 512 leaves nothing to decide"),
+    (f"{COMPILE} --recipe snapkv", "--recipe 'snapkv' is not compilerkv"),
+    (f"{COMPILE} --recipe 'compilerkv(keep=70)'", "and the budgets as --keep"),
+    (f"""{COMPILE} --recipe "compilerkv(tables='b')" """, "has tables already: leave tables= out"),
+    (f"{COMPILE} --weights 1,b", "--weights '1,b' is no list of numbers"),
+    (f"{COMPILE} --weights 1", "Weights 1 are no choice"),
+    (f"{COMPILE} --text absent", "'absent' cannot be read"),
+    (f"{COMPILE} --text bad.jsonl", "Line 2 of 'bad.jsonl' is no JSON object"),
+    (f"{BUILD} --text empty", "'empty' is empty"),
+    (f"{BUILD} --text text --recipe tova", "says not how much to keep"),
+    ("context build --text text --out .", NO_PLACE),
+    ("context ask absent Why?", "There is no file 'absent'"),
+    ("context ask foreign Why?", "'foreign' is no saved context"),
+    ("context ask words Why?", "no saved context"),
+    (f"{ASK} ' \n'", "The question is empty"),
+    (f"{ASK} \udcff", "The question is not UTF-8"),
+    (f"{ASK} Why? --temperature -1", "--temperature -1.0 is out of range"),
+    ("diagnose gvote --recipe snapkv", "write gvote with its parameters"),
+    ("diagnose gvote --recipe 'gvote(keep=0.5)'", "leave all but gvote's parameters out"),
+    ("diagnose gvote --recipe 'gvote(recent=3)'", "leave all but gvote's parameters out"),
+    ("diagnose gvote --recipe 'gvote(samples=0)'", "samples=0 is out of range"),
+    ("diagnose gvote --prompt-tokens 6", "--prompt-tokens 6 is too few for gvote: use 7 or more"),
+    ("diagnose gvote --text absent", "'absent' cannot be read"),
+    ("eval needle --limit 0", "--limit 0 is out of range: use an integer from 1."),
+    ("eval gsm8k --every -1", "--every -1 is out of range: use an integer from 0."),
+    ("eval gsm8k --output-tokens 0", "--output-tokens 0 is out of range: use an integer from 1."),
+    ("eval gsm8k --mode aware", "There is no mode 'aware': use prompt, agnostic, task."),
+    ("eval gsm8k --limit 1 --sample 1", "--limit takes the first examples and --sample random ones"),
+    *((f"eval gsm8k --sample {word}", f"--sample '{word}' is neither a share") for word in ("0", "1.5", "nan", "all")),
+    ("eval needle --every 8", "--every is for tasks that decode, such as gsm8k, and none of these does"),
+    ("eval needle --seeds 0,x", "--seeds '0,x' is no list of whole numbers: write them as 1,2,3."),
+    ("eval needle --seeds -1", "--seed -1 is out of range"),
+    *(
+        (f"eval needle --always={text}", f"--always {text!r} is not two numbers of tokens, the first and the newest")
+        for text in ("", "4", "4,", "4,32,1", "-4,32", "4,x", "4,1234567890")
+    ),
+    ("eval needle --prompt-tokens ''", "--prompt-tokens '' is no list of whole numbers"),
+    ("eval needle --prompt-tokens 0", "are no lengths in tokens"),
+    ("eval needle --temperature -1", "--temperature -1.0 is out of range"),
+    ("eval needle --keeps half", "keep='half' is not a number"),
+    ("eval needle --recipes snapvk", "There is no method 'snapvk'; did you mean 'snapkv'?"),
+    ("eval needle --recipes ''", "is no list of recipes"),
+    ("eval needle --data missing", "There is no folder 'missing' to take data from"),
+    ("eval needle --out missing/sweep.sqlite", PLACE),
+    ("eval needle --out bad.jsonl", "is damaged, or no file of `keepset eval`"),
+    ("eval needle --minutes 0", "--minutes 0.0 is out of range"),
+    ("eval ,", "There is no task to evaluate"),
+    ("eval gsm8k --keeps 0.5", "gsm8k is about decoding, where a fraction of what is left would shrink"),
+    ("methods snapvk", "There is no method 'snapvk': there are "),
+    ("reproduce ams-table-99", "There is no table or figure 'ams-table-99'"),
+    ("reproduce ams-table-2 --limit 0", "--limit 0 is out of range"),
+    ("reproduce ams-table-2 --seed -1", "--seed -1 is out of range"),
+    ("reproduce ams-table-2 --out text", "'text' is no folder to write to"),
+    ("reproduce ams-table-2 --prompt-tokens x", "--prompt-tokens 'x' is no list"),
+    ("results absent.sqlite", "There is no file 'absent.sqlite'"),
+    ("results text", "'text' is damaged, or no file of `keepset eval`"),
+    ("results empty.sqlite", "'empty.sqlite' has no figures yet"),
+    ("results empty.sqlite --csv absent/a.csv", "'absent/a.csv' cannot be written"),
+    ("results empty.sqlite --csv ./empty.sqlite", "name different files"),
+    ("results empty.sqlite --csv a --html a", "name different files"),
+    ("trace", "There is nothing to start from"),
+    ("trace Hi --problem '1 + 1?'", "leave one of them out"),
+    ("trace Hi --forced", "--forced says how the baseline is run"),
+    ("trace ' '", "The prompt is empty"),
+    ("trace --problem ''", "--problem is empty"),
+    ("trace Hi --output-tokens 0", "--output-tokens 0 is not a number of tokens"),
+    ("trace Hi --region 0", "--region 0 is not a number of tokens"),
+    ("trace Hi --layers 1,x", "--layers '1,x' is no list of layers"),
+    ("trace Hi --layers ''", "--layers '' is no list of layers"),
+    ("trace Hi --baseline tova", "says not how much to keep"),
+    ("trace Hi --html absent/trace.html", PLACE),
+    ("tune --text text --keep half", "keep='half' is not a number"),
+    ("tune --text text --keep 0.5,0.25", "keep='0.5,0.25' is more than one budget"),
+    ("tune --text text --seed -1", "--seed -1 is out of range"),
+    ("tune --text text --minutes nan", "--minutes nan is out of range"),
+    ("tune --text text --text ./text", "is given twice"),
+    ("tune --text absent", "'absent' cannot be read"),
+    ("tune --text text --html absent/page.html", PLACE),
+    ("ui --port 70000", "--port 70000 is out of range"),
+    *(
+        (f"{command} {'n' * 5000}", "The name of a file or folder is longer than this system allows")
+        for command in ("compare --html", "eval needle --out", "calibrate --out", "serve")
+    ),
+]
 
 
 @pytest.fixture
-def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever loads a model fails: bad input is to be refused at once."""
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
-
-
-def check_refused(run: Run, *words: str, because: str) -> None:
-    before = sorted(Path.cwd().rglob("*"))
-    done = run(*words)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("keepset: ") and done.err.endswith("\n")
-    assert done.err.count("\n") == 1 and "\x1b" not in done.err
-    assert because in done.err
-    assert sorted(Path.cwd().rglob("*")) == before
-
-
-@pytest.mark.usefixtures("unloaded", "text")
-@pytest.mark.parametrize(
-    ("keep", "because"),
-    [
-        ("0", "keep=0 is out of range"),
-        ("-3", "keep=-3 is out of range"),
-        ("0.0", "keep=0.0 is out of range"),
-        ("-0.5", "keep=-0.5 is out of range"),
-        ("1.5", "keep=1.5 is out of range: use a fraction in (0, 1]"),
-        ("1e999", "keep="),
-        ("nan", "keep="),
-        ("half", "keep="),
-        ("True", "keep="),
-        ("1j", "keep="),
-        ("9" * 20, "is too large a number"),
-    ],
-)
-def test_keep(run: Run, keep: str, because: str) -> None:
-    check_refused(run, *COMPARE, f"--keeps=0.5,{keep}", because=because)
-    check_refused(run, *COMPARE, "--recipes", f"tova(keep={keep})", because=because)
-    check_refused(run, "generate", "Hello", "--recipe", f"tova(keep={keep})", because=because)
-
-
-@pytest.mark.usefixtures("unloaded", "text")
-@pytest.mark.parametrize("keeps", ["", "0.5,", "0.5;0.25", "0.5 0.25"])
-def test_list_of_keeps(run: Run, keeps: str) -> None:
-    check_refused(run, *COMPARE, "--keeps", keeps, because="is not a number: use a fraction")
-
-
-@pytest.mark.usefixtures("unloaded", "text")
-@pytest.mark.parametrize(
-    ("recipe", "because"),
-    [
-        ("snapvk", "There is no method 'snapvk'; did you mean 'snapkv'? There are: adakv, "),
-        ("adakv(tovaa)", "There is no method 'tovaa'; did you mean 'tova'?"),
-        ("snapkv(windw=3)", "snapkv has no parameter 'windw'; did you mean 'window'?"),
-        ("snapkv(window=0)", "snapkv: window=0 is out of range: use 1 or more"),
-        ("snapkv(window=4.5)", "snapkv: window=4.5 is not a whole number"),
-        ("snapkv(window=64, keep=8)", "keep=8 is below the 64 entries that always stay"),
-        ("tova(sinks=-1)", "sinks=-1 is not a number of tokens"),
-        ("adakv", "adakv divides the budget of another method"),
-        ("snapkv(", "write a method with its parameters"),
-        ("", "write a method with its parameters"),
-        ("__import__('os')", "There is no method '__import__'"),
-        ("tova(keep=f'\x1b[31m')", "is not a plain value"),
-        ("tova\n(\nkeep='\n')", "keep="),
-    ],
-)
-def test_recipe(run: Run, recipe: str, because: str) -> None:
-    check_refused(run, *COMPARE, "--recipes", recipe, because=because)
-    check_refused(run, "generate", "Hello", "--recipe", recipe, because=because)
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(
-    ("words", "because"),
-    [
-        ([""], "The prompt is empty"),
-        ([" \n\t"], "The prompt is empty"),
-        (["\udcff"], "The prompt is not UTF-8"),
-        (["Hello", "--recipe", "tova"], "says not how much to keep: write tova(keep=0.25)"),
-        (["Hello", "--output-tokens", "0"], "--output-tokens 0 is not a number of tokens"),
-        (["Hello", "--temperature", "-1"], "--temperature -1.0 is out of range"),
-        (["Hello", "--temperature", "nan"], "--temperature nan is out of range"),
-        (["Hello", "--temperature", "1e-30"], "--temperature 1e-30 is out of range"),
-        (["Hello", "--temperature", "inf"], "--temperature inf is out of range"),
-        (["Hello", "--seed", "-1"], "--seed -1 is out of range"),
-        (["Hello", "--seed", "9" * 30], "is out of range: use an integer from 0"),
-    ],
-)
-def test_generate(run: Run, words: list[str], because: str) -> None:
-    check_refused(run, "generate", *words, because=because)
-
-
-@pytest.mark.usefixtures("unloaded", "text")
-@pytest.mark.parametrize(
-    ("words", "because"),
-    [
-        (["--prompt-tokens", "0"], "--prompt-tokens 0 is not a number of tokens: use an integer from 1"),
-        (["--continuation", "-1"], "--continuation -1 is not a number of tokens"),
-        (["--question", "Why?"], "give both --question and --answer"),
-        (["--answer", "So."], "give both --question and --answer"),
-        (["--question", " ", "--answer", "So."], "--question is empty"),
-        (["--question", "Why?", "--answer", ""], "--answer is empty"),
-        (["--question", "Why\udcff?", "--answer", "So."], "--question is not UTF-8"),
-        (["--every", "8"], "give --decode too"),
-        (["--generate", "8"], "give --decode too"),
-        (["--decode", "--every", "0"], "--every 0 is not a number of tokens"),
-        (["--decode", "--generate", "0"], "--generate 0 is not a number of tokens"),
-        (["--decode", "--generate", "8"], "give one of them"),
-        (["--decode", "--question", "Why?", "--answer", "So."], "leave --question and --answer out"),
-    ],
-)
-def test_compare(run: Run, words: list[str], because: str) -> None:
-    check_refused(run, *COMPARE, *words, because=because)
-
-
-@pytest.mark.usefixtures("unloaded")
-def test_question_without_a_text_of_ones_own(run: Run) -> None:
-    check_refused(run, "compare", "--question", "Why?", "--answer", "So.", because="give it with --text")
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(
-    ("content", "because"),
-    [
-        (None, "cannot be read (No such file or directory)"),
-        (b"Gr\xfc\xdfe", "is not UTF-8"),
-        (b"", "is empty"),
-        (b" \n\n", "is empty"),
-    ],
-)
-def test_text_file(run: Run, tmp_path: Path, content: bytes | None, because: str) -> None:
-    if content is not None:
-        (tmp_path / "text").write_bytes(content)
-    check_refused(run, *COMPARE, because=f"'text' {because}")
-    check_refused(run, "generate", "Hello", "--text", "text", because=f"'text' {because}")
-
-
-@pytest.mark.usefixtures("unloaded", "text")
-@pytest.mark.parametrize("html", ["absent/page.html", "folder", ""])
-def test_report_that_could_not_be_written(run: Run, tmp_path: Path, html: str) -> None:
+def files(tmp_path: Path, text: Path) -> None:
+    """What the words name; nothing else is there."""
+    for name, content in (
+        ("empty", " \n"),
+        ("words", "words"),
+        ("bad.jsonl", '{"text": "a"}\n{'),
+        ("model/config.json", ""),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content, encoding="utf-8")
     (tmp_path / "folder").mkdir()
-    check_refused(run, *COMPARE, "--html", html, because="cannot be written: give a file in a folder that exists")
-    check_refused(run, "demo", "--html", html, because="cannot be written: give a file in a folder that exists")
+    os.mkfifo(tmp_path / "pipe")
+    safetensors.torch.save_file({"weight": torch.zeros(3)}, tmp_path / "foreign")
+    with Store.begin(tmp_path / "empty.sqlite", "model", {}):
+        pass
 
 
-@pytest.mark.usefixtures("text")
-@pytest.mark.parametrize("words", [COMPARE, ("generate", "Hello")])
+@pytest.mark.usefixtures("unloaded", "files")
+@pytest.mark.parametrize(("words", "because"), REFUSED)
+def test_refused_before_a_model_is_loaded(run: Run, words: str, because: str) -> None:
+    check_refused(run, *shlex.split(words), because=because)
+
+
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
-    ("model", "because"),
+    ("words", "because"),
     [
-        ("./absent", "'./absent' is neither an existing folder nor the name of a model"),
-        ("folder", "The folder 'folder' has no config.json"),
-        ("text", "'text' is neither an existing folder"),
-        ("damaged", "The model 'damaged' cannot be loaded"),
-        ("", "The folder '' has no config.json"),
+        ("compare --model ./absent", "'./absent' is neither an existing folder nor the name of a model"),
+        ("generate Hello --model folder", "The folder 'folder' has no config.json"),
+        ("context ask foreign Why? --model folder", "'foreign' is no saved context"),
+        ("tune --text text --model model", "The model 'model' cannot be loaded"),
     ],
 )
-def test_model(run: Run, tmp_path: Path, words: list[str], model: str, because: str) -> None:
-    for name in ("folder", "damaged"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "damaged" / "config.json").write_text("{")
-    check_refused(run, *words, "--model", model, because=because)
-
-
-@pytest.mark.usefixtures("text")
-@pytest.mark.parametrize("words", [COMPARE, ("generate", "Hello")])
-def test_no_space_for_the_converted_model(
-    run: Run, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KEEPSET_HOME", str(tmp_path))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    check_refused(run, *words, because="only 1 MB are free")
+def test_models_that_are_none(run: Run, words: str, because: str) -> None:
+    check_refused(run, *shlex.split(words), because=because)
 
 
 @pytest.mark.usefixtures("tiny", "text")
-def test_statistics_of_another_model(run: Run) -> None:
-    recipes = f"snapkv(keep=0.5), adakv(qfilter(stats={str(statistics('llama_mqa'))!r}), keep=0.5)"
+@pytest.mark.parametrize(
+    ("words", "because"),
+    [
+        ("compare --text short", "tokens, too few for a prompt and 64 tokens of continuation"),
+        ("compare --text text --prompt-tokens 4000", "do not fit the model's context of 2048: ask for fewer tokens"),
+        ("compare --prompt-tokens 10", "10 tokens of prompt leave no room for the text"),
+        (
+            "compare --decode --text text --prompt-tokens 100 --generate 5000",
+            "100 tokens of prompt and 5012 after it do not fit the model's context of 2048",
+        ),
+        ("generate Hello --text long", "do not fit the model's context of 2048: give a shorter text"),
+        ("generate Hello --recipe 'knorm(keep=8)' --question When?", "knorm is not aware of a task"),
+        ("trace Hi --output-tokens 3000", "do not fit the model's context of 2048"),
+        ("trace Hi --layers 2", "layer 2 is not compressed; there are 0, 1."),
+        ("context build --text long --out saved", "do not fit the model's context of 2048: give a shorter text."),
+        ("bench latency --prompt-tokens 1500 --text text", "fewer than 1500: give a longer --text"),
+        ("bench latency --prompt-tokens 4000", "do not fit the model's context of 2048"),
+        ("calibrate --out a --length 4096", "is more than the model's context of 2048"),
+        ("compile --out a --text text", "No text has 1072 tokens"),
+        ("compile --out a --text text --prompt-tokens 2048", "are more than the model's context of 2048"),
+        ("diagnose gvote --text short", "are too few: statistics leave out"),
+        ("diagnose gvote --prompt-tokens 4000", "is more than the model's context of 2048"),
+        ("eval needle --prompt-tokens 99999999", "needle@99999999 does not fit the model's context of 2048 tokens"),
+        ("tune --text text --keep 240", "keep=240 drops nothing of pieces of 240 tokens"),
+        ("tune --text text --keep 1.0", "keep=1.0 drops nothing of pieces of 240 tokens"),
+        ("tune --text short", "too few for 16 pieces of 256: give one of 496 tokens or more, or several"),
+        ("reproduce ams-table-2 --model embedded --data data", "gsm8k.jsonl, line 1, is not a JSON object"),
+    ],
+)
+def test_refused_by_the_model_and_its_text(run: Run, words: str, because: str) -> None:
+    Path("short").write_text("Short.", encoding="utf-8")
+    Path("long").write_text("word " * 3000, encoding="utf-8")
+    Path("data").mkdir()
+    Path("data", "gsm8k.jsonl").write_text("{", encoding="utf-8")
+    check_refused(run, *shlex.split(words), because=because)
+
+
+@pytest.mark.usefixtures("tiny", "text")
+def test_files_of_another_model(run: Run) -> None:
+    save(random_tables(7, 5), Path("tables"))
+    measured = f"snapkv(keep=0.5), adakv(qfilter(stats={str(statistics('llama_mqa'))!r}), keep=0.5)"
+    compiled = "compilerkv(tables='tables', window=8, keep=20)"
     for words in ((*COMPARE, "--recipes"), ("bench", "latency", "--recipes"), ("eval", "needle", "--recipes")):
-        check_refused(run, *words, recipes, because="are of another model: theirs has 2 layers with 1 KV heads")
+        check_refused(run, *words, measured, because="are of another model: theirs has 2 layers with 1 KV heads")
+    for words in ((*COMPARE, "--recipes"), ("generate", "Hello", "--recipe")):
+        check_refused(run, *words, compiled, because="theirs has 7 layers of 5 query heads, this one 2 of 4")
 
 
 @pytest.mark.usefixtures("tiny", "text")
-def test_scores_that_are_nan(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_scores_that_are_nan(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of finite logits: the recipe's row fails, others are there, and what is written is JSON."""
     score = Knorm.score
 
@@ -228,12 +311,24 @@ def test_scores_that_are_nan(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert cache.keep_set is not None
 
 
-@pytest.mark.usefixtures("tiny", "text")
-def test_tables_of_another_model(run: Run) -> None:
-    save(random_tables(7, 5), Path("tables"))
-    recipe = "compilerkv(tables='tables', window=8, keep=20)"
-    for words in ((*COMPARE, "--recipes"), ("generate", "Hello", "--recipe"), ("bench", "latency", "--recipes")):
-        check_refused(run, *words, recipe, because="theirs has 7 layers of 5 query heads, this one 2 of 4")
+def test_weights_that_are_no_numbers(run: Run, tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = tiny[0].model.layers[0].mlp.up_proj.weight.data
+    number = weight[0, 0].item()
+    weight[0, 0] = float("nan")
+    of_text = ("--text", "text", "--prompt-tokens", "100", "--continuation", "8", "--recipes", "knorm(keep=0.5)")
+    commands = (
+        ("generate", "Hello", "--recipe", "knorm(keep=0.5)"),
+        ("compare", *of_text),
+        ("compare", "--decode", *of_text, "--json", "-"),
+        ("context", "build", "--text", "text", "--out", "saved"),
+    )
+    try:
+        for words in commands:
+            done = run(*words)
+            assert done.code == 2 and "The model predicts NaN: its weights are damaged" in done.err
+            assert "nan" not in done.out.lower() and not Path("saved").exists()
+    finally:
+        weight[0, 0] = number
 
 
 @pytest.mark.usefixtures("tiny")
@@ -252,74 +347,8 @@ def test_a_hub_out_of_reach_leaves_nothing_behind(run: Run, monkeypatch: pytest.
     check_refused(run, "eval", "gsm8k", "--limit", "1", because="gsm8k")
 
 
-def test_text_is_too_short(run: Run, tiny: Any, text: Path) -> None:
-    text.write_text("Two words.", encoding="utf-8")
-    check_refused(run, *COMPARE, because="tokens, too few for a prompt and 16 tokens of continuation")
-
-
-def test_tokens_beyond_the_context(run: Run, tiny_folder: Path, text: Path) -> None:
-    words = [*COMPARE, "--model", str(tiny_folder), "--prompt-tokens", "4000"]
-    check_refused(run, *words, because="do not fit the model's context of 2048: ask for fewer tokens")
-
-
-def test_prompt_beyond_the_context(run: Run, tiny_folder: Path, text: Path) -> None:
-    text.write_text("word " * 3000, encoding="utf-8")
-    words = ["generate", "Hello", "--text", "text", "--model", str(tiny_folder)]
-    check_refused(run, *words, because="do not fit the model's context of 2048: give a shorter text")
-
-
-def test_tokens_that_the_question_takes_up(run: Run, tiny: Any) -> None:
-    check_refused(run, "compare", "--prompt-tokens", "10", because="10 tokens of prompt leave no room for the text")
-
-
-@pytest.mark.parametrize(
-    "words", [["compare", "--prompt-tokens", "many"], ["comprae"], ["generate"], ["methods", "--loud"]]
-)
-def test_words_that_are_no_command(run: Run, words: list[str]) -> None:
-    done = run(*words)
+@pytest.mark.parametrize("words", ["compare --prompt-tokens many", "comprae", "generate", "tune", "bench serve --x"])
+def test_words_that_are_no_command(run: Run, words: str) -> None:
+    done = run(*words.split())
     assert (done.code, done.out) == (2, "")
     assert "Usage: " in done.err and "Traceback" not in done.err
-
-
-@pytest.mark.usefixtures("tiny", "text")
-def test_more_to_generate_than_the_model_holds(run: Run) -> None:
-    check_refused(
-        run,
-        "compare",
-        "--decode",
-        "--text",
-        "text",
-        "--prompt-tokens",
-        "100",
-        "--generate",
-        "5000",
-        because="100 tokens of prompt and 5012 after it do not fit the model's context of 2048",
-    )
-
-
-@pytest.mark.usefixtures("unloaded", "text")
-@pytest.mark.parametrize(
-    "words",
-    [
-        (*COMPARE, "--html"),
-        (*COMPARE, "--json"),
-        ("eval", "needle", "--out"),
-        ("eval", "gsm8k", "--data"),
-        ("calibrate", "--out"),
-        ("context", "build", "--text", "text", "--out"),
-        ("results",),
-        ("serve",),
-    ],
-    ids=lambda words: " ".join(words[:1] + words[-1:]),
-)
-def test_names_that_are_too_long(run: Run, words: tuple[str, ...]) -> None:
-    done = run(*words, "n" * 5000)
-    assert done.code == 2 and done.err.startswith("keepset: ") and done.err.count("\n") == 1 and not done.out
-
-
-@pytest.mark.usefixtures("unloaded", "text")
-@pytest.mark.parametrize("option", ["--html", "--json"])
-def test_a_pipe_is_not_replaced(run: Run, option: str) -> None:
-    os.mkfifo("pipe")
-    check_refused(run, *COMPARE, option, "pipe", because="'pipe' cannot be written (it is no regular file)")
-    assert Path("pipe").is_fifo()

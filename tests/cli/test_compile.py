@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keepset import models, texts
+from keepset import texts
 from keepset.core.tables import load, save
 from keepset.offline.compile import compiler, cql
 from keepset.offline.compile.actions import WEIGHTS
@@ -79,51 +79,6 @@ def test_fewer_contexts_than_asked_for_are_said(run: Run) -> None:
     done = run("compile", "--out", "a", *SMALL[:-2], "--text", "few.jsonl")
     assert done.code == 0 and "The texts have 2 contexts, fewer than the 3 asked for." in done.err
     assert load("a").provenance["contexts"] == 2
-
-
-@pytest.mark.usefixtures("text")
-@pytest.mark.parametrize(
-    ("words", "because"),
-    [
-        ((), "Give either --out, the file to write, or --show"),
-        (("--out", "a", "--show", "b"), "Give either --out, the file to write, or --show"),
-        (("--show", "absent"), "There is no file 'absent' with tables"),
-        (("--show", "text"), "'text' is no file of CompilerKV's tables"),
-        (("--out", "."), "--out '.' is no place for a file"),
-        (("--out", "text"), "'text' exists"),
-        (("--out", "a", "--html", "absent/page.html"), "'absent/page.html' cannot be written"),
-        (("--out", "a", "--sample", "0"), "--sample 0 is out of range"),
-        (("--out", "a", "--continuation", "1"), "--continuation 1 is out of range: use a whole number from 2"),
-        (("--out", "a", "--seed", "-1"), "--seed -1 is out of range"),
-        (("--out", "a", "--keeps", "128,a"), "--keeps '128,a' is no list of budgets"),
-        (("--out", "a", "--keeps", "64"), "A budget of 64 leaves nothing to decide"),
-        (("--out", "a", "--prompt-tokens", "512"), "A budget of 512 leaves nothing to decide"),
-        (("--out", "a", "--recipe", "snapkv"), "--recipe 'snapkv' is not compilerkv"),
-        (("--out", "a", "--recipe", "compilerkv(keep=70)"), "and the budgets as --keep"),
-        (("--out", "a", "--recipe", "compilerkv(tables='b')"), "has tables already: leave tables= out"),
-        (("--out", "a", "--weights", "1,b"), "--weights '1,b' is no list of numbers"),
-        (("--out", "a", "--weights", "1"), "Weights 1 are no choice"),
-        (("--out", "a", "--text", "absent"), "'absent' cannot be read"),
-        (("--out", "a", "--text", "bad.jsonl"), "Line 2 of 'bad.jsonl' is no JSON object"),
-    ],
-)
-def test_bad_input_is_refused_before_a_model_is_loaded(
-    run: Run, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], because: str
-) -> None:
-    Path("bad.jsonl").write_text('{"text": "a"}\n{', encoding="utf-8")
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
-    done = run("compile", *words)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("keepset: ") and because in done.err and done.err.count("\n") == 1
-    assert not Path("a").exists()
-
-
-@pytest.mark.usefixtures("text", "tiny")
-def test_contexts_fit_text_and_model(run: Run) -> None:
-    done = run("compile", "--out", "a", "--text", "text")
-    assert done.code == 2 and "No text has 1072 tokens" in done.err
-    done = run("compile", "--out", "a", "--text", "text", "--prompt-tokens", "2048")
-    assert done.code == 2 and "are more than the model's context of 2048" in done.err
 
 
 def test_a_strangers_tables_are_shown_without_harm(run: Run, tmp_path: Path) -> None:

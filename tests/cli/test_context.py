@@ -12,11 +12,9 @@ import safetensors.torch
 import torch
 
 import keepset
-from keepset import models
 from keepset.cli.console import sanitize
 from keepset.texts import chat_parts
-from tests.cli.conftest import Run
-from tests.cli.test_bad_input import check_refused, unloaded  # noqa: F401
+from tests.cli.conftest import Run, check_refused
 from tests.hf.models import generate
 
 RECIPE = "adakv(snapkv(window=8), keep=0.5)"
@@ -51,6 +49,9 @@ def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
     assert (match[3], match[4]) == (f"{length * per_entry / 1e6:.1f}", f"{length // 2 * per_entry / 1e6:.1f}")
     assert float(match[5]) == round(Path("saved").stat().st_size / 1e6, 1)
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["saved", "text"]
+    assert all(not module._forward_hooks for module in tiny[0].modules())
+    words = ("context", "ask", "saved", "Why?", "--output-tokens", "5000")
+    check_refused(run, *words, because="do not fit the model's context of 2048")
 
 
 @pytest.mark.parametrize("recipe", [RECIPE, "tova(keep=24, every=4)", "tova(keep=24, prefill=False, every=900)"])
@@ -84,7 +85,7 @@ def test_a_seed_repeats_a_sample(run: Run, built: Path) -> None:
 def test_the_file_says_which_model(run: Run, tiny_folder: Path, tmp_path: Path, text: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_folder, folder)
-    assert run("context", "build", "--text", "text", "--out", "saved", "--model", "model").code == 0
+    assert run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE, "--model", "model").code == 0
     words = ("context", "ask", "saved", "Why?", "--output-tokens", "4")
     assert run(*words).code == 0
     folder.rename(tmp_path / "moved")
@@ -100,69 +101,6 @@ def test_a_file_is_replaced_only_by_force(run: Run, tiny: Any, text: Path) -> No
     assert Path("saved").read_text(encoding="utf-8") == "precious"
     assert run(*words, "--force").code == 0
     assert run("context", "ask", "saved", "Why?", "--output-tokens", "2").code == 0
-
-
-@pytest.mark.usefixtures("unloaded", "text")
-@pytest.mark.parametrize(
-    ("words", "because"),
-    [
-        (["--text", "absent"], "'absent' cannot be read (No such file or directory)"),
-        (["--text", "empty"], "'empty' is empty"),
-        (["--text", "text", "--recipe", "tovaa"], "There is no method 'tovaa'"),
-        (["--text", "text", "--recipe", "tova"], "says not how much to keep"),
-        (["--text", "text", "--out", "."], "--out '.' is no place for a file"),
-        (["--text", "text", "--out", "absent/saved"], "--out 'absent/saved' is no place for a file"),
-    ],
-)
-def test_bad_input_to_build(run: Run, words: list[str], because: str) -> None:
-    Path("empty").write_text(" \n", encoding="utf-8")
-    check_refused(run, "context", "build", "--out", "saved", *words, because=because)
-
-
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize(
-    ("words", "because"),
-    [
-        (["absent", "Why?"], "There is no file 'absent': give a file that"),
-        ([".", "Why?"], "There is no file '.'"),
-        (["words", "Why?"], "'words' is damaged or no saved context"),
-        (["foreign", "Why?"], "'foreign' is no saved context"),
-        (["words", ""], "The question is empty"),
-        (["words", " \n"], "The question is empty"),
-        (["words", "\udcff"], "The question is not UTF-8"),
-        (["words", "Why?", "--output-tokens", "0"], "--output-tokens 0 is not a number of tokens"),
-        (["words", "Why?", "--temperature", "-1"], "--temperature -1.0 is out of range"),
-        (["words", "Why?", "--seed", "-1"], "--seed -1 is out of range"),
-    ],
-)
-def test_bad_input_to_ask(run: Run, words: list[str], because: str) -> None:
-    Path("words").write_text("words", encoding="utf-8")
-    safetensors.torch.save_file({"weight": torch.zeros(3)}, "foreign")
-    check_refused(run, "context", "ask", *words, because=because)
-
-
-def test_a_damaged_file(run: Run, built: Path) -> None:
-    whole = built.read_bytes()
-    built.write_bytes(whole[:-1])
-    check_refused(run, "context", "ask", "saved", "Why?", because="'saved' is damaged or no saved context")
-    built.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    check_refused(run, "context", "ask", "saved", "Why?", because="'saved' is damaged: build it again")
-
-
-def test_another_model(run: Run, built: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = tiny
-    other = type(model)(model.config).eval()
-    monkeypatch.setattr(models, "load", lambda *_: (other, tokenizer))
-    because = "'saved' is a context of another model, whose weights differ; load that model"
-    check_refused(run, "context", "ask", "saved", "Why?", because=because)
-
-
-def test_more_than_the_model_holds(run: Run, built: Path, text: Path) -> None:
-    words = ("context", "ask", "saved", "Why?", "--output-tokens", "5000")
-    check_refused(run, *words, because="do not fit the model's context of 2048")
-    text.write_text("word " * 3000, encoding="utf-8")
-    words = ("context", "build", "--text", "text", "--out", "other")
-    check_refused(run, *words, because="tokens of prompt do not fit the model's context of 2048: give a shorter text.")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
@@ -184,7 +122,3 @@ def test_what_is_not_written_leaves_nothing(
             "keepset: 'saved' cannot be written (No space left on device): name another file.\n",
         )
     assert [path.name for path in Path.cwd().iterdir()] == ["text"]
-
-
-def test_hooks_go_with_the_progress(run: Run, built: Path, tiny: Any) -> None:
-    assert all(not module._forward_hooks for module in tiny[0].modules())

@@ -33,9 +33,10 @@ def test_table_json_and_report(run: Run) -> None:
 
 @pytest.mark.usefixtures("tiny", "text")
 def test_one_token_has_no_rate(run: Run) -> None:
-    done = run("bench", "latency", "--prompt-tokens", "32", "--output-tokens", "1", "--rounds", "1", "--json", "a")
+    words = ("--prompt-tokens", "32", "--output-tokens", "1", "--rounds", "1", "--json", "a", "--text", "text")
+    done = run("bench", "latency", *words, "--recipes", "tova(keep=9)")
     assert done.code == 0
-    assert [row["tokens_per_second"] for row in json.loads(Path("a").read_text())["rows"]] == [None] * 3
+    assert [row["tokens_per_second"] for row in json.loads(Path("a").read_text())["rows"]] == [None] * 2
 
 
 @pytest.mark.usefixtures("tiny", "text")
@@ -47,26 +48,6 @@ def test_a_recipe_that_cannot_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     done = run(*LATENCY, "--recipes", "knorm(keep=20), tova(keep=20)", "--text", "text")
     assert done.code == 1 and "tokens: It does not go." in done.out
     assert "full cache" in done.out and "tova" in done.out
-
-
-@pytest.mark.usefixtures("tiny", "text")
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--prompt-tokens", "a"), "--prompt-tokens 'a' is no list of lengths"),
-        (("--prompt-tokens", "5,5"), "--prompt-tokens '5,5' is no list of lengths"),
-        (("--prompt-tokens", "0"), "--prompt-tokens '0' is no list of lengths"),
-        (("--rounds", "0"), "--rounds 0 is too few"),
-        (("--output-tokens", "0"), "--output-tokens 0 is too few"),
-        (("--prompt-tokens", "1500", "--text", "text"), "fewer than 1500: give a longer --text"),
-        (("--prompt-tokens", "4000"), "do not fit the model's context of 2048"),
-        (("--recipes", "snapkv"), "keep"),
-        (("--json", "nowhere/a"), "'nowhere/a' cannot be written"),
-    ],
-)
-def test_bad_input_is_one_sentence(run: Run, words: tuple[str, ...], sentence: str) -> None:
-    done = run("bench", "latency", *words)
-    assert done.code == 2 and done.out == "" and sentence in done.err and done.err.count("\n") == 1
 
 
 @pytest.mark.usefixtures("tiny", "text")

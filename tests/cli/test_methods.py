@@ -46,11 +46,6 @@ def test_a_page_says_what_a_parameter_may_be(run: Run) -> None:
     assert ["window", "from", "1", "64"] in rows and ["kernel", "odd,", "from", "1", "5"] in rows
 
 
-def test_a_method_that_there_is_not(run: Run) -> None:
-    done = run("methods", "snapvk")
-    assert (done.code, done.out) == (2, "") and "There is no method 'snapvk': there are " in done.err
-
-
 RAGGED = {
     "layer-ragged": {"composite", "dynamic", "kvcompose", "pyramid", "zigzag"},
     "head-ragged": {"adakv", "duo_attention", "glance", "gvote", "kvzip", "pool", "reread"},

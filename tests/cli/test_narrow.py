@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +78,11 @@ def sweep(tmp_path: Path) -> None:
             ("trace", "Go on.", "--recipe", DECODING.split("), s", maxsplit=1)[0] + ", every=16)"),
             marks=pytest.mark.full,
         ),
-        pytest.param(("tune", "--text", "text", "--retrieval", "--minutes", "0.1"), marks=pytest.mark.full),
-        pytest.param(
-            ("eval", "needle", "--out", "new", "--limit", "1", "--prompt-tokens", "300"), marks=pytest.mark.full
-        ),
         pytest.param(
             ("bench", "latency", "--prompt-tokens", "20,30", "--output-tokens", "3", "--recipes", LONG),
             marks=pytest.mark.full,
         ),
         pytest.param(("diagnose", "gvote", *TEXT, "60"), marks=pytest.mark.full),
-        pytest.param(
-            ("reproduce", "gvote-figure-3", "--model", "embedded", "--prompt-tokens", "100"), marks=pytest.mark.full
-        ),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -139,12 +131,3 @@ def test_the_list_of_commands_cuts_no_sentence(run: Run) -> None:
     for words in ((), ("context",), ("bench",), ("diagnose",)):
         shown = run(*words, "--help").out
         assert not re.search(r"\w\.\.\.$", shown, re.M) and max(map(len, shown.splitlines())) <= COLUMNS
-
-
-def test_a_broken_name_is_noticed(printed: Printed) -> None:
-    output: Callable[..., None] = printed.print
-    output("x" * 70 + " expected_attention_over_all")
-    printed.check()
-    output("a" * 75 + "_expected")
-    with pytest.raises(AssertionError):
-        printed.check()

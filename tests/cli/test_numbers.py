@@ -18,6 +18,14 @@ def test_budgets_are_entries_or_fractions() -> None:
     assert budgets == [512, 0.25, 1.0] and list(map(type, budgets)) == [int, float, float]
 
 
+@pytest.mark.parametrize("keep", ["0", "-3", "0.0", "-0.5", "1.5", "1e999", "nan", "half", "True", "1j", "", "0.5 0.2"])
+def test_what_is_no_budget(keep: str) -> None:
+    with pytest.raises(KeepsetError, match="keep="):
+        parse_budgets(f"0.5,{keep}")
+    with pytest.raises(KeepsetError, match="is too large a number"):
+        parse_budgets("9" * 20)
+
+
 @pytest.mark.parametrize("text", ["", "1,", "-1", "1.5", "٣", "1 2", "9" * 10])
 def test_what_is_no_list_of_indices(text: str) -> None:
     assert parse_indices(text) is None

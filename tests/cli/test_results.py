@@ -16,8 +16,7 @@ from keepset.bench.report.results import interval
 from keepset.bench.sweep.store import Store
 from keepset.cli import console
 from tests.bench.analysis.cells import cell, cells
-from tests.cli.conftest import Run
-from tests.cli.test_bad_input import check_refused
+from tests.cli.conftest import Run, check_refused
 
 EVIL = "\x1b[31m[red]evil[/red]"
 SWEEP = [
@@ -48,15 +47,8 @@ def sweep(tmp_path: Path) -> Path:
     return path
 
 
-def test_json(run: Run, sweep: Path) -> None:
-    done = run("results", str(sweep), "--json", "-")
-    assert (done.code, done.err) == (0, "")
-    with Store.open(sweep) as store:
-        assert json.loads(done.out) == summarize(store.cells()).to_json()
-    data = json.loads(done.out)
-    assert [each["recipe"] for each in data["averages"]] == [
-        *(FULL, "snapkv(keep=0.5)", "random(keep=0.5)", "h2o(keep=0.5)", "snapkv(keep=0.25)")
-    ]
+def lines_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
 
 
 def test_what_events_do_to_a_text(run: Run, tmp_path: Path) -> None:
@@ -104,10 +96,6 @@ def test_by_a_fact(run: Run, tmp_path: Path) -> None:
     check_refused(run, "results", str(tmp_path / "x.sqlite"), "--by", "subject", because=because)
 
 
-def lines_of(text: str) -> list[list[str]]:
-    return [line.split() for line in text.splitlines()]
-
-
 def test_table(run: Run, sweep: Path) -> None:
     done = run("results", str(sweep))
     assert (done.code, done.err) == (0, "")
@@ -131,18 +119,17 @@ def test_table(run: Run, sweep: Path) -> None:
     assert lines[trades + 2][3] == "25.0%" and lines[trades + 2][4:5] == ["55.0"]
 
 
-def test_areas_say_how_often_a_method_failed(run: Run, tmp_path: Path) -> None:
+def test_cut_contexts_and_failures_are_said(run: Run, tmp_path: Path) -> None:
+    write([cell(FULL, 1.0), replace(cell(FULL, 1.0, "1"), facts={"cut": 7})], tmp_path / "cut.sqlite")
+    assert "qa, 1 contexts cut to what the model takes" in run("results", "cut.sqlite").out
     made = [*cells(FULL, [1.0] * 2), *cells("tova(keep=0.5)", [1.0, None]), *cells("tova(keep=0.25)", [1.0, 1.0])]
     write(made, tmp_path / "some.sqlite")
     assert "failures, counted as not answered: 1" in run("results", "some.sqlite").out
 
 
-def test_cut_contexts_are_said(run: Run, tmp_path: Path) -> None:
-    write([cell(FULL, 1.0), replace(cell(FULL, 1.0, "1"), facts={"cut": 7})], tmp_path / "cut.sqlite")
-    assert "qa, 1 contexts cut to what the model takes" in run("results", "cut.sqlite").out
-
-
 def test_baseline(run: Run, sweep: Path) -> None:
+    check_refused(run, "results", str(sweep), "--baseline", "tova", because="'tova' is not in the sweep")
+    check_refused(run, "results", str(sweep), "--baseline", "tova(", because="'tova(' is not a recipe")
     done = run("results", str(sweep), "--baseline", "snapkv", "--json", "-")
     rows = {(row["task"], row["recipe"]): row for row in json.loads(done.out)["rows"]}
     assert rows["ruler_vt@64", "random(keep=0.5)"]["difference"]["value"] == -0.5
@@ -150,8 +137,10 @@ def test_baseline(run: Run, sweep: Path) -> None:
 
 
 def test_files(run: Run, sweep: Path) -> None:
-    done = run("results", str(sweep), "--html", "a.html", "--csv", "a.csv", "--latex", "a.tex")
+    done = run("results", str(sweep), "--html", "a.html", "--csv", "a.csv", "--latex", "a.tex", "--json", "-")
     assert done.code == 0 and done.err == "written: a.html, a.csv, a.tex\n"
+    with Store.open(sweep) as store:
+        assert json.loads(done.out) == summarize(store.cells()).to_json()
     page = Path("a.html").read_text(encoding="utf-8")
     assert "snapkv(keep=0.25)" in page and "--limit" not in page.partition("plotly")[0]
     with Path("a.csv").open(encoding="utf-8") as file:
@@ -159,7 +148,7 @@ def test_files(run: Run, sweep: Path) -> None:
     assert r"\begin{tabular}" in Path("a.tex").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("width", [20, 44, 80])
+@pytest.mark.parametrize("width", [20, 80])
 def test_narrow_terminals_lose_nothing(run: Run, sweep: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     terminal = Console(width=width, force_terminal=True, color_system=None)
     monkeypatch.setattr(console, "stdout", lambda: terminal)
@@ -174,29 +163,6 @@ def test_text_steers_no_terminal(run: Run, tmp_path: Path) -> None:
     done = run("results", "evil.sqlite")
     assert done.code == 0 and "\x1b" not in done.out
     assert "[red]evil[/red]" in done.out
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["absent.sqlite"], "There is no file 'absent.sqlite'"),
-        (["text"], "'text' is damaged, or no file of `keepset eval`"),
-        (["empty.sqlite"], "'empty.sqlite' has no figures yet"),
-        (["sweep.sqlite", "--baseline", "tova"], "'tova' is not in the sweep"),
-        (["sweep.sqlite", "--baseline", "tova("], "'tova(' is not a recipe"),
-        (["sweep.sqlite", "--csv", "absent/a.csv"], "'absent/a.csv' cannot be written"),
-        (["sweep.sqlite", "--csv", "./sweep.sqlite"], "name different files"),
-        (["sweep.sqlite", "--csv", "a", "--html", "a"], "name different files"),
-    ],
-)
-def test_bad_input(run: Run, sweep: Path, tmp_path: Path, words: list[str], says: str) -> None:
-    (tmp_path / "text").write_text("some text that is no database", encoding="utf-8")
-    write([], tmp_path / "empty.sqlite")
-    before = sweep.read_bytes()
-    done = run("results", *words)
-    assert done.code == 2 and done.out == ""
-    assert done.err.startswith("keepset: ") and says in done.err and done.err.count("\n") == 1
-    assert sweep.read_bytes() == before
 
 
 def test_what_rounds_to_zero_has_no_sign() -> None:

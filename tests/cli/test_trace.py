@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import keepset
-from keepset import models
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.cli.trace import REASON
 from tests.bench.report.pages import data_of
@@ -124,40 +123,9 @@ def test_interrupted(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert figures["tokens"] - figures["prompt_tokens"] == 11 and len(figures["events"]) == 2
 
 
-def test_sampling_repeats(run: Run, tiny: Any) -> None:
-    words = ("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "8", "--temperature", "1", "--json", "-")
-    texts = [json.loads(run(*words, "--seed", seed).out)["runs"][0]["text"] for seed in ("1", "1", "2")]
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_nothing_compressed(run: Run, tiny: Any) -> None:
     done = run("trace", "Go on.", "--recipe", "tova(keep=8, prefill=False, every=99)", "--output-tokens", "4")
     assert done.code == 0 and "Nothing was compressed" in done.out
-
-
-@pytest.mark.parametrize(
-    ("words", "because"),
-    [
-        ([], "There is nothing to start from"),
-        (["Hi", "--problem", "1 + 1?"], "leave one of them out"),
-        (["Hi", "--forced"], "--forced says how the baseline is run"),
-        ([" "], "The prompt is empty"),
-        (["--problem", ""], "--problem is empty"),
-        (["Hi", "--output-tokens", "0"], "--output-tokens 0 is not a number of tokens"),
-        (["Hi", "--region", "0"], "--region 0 is not a number of tokens"),
-        (["Hi", "--temperature", "-1"], "--temperature -1.0 is out of range"),
-        (["Hi", "--seed", "-1"], "--seed -1 is out of range"),
-        (["Hi", "--layers", "1,x"], "--layers '1,x' is no list of layers"),
-        (["Hi", "--layers", ""], "--layers '' is no list of layers"),
-        (["Hi", "--baseline", "tova"], "says not how much to keep"),
-        (["Hi", "--html", "absent/trace.html"], "cannot be written"),
-    ],
-)
-def test_refused(run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str], because: str) -> None:
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
-    done = run("trace", *words, "--recipe", RECIPE)
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("keepset: ") and done.err.count("\n") == 1 and because in done.err
 
 
 @pytest.mark.parametrize(

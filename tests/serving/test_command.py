@@ -39,6 +39,7 @@ def test_words() -> None:
     assert words[:6] == [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", "a/model"]
     assert additional(words) == {"keepset": str(RECIPE)}
     assert words[-6:] == ["--host", "127.0.0.1", "--port", "9", "-tp", "2"]
+    assert command("a/model", None, [])[5:] == ["a/model", "--host", "127.0.0.1"]  # plain vLLM
 
 
 @pytest.mark.parametrize(
@@ -72,11 +73,6 @@ def test_contexts_are_a_folder_that_may_be_saved_to(tmp_path: Path) -> None:
         command("a/model", RECIPE, [], save_bytes=9)
     both = {"keepset": str(RECIPE), "keepset_contexts": str(tmp_path), "keepset_save_bytes": 9}
     assert additional(command("a/model", RECIPE, [], contexts=tmp_path, save_bytes=9)) == both
-
-
-def test_without_a_recipe_vllm_is_plain() -> None:
-    words = command("a/model", None, [])
-    assert words[5:] == ["a/model", "--host", "127.0.0.1"]
 
 
 @pytest.mark.parametrize("model", [None, "SmolLM2-135M-Instruct"])
