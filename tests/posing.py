@@ -16,8 +16,6 @@ from keepset.kernels import dispatch
 from keepset.kernels.triton import (
     attention,
     columns,
-    compact_block_table,
-    compaction,
     page_entries,
     paged,
     paged_window,
@@ -37,14 +35,12 @@ _NO_LAUNCH = {
 _ACROSS_DEVICES = {"_to_copy", "copy_", "index", "index_put", "index_put_", "lift_fresh"}
 """What may be given tensors of two devices."""
 _KERNELS = {
-    attention: ("_attend_part", "_merge_parts"),
+    attention: ("_attend_part", "_merge_parts", "_pack", "_append"),
     columns: ("_columns", "_log_sum_exp"),
-    compaction: ("_pack", "_append"),
     window: ("_window_lse", "_add_received"),
-    compact_block_table: ("_shift",),
     page_entries: ("_read_pages", "_move_entries"),
     paged_window: ("_paged_lse", "_add_in_pages"),
-    paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts"),
+    paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts", "_shift"),
 }
 _ATTENTION = {"_attend_part", "_merge_parts"}
 _EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}

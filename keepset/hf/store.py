@@ -17,11 +17,9 @@ from torch import Tensor
 
 from keepset.core.keep_set import HeadCounts
 from keepset.core.observation import BIAS
-from keepset.kernels.attention import append_entries
-from keepset.kernels.compaction import pack_entries
+from keepset.kernels.attention import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
-from keepset.kernels.int8 import dequantize, quantize
-from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
+from keepset.kernels.packed import HeadRun, PackedHeads, dequantize, quantize, runs_of
 
 SLACK = 64
 """Free places per head that a store allocates at once when it grows, at least."""

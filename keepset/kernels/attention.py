@@ -1,17 +1,16 @@
-"""Attention over packed entries, where heads may have different lengths, and the new tokens that join them."""
+"""Packed entries whose heads may have different lengths: attention, new tokens that join them, and those that stay."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.int8 import quantize
-from keepset.kernels.packed import HeadRun, PackedHeads
+from keepset.kernels.packed import HeadRun, PackedHeads, quantize
 
 
 def append_entries(
@@ -30,10 +29,10 @@ def append_entries(
         positions: of the new tokens.
     """
     if uses_triton(keys.device):
-        from keepset.kernels.triton import compaction  # loads Triton
+        from keepset.kernels.triton import attention  # loads Triton
 
         with launched_on(keys.device):
-            compaction.append(stores, keys, values, positions)
+            attention.append(stores, keys, values, positions)
         return
     n, first = keys.shape[2], 0
     at = positions[:, None].expand(-1, keys.shape[1], -1).flatten(0, 1)
@@ -77,7 +76,10 @@ def ragged_attention(
         The output in the queries' dtype, contiguous.
     """
     if uses_triton(queries.device):
-        return _in_triton(queries, stores, scaling, query_positions)[0]
+        from keepset.kernels.triton import attention  # loads Triton
+
+        with launched_on(queries.device):
+            return attention.ragged_attention(queries, stores, scaling, query_positions)
     batch, query_heads, n, head_dim = queries.shape
     runs = _runs(stores)
     kv_heads = runs[-1][2].stop // batch
@@ -99,39 +101,6 @@ def ragged_attention(
     return output.view(batch, query_heads, n, -1).transpose(1, 2).contiguous()
 
 
-def ragged_log_sum_exp(
-    queries: Float[Tensor, "batch query_heads n head_dim"],
-    stores: Sequence[PackedHeads],
-    scaling: float,
-    query_positions: Int[Tensor, "batch n"] | None = None,
-) -> Float[Tensor, "batch n query_heads"]:
-    """Return the log-sum-exp of each query's logits, by which `ragged_attention` normalises its weights.
-
-    Args:
-        queries, stores, scaling, query_positions: as in `ragged_attention`.
-
-    Returns:
-        float32; minus infinity for a query that sees no entry.
-    """
-    if uses_triton(queries.device):
-        return _in_triton(queries, stores, scaling, query_positions)[1]
-    batch, query_heads, n, _ = queries.shape
-    runs = _runs(stores)
-    kv_heads = runs[-1][2].stop // batch
-    folded = queries.reshape(batch * kv_heads, -1, n, queries.shape[-1])
-    rows = []
-    for store, run, heads in runs:
-        logits = torch.einsum("hgnd,hed->hgne", folded[heads].float(), store.keys_of(run).float()) * scaling
-        if store.bias is not None:
-            logits += run.view(store.bias).float()[:, None, None]
-        if query_positions is not None:
-            last_visible = query_positions.repeat_interleave(kv_heads, 0)[heads]
-            hidden = run.view(store.positions)[:, None] > last_visible[..., None]
-            logits.masked_fill_(hidden[:, None], float("-inf"))
-        rows.append(logits.logsumexp(-1))
-    return torch.cat(rows).view(batch, query_heads, n).transpose(1, 2)
-
-
 def _runs(stores: Sequence[PackedHeads]) -> list[tuple[PackedHeads, HeadRun, slice]]:
     """Return each run with its store and the slice of all heads that it covers."""
     runs, first = [], 0
@@ -142,11 +111,56 @@ def _runs(stores: Sequence[PackedHeads]) -> list[tuple[PackedHeads, HeadRun, sli
     return runs
 
 
-def _in_triton(
-    queries: Tensor, stores: Sequence[PackedHeads], scaling: float, query_positions: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of the Triton kernel."""
-    from keepset.kernels.triton import attention  # loads Triton
+def pack_entries(
+    columns: Mapping[str, Shaped[Tensor, "batch kv_heads entries ..."]],
+    indices: Int[Tensor, " kept"],
+    counts: Int[Tensor, "batch kv_heads"],
+) -> dict[str, Shaped[Tensor, "kept ..."]]:
+    """Return the chosen entries of every head, head after head; on a GPU one launch moves all columns of all heads.
 
-    with launched_on(queries.device):
-        return attention.ragged_attention(queries, stores, scaling, query_positions)
+        packed[starts[h] + i] = column[h // kv_heads, h % kv_heads, indices[starts[h] + i]]
+
+    Args:
+        columns: columns of entries, with any strides: keys and values usually are a transposed view.
+        indices: indices of the chosen entries, head after head.
+        counts: how many entries each head keeps.
+
+    Returns:
+        Every column's chosen rows.
+    """
+    heads = counts.flatten()
+    if not uses_triton(indices.device):
+        rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
+        return {name: _pick(column, rows, indices) for name, column in columns.items()}
+    packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
+    if packed and len(indices):
+        from keepset.kernels.triton import attention  # loads Triton
+
+        starts = heads.cumsum(0) - heads
+        most = min(len(indices), *(column.shape[2] for column in columns.values()))  # the device is not asked
+        with launched_on(indices.device):
+            attention.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
+    return packed
+
+
+def _pick(
+    column: Shaped[Tensor, "batch kv_heads entries ..."], rows: Int[Tensor, " kept"], indices: Int[Tensor, " kept"]
+) -> Shaped[Tensor, "kept ..."]:
+    """Return `column[rows, indices]`, gathered row by row.
+
+    Every memory order is read in place: flattening would copy the entries that are about to be dropped.
+    """
+    batch, heads, entries = column.shape[:3]
+    of_request, of_head, of_entry = column.stride()[:3]
+    if of_head > entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
+        capacity = of_head // of_entry
+        places = (batch * heads - 1) * capacity + entries
+        flat = column.as_strided((places, *column.shape[3:]), column.stride()[2:])
+        return flat.index_select(0, rows * capacity + indices)
+    swapped = column.transpose(1, 2)
+    if not column.is_contiguous() and swapped.is_contiguous():
+        request, head = rows // heads, rows % heads
+        return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
+            0, (request * entries + indices) * heads + head
+        )
+    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, rows * entries + indices)

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.kernels.blocks import PRODUCT_BLOCK
-from keepset.kernels.dispatch import has_bfloat16, launched_on, uses_triton
+from keepset.kernels.dispatch import CACHE_BLOCK, PRODUCT_BLOCK, block_size, has_bfloat16, launched_on, uses_triton
 
 _CHUNK = 64
 """Queries per step: enough for efficient matrix products, few enough to stay in a core's cache."""
@@ -32,11 +31,7 @@ class ColumnStatistic(StrEnum):
         return (attention.square() if self is ColumnStatistic.SQUARE else attention).sum(-2)
 
     def merge(self, some: Float[Tensor, "*shape"], others: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return the statistic over all queries, given those over two disjoint parts of them.
-
-        Args:
-            some, others: the statistic over each part.
-        """
+        """Return the statistic over all queries, given those over two disjoint parts of them."""
         return torch.maximum(some, others) if self is ColumnStatistic.MAX else torch.add(some, others)
 
 
@@ -239,9 +234,6 @@ def _of_group(statistic: Float[Tensor, "kv_heads group entries"], rule: str) -> 
 class ColumnAccumulator:
     """Accumulate column statistics of a text that comes in chunks.
 
-    Args:
-        names: statistics to accumulate.
-
     Attributes:
         statistics: by name, the statistic of every entry so far.
     """
@@ -257,14 +249,7 @@ class ColumnAccumulator:
         scaling: float,
         lse: Float[Tensor, "query_heads n"] | None = None,
     ) -> None:
-        """Add the next `n` queries.
-
-        Args:
-            queries: queries of the last `n` entries, after rotation; `n` may be 0.
-            keys: keys of all entries so far.
-            scaling: factor of the logits.
-            lse: log-sum-exp of the queries' logits, if attention has computed it already.
-        """
+        """Add the next `n` queries."""
         new = attention_columns(queries, keys, scaling=scaling, names=self._names, lse=lse)
         for name, before in self.statistics.items():
             new[name] = ColumnStatistic(name).merge(new[name], F.pad(before, (0, keys.shape[1] - before.shape[1])))
@@ -280,16 +265,7 @@ def _logits(
     causal: bool,
     lse: Float[Tensor, "kv_heads group n"] | None = None,
 ) -> Float[Tensor, "kv_heads group chunk visible"]:
-    """Return the float32 logits of one chunk of queries, less their log-sum-exp if it is given.
-
-    Args:
-        queries, keys: of all queries and entries.
-        scaling: factor of the logits.
-        start: first query of the chunk.
-        most: queries in the chunk, at most.
-        causal: whether a query sees only the entries up to its own; then only the visible entries are returned.
-        lse: log-sum-exp of each query.
-    """
+    """Return the float32 logits of one chunk of queries, less their log-sum-exp if it is given."""
     entries = keys.shape[1]
     chunk = queries[:, :, start : start + most]
     rows = chunk.shape[2]
@@ -309,3 +285,40 @@ def _logits(
         future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)
         logits[..., first:].masked_fill_(future, float("-inf"))
     return logits
+
+
+def mean_square_attention(
+    queries: Float[Tensor, "query_heads n head_dim"], keys: Float[Tensor, "kv_heads entries head_dim"], scaling: float
+) -> Float[Tensor, "query_heads entries"]:
+    """Return the mean square of the attention that each entry receives from `n` queries that see all entries.
+
+        A = softmax(queries @ keys' * scaling)     result = (A * A).mean(queries)
+
+    Attention is made in blocks of queries: memory grows with the entries, time with `n` times the entries.
+
+    Args:
+        queries: queries rotated to positions after all entries.
+        keys: keys of all entries, after rotation.
+        scaling: factor of the logits.
+
+    Returns:
+        float32, whatever the dtype of the inputs; zero if there are no queries.
+    """
+    if not keys.shape[1] or not queries.shape[1]:
+        return torch.zeros(len(queries), keys.shape[1], device=keys.device)
+    if uses_triton(keys.device):
+        asking, square = queries.to(keys.dtype), ColumnStatistic.SQUARE
+        columns = attention_columns(asking, keys, scaling=scaling, names=[square], causal=False)
+        return columns[square] / queries.shape[1]
+    kv_heads, entries, _ = keys.shape
+    grouped = queries.unflatten(0, (kv_heads, -1))
+    group, n = grouped.shape[1:3]
+    rows = max(1, block_size(keys.device, CACHE_BLOCK) // (group * entries))
+    squares = torch.zeros(kv_heads, group, entries, device=keys.device)
+    for head in range(kv_heads):
+        transposed_keys = keys[head].float().T
+        for block in grouped[head].split(rows, 1):
+            logits = (block.float() * scaling).flatten(0, 1) @ transposed_keys
+            attention = torch.softmax(logits, -1, out=logits)
+            squares[head] += attention.square_().unflatten(0, (group, -1)).sum(1)
+    return squares.flatten(0, 1) / n

@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs, by device; and how numbers travel between host and device."""
+"""Which implementation of a kernel runs, by device, in blocks of which size; and how numbers travel to the host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+CACHE_BLOCK = 2**18
+"""For element-wise passes on a CPU: 1 MiB, at most half of a core's cache."""
+
+PRODUCT_BLOCK = 2**20
+"""For matrix products on a CPU: 4 MiB, large enough for full speed and small beside a KV cache."""
+
+DEVICE_BLOCK = 2**26
+"""For devices with a launch cost: 256 MiB, so that launches are few."""
+
+
+def block_size(device: torch.device, on_cpu: int) -> int:
+    """Return how many float32 numbers to make at a time."""
+    return on_cpu if device.type == "cpu" else DEVICE_BLOCK
+
 
 INTERPRETED = False
 """Whether CPU tensors go to the Triton kernels, too; for tests.
@@ -37,22 +52,13 @@ def launched_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
-    """Return host values on a device, without a host sync.
-
-    Args:
-        values: integers, or a tensor on the host.
-        device: where they go.
-    """
+    """Return host values on a device, without a host sync."""
     there = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     return there.to(device, non_blocking=there.device.type == "cpu")  # a copy to the host must be complete
 
 
 class AsyncHostCopy:
-    """Numbers on their way from a device to the host. Reading them waits for the copy, not for later launches.
-
-    Args:
-        there: numbers on the device.
-    """
+    """Numbers on their way from a device to the host. Reading them waits for the copy, not for later launches."""
 
     def __init__(self, there: Tensor) -> None:
         on_gpu = there.device.type == "cuda"

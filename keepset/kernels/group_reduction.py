@@ -23,9 +23,5 @@ class GroupReduction(StrEnum):
         return (group,) if self is GroupReduction.EACH else ()
 
     def of(self, sums: Float[Tensor, "*heads members entries"]) -> Float[Tensor, "*heads entries *group"]:
-        """Return each entry's numbers.
-
-        Args:
-            sums: what entries receive from each query head, as `received_attention` returns it.
-        """
+        """Return each entry's numbers."""
         return sums.transpose(-1, -2) if self is GroupReduction.EACH else sums.mean(-2)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
+from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size
 
 _STEPS = 10
 """Multiplicative updates; twice as many brought nothing nearer to the full cache."""

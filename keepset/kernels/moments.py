@@ -62,12 +62,7 @@ class Moments:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], full: bool) -> Moments:
-        """Return moments from their `tensors`.
-
-        Args:
-            tensors: as `Moments.tensors` returns them.
-            full: whether the covariance is a matrix or only its diagonal.
-        """
+        """Return moments from their `tensors`."""
         moments = cls()
         moments._count, moments.mean, moments._scatter = (tensors[name] for name in NAMES)
         moments._full = full

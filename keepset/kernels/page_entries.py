@@ -54,11 +54,7 @@ def _pages(cache: LayerPages, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n 
 def take_entries(
     caches: Sequence[LayerPages], slots: Int[Tensor, " n"]
 ) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
-    """Return key and value of the entry at each slot.
-
-    Args:
-        caches, slots: as in `write_entries`; slots may repeat.
-    """
+    """Return key and value of the entry at each slot."""
     first = caches[0]
     if uses_triton(first.device):
         from keepset.kernels.triton import page_entries  # loads Triton
@@ -119,12 +115,7 @@ def _places(
 
 
 def _together(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tensor:
-    """Return the parts of several layers as one tensor.
-
-    Args:
-        parts: for each layer the indices of its items, and these.
-        number: of all items.
-    """
+    """Return the parts of several layers as one tensor."""
     if len(parts) == 1:
         return parts[0][1]
     whole = parts[0][1].new_empty(number, *parts[0][1].shape[1:])

@@ -61,12 +61,7 @@ class PageGroup(NamedTuple):
 
 
 def entries(layout: PageLayout, lengths: Int[Tensor, " rows"]) -> Int[Tensor, "rows layers kv_heads"]:
-    """Return the entries of every head when its request has `lengths` tokens: `counts + lengths - length`.
-
-    Args:
-        layout: of each request.
-        lengths: tokens of each request.
-    """
+    """Return the entries of every head when its request has `lengths` tokens: `counts + lengths - length`."""
     return layout.counts + (lengths[:, None] - layout.length)[..., None]
 
 
@@ -115,13 +110,7 @@ def tables(
 
 
 def to_group_pages(tables: Int[Tensor, "layers *rest"], group: PageGroup, kv_heads: int) -> Int[Tensor, "layers *rest"]:
-    """Return sub-pages of each layer of the group, numbered from the group's first layer on.
-
-    Args:
-        tables: sub-pages as each layer numbers them.
-        group: the layers.
-        kv_heads: of a layer.
-    """
+    """Return sub-pages of each layer of the group, numbered from the group's first layer on."""
     places = torch.arange(group.places.start, group.places.stop, device=tables.device)
     before = (places * (group.blocks * kv_heads)).view(-1, *[1] * (tables.ndim - 1))
     return (tables.long() + before) % (group.layers * group.blocks * kv_heads)
@@ -135,11 +124,6 @@ def blocks_needed(
     It is enough to look at the moment when the request's newest block is full, `tail` tokens from now. Until then no
     block is added and pages are only taken. From then on, every `block_size` tokens bring one block, which is one
     sub-page for each head, and take one page for each head.
-
-    Args:
-        counts: entries of each head.
-        length: tokens of the request.
-        block_size: tokens of a block.
     """
     kv_heads = counts.shape[-1]
     tail = -length % block_size
@@ -175,23 +159,13 @@ def own_block(counts: Int[Tensor, "*rows kv_heads"], length: int, block_size: in
 
     It is the last block. It is the block before if some head's last page runs full earlier: the block with that head's
     next page must exist by then.
-
-    Args:
-        counts: shared entries of each head.
-        length: tokens that are shared.
-        block_size: tokens of a block.
     """
     last, filled = (length - 1) // block_size, (length - 1) % block_size + 1
     return last - int(bool(((counts - 1) % block_size >= filled).any()))
 
 
 def shareable_pages(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> Int[Tensor, "*rows kv_heads"]:
-    """Return how many pages of each head can be shared: the full ones but for the last page, in which the head goes on.
-
-    Args:
-        counts: entries of each head.
-        block_size: tokens of a block.
-    """
+    """Return how many pages of each head can be shared: the full ones but for the last, in which the head goes on."""
     return (_ceil_div(counts, block_size) - 1).clamp(min=0)
 
 

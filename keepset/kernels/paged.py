@@ -114,14 +114,7 @@ def attend_pages(
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
-    """Do the same as `paged_attention` in PyTorch, request by request, for pages that `read` knows to read.
-
-    Args:
-        read: returns keys and values `[kv_heads, entries, head_dim]` of sub-pages `[kv_heads, pages]`.
-        block_size: entries of a sub-page.
-        group: the layer that attends, among those that share the block table.
-        queries, tokens, layout, scaling, output, bias: as in `paged_attention`.
-    """
+    """Do the same as `paged_attention` in PyTorch, request by request, for pages that `read` knows to read."""
     kv_heads, members = layout.counts.shape[-1], defaultdict[int, list[tuple[int, int]]](list)
     for index, length in enumerate(tokens.lengths.tolist()):
         place, row = _whose(tokens, index)
@@ -196,3 +189,47 @@ def _pages(
     most = -(-int(entries.max()) // block_size)
     table = page_layout.tables(own, entries, tokens.block_table[row : row + 1], block_size, most, group)
     return table[0, 0].long(), entries[0, 0]
+
+
+def shift_step(
+    block_table: Int[Tensor, "rows width"],
+    lengths: Int[Tensor, " rows"],
+    starts: Int[Tensor, " rows_plus_1"],
+    dropped: Int[Tensor, " rows"],
+    slots: Int[Tensor, " tokens"],
+    block_size: int,
+    left_table: Int[Tensor, "rows width"],
+    left: Int[Tensor, " rows"],
+) -> None:
+    """Fill `left_table` and `left` with the blocks and numbers of entries that are left; on a GPU in one launch.
+
+    What is left of a request lies in its blocks from the first block that is not free. New tokens' slots move, in
+    place, to where the request's entries end.
+
+    Args:
+        block_table: blocks by logical position.
+        lengths: tokens of each request after the step.
+        starts: the first query of each row, and the end of the last row's.
+        dropped: entries that each request has lost.
+        slots: slot mapping of the new tokens by logical position; written to. A slot moves within its block or to the
+            block before.
+        block_size: tokens of a block.
+        left_table: blocks that are left; written to. Columns beyond a row's blocks hold anything.
+        left: entries that are left; written to.
+    """
+    if uses_triton(block_table.device):
+        from keepset.kernels.triton import paged  # loads Triton
+
+        with launched_on(block_table.device):
+            paged.shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left)
+        return
+    left.copy_(lengths - dropped)
+    columns = torch.arange(block_table.shape[1], device=block_table.device) + (dropped // block_size)[:, None]
+    left_table.copy_(block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1)))
+    tokens = torch.arange(len(slots), device=slots.device)
+    row = torch.searchsorted(starts[1:].to(tokens), tokens, right=True).clamp(max=len(lengths) - 1)
+    place = lengths[row] - starts[row + 1] + tokens - dropped[row] % block_size
+    moves = (dropped[row] % block_size > 0) & (tokens < starts[-1])
+    place = place.where(moves, 0)
+    moved = block_table[row, place // block_size].to(slots) * block_size + place % block_size
+    slots.copy_(moved.where(moves, slots))

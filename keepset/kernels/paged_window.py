@@ -10,8 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.kernels import page_layout
-from keepset.kernels.blocks import CACHE_BLOCK, PRODUCT_BLOCK, block_size
-from keepset.kernels.dispatch import launched_on, uses_triton
+from keepset.kernels.dispatch import CACHE_BLOCK, PRODUCT_BLOCK, block_size, launched_on, uses_triton
 from keepset.kernels.page_entries import LayerPages, addresses_of, read_pages
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
@@ -64,14 +63,7 @@ def add_received_by(
     entries: EntriesInPages,
     received: ColumnTarget,
 ) -> None:
-    """Do the same as `add_received_in_pages` in PyTorch, for keys that are read layer by layer.
-
-    Args:
-        readers: read the keys of each of the layers.
-        size: entries of a sub-page.
-        group: these layers among those that share the block table.
-        queries, entries, received: as in `add_received_in_pages`.
-    """
+    """Do the same as `add_received_in_pages` in PyTorch, for keys that are read layer by layer."""
     most = _most_pages(page_layout.entries(entries.layout, entries.lengths), size) * size
     of_layer = max(1, len(entries.lengths) * entries.packed.shape[2] * most)
     at_once = max(1, block_size(entries.lengths.device, CACHE_BLOCK) // of_layer)
@@ -140,15 +132,7 @@ def _add_received_of_layers(
     heads: _Heads,
     received: ColumnTarget,
 ) -> None:
-    """Add what entries of some layers receive.
-
-    Args:
-        places: indices of the layers.
-        readers: read the keys of each layer.
-        queries: queries of the layers.
-        heads: where the entries lie.
-        received: what to add, and where.
-    """
+    """Add what entries of some layers receive."""
     layers, number = heads.slots.shape[:2]
     rows = len(queries) // layers
     kv_heads, column, of_layer = number // rows, received.column.flatten(0, 1), received.column.shape[1]

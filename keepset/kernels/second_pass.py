@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.kernels.blocks import PRODUCT_BLOCK, block_size
 from keepset.kernels.columns import ColumnStatistic, attention_columns, attention_with_lse, log_sum_exp
-from keepset.kernels.dispatch import uses_triton
+from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size, uses_triton
 
 _LEAST_ROWS = 16
 """Fewer queries make slow matrix products."""
@@ -144,15 +143,7 @@ def _merge_columns(
     rows: int,
     scope: SoftmaxScope | None,
 ) -> None:
-    """Merge what a block of queries pays to the entries into their statistics.
-
-    Args:
-        statistics: by name, of each entry; written to.
-        attention: attention of the block's rows.
-        entries: cached entries.
-        rows: queries of each head in the block.
-        scope: what the statistics are restricted to.
-    """
+    """Merge what a block of queries pays to the entries into their statistics."""
     sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
     columns = attention[:, start:stop]
     if sinks < start or stop < entries:

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from keepset.kernels.blocks import CACHE_BLOCK, block_size
-from keepset.kernels.dispatch import launched_on, uses_triton
+from keepset.kernels.dispatch import CACHE_BLOCK, block_size, launched_on, uses_triton
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
 
@@ -109,11 +108,6 @@ def first_unseen(
     """Return the first entry that the oldest query does not see; all queries see the entries before it.
 
     Off the CPU it is always 0, because looking would need a host sync.
-
-    Args:
-        positions: of the entries.
-        last_visible: the last position that each query sees, in rising order.
-        valid: which entries exist; None: all.
     """
     if positions.device.type != "cpu":
         return 0  # to look for it would wait for the device

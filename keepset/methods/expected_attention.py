@@ -17,7 +17,7 @@ from keepset.core.observation import Observation
 from keepset.core.rope import positions_ahead
 from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
-from keepset.kernels.blocks import CACHE_BLOCK, DEVICE_BLOCK
+from keepset.kernels.dispatch import CACHE_BLOCK, DEVICE_BLOCK
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """`BlockTables`: where the entries of requests lie in the layers of a group, step by step.
 
-There are two kinds. Heads that keep equally many entries share one block table per request (`equal_heads.py`). Heads
-that keep different numbers have pages of their own, which follow from their counts (`ragged_heads.py`).
+There are two kinds. Heads that keep equally many entries share one block table per request, shifted by what was
+dropped: an event packs what it leaves into the logical slots from `dropped // block_size` blocks on, and the blocks
+before are free. Heads that keep different numbers have pages of their own (`ragged_heads.py`).
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.kernels import page_layout
+from keepset.kernels.page_layout import PageGroup, PageLayout
+from keepset.kernels.paged import shift_step
 from keepset.kernels.paged_arguments import EntriesInPages
-from keepset.paged.event_pages import EventPages
+from keepset.paged.eviction_event import EventPages, OccupiedPages, PageAssignment
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
+from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 
 class BlockTables(ABC):
-    """Tables of one group of layers.
-
-    Args:
-        schedule: when the group's requests are compressed.
-    """
+    """Tables of one group of layers."""
 
     def __init__(self, schedule: EvictionSchedule) -> None:
         self.schedule = schedule
@@ -38,11 +42,6 @@ class BlockTables(ABC):
     def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
         """Place a step's tokens: alter the slot mapping, and tell attention where the entries lie.
 
-        Args:
-            batch: the step; of a dummy run, what a graph is to remember.
-            plan: the step's plan, which is completed.
-            eventful: whether some requests are compressed after the step.
-
         Raises:
             RuntimeError: a compressed request is not where it was left.
         """
@@ -50,10 +49,6 @@ class BlockTables(ABC):
     @abstractmethod
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
         """Return a function that tells where the layers have the entries of requests, before the step's events.
-
-        Args:
-            batch: the step.
-            requests: some of its requests.
 
         Returns:
             The function, to be called once the step was placed.
@@ -69,9 +64,108 @@ class BlockTables(ABC):
 
     @abstractmethod
     def event_pages(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> EventPages:
-        """Return the pages of the requests of an event, once the step was placed.
+        """Return the pages of the requests of an event, once the step was placed."""
 
-        Args:
-            batch: the step.
-            requests: those that are compressed after it, together.
-        """
+
+class EqualHeadPages(EventPages):
+    """The pages of an event's requests, which are the same in every layer."""
+
+    def __init__(
+        self, occupied: OccupiedPages, left: Int[Tensor, "rows kv_heads pages"], width: int, group: PageGroup
+    ) -> None:
+        self._occupied, self._left, self._width, self._group = occupied, left, width, group
+
+    @property
+    def width(self) -> int:
+        return self._width
+
+    def held(self, places: range) -> Sequence[int]:
+        rows, kv_heads = self._occupied.entries.shape
+        return [self._width * kv_heads] * (rows * len(places))
+
+    def occupied(self, places: range) -> OccupiedPages:
+        subpages, packed, entries = self._occupied
+        counts = (part.repeat(len(places), 1) for part in (packed, entries))
+        return OccupiedPages(self._in_layers(subpages, places), *counts)
+
+    def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
+        return PageAssignment(None, lambda most: self._in_layers(self._left, places))
+
+    def _in_layers(
+        self, subpages: Int[Tensor, "rows kv_heads pages"], places: range
+    ) -> Int[Tensor, "layers_rows kv_heads pages"]:
+        layers = subpages.expand(len(places), -1, -1, -1)
+        group = self._group._replace(places=places)
+        return page_layout.to_group_pages(layers, group, subpages.shape[1]).flatten(0, 1)
+
+
+class EqualHeadTables(BlockTables):
+    """Shifted block tables. Attention gets the same two tensors in every step, where captured graphs look for them."""
+
+    def __init__(self, schedule: EvictionSchedule, group: PageGroup, max_requests: int) -> None:
+        super().__init__(schedule)
+        self._group, self._max_requests = group, max_requests
+        self._shifted: tuple[Tensor, Tensor] | None = None
+
+    def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
+        rows, width = batch.block_table.shape
+        dropped = [0] * rows
+        for request in batch.requests:
+            dropped[request.row] = self.schedule_of(request).dropped(request.prompt, request.before)
+        if self._shifted is None:
+            most = max(rows, self._max_requests)
+            self._shifted = batch.block_table.new_zeros(most, width), batch.seq_lens.new_zeros(most)
+        table, lengths = (each[:rows] for each in self._shifted)
+        step = batch.block_table, batch.seq_lens, batch.starts, batch.tensor(dropped), batch.slot_mapping
+        shift_step(*step, self.schedule.block_size, table, lengths)
+        longest = max((request.after - dropped[request.row] for request in batch.requests), default=None)
+        plan.shifted = ShiftedBatch(table, lengths, longest, dropped)
+
+    def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
+        """Return where the entries lie: in pages that no head has alone, as after an event that left nothing."""
+        held = [self._held(request) for request in requests]
+        known = [
+            (one.row, one.after, one.after - width, kept) for one, (width, kept) in zip(requests, held, strict=True)
+        ]
+        rows, lengths, dropped, kept = batch.tensor(known).t().contiguous().unbind()
+        packed = kept[:, None, None].expand(-1, 1, self.schedule.kv_heads).contiguous()
+        dropped, none = dropped[:, None], torch.zeros_like(packed)
+        layout = PageLayout(none, dropped, dropped // self.schedule.block_size, none[..., 0].contiguous())
+        longest = max(width for width, _ in held)
+        entries = EntriesInPages(layout, batch.block_table[rows], lengths, packed, longest)
+        return lambda: entries
+
+    def event_width(self, request: ScheduledRequest) -> int:
+        return self._held(request)[0]
+
+    def event_key(self, request: ScheduledRequest) -> tuple[int, int]:
+        """Return the entries of each head before and after the event."""
+        schedule = self.schedule_of(request)
+        return self.event_width(request), request.after - schedule.dropped(request.prompt, request.after)
+
+    def event_pages(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> EqualHeadPages:
+        held, shape = [self._held(request) for request in requests], (len(requests), self.schedule.kv_heads)
+        entries, packed = (part[:, None].expand(shape) for part in batch.tensor(held).unbind(1))
+        width, left = self.event_key(requests[0])  # which all share
+        occupied = OccupiedPages(self._subpages(batch, requests, width), packed, entries)
+        return EqualHeadPages(occupied, self._subpages(batch, requests, left), width, self._group)
+
+    def _held(self, request: ScheduledRequest) -> tuple[int, int]:
+        """Return the entries of each head after the step, and how many of them the event before has kept."""
+        schedule = self.schedule_of(request)
+        width, kept = request.after - schedule.dropped(request.prompt, request.before), 0
+        # Nothing was packed at events that dropped nothing: what came since the one before is whole.
+        if width < request.after:
+            kept = schedule.compressed(request.prompt, request.before) - (request.after - width)
+        return width, kept
+
+    def _subpages(
+        self, batch: StepBatch, requests: Sequence[ScheduledRequest], entries: int
+    ) -> Int[Tensor, "rows kv_heads pages"]:
+        """Return the sub-pages of so many entries of each request: they lie in its blocks from the first not freed."""
+        size, kv_heads = self.schedule.block_size, self.schedule.kv_heads
+        row, first = batch.tensor([(each.row, (each.after - entries) // size) for each in requests]).unbind(1)
+        place = torch.arange(-(-entries // size), device=row.device)
+        columns = (first[:, None] + place).clamp(max=batch.block_table.shape[1] - 1)
+        heads = torch.arange(kv_heads, device=row.device)[:, None]
+        return batch.block_table[row[:, None], columns].long()[:, None] * kv_heads + heads

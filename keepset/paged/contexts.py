@@ -62,12 +62,7 @@ class ContextPlacement:
         return cls(tokens, first, own, shared)
 
     def layout(self, counts: Int[Tensor, "layers kv_heads"], block_size: int) -> PageLayout:
-        """Return the layout of a request's pages on one rank, as the only row.
-
-        Args:
-            counts: entries of the rank's heads.
-            block_size: tokens per block.
-        """
+        """Return the layout of a request's pages on one rank, as the only row."""
         if not self.shared:
             first = _first_block(counts, self.tokens, block_size)
             return PageLayout(
@@ -80,13 +75,7 @@ class ContextPlacement:
 
 
 def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size: int) -> Int[Tensor, "*rows"]:
-    """Return the first of the request's last blocks that hold the entries of heads with pages of their own.
-
-    Args:
-        counts: entries of each head.
-        tokens: tokens of the request.
-        block_size: tokens per block.
-    """
+    """Return the first of the request's last blocks that hold the entries of heads with pages of their own."""
     lengths = torch.full(counts.shape[:-1], tokens)
     return -(-lengths // block_size) - page_layout.blocks_needed(counts, lengths, block_size)
 

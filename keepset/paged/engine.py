@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.paged.fp8 import EightBits
+from keepset.paged.pages import EightBits
 from keepset.paged.step import StepBatch, StepPlan
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method
 from keepset.core.observation import BIAS
-from keepset.paged.event_pages import OccupiedPages
+from keepset.paged.eviction_event import OccupiedPages
 from keepset.recipe import Recipe
 
 POSITION = "position"
@@ -23,13 +23,7 @@ _ROOM = 64
 
 
 def columns_of(recipe: Recipe, group: int, saves: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return the name of each column under a recipe, and the shape of an entry's numbers in it.
-
-    Args:
-        recipe: the recipe that is executed.
-        group: query heads that share a KV head.
-        saves: whether it is asked at the end where entries come from.
-    """
+    """Return the name of each column under a recipe, and the shape of an entry's numbers in it."""
     method: Method = recipe.method
     sums = {feature.column: feature.sums_of.shape(group) for feature in method.traits.needs.of(WindowAttention)}
     # Without a later event nobody asks where an entry came from; but attention asks for its bias.
@@ -82,13 +76,7 @@ class EntryColumns:
         return sum(column.nbytes for column in (*self._columns.values(), *self._private.values()))
 
     def private(self, request: int, name: str, entries: int) -> Float[Tensor, "layers kv_heads places *rest"]:
-        """Return a request's private column, to be written to.
-
-        Args:
-            request: slot of the request.
-            name: name of the column.
-            entries: entries that there must be places for.
-        """
+        """Return a request's private column, to be written to."""
         column, whole = self._private.get((request, name)), self._columns[name]
         if column is None or column.shape[2] < entries:
             shape = len(whole), self._kv_heads, entries + _ROOM, *whole.shape[2:]
@@ -111,33 +99,17 @@ class EntryColumns:
     def read(
         self, name: str, slots: Int[Tensor, "layers_rows kv_heads entries"]
     ) -> Float[Tensor, "layers_rows kv_heads entries *rest"]:
-        """Return a column's numbers.
-
-        Args:
-            name: name of the column.
-            slots: slots, numbered through all layers.
-        """
+        """Return a column's numbers."""
         return self[name].flatten(0, 1)[slots]
 
     def write(self, name: str, slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]) -> None:
-        """Write number `i` to `slots[i]`.
-
-        Args:
-            name: name of the column.
-            slots: slots, numbered through all layers.
-            numbers: what to write.
-        """
+        """Write number `i` to `slots[i]`."""
         self[name].view(-1)[slots] = numbers.to(self[name].dtype)
 
     def positions(
         self, occupied: OccupiedPages, lengths: Int[Tensor, " layers_rows"]
     ) -> Int[Tensor, "layers_rows kv_heads entries"]:
-        """Return the original position of each entry.
-
-        Args:
-            occupied: pages of the requests, layer by layer.
-            lengths: tokens of each request, layer by layer.
-        """
+        """Return the original position of each entry."""
         subpages, packed, entries = occupied
         index = torch.arange(subpages.shape[-1] * self._block_size, device=subpages.device)
         # Nothing was dropped of what came after the event before, so it lies in front of its position by one distance.
@@ -148,11 +120,6 @@ class EntryColumns:
         return stored.where(index < packed[..., None], positions)
 
     def write_positions(self, slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]) -> None:
-        """Write the original positions of entries, if there is a column for them.
-
-        Args:
-            slots: slots, numbered through all layers.
-            positions: of the entries.
-        """
+        """Write the original positions of entries, if there is a column for them."""
         if POSITION in self:
             self.write(POSITION, slots, positions.int().view(torch.float32))

@@ -1,4 +1,9 @@
-"""Executes events: reads what a recipe may look at, has it choose what stays, and packs that into pages."""
+"""`EventQueue`: compressions that a step has brought due are executed before the next one, in all layers at once.
+
+An event reads what a recipe may look at, has it choose what stays, and packs that into pages. Between two steps nothing
+writes to the pages: whoever was given the pages of a request that has ended writes to them in a step that is yet to
+come. So an event can be executed even where its request is gone.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +23,11 @@ from keepset.core.keep_set import LayerKeepSet, LazyHostInts
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
-from keepset.paged.event_pages import PageAssignment
-from keepset.paged.eviction_event import EvictionEvent, max_layers_per_event
+from keepset.paged.eviction_event import EvictionEvent, PageAssignment, max_layers_per_event
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.paged_observation import WORKSPACE, PagedEntries, PagedObservation
+from keepset.paged.pages import WORKSPACE, PagedEntries, PagedObservation
+from keepset.paged.request_table import FreedBlocks
+from keepset.paged.step import StepBatch, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +74,6 @@ def compress(group: LayerGroup, event: EvictionEvent) -> None:
 
 def compress_across(due: Sequence[tuple[LayerGroup, EvictionEvent]]) -> None:
     """Execute one event of a recipe that looks across layers: it sees all of them before anything moves.
-
-    Args:
-        due: the groups, and the event in each of them.
 
     Raises:
         RuntimeError: the groups do not mean the same requests, or the recipe keeps more than the scheduler expects.
@@ -149,16 +152,7 @@ def execute(
     assignment: PageAssignment,
     start: float,
 ) -> None:
-    """Pack what stays, and what came behind the event, into the pages assigned to it.
-
-    Args:
-        group: the group of layers.
-        event: the event.
-        entries: the entries of some of the group's layers.
-        kept: what the recipe keeps of them.
-        assignment: pages for that.
-        start: when the compression began, in seconds of `time.perf_counter`.
-    """
+    """Pack what stays, and what came behind the event, into the pages assigned to it."""
     pages, paged, newer = group.pages_of(0), entries.paged, event.newer
     width, size, kv_heads = paged.shape[2], group.block_size, entries.heads.shape[1]
     index, rank = _survivors(kept, entries.heads, newer, width)
@@ -234,15 +228,60 @@ def _survivors(
 
 
 def _workspaces(sizes: Sequence[int], unit: int, entry_bytes: int) -> Iterator[tuple[range, slice]]:
-    """Yield heads whose entries are moved together, and the range of these entries among all that stay.
-
-    Args:
-        sizes: entries of each head that stay.
-        unit: neighbouring heads that must be moved together.
-        entry_bytes: bytes of an entry's key and value.
-    """
+    """Yield heads whose entries are moved together, and the range of these entries among all that stay."""
     starts, units = list(accumulate(sizes, initial=0)), len(sizes) // unit
     together = unit * max(1, units * WORKSPACE // max(starts[-1] * entry_bytes, 1))
     for first in range(0, len(sizes), together):
         heads = range(first, min(first + together, len(sizes)))
         yield heads, slice(starts[heads.start], starts[heads.stop])
+
+
+class EventQueue:
+    """Plans the steps of all groups of layers, and executes what they bring due.
+
+    Attributes:
+        steps: for each group the step that was planned last, whose events are due.
+    """
+
+    def __init__(self, freed_blocks: FreedBlocks) -> None:
+        self._freed_blocks = freed_blocks
+        self.steps: dict[LayerGroup, StepPlan] = {}
+
+    def plan(self, group: LayerGroup, batch: StepBatch) -> StepPlan:
+        """Return what a group's layers do in a step; execute first what the step before has brought due.
+
+        Every step is planned for all groups, in any order, before it is computed.
+
+        Raises:
+            RuntimeError: a compressed request is not where it was left.
+        """
+        if group in self.steps:
+            self.run()
+        plan = self.steps[group] = group.planner.plan(batch)
+        return plan
+
+    def run(self) -> None:
+        """Execute what is due: what the steps' plans say after their layers, list by list."""
+        steps, self.steps = self.steps, {}
+        for group, plan in steps.items():
+            group.record_replayed(plan)
+        for group, plan in steps.items():
+            group.run(plan.before_events)
+        if any(plan.events for plan in steps.values()):
+            self._run_events(steps)
+        for group, plan in steps.items():
+            group.run(plan.after_events)
+
+    def _run_events(self, steps: dict[LayerGroup, StepPlan]) -> None:
+        if next(iter(steps)).recipe.method.traits.across_layers:
+            for events in zip(*(plan.events for plan in steps.values()), strict=True):
+                compress_across(list(zip(steps, events, strict=True)))
+        else:
+            for group, plan in steps.items():
+                for event in plan.events:
+                    compress(group, event)
+        for group, plan in steps.items():
+            for event in plan.events:
+                for record in event.records:
+                    group.columns.forget(record.slot)
+        self._freed_blocks.settle()

@@ -1,19 +1,75 @@
-"""`EvictionEvent`: the compression of some requests in the layers of a group; and which requests are batched in one."""
+"""`EvictionEvent`: the compression of some requests in the layers of a group; its pages, and who is in one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.keep_set import LayerKeepSet
-from keepset.paged.event_pages import EventPages
+from keepset.core.keep_set import LayerKeepSet, LazyHostInts
 from keepset.paged.query_records import QueryRecord
 from keepset.recipe import Recipe
+
+
+class OccupiedPages(NamedTuple):
+    """The pages of requests' entries in some layers, layer after layer and request after request.
+
+    Attributes:
+        subpages: the sub-pages of each head, in the order of its entries; numbered through all layers of the group.
+        packed: how many entries of each head the event before has packed; they come first (see `EntriesInPages`).
+        entries: the number of entries of each head.
+    """
+
+    subpages: Int[Tensor, "layers_rows kv_heads pages"]
+    packed: Int[Tensor, "layers_rows kv_heads"]
+    entries: Int[Tensor, "layers_rows kv_heads"]
+
+
+@dataclass(frozen=True)
+class PageAssignment:
+    """Pages for what stays of an event's requests in some layers.
+
+    Attributes:
+        fits: 1 for each row of each layer whose entries fit its blocks; 0 where they do not, and the row stays as it
+            is. None if all rows fit.
+        take: assigns the pages. It takes the entries of the largest head, and returns as many sub-pages per head as
+            that one needs.
+    """
+
+    fits: LazyHostInts | None
+    take: Callable[[int], Int[Tensor, "layers_rows kv_heads pages"]]
+
+    @property
+    def host_reads(self) -> list[LazyHostInts]:
+        """The integers that the host must read before it calls `take`."""
+        return [] if self.fits is None else [self.fits]
+
+
+class EventPages(ABC):
+    """The pages of an event's requests in the layers of a group. `places` are layers, by their places in the group."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """The number of entries of the largest head."""
+
+    @abstractmethod
+    def held(self, places: range) -> Sequence[int]:
+        """Return the number of entries of each request in each layer, layer after layer."""
+
+    @abstractmethod
+    def occupied(self, places: range) -> OccupiedPages:
+        """Return where the entries lie in these layers."""
+
+    @abstractmethod
+    def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
+        """Return pages for what stays in these layers."""
+
 
 Request = TypeVar("Request")
 
@@ -74,13 +130,7 @@ class EvictionEvent:
 
 
 def max_layers_per_event(recipe: Recipe, entries: int, kv_heads: int) -> int:
-    """Return how many layers an event looks at together.
-
-    Args:
-        recipe: the recipe of the event.
-        entries: entries per head of all requests in one layer.
-        kv_heads: KV heads of a layer.
-    """
+    """Return how many layers an event looks at together."""
     numbers = entries * recipe.method.traits.memory_factor
     return max(1, min(_MAX_HEAD_ENTRIES // numbers, MAX_ENTRIES // (numbers * kv_heads)))
 
@@ -92,12 +142,6 @@ def batches_of_similar_length(
 
     All of a batch are looked at as if they were as long as the longest, so none joins one of more than twice its
     entries.
-
-    Args:
-        recipe: the recipe of the requests.
-        requests: the requests.
-        entries: entries per head of each request.
-        kv_heads: KV heads of a layer.
     """
     waiting = sorted(zip(entries, requests, strict=True), key=lambda one: -one[0])
     while waiting:

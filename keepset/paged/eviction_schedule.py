@@ -61,12 +61,7 @@ class EvictionSchedule:
         self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
 
     def under(self, recipe: Recipe | None, counted: bool = True) -> EvictionSchedule:
-        """Return the schedule of a request with a budget of its own, and the same method.
-
-        Args:
-            recipe: the request's recipe; None if it is never compressed.
-            counted: False where the entries that it has lost do not follow from its length.
-        """
+        """Return the schedule of a request with a budget of its own, and the same method."""
         if len(self._others) > _OTHERS:
             self._others.clear()
         if (recipe, counted) not in self._others:
@@ -138,10 +133,6 @@ class EvictionSchedule:
         blocks = self.dropped(prompt, length) // self.block_size
         return max(blocks - 1, 0) if self.ragged else blocks
 
-    def num_blocks(self, prompt: int, length: int) -> int:
-        """Return the number of blocks that a request of `length` tokens needs."""
-        return -(-length // self.block_size) - self.freed(prompt, length)
-
     def untouched(self, prompt: int) -> int | None:
         """Return the number of first tokens whose pages no compression writes to, so that requests may share them.
 
@@ -192,3 +183,28 @@ class EvictionSchedule:
         held = [[entries] * self.kv_heads]
         quotas = forecast_quotas(self.recipe.method, budget, held, [length], [prompt], (self._layer,), self.layers)
         return -(-int(quotas.sum()) // self.kv_heads)
+
+
+GROUPS = 6
+"""The number of groups where counts come from the data. More groups hold fewer pages, and cost more per step."""
+
+
+def one_table(recipe: Recipe) -> bool:
+    """Return whether all layers keep equally many entries, and can share one block table."""
+    return recipe.method.traits.fixed_total and recipe.method.traits.equal_layers
+
+
+def table_per_head(recipe: Recipe) -> bool:
+    """Return whether keepset itself finds each head's pages: heads may differ, or entries have biases."""
+    return not (recipe.method.traits.fixed_total and recipe.method.traits.equal_heads) or recipe.method.traits.biased
+
+
+def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
+    """Return the first of the layers whose block table a layer shares."""
+    if one_table(recipe):
+        return layers[0]
+    if recipe.method.traits.fixed_total:
+        return layer
+    place, groups = layers.index(layer), min(GROUPS, len(layers))
+    first = -(-(place * groups // len(layers)) * len(layers) // groups)
+    return layers[first]

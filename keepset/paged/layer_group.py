@@ -79,13 +79,7 @@ class LayerGroup:
         return EntryColumns(columns, len(self.layers), self.kv_heads, pages.slots, self.block_size, pages.device)
 
     def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
-        """Do what a step's plan says of its queries, once these layers have attended.
-
-        Args:
-            places: the layers, by their places in the group.
-            plan: the step's plan.
-            queries: the step's queries, after rotation; its entries are in the cache.
-        """
+        """Do what a step's plan says of its queries, once these layers have attended."""
         plan.recorded = True
         for operation in plan.in_layers:
             operation.run(self, places, queries)
@@ -129,10 +123,6 @@ class LayerGroup:
 
     def export_request(self, blocks: Sequence[int], length: int) -> dict[int, dict[str, Tensor]]:
         """Return what a request that has ended left in its blocks, once all events that are due are over.
-
-        Args:
-            blocks: the request's blocks, by logical position.
-            length: tokens that it has had.
 
         Returns:
             For every layer, by its index in the model, columns packed head after head, and the heads' `counts`.

@@ -25,25 +25,15 @@ from keepset.kernels.moments import Moments
 from keepset.kernels.paged_arguments import ColumnTarget, RecordedQueries
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
-from keepset.paged.event_pages import OccupiedPages
-from keepset.paged.eviction_event import EvictionEvent
+from keepset.paged.eviction_event import EvictionEvent, OccupiedPages
 from keepset.paged.pages import add_received
-from keepset.paged.query_operations import PromptChunk, QueryAddition
+from keepset.paged.query_records import PromptChunk, QueryAddition
 from keepset.recording.features import Recording, SummedFeature
 from keepset.recording.ring import QueryRing, of_step
 
 
 class Observer:
-    """What a group of layers collects for its events.
-
-    Args:
-        needs: what the recipe looks at.
-        recording: what is recorded of queries.
-        ring: where queries wait.
-        scaling: factor of query-key products.
-        rotary: the model's rotation, if the recipe looks at queries before it.
-        projections: of the layers, if the recipe looks at hidden states.
-    """
+    """What a group of layers collects for its events."""
 
     def __init__(
         self,
@@ -65,14 +55,7 @@ class Observer:
     def collect(
         self, place: int, chunk: PromptChunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages
     ) -> None:
-        """Take in what one step brings of a prompt to a layer.
-
-        Args:
-            place: the layer, by its place in the group.
-            chunk: the prompt's tokens in this step.
-            queries: the step's queries, after rotation.
-            pages: cache of the layer, which holds the step's entries.
-        """
+        """Take in what one step brings of a prompt to a layer."""
         own = queries[chunk.first_query : chunk.end_query]
         positions = torch.arange(chunk.position, chunk.position + len(own), device=own.device)[None]
         rows = own.transpose(0, 1)[None]
@@ -97,15 +80,7 @@ class Observer:
         pages: Sequence[Pages],
         columns: EntryColumns,
     ) -> None:
-        """Add queries to the window sums and moments of their requests.
-
-        Args:
-            places: the layers, by their places in the group.
-            addition: which queries are added up, and for whom.
-            queries: the step's queries of these layers; None between steps.
-            pages: caches of these layers.
-            columns: columns of the group's entries.
-        """
+        """Add queries to the window sums and moments of their requests."""
         waiting = self._waiting(places, addition, queries)
         for feature in self._recording.sums:
             last = feature.last_visible(addition.positions, addition.points)
@@ -150,15 +125,7 @@ class Observer:
     def parts(
         self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int
     ) -> dict[str, Any]:
-        """Return all that was collected for an event, as keyword arguments of an Observation.
-
-        Args:
-            event: the event.
-            places: the layers, by their places in the group.
-            occupied: where these layers' entries lie.
-            columns: columns of the group's entries.
-            width: entries to make a place for.
-        """
+        """Return all that was collected for an event, as keyword arguments of an Observation."""
         parts: dict[str, Any] = {"scaling": self._scaling}
         if number := self._needs.newest:
             parts["queries"], positions = self._newest(event, places, number)
@@ -225,11 +192,6 @@ class Observer:
 
     def check(self, place: int, queries: Queries, hidden: HiddenStates) -> None:
         """Compare a layer's queries before rotation with those that its hidden states make, once for each layer.
-
-        Args:
-            place: the layer, by its place in the group.
-            queries: a few queries before rotation.
-            hidden: the hidden states of the same tokens.
 
         Raises:
             UnsupportedModelError: the model makes its queries in a way that keepset does not know.

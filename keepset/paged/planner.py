@@ -7,14 +7,12 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from keepset.kernels.page_layout import PageGroup, PageLayout
-from keepset.paged.block_tables import BlockTables
-from keepset.paged.equal_heads import EqualHeadTables
+from keepset.paged.block_tables import BlockTables, EqualHeadTables
 from keepset.paged.eviction_event import EvictionEvent, batches_of_similar_length
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.ragged_heads import RaggedHeadTables, RaggedPages
 from keepset.paged.recording_plan import CapturePlanner
-from keepset.paged.request_table import RequestOverrides, RequestTable
+from keepset.paged.request_table import FreedBlocks, RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recipe import Recipe
 from keepset.recording.features import Recording
@@ -78,15 +76,7 @@ class Planner:
             self._tables = EqualHeadTables(schedule, group, max_requests)
 
     def begin(self, name: str, page: int, layout: PageLayout, recipe: Recipe | None, prompt: int) -> None:
-        """File a request that goes on after a context.
-
-        Args:
-            name: the engine's name of the request.
-            page: the request's own page that has the newest token.
-            layout: what its pages follow from, as the only row.
-            recipe: by which it is compressed further; None if it is not.
-            prompt: tokens after which that begins.
-        """
+        """File a request that goes on after a context."""
         assert isinstance(self._tables, RaggedHeadTables)
         own = self.schedule.under(recipe, counted=False)
         self._tables.begin(page, layout)
@@ -94,10 +84,6 @@ class Planner:
 
     def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
         """Return where the entries of a request lie that has ended.
-
-        Args:
-            blocks: its blocks by logical position.
-            length: tokens that it has had.
 
         Raises:
             RuntimeError: it is not known any more.
@@ -107,9 +93,6 @@ class Planner:
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """Plan what the group's layers do in a step.
-
-        Args:
-            batch: the step as the engine scheduled it. Its `slot_mapping` is altered in place.
 
         Returns:
             The plan, the same for all layers of the group; of a dummy run, what a graph is to capture.

@@ -1,11 +1,19 @@
-"""`QueryRecord`: how far the queries of a request are recorded, because its next compression will look at them."""
+"""What is recorded of a request's queries, and what layers do with queries: collect, add up, hold, write to rings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from jaxtyping import Int
+from torch import Tensor
 
 from keepset.core.accumulators import Accumulators
+from keepset.kernels.paged_arguments import EntriesInPages
+
+if TYPE_CHECKING:
+    from keepset.paged.layer_group import LayerGroup
 
 
 @dataclass
@@ -39,12 +47,7 @@ class QueryRecord:
     prompt_tokens: int = 0
 
     def aim(self, point: int, begins: int) -> None:
-        """Start the sums of the event at `point`, unless they have begun.
-
-        Args:
-            point: tokens at the event.
-            begins: position of the first query in its window.
-        """
+        """Start the sums of the event at `point`, unless they have begun."""
         if self.point != point:
             self.point, self.added, self.written, self.held = point, begins, 0, 0
 
@@ -52,3 +55,129 @@ class QueryRecord:
 def slots_for(requests: int) -> int:
     """Return how many slots layers need: a quarter more than requests run, for requests that ended unseen or pause."""
     return requests + max(requests // 4, 2)
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Collects what this step brings of a prompt, for recipes that look at the whole prompt.
+
+    Attributes:
+        layers: what each layer of the group has collected of the prompt so far.
+        first_query, end_query: the prompt's tokens among the step's queries, the end exclusive.
+        position: the position of the first.
+        subpages: the sub-pages that hold the prompt's entries up to the last token.
+    """
+
+    layers: Sequence[Accumulators]
+    first_query: int
+    end_query: int
+    position: int
+    subpages: Int[Tensor, "kv_heads pages"]
+    reads_entries: ClassVar[bool] = False
+
+    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
+        """Collect the chunk in each of these layers."""
+        assert queries is not None
+        for place, own in zip(places, queries, strict=True):
+            group.observer.collect(place, self, own, group.pages_of(place))
+
+
+@dataclass(frozen=True)
+class QueryAddition:
+    """Adds up queries of some requests for an event to come.
+
+    The queries are in the rings, unless `held` or `first_query` says otherwise.
+
+    Attributes:
+        slots: the slots of the requests.
+        positions: the positions of the queries.
+        begins: the position of the first query of each request that counts here, for a window of any length.
+        points, ends_prompt: tokens at the event, and whether these are the prompts' ends.
+        lengths: tokens of each request.
+        unwritten: how many of the newest entries of each head have no number yet.
+        owners: slot and tokens of each request that has private columns (`EntryColumns`), None for other requests;
+            empty if no request has.
+        entries: returns where the layers have the entries; to be called once the step is planned.
+        held: the slot of the only request, whose queries were held back.
+        first_query: the first query of the only request, whose queries are this step's.
+    """
+
+    slots: Int[Tensor, " rows"]
+    positions: Int[Tensor, "rows n"]
+    begins: Int[Tensor, " rows"]
+    points: Int[Tensor, " rows"]
+    ends_prompt: bool
+    lengths: Int[Tensor, " rows"]
+    unwritten: Int[Tensor, " rows"]
+    owners: Sequence[tuple[int, int] | None]
+    entries: Callable[[], EntriesInPages]
+    held: int | None = None
+    first_query: int | None = None
+    reads_entries: ClassVar[bool] = True
+
+    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
+        """Add them up in these layers."""
+        pages = [group.pages_of(place) for place in places]
+        group.observer.add_up(places, self, queries, pages, group.columns)
+
+
+@dataclass(frozen=True)
+class HeldQueries:
+    """Holds back a request's queries behind an event of their own step, until its next step adds them up.
+
+    Attributes:
+        slot: the request's slot.
+        first_query, end_query: its queries among the step's, the end exclusive.
+    """
+
+    slot: int
+    first_query: int
+    end_query: int
+    reads_entries: ClassVar[bool] = False
+
+    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
+        """Hold a copy of them in each of these layers."""
+        assert queries is not None
+        for place, own in zip(places, queries, strict=True):
+            group.ring.hold(place, self.slot, own[self.first_query : self.end_query])
+
+
+@dataclass(frozen=True)
+class QueryCapture:
+    """Writes some of a step's queries to the rings.
+
+    Attributes:
+        queries: which of the step's queries they are.
+        slots, places: the slot of each one's request, and its place in that ring.
+    """
+
+    queries: Int[Tensor, " n"]
+    slots: Int[Tensor, " n"]
+    places: Int[Tensor, " n"]
+    reads_entries: ClassVar[bool] = False
+
+    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
+        """Write them to the rings of these layers."""
+        assert queries is not None
+        group.ring.record(places, queries[:, self.queries], self.slots, self.places)
+
+
+@dataclass
+class LateCapture:
+    """Writes queries behind an event of their own step to the rings: they must not be there before the event.
+
+    It runs twice: in the layers, where it copies the queries, and after the events, where it writes them.
+    """
+
+    capture: QueryCapture
+    _copies: list[tuple[range, Tensor]] = field(default_factory=list)
+    reads_entries: ClassVar[bool] = False
+
+    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
+        """Copy the step's queries of these layers; without queries, write all copies to the rings."""
+        if queries is not None:
+            self._copies.append((places, queries[:, self.capture.queries]))
+            return
+        for copied, own in self._copies:
+            group.ring.record(copied, own, self.capture.slots, self.capture.places)
+        self._copies = []

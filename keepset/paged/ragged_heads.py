@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.keep_set import LazyHostInts
@@ -16,10 +17,9 @@ from keepset.kernels.dispatch import AsyncHostCopy
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import EntriesInPages, FiledLayouts, PagedTokens
 from keepset.paged.block_tables import BlockTables
-from keepset.paged.event_pages import EventPages, OccupiedPages, PageAssignment
+from keepset.paged.eviction_event import EventPages, OccupiedPages, PageAssignment
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.freed_blocks import FreedBlocks
-from keepset.paged.request_table import RequestTable
+from keepset.paged.request_table import FreedBlocks, RequestTable
 from keepset.paged.step import RaggedStep, ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 _NO_SLOT = -1
@@ -30,11 +30,6 @@ class RaggedPages:
     """The pages of some requests whose heads have different numbers of entries.
 
     The device is asked for the sizes of heads at once, and waited for when they are needed.
-
-    Args:
-        entries: where the requests' entries lie.
-        group: the layers.
-        block_size: tokens per page.
     """
 
     def __init__(self, entries: EntriesInPages, group: PageGroup, block_size: int) -> None:
@@ -73,15 +68,7 @@ class RaggedPages:
 
 
 class RaggedEventPages(RaggedPages, EventPages):
-    """The pages of an event's requests, whose layouts the event writes anew.
-
-    Args:
-        entries, group, block_size: as `RaggedPages` has them.
-        filed: the layouts of all requests.
-        pages: the pages that the event's requests are filed under.
-        first: the first block of each request that the scheduler will not free, if it knows; None: what stays takes
-            the last blocks that it fits in.
-    """
+    """The pages of an event's requests, whose layouts the event writes anew."""
 
     def __init__(
         self,
@@ -118,16 +105,7 @@ class RaggedEventPages(RaggedPages, EventPages):
 
 
 class RaggedHeadTables(BlockTables):
-    """Layouts from step to step, in tensors that stay in place. The engine's block table is used as it is.
-
-    Args:
-        schedule: when the group's requests are compressed.
-        table: the states of the group's requests.
-        group: the layers.
-        max_requests: requests that run at once, at most.
-        freed_blocks: is told of events whose counts come from the data.
-        replays: whether graphs of steps that only decode are replayed: then all of these steps use the layout.
-    """
+    """Layouts from step to step, in tensors that stay in place. The engine's block table is used as it is."""
 
     step: RaggedStep
     """The step that was placed last."""
@@ -184,14 +162,6 @@ class RaggedHeadTables(BlockTables):
     ) -> RaggedStep | None:
         """Move the requests' layouts along.
 
-        Args:
-            block_table: blocks of the requests by logical position.
-            before, after: tokens of each before and after the step.
-            compressed: not 0 for requests that were compressed before, and must have a layout.
-            tokens, others: as `RaggedStep` has them.
-            eventful: whether some are compressed after the step.
-            needed: whether layouts are looked at in this step even if no request was compressed.
-
         Returns:
             The step; None where the engine's own tables say the same.
 
@@ -243,23 +213,12 @@ class RaggedHeadTables(BlockTables):
         longest: int,
         first: Int[Tensor, " rows"] | None,
     ) -> RaggedEventPages:
-        """Return the pages of some requests of the step that was placed last.
-
-        Args:
-            rows: the requests.
-            block_table: blocks of each.
-            longest: no request has more tokens.
-            first: the first blocks that the scheduler will not free, if it knows.
-        """
+        """Return the pages of some requests of the step that was placed last."""
         entries, size = self._entries(rows, block_table, longest), self.schedule.block_size
         return RaggedEventPages(entries, self._group, size, self._table.layouts, self.step.pages[rows], first)
 
     def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
         """Return where the entries of a request lie that has ended, after its last event.
-
-        Args:
-            blocks: its blocks by logical position, which are still its own.
-            length: tokens that it has had.
 
         Raises:
             RuntimeError: it is not known any more.
@@ -330,3 +289,74 @@ class RaggedHeadTables(BlockTables):
         lengths = batch.seq_lens - batch.tensor(dropped).to(batch.seq_lens)
         longest = max(request.after - dropped[request.row] for request in batch.requests)
         plan.shifted = ShiftedBatch(batch.block_table, lengths, longest, dropped)
+
+
+class PerHeadBatch(NamedTuple):
+    """One layer's tokens. Each KV head of each token is a request of its own, with one KV head and one query.
+
+    Attributes:
+        seq_lens: entries of each request.
+        block_table: sub-pages of each, numbered through the caches of all layers that share the engine's block table.
+        query_start_loc: the first query of each, and the end of the last one's.
+        slot_mapping: the slot of each new entry in these sub-pages.
+    """
+
+    seq_lens: Int[Tensor, " tokens_heads"]
+    block_table: Int[Tensor, "tokens_heads pages"]
+    query_start_loc: Int[Tensor, " tokens_heads_plus_1"]
+    slot_mapping: Int[Tensor, " tokens_heads"]
+
+
+class PerHeadSequences:
+    """The `PerHeadBatch` of every layer of a group, made for all of them at once."""
+
+    def __init__(self, step: RaggedStep) -> None:
+        tokens = step.tokens
+        assert tokens is not None
+        self._places = tokens.places
+        rows, lengths = tokens.rows, tokens.lengths.long()
+        layout = step.layout if rows is None else PageLayout(*(part[rows] for part in step.layout))
+        entries, size = page_layout.entries(layout, lengths), step.block_size
+        if step.tables is None:
+            # Tables reach as far as a request's newest block: until that is full, no other is needed.
+            coming = entries + (-lengths % size)[:, None, None]
+            blocks = tokens.block_table[: len(lengths)] if rows is None else tokens.block_table[rows]
+            step.tables = page_layout.tables(layout, coming, blocks, size, -(-int(coming.max()) // size), step.group)
+        n, layers, heads, pages = step.tables.shape
+        before = torch.arange(layers, device=lengths.device)[:, None] * (step.group.blocks * heads)
+        every = torch.arange(n, device=lengths.device)
+        slots = page_layout.slots(layout, step.tables, lengths - 1, every, size)
+        starts = torch.arange(n * heads + 1, device=lengths.device, dtype=torch.int32)
+        # Contiguous, because kernels walk them by address; of a single head the transposed ones would not be.
+        slots = (slots + before * size).contiguous()
+        tables = step.tables.transpose(0, 1).reshape(layers, n * heads, pages)
+        tables = ((tables + before[..., None]) % (layers * step.group.blocks * heads)).int().contiguous()
+        lengths = entries.transpose(0, 1).reshape(layers, -1).int().contiguous()
+        self._batches = [
+            PerHeadBatch(seq_lens, table, starts, own)
+            for seq_lens, table, own in zip(lengths, tables, slots, strict=True)
+        ]
+
+    def batch(self, place: int) -> PerHeadBatch:
+        """Return the batch of the layer at this place of the group."""
+        return self._batches[place]
+
+    def split(self, rows: Float[Tensor, "n heads dim"], kv_heads: int) -> Float[Tensor, "tokens_heads group dim"]:
+        """Return queries, keys or values of the step as those of the heads' requests."""
+        own = rows[: len(self._batches[0].seq_lens) // kv_heads] if self._places is None else rows[self._places]
+        return own.reshape(len(own) * kv_heads, -1, own.shape[-1])
+
+    def output_buffer(
+        self, output: Float[Tensor, "n query_heads dim"], kv_heads: int
+    ) -> Float[Tensor, "tokens_heads group dim"]:
+        """Return a tensor for the attention of the heads' requests: a view of `output` if it can be one."""
+        if self._places is None:
+            return self.split(output, kv_heads)
+        return output.new_empty(len(self._places) * kv_heads, output.shape[1] // kv_heads, output.shape[2])
+
+    def merge(
+        self, attended: Float[Tensor, "tokens_heads group dim"], output: Float[Tensor, "n query_heads dim"]
+    ) -> None:
+        """Write results to where the step's belong, unless `output_buffer` was a view."""
+        if self._places is not None:
+            output[self._places] = attended.view(-1, *output.shape[1:])

@@ -13,8 +13,7 @@ from torch import Tensor
 from keepset.core.accumulators import Accumulators
 from keepset.kernels.paged_arguments import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.query_operations import HeldQueries, LateCapture, PromptChunk, QueryAddition, QueryCapture
-from keepset.paged.query_records import QueryRecord
+from keepset.paged.query_records import HeldQueries, LateCapture, PromptChunk, QueryAddition, QueryCapture, QueryRecord
 from keepset.paged.request_table import RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recording.features import Recording
@@ -50,11 +49,6 @@ class _Waiting:
 class _Step:
     """What a step records and adds up, as host numbers until all its requests are planned.
 
-    Args:
-        batch: the step.
-        recording: what is recorded of queries.
-        entries: locates entries.
-
     Attributes:
         chunks: tokens of prompts that are collected as a whole.
     """
@@ -78,14 +72,7 @@ class _Step:
     def window(
         self, request: ScheduledRequest, record: QueryRecord, point: int, first: int, stop: int, begins: int
     ) -> None:
-        """Plan the step's tokens in the window of one event of a request.
-
-        Args:
-            request, record: the request, and what is recorded of it.
-            point: tokens at the event.
-            first, stop: positions of the tokens, the end exclusive.
-            begins: position of the first query that is recorded for the event.
-        """
+        """Plan the step's tokens in the window of one event of a request."""
         recording, behind = self._recording, first > request.before
         offset = request.first_query - request.before
         record.aim(point, max(0, point - recording.summed(point == request.prompt)))
@@ -145,13 +132,7 @@ class _Step:
         return [self._additions(group, self._recording.waiting) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
-        """Return the addition of some requests' queries.
-
-        Args:
-            waiting: the queries of each request.
-            number: how many queries before each `stop` to take; those before `begin` do not count.
-            source: where the queries are, if not in the rings.
-        """
+        """Return the addition of some requests' queries."""
         numbers = [
             (one.record.slot, one.begin, one.stop, one.point, one.request.after, one.unwritten) for one in waiting
         ]
@@ -179,14 +160,7 @@ class _Step:
 
 
 class CapturePlanner:
-    """Plans what a group of layers records.
-
-    Args:
-        schedule: when the group's requests are compressed.
-        recording: what is recorded of queries for that.
-        layers: the number of layers.
-        table: the states of the group's requests.
-    """
+    """Plans what a group of layers records."""
 
     def __init__(self, schedule: EvictionSchedule, recording: Recording, layers: int, table: RequestTable) -> None:
         self._schedule, self._recording, self._layers = schedule, recording, layers
@@ -199,13 +173,7 @@ class CapturePlanner:
         self._ended: list[QueryRecord] = []
 
     def plan(self, batch: StepBatch, plan: StepPlan, entries: LocateEntries) -> None:
-        """Add to a step's plan the queries and prompts that later events look at.
-
-        Args:
-            batch: the step.
-            plan: what the layers do in it; written to.
-            entries: locates entries.
-        """
+        """Add to a step's plan the queries and prompts that later events look at."""
         if not self._records:
             return
         windows = []
@@ -272,10 +240,6 @@ class CapturePlanner:
     def recorded(self, requests: Sequence[ScheduledRequest], points: Sequence[int]) -> list[QueryRecord]:
         """Return what is recorded of requests that are compressed after the step that was planned last.
 
-        Args:
-            requests: the requests.
-            points: tokens of each at the event.
-
         Raises:
             RuntimeError: queries are missing that the event looks at.
         """
@@ -292,12 +256,7 @@ class CapturePlanner:
         return records
 
     def _begins(self, prompt: int, point: int) -> int:
-        """Return the position of the first query that is recorded for an event.
-
-        Args:
-            prompt: tokens of the prompt.
-            point: tokens at the event.
-        """
+        """Return the position of the first query that is recorded for an event."""
         return max(0, point - self._recording.reach(ends_prompt=point == prompt))
 
     def _chunk(self, request: ScheduledRequest, record: QueryRecord, blocks: Int[Tensor, " width"]) -> PromptChunk:

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from keepset.kernels.dispatch import AsyncHostCopy
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import follow_layouts
 from keepset.kernels.paged_arguments import FiledLayouts
@@ -85,13 +86,7 @@ class RequestTable:
     # --- the host's part
 
     def begin(self, page: int, tokens: int, overrides: RequestOverrides) -> None:
-        """File a request that begins.
-
-        Args:
-            page: the page that holds its newest token, or is to hold its first.
-            tokens: tokens that it has.
-            overrides: what holds for it.
-        """
+        """File a request that begins."""
         self._forget(page)
         self._states[page] = RequestState(page, tokens, overrides=overrides)
 
@@ -227,12 +222,7 @@ class RequestTable:
     # --- the device's part
 
     def file_layout(self, page: int, layout: PageLayout) -> None:
-        """File the layout of one request, once all events that are due are over.
-
-        Args:
-            page: the page that holds its newest token.
-            layout: the layout, with one row.
-        """
+        """File the layout of one request, once all events that are due are over."""
         filed = self._layouts_on(layout.counts.device)
         for part, now in zip(filed.layout, layout, strict=True):
             part[page] = now[0].to(part)
@@ -247,12 +237,6 @@ class RequestTable:
         layout: PageLayout,
     ) -> Int[Tensor, " rows"]:
         """Move the layouts of a step's requests to the pages of their newest tokens, without a host sync.
-
-        Args:
-            block_table: blocks of the requests.
-            before, after: tokens of each before and after the step.
-            required: not 0 for requests that must have a layout; others have none.
-            layout: is filled with the layouts, row by row; zero for requests without one.
 
         Returns:
             The pages.
@@ -273,10 +257,6 @@ class RequestTable:
 
     def layout_at(self, page: int, tokens: int) -> PageLayout:
         """Return the layout of a request, as its only row.
-
-        Args:
-            page: the page that holds its newest token.
-            tokens: tokens that it has had.
 
         Raises:
             RuntimeError: it is not known any more.
@@ -324,3 +304,37 @@ class _LostFlag:
         if self._host_flag[0]:
             raise RuntimeError("keepset lost the page tables of a request that was compressed.")
         self._host_flag.copy_(self._device_flag, non_blocking=True)
+
+
+RequestKey = tuple[str, int, int]
+"""A request's id, how often it was preempted, and a group of layers."""
+
+
+class FreedBlocks:
+    """Counts of freed blocks, in a process that computes, for recipes whose counts depend on the data."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[RequestTable, Int[Tensor, " rows"], AsyncHostCopy]] = []
+        self._keys: dict[int, RequestKey] = {}
+        self._emptied: list[tuple[list[RequestKey | None], AsyncHostCopy]] = []
+
+    def add(self, table: RequestTable, pages: Int[Tensor, " rows"]) -> None:
+        """Note an event that follows the step which is planned."""
+        self._events.append((table, pages, AsyncHostCopy(pages)))
+
+    def expect(self, keys: Mapping[int, RequestKey]) -> None:
+        """Say whose newest tokens are in these pages, after the step is planned and before the next."""
+        self._keys |= keys
+
+    def settle(self) -> None:
+        """Ask how many blocks the events have emptied, now that all of them are over."""
+        for table, pages, copy in self._events:
+            whose = [self._keys.get(page) for page in copy.tolist()]
+            self._emptied.append((whose, AsyncHostCopy(table.unused_blocks(pages))))
+        self._events, self._keys = [], {}
+
+    def drain(self) -> dict[RequestKey, int]:
+        """Return the leading blocks that are empty, of the requests whose events are over since the last call."""
+        emptied, self._emptied = self._emptied, []
+        numbers = [zip(whose, copy.tolist(), strict=True) for whose, copy in emptied]
+        return {key: blocks for event in numbers for key, blocks in event if key is not None}

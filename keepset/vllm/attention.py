@@ -13,8 +13,7 @@ from vllm.platforms import current_platform
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.engine import LayerAdapter, Pages
-from keepset.paged.fp8 import EightBits
-from keepset.paged.pages import StridedPages
+from keepset.paged.pages import EightBits, StridedPages
 from keepset.vllm.engine_context import PlannedStep, active
 
 

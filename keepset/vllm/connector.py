@@ -29,8 +29,7 @@ from vllm.v1.request import Request
 
 from keepset.core.budget import Budget
 from keepset.errors import KeepsetError, UnsupportedEngineError
-from keepset.paged.freed_blocks import RequestKey
-from keepset.paged.request_table import RequestOverrides
+from keepset.paged.request_table import RequestKey, RequestOverrides
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.engine_context import active

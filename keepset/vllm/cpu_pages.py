@@ -11,7 +11,7 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 
 from keepset.errors import KeepsetError, UnsupportedEngineError
-from keepset.paged.fp8 import EightBits
+from keepset.paged.pages import EightBits
 
 
 class CPUPages:

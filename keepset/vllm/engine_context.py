@@ -19,12 +19,12 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
-from keepset.paged.event_queue import EventQueue
-from keepset.paged.freed_blocks import FreedBlocks
-from keepset.paged.grouping import group_leader
+from keepset.paged.event_execution import EventQueue
+from keepset.paged.eviction_schedule import group_leader
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.query_records import slots_for
+from keepset.paged.ragged_heads import PerHeadSequences
+from keepset.paged.request_table import FreedBlocks
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.recording.features import Recording

@@ -19,7 +19,7 @@ from keepset.allocators.post_processor import PostProcessor
 from keepset.core.features.window import WindowAttention
 from keepset.paged.entry_columns import COLUMN_BYTES, columns_of
 from keepset.paged.eviction_event import MAX_ENTRIES
-from keepset.paged.paged_observation import WORKSPACE
+from keepset.paged.pages import WORKSPACE
 from keepset.recipe import Recipe
 from keepset.vllm.settings import by_head
 

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.engine import Pages, StepAdapter
-from keepset.paged.grouping import group_leader
+from keepset.paged.eviction_schedule import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan

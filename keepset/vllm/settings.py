@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepset.errors import KeepsetError, RecipeError
-from keepset.paged.grouping import table_per_head
+from keepset.paged.eviction_schedule import table_per_head
 from keepset.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuant
 from keepset.allocators.post_processor import PostProcessor
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
-from keepset.paged.grouping import one_table
+from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.recipe_support import objections

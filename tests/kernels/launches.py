@@ -18,22 +18,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from keepset.kernels import dispatch
-from keepset.kernels.attention import append_entries, ragged_attention
+from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.columns import attention_columns
-from keepset.kernels.compact_block_table import shift_step
-from keepset.kernels.compaction import pack_entries
 from keepset.kernels.group_reduction import GroupReduction
-from keepset.kernels.int8 import quantize
-from keepset.kernels.packed import PackedHeads, runs_of
+from keepset.kernels.packed import PackedHeads, quantize, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
-from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention
+from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.triton import (
     attention,
     columns,
-    compact_block_table,
-    compaction,
     page_entries,
     paged,
     paged_window,
@@ -45,11 +40,9 @@ Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
 _MODULES: tuple[ModuleType, ...] = (
     attention,
     columns,
-    compaction,
     page_entries,
     paged,
     paged_window,
-    compact_block_table,
     window,
 )
 _TYPES = {

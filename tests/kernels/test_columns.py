@@ -10,8 +10,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from keepset.kernels import columns, mean_square
-from keepset.kernels.columns import ColumnAccumulator, attention_columns, attention_with_lse, log_sum_exp
+from keepset.kernels import columns
+from keepset.kernels.columns import (
+    ColumnAccumulator,
+    attention_columns,
+    attention_with_lse,
+    log_sum_exp,
+    mean_square_attention,
+)
 from tests.kernels.test_attention import seeded
 
 SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 200]  # around one and two chunks of queries
@@ -207,7 +213,7 @@ def test_of_no_queries_nothing_is_received(implementation: str) -> None:
     for rule, heads in (("each", 4), ("mean", 2)):
         of_none = attention_columns(none, keys, names=NAMES, group=rule)
         assert all(column.tolist() == [[0.0] * 6] * heads for column in of_none.values())
-    assert mean_square.mean_square_attention(none, keys, 1.0).tolist() == [[0.0] * 6] * 4
+    assert mean_square_attention(none, keys, 1.0).tolist() == [[0.0] * 6] * 4
 
 
 @pytest.mark.parametrize("names", [["sum"], ["max"], ["square"], []])
@@ -250,9 +256,9 @@ def test_mean_squares_in_blocks(
     size: int,
     dtype: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(mean_square, "CACHE_BLOCK", 200)
+    monkeypatch.setattr(columns, "CACHE_BLOCK", 200)
     # Rotated in float32, from queries of the model's precision, to which kernels of a GPU round them again.
     queries, keys = tensors(n, entries, kv_heads, group, size, dtype)
     attention, _ = dense(2 * queries, keys, causal=False)
-    made = mean_square.mean_square_attention(2 * queries.float(), keys, SCALING)
+    made = mean_square_attention(2 * queries.float(), keys, SCALING)
     torch.testing.assert_close(made, attention.square().mean(1).float(), rtol=1e-4, atol=1e-7)

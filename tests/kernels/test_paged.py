@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.compact_block_table import shift_step
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.kernels.paged import append_to_pages, paged_attention, shift_step
 from keepset.kernels.paged_arguments import PagedTokens
 from tests.kernels.test_attention import TOLERANCE, seeded
 from tests.paged.allocator import Row

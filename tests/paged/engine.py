@@ -17,15 +17,14 @@ from keepset import Observation, Recipe
 from keepset.core.features.window import WindowAttention
 from keepset.core.observation import BIAS
 from keepset.kernels.paged import append_to_pages, paged_attention
-from keepset.paged.event_queue import EventQueue
-from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.freed_blocks import FreedBlocks
-from keepset.paged.grouping import group_leader
+from keepset.paged.event_execution import EventQueue
+from keepset.paged.eviction_schedule import EvictionSchedule, group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
-from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
+from keepset.paged.ragged_heads import PerHeadSequences
+from keepset.paged.request_table import FreedBlocks
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing

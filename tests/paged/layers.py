@@ -17,12 +17,11 @@ from keepset.core.rope import RotaryTable
 from keepset.kernels import page_entries
 from keepset.paged.engine import QueryProjection
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.fp8 import EightBits
-from keepset.paged.freed_blocks import FreedBlocks
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.pages import StridedPages
+from keepset.paged.pages import EightBits, StridedPages
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
+from keepset.paged.request_table import FreedBlocks
 from keepset.paged.step import ScheduledRequest, StepBatch
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing

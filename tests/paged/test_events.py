@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from keepset.paged import event_execution
-from keepset.paged.event_queue import EventQueue
-from keepset.paged.fp8 import EightBits
-from keepset.paged.freed_blocks import FreedBlocks
+from keepset.paged.event_execution import EventQueue
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.query_operations import QueryAddition
+from keepset.paged.pages import EightBits
+from keepset.paged.query_records import QueryAddition
+from keepset.paged.request_table import FreedBlocks
 from keepset.paged.step import StepPlan
 from tests.paged.engine import Engine, Request
 from tests.paged.layers import Allocated, batch_of, layer_group
@@ -139,7 +139,7 @@ def test_heads_one_by_one_are_as_all_together(recipe: str, monkeypatch: pytest.M
     """Also where entries have come after the event, in its own step."""
     together, apart = random_caches(), random_caches()
     run(layer_group(recipe, list(together), GROUP))
-    monkeypatch.setattr("keepset.paged.paged_observation.WORKSPACE", 1)
+    monkeypatch.setattr("keepset.paged.pages.WORKSPACE", 1)
     monkeypatch.setattr("keepset.paged.event_execution.WORKSPACE", 1)
     monkeypatch.setattr("keepset.core.observation._AT_ONCE", 1)
     run(layer_group(recipe, list(apart), GROUP))

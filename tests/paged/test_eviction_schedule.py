@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from keepset import Observation, Recipe
 from keepset.core.features.moments import QueryDistribution, QueryMoments
-from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.grouping import GROUPS, group_leader, one_table
+from keepset.paged.eviction_schedule import GROUPS, EvictionSchedule, group_leader, one_table
 from tests.paged.reference import is_executed, newest_event
 from tests.tiers import examples
 

@@ -14,10 +14,8 @@ from keepset.kernels import page_layout
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.freed_blocks import FreedBlocks
-from keepset.paged.per_head import PerHeadSequences
-from keepset.paged.ragged_heads import RaggedHeadTables
-from keepset.paged.request_table import RequestTable
+from keepset.paged.ragged_heads import PerHeadSequences, RaggedHeadTables
+from keepset.paged.request_table import FreedBlocks, RequestTable
 from keepset.paged.step import RaggedStep
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
@@ -167,7 +165,7 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
             made.append(batch.rows[0].length)
         return original(layout, *args)
 
-    monkeypatch.setattr("keepset.paged.per_head.page_layout.tables", tables)
+    monkeypatch.setattr("keepset.paged.ragged_heads.page_layout.tables", tables)
     batch = compressed(2, 2, 3, 4)
     made.clear()
     for _ in range(10):

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from keepset.core.accumulator import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
-from keepset.kernels.columns import ColumnAccumulator, ColumnStatistic
-from keepset.kernels.mean_square import mean_square_attention
+from keepset.kernels.columns import ColumnAccumulator, ColumnStatistic, mean_square_attention
 
 _PROMPT_ATTENTION = "looks at the attention of the whole prompt, and only there"
 """Why these features do not exist at later events."""

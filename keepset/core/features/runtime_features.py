@@ -14,8 +14,7 @@ from keepset.core.observation import Observation
 from keepset.core.sizes import Sizes
 from keepset.core.statistics import RowStatistics, Statistics
 from keepset.core.tables import Tables
-from keepset.kernels.blocks import CACHE_BLOCK, block_size
-from keepset.kernels.dispatch import upload
+from keepset.kernels.dispatch import CACHE_BLOCK, block_size, upload
 
 
 @dataclass(frozen=True)

@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 import triton
 import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.kernels.triton.softmax import streamed
-from keepset.kernels.triton.tiles import rows_of
+from keepset.kernels.triton.softmax import rows_of, streamed
 
 _RULES = {"each": 0, "sum": 1, "mean": 2, "max": 3}
 
 
-def attention_columns(
-    queries: Float[Tensor, "query_heads n head_dim"],
-    keys: Float[Tensor, "kv_heads entries head_dim"],
-    lse: Float[Tensor, "query_heads n"],
-    scaling: float,
-    names: Collection[str],
-    group: str,
-    causal: bool,
-) -> dict[str, Float[Tensor, "heads entries"]]:
+def attention_columns(queries, keys, lse, scaling, names, group, causal) -> dict[str, Float[Tensor, "heads entries"]]:
     """Compute `keepset.kernels.columns.attention_columns` in one launch.
 
     A program owns a block of entries and reads all queries past it. Every sum has one order and nothing is added
     atomically, so the numbers are the same every time.
-
-    Args:
-        queries, keys, lse, scaling, names, group, causal: as there.
     """
     query_heads, n, head_dim = queries.shape
     kv_heads, entries, _ = keys.shape
@@ -49,17 +35,8 @@ def attention_columns(
     return statistics
 
 
-def log_sum_exp(
-    queries: Float[Tensor, "query_heads n head_dim"],
-    keys: Float[Tensor, "kv_heads entries head_dim"],
-    scaling: float,
-    causal: bool,
-) -> Float[Tensor, "query_heads n"]:
-    """Compute `keepset.kernels.columns.log_sum_exp` in one launch.
-
-    Args:
-        queries, keys, scaling, causal: as there.
-    """
+def log_sum_exp(queries, keys, scaling, causal) -> Float[Tensor, "query_heads n"]:
+    """Compute `keepset.kernels.columns.log_sum_exp` in one launch."""
     query_heads, n, head_dim = queries.shape
     lse = torch.empty(query_heads, n, device=queries.device)
     head_block = max(16, triton.next_power_of_2(head_dim))

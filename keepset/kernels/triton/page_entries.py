@@ -4,30 +4,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from jaxtyping import Int, Shaped
-from torch import Tensor
-
-from keepset.kernels.paged_arguments import Addresses
 
 _BLOCK = 32
 
 
-def read(
-    kind: Shaped[Tensor, "blocks kv_heads block_size width"],
-    addresses: Addresses,
-    place: int,
-    subpages: Int[Tensor, "*rows pages"],
-    entries: Shaped[Tensor, "*rows entries width"],
-) -> None:
-    """Copy sub-pages to `entries`, one program for each.
-
-    Args:
-        kind: one of the layers' caches, for its shape, strides and dtype.
-        addresses: of all caches.
-        place: index of the layer whose first sub-page is number 0.
-        subpages: numbers of the sub-pages.
-        entries: written to.
-    """
+def read(kind, addresses, place, subpages, entries) -> None:
+    """Copy sub-pages to `entries`, one program for each."""
     blocks, kv_heads, size, width = kind.shape
     _read_pages[(subpages.numel(),)](
         kind, addresses.on_device, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place,
@@ -36,37 +18,14 @@ def read(
     )  # fmt: skip
 
 
-def take(
-    kind: Shaped[Tensor, "blocks kv_heads block_size width"],
-    addresses: Addresses,
-    entries: Shaped[Tensor, "n width"],
-    slots: Int[Tensor, " n"],
-) -> None:
-    """Copy the entry at each slot to `entries`.
-
-    Args:
-        kind, addresses: as in `read`.
-        entries: written to: key, then value.
-        slots: of the entries.
-    """
+def take(kind, addresses, entries, slots) -> None:
+    """Copy the entry at each slot to `entries`."""
     keys, values = entries.chunk(2, -1)
     _move(kind, addresses, keys, values, slots, into_pages=False)
 
 
-def write(
-    kind: Shaped[Tensor, "blocks kv_heads block_size width"],
-    addresses: Addresses,
-    keys: Shaped[Tensor, "n head_dim"],
-    values: Shaped[Tensor, "n head_dim"],
-    slots: Int[Tensor, " n"],
-) -> None:
-    """Copy each entry to its slot.
-
-    Args:
-        kind, addresses: as in `read`.
-        keys, values: of the entries.
-        slots: distinct.
-    """
+def write(kind, addresses, keys, values, slots) -> None:
+    """Copy each entry to its slot."""
     keys, values = (part if part.stride(1) == 1 else part.contiguous() for part in (keys, values))
     _move(kind, addresses, keys, values, slots, into_pages=True)
 

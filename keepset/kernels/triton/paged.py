@@ -5,41 +5,25 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.blocks import DEVICE_BLOCK
+from keepset.kernels.dispatch import DEVICE_BLOCK
 from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.paged_arguments import Addresses, FiledLayouts, PagedTokens
+from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
-from keepset.kernels.triton.softmax import streamed
-from keepset.kernels.triton.tiles import LEAST_PART, PROGRAMS_PER_PROCESSOR, rows_of
+from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, rows_of, streamed
 
 _SPLITS = 8, 64
 """Parts of a long head: the least, since other heads of the step may be far shorter, and the most."""
 
 
-def attend(
-    queries: Float[Tensor, "tokens query_heads head_dim"],
-    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
-    addresses: Addresses,
-    place: int,
-    tokens: PagedTokens,
-    layout: PageLayout,
-    scaling: float,
-    output: Float[Tensor, "tokens query_heads head_dim"],
-    bias: Float[Tensor, "layers slots"] | None,
-) -> None:
+def attend(queries, cache, addresses, place, tokens, layout, scaling, output, bias) -> None:
     """Compute `keepset.kernels.paged.paged_attention`.
 
     The number of parts of a head follows from the number of tokens and `tokens.longest`. Their length follows from the
     head's entries, which only the device knows.
-
-    Args:
-        cache: cache of the layer that attends.
-        addresses: of all caches that share the block table.
-        queries, place, tokens, layout, scaling, output, bias: as there.
     """
     n, (_, query_heads, head_dim) = len(tokens.lengths), queries.shape
     _, heads, size, _ = cache.shape
@@ -70,18 +54,8 @@ def attend(
         )  # fmt: skip
 
 
-def append(
-    keys: Float[Tensor, "tokens kv_heads head_dim"],
-    values: Float[Tensor, "tokens kv_heads head_dim"],
-    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
-    tokens: PagedTokens,
-    layout: PageLayout,
-) -> None:
-    """Compute `keepset.kernels.paged.append_to_pages`.
-
-    Args:
-        keys, values, cache, tokens, layout: as there.
-    """
+def append(keys, values, cache, tokens, layout) -> None:
+    """Compute `keepset.kernels.paged.append_to_pages`."""
     n, (_, heads, head_dim), size = len(tokens.lengths), keys.shape, cache.shape[2]
     if not n:
         return
@@ -94,21 +68,8 @@ def append(
     )  # fmt: skip
 
 
-def follow(
-    filed: FiledLayouts,
-    block_table: Int[Tensor, "rows width"],
-    before: Int[Tensor, " rows"],
-    after: Int[Tensor, " rows"],
-    required: Int[Tensor, " rows"],
-    lost: Int[Tensor, " 1"],
-    block_size: int,
-    layout: PageLayout,
-) -> Int[Tensor, " rows"]:
-    """Compute `keepset.kernels.paged.follow_layouts`.
-
-    Args:
-        filed, block_table, before, after, required, lost, block_size, layout: as there.
-    """
+def follow(filed, block_table, before, after, required, lost, block_size, layout) -> Int[Tensor, " rows"]:
+    """Compute `keepset.kernels.paged.follow_layouts`."""
     rows, (_, layers, heads) = len(before), filed.layout.counts.shape
     pages = torch.empty(rows, dtype=torch.int64, device=block_table.device)
     _follow[(rows,)](
@@ -122,12 +83,6 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
     """Return the parts of every head: enough to keep the device busy, none too short to be worth it.
 
     A step of many tokens gets fewer parts, because the engine does not account for the memory of partial outputs.
-
-    Args:
-        device: that computes.
-        programs: programs if no head is split.
-        longest: entries of the longest head, at most.
-        numbers: numbers of the output.
     """
     least, most = _SPLITS
     even = triton.cdiv(dispatch.processors(device) * PROGRAMS_PER_PROCESSOR, programs)
@@ -344,3 +299,41 @@ def _follow(
     tl.store(pages + row, page)
     if must & ~known:
         tl.store(lost, 1)
+
+
+_SHIFTED = 512
+
+
+def shift_step(block_table, lengths, starts, dropped, slots, block_size, left_table, left) -> None:
+    """Compute `keepset.kernels.paged.shift_step`."""
+    _shift[(len(lengths),)](
+        block_table, lengths, starts, dropped, slots, left_table, left,
+        block_table.stride(0), left_table.stride(0), block_size, BLOCK=_SHIFTED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _shift(
+    block_table, lengths, starts, dropped, slots, left_table, left, of_row, of_left_row, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Fill one row of the table, and move the slots of its new tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    length, gone = tl.load(lengths + row).to(tl.int64), tl.load(dropped + row).to(tl.int64)
+    tl.store(left + row, (length - gone).to(left.dtype.element_ty))
+    table = block_table + row * of_row
+    # A padding row has one block, which belongs to no request.
+    blocks = tl.maximum((length - gone + size - 1) // size, 1)
+    for first in range(0, blocks, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        exists = column < blocks
+        numbers = tl.load(table + gone // size + column, mask=exists)
+        tl.store(left_table + row * of_left_row + column, numbers, mask=exists)
+    shift = gone % size
+    if shift > 0:
+        end = tl.load(starts + row + 1).to(tl.int64)
+        for first in range(tl.load(starts + row).to(tl.int64), end, BLOCK):
+            token = first + tl.arange(0, BLOCK)
+            new = token < end
+            place = length - end + token - shift
+            block = tl.load(table + place // size, mask=new).to(tl.int64)
+            tl.store(slots + token, block * size + place % size, mask=new)

@@ -5,38 +5,33 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.group_reduction import GroupReduction
-from keepset.kernels.paged_arguments import Addresses, ColumnTarget, EntriesInPages, RecordedQueries
+from keepset.kernels.paged_arguments import ColumnTarget
 from keepset.kernels.triton.paged import _dealt_to, _locate
-from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
-from keepset.kernels.triton.tiles import LEAST_PART, PROGRAMS_PER_PROCESSOR, rows_of
+from keepset.kernels.triton.softmax import (
+    LEAST_PART,
+    PROGRAMS_PER_PROCESSOR,
+    add_numbers,
+    log_sum_exp,
+    received,
+    rows_of,
+    seen_logits,
+    streamed,
+)
 
 _PARTS = 4, 16
 """Parts of a long head: the least, since other heads may be far shorter, and the most."""
 
 
-def add_received(
-    kind: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
-    addresses: Addresses,
-    places: range,
-    queries: RecordedQueries,
-    entries: EntriesInPages,
-    target: ColumnTarget,
-) -> None:
+def add_received(kind, addresses, places, queries, entries, target) -> None:
     """Compute `keepset.kernels.paged_window.add_received_in_pages`.
 
     Two programs never add to the same place, so every sum has one order. The length of a head's parts follows from its
     entries, which only the device knows.
-
-    Args:
-        kind: one of the caches, for its shape, strides and dtype.
-        addresses: of all caches.
-        places, queries, entries: as there.
-        target: what to add, and where; `received` there.
     """
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
     (_, kv_heads, size, _), of_group = kind.shape, entries.packed.shape[1]

@@ -5,33 +5,27 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from keepset.kernels.group_reduction import GroupReduction
-from keepset.kernels.packed import HeadTable, PackedHeads
-from keepset.kernels.triton.softmax import add_numbers, log_sum_exp, received, seen_logits, streamed
-from keepset.kernels.triton.tiles import LEAST_PART, rows_of
+from keepset.kernels.packed import HeadTable
+from keepset.kernels.triton.softmax import (
+    LEAST_PART,
+    add_numbers,
+    log_sum_exp,
+    received,
+    rows_of,
+    seen_logits,
+    streamed,
+)
 
 _PARTS = 16
 """Parts of a head, at most, for the log-sum-exps of its queries."""
 
 
-def add_received(
-    column: Float[Tensor, "places *group"],
-    queries: Float[Tensor, "batch query_heads n head_dim"],
-    packed: PackedHeads,
-    kv_heads: int,
-    last_visible: Int[Tensor, "batch n"],
-    scaling: float,
-    sums_of: GroupReduction,
-) -> None:
+def add_received(column, queries, packed, kv_heads, last_visible, scaling, sums_of) -> None:
     """Compute `keepset.kernels.window.add_received` in two launches, without a host sync.
 
     A program owns a block of entries and adds to their places alone, so every sum has one order.
-
-    Args:
-        column, queries, packed, kv_heads, last_visible, scaling, sums_of: as there.
     """
     table, largest = HeadTable([packed]), sums_of is GroupReduction.LARGEST
     batch, query_heads, n, head_dim = queries.shape
