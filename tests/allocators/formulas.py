@@ -20,7 +20,7 @@ from keepset.allocators.chunkkv import ChunkKV
 from keepset.allocators.composite import Composite
 from keepset.allocators.pool import Pool
 from keepset.allocators.uniform import Uniform
-from tests.methods.naive import Given, Shape, kept, observe
+from tests.methods.naive import Given, Shape, observe
 
 Scores = list[list[list[float]]]
 Sets = list[list[list[int]]]
@@ -58,20 +58,6 @@ def given_scores(*layers: Sequence[Sequence[float]]) -> list[Observation]:
         )
         for index, layer in enumerate(layers)
     ]
-
-
-def sets_of(method: Method, observations: Sequence[Observation], budget: Budget, request: int = 0) -> Sets:
-    """Return what every head of one request keeps, `[layer][head]`."""
-    keep_set = method.select_all(observations, budget)
-    return [
-        [kept(keep_set, observation, request, head) for head in range(observation.keys.shape[1])]
-        for observation in observations
-    ]
-
-
-def heads_of(method: Method, observation: Observation, budget: Budget, request: int = 0) -> list[list[int]]:
-    """Return what every head of one request keeps of one layer."""
-    return sets_of(method, [observation], budget, request)[0]
 
 
 def rounded(shares: Sequence[Fraction], total: int) -> list[int]:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Method
-from tests.allocators.formulas import FORMULAS, Formula, budgets, sets_of
-from tests.methods.naive import Shape, observe
+from tests.allocators.formulas import FORMULAS, Formula, budgets
+from tests.methods.naive import Shape, observe, sets_of
 from tests.tiers import examples
 
 

@@ -9,19 +9,13 @@ import pytest
 import torch
 
 import keepset
-from keepset.errors import RecipeError
 from keepset.hf.batch import go_together
 from tests.hf.models import Oracle, check_copies, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
 
 RECIPES = ["int8({}(window=5), keep=12)", "int8(match(adakv({}(window=5))), keep=12)"]
 
 
-def test_it_is_the_last_step() -> None:
-    for text in ("adakv(int8(snapkv))", "int8(int8(tova))", "match(int8(snapkv))"):
-        with pytest.raises(RecipeError, match=r"last step: write int8\(...\) around"):
-            keepset.Recipe.parse(text)
-    method = keepset.Recipe.parse("int8(match(reread), keep=0.1)").method
-    assert method.traits.across_layers and method.traits.layout == "head-ragged" and method.traits.biased
+def test_no_engine_serves_it() -> None:
     assert {entry["name"]: entry["vllm"] for entry in keepset.registry.catalogue()}["int8"] is False
 
 

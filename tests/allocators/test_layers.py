@@ -1,27 +1,71 @@
-"""The division of a budget among layers, and what holds for every allocator that divides it."""
+"""Budgets that are divided among layers: dividing and pooling in loops, and the allocators that do so."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from keepset import Budget, KeepsetError, Recipe
+from keepset import Budget, Method, Observation
 from keepset.allocators.adakv import AdaKV
 from keepset.allocators.criticalkv import CriticalKV
 from keepset.allocators.dynamic import Dynamic
-from keepset.allocators.layers import LayerAllocator, divide
+from keepset.allocators.layers import LayerAllocator, divide, padded, pooled_counts, total_entries
 from keepset.allocators.pyramid import Pyramid
-from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag
+from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
-from tests.methods.naive import Given, Shape, kept, observe
+from tests.allocators.formulas import Scores, given_scores, rounded
+from tests.methods.naive import (
+    DTYPES,
+    Given,
+    Shape,
+    every_shape,
+    heads_of,
+    length_of,
+    observe,
+    sets_of,
+    window_attention,
+)
 from tests.tiers import examples
 
-KINDS = [ZigZag, Dynamic]
+every_kind = pytest.mark.parametrize("kind", [ZigZag, Dynamic])
+
+
+def model(shape: Shape, layers: int) -> list[Observation]:
+    return [observe(shape, seed=layer, layer=layer, layers=range(layers)) for layer in range(layers)]
+
+
+def holding(held: Sequence[int], length: int, seed: int = 0) -> list[Observation]:
+    """Layers that hold so many of the newest entries of a text after an event."""
+    return [
+        observe(
+            Shape((count,), 2, 2, 3, 3),
+            layer=layer,
+            layers=range(len(held)),
+            seed=seed + layer,
+            positions=torch.arange(length - count, length).expand(1, 2, count),
+            state={"scores": torch.randn(1, 2, count, generator=torch.Generator().manual_seed(seed + layer))},
+        )
+        for layer, count in enumerate(held)
+    ]
+
+
+def counts(method: Method, observations: Sequence[Observation], budget: Budget, request: int = 0) -> list[int]:
+    """Return what every layer keeps, the same in each of its heads."""
+    per_layer = method.select_all(observations, budget).counts[:, request].tolist()
+    assert all(len(set(heads)) == 1 for heads in per_layer)
+    return [heads[0] for heads in per_layer]
+
+
+# --- dividing and pooling
 
 
 def level(shares: list[int], total: int, room: list[int]) -> list[Fraction]:
@@ -44,11 +88,11 @@ def level(shares: list[int], total: int, room: list[int]) -> list[Fraction]:
 def test_divides_in_proportion_and_never_beyond_the_room(data: st.DataObject, parts: int, total: int) -> None:
     shares = data.draw(st.lists(st.integers(1, 12), min_size=parts, max_size=parts))
     room = data.draw(st.lists(st.integers(0, 20), min_size=parts, max_size=parts))
-    counts = divide(torch.tensor([shares]).double(), torch.tensor([total]), torch.tensor([room]))[0].tolist()
-    assert sum(counts) == min(total, sum(room))
-    assert all(0 <= count <= most for count, most in zip(counts, room, strict=True))
+    found = divide(torch.tensor([shares]).double(), torch.tensor([total]), torch.tensor([room]))[0].tolist()
+    assert sum(found) == min(total, sum(room))
+    assert all(0 <= count <= most for count, most in zip(found, room, strict=True))
     # Rounded to a neighbour; 1e-6 for a share that is never quite zero.
-    for count, ideal in zip(counts, level(shares, total, room), strict=True):
+    for count, ideal in zip(found, level(shares, total, room), strict=True):
         assert abs(count - ideal) < 1 + Fraction(1, 10**6)
 
 
@@ -58,69 +102,352 @@ def test_no_share_at_all_is_an_equal_share() -> None:
     assert divide(shares, total, room).tolist() == [[2, 2, 2], [2, 5, 2], [3, 2, 3]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def naive_pool(values: list[list[float]], total: int, least: list[int]) -> list[int]:
+    """The least of every part, then the best of the rest; of equal ones the earlier place, then the later part."""
+    order = [
+        sorted((e for e in range(len(part)) if part[e] != -math.inf), key=lambda e: (part[e], e), reverse=True)
+        for part in values
+    ]
+    certain = [(part, place) for part, places in enumerate(order) for place in places[: least[part]]]
+    others = [(part, place) for part, places in enumerate(order) for place in places[least[part] :]]
+    others.sort(key=lambda entry: (values[entry[0]][entry[1]], -entry[1], entry[0]), reverse=True)
+    chosen = (certain + others)[: max(total, 0)]
+    return [sum(part == mine for part, _ in chosen) for mine in range(len(values))]
+
+
+@examples(80)
+@given(data=st.data(), parts=st.integers(1, 4), places=st.integers(1, 9), double=st.booleans(), few=st.booleans())
+def test_the_best_of_all_parts_are_counted(
+    data: st.DataObject, parts: int, places: int, double: bool, few: bool
+) -> None:
+    """Where the least is too much, the best of it stay."""
+    number = st.sampled_from([-math.inf, -3e38, -1.0, 0.0, 0.5, 0.5, 1.0, 2.0, 3e38]) | st.floats(-5, 5, width=32)
+    values = data.draw(st.lists(st.lists(number, min_size=places, max_size=places), min_size=parts, max_size=parts))
+    existing = [sum(value != -math.inf for value in part) for part in values]
+    least = [data.draw(st.integers(0, count)) for count in existing]
+    total = data.draw(st.integers(0, sum(least)) if few else st.integers(sum(least), places * parts + 2))
+    tensor = torch.tensor([values], dtype=torch.float64 if double else torch.float32)
+    found = pooled_counts(tensor, torch.tensor([total]), torch.tensor([least]))[0].tolist()
+    assert sum(found) == min(total, sum(existing))
+    if few:
+        assert all(count <= most for count, most in zip(found, least, strict=True))
+    else:
+        assert found == naive_pool(values, total, least)
+
+
+def test_requests_are_counted_by_themselves() -> None:
+    values = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(0))
+    total, least = torch.tensor([5, 2, 16]), torch.tensor([[1, 0], [0, 1], [2, 2]])
+    alone = [pooled_counts(*(part[row : row + 1] for part in (values, total, least))) for row in range(3)]
+    assert torch.equal(pooled_counts(values, total, least), torch.cat(alone))
+
+
+@examples(80)
+@given(
+    keep=st.integers(1, 30) | st.integers(1, 100).map(lambda percent: percent / 100) | st.none(),
+    held=st.lists(st.lists(st.integers(1, 24), min_size=2, max_size=2), min_size=1, max_size=4),
+    heads=st.integers(1, 3),
+)
+def test_all_heads_of_all_layers_share_one_number(keep: int | float | None, held: list[list[int]], heads: int) -> None:
+    observations = [
+        observe(Shape(tuple(of_layer), heads, 2, 3, 3), layer=layer, layers=range(len(held)))
+        for layer, of_layer in enumerate(held)
+    ]
+    for request, total in enumerate(total_entries(observations, Budget(keep)).tolist()):
+        existing = heads * sum(of_layer[request] for of_layer in held)
+        if isinstance(keep, float):
+            assert total == max(1, existing * round(keep * 100) // 100)
+        else:
+            assert total == (existing if keep is None else min(keep * heads * len(held), existing))
+
+
+def test_rankings_of_layers_are_padded_with_nothing() -> None:
+    short, long = torch.zeros(1, 2, 3), torch.ones(1, 2, 5)
+    first, second = padded([short, long])
+    assert torch.equal(first[..., :3], short) and first[..., 3:].isneginf().all() and torch.equal(second, long)
+
+
+# --- allocators that divide by what layers hold
+
+
+@every_kind
 @examples(60)
-@given(data=st.data(), seed=st.integers(0, 99), keep=st.integers(1, 40))
+@given(held=st.lists(st.integers(1, 24), min_size=1, max_size=5), seed=st.integers(0, 99), keep=st.integers(1, 40))
 def test_layers_that_hold_different_numbers_share_what_there_is(
-    kind: type[LayerAllocator], data: st.DataObject, seed: int, keep: int
+    kind: type[LayerAllocator], held: list[int], seed: int, keep: int
 ) -> None:
     """At an event after others the other layers keep what one is too short for."""
-    held = data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=5))
-    length = 30
-    observations = [
-        observe(
-            Shape((count,), 2, 2, 3, 3),
-            layer=layer,
-            layers=range(len(held)),
-            seed=seed + layer,
-            positions=torch.arange(length - count, length).expand(1, 2, count),
-            state={"scores": torch.randn(1, 2, count, generator=torch.Generator().manual_seed(seed + layer))},
-        )
-        for layer, count in enumerate(held)
-    ]
-    counts = kind(Given()).select_all(observations, Budget(keep, recent=min(keep, 3))).counts[:, 0]
-    assert torch.equal(counts[:, 0], counts[:, 1])
-    assert int(counts[:, 0].sum()) == min(keep * len(held), sum(held))
-    assert all(1 <= count <= most for count, most in zip(counts[:, 0].tolist(), held, strict=True))
+    found = counts(kind(Given()), holding(held, 30, seed), Budget(keep, recent=min(keep, 3)))
+    assert sum(found) == min(keep * len(held), sum(held))
+    assert all(1 <= count <= most for count, most in zip(found, held, strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_one_layer_is_the_scorer_alone(kind: type[LayerAllocator]) -> None:
-    observation = observe(Shape((40, 19), 2, 3, 4, 4), layer=5, layers=[5])
+    observation, scorer = observe(Shape((40, 19), 2, 3, 4, 4), layer=5, layers=[5]), SnapKV(window=4)
     for budget in (Budget(11, recent=4), Budget(0.5, recent=4)):
-        alone = SnapKV(window=4).select(observation, budget)
-        mine = kind(SnapKV(window=4)).select(observation, budget)
         for request in range(2):
-            for head in range(2):
-                assert kept(mine, observation, request, head) == kept(alone, observation, request, head)
+            alone = heads_of(scorer, observation, budget, request)
+            assert heads_of(kind(scorer), observation, budget, request) == alone
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_what_is_inside_chooses_in_each_layer(kind: type[LayerAllocator]) -> None:
-    observations = [observe(Shape((40, 19), 2, 2, 4, 4), seed=i, layer=i, layers=range(4)) for i in range(4)]
-    budget, scorer = Budget(9, recent=3), SnapKV(window=3)
-    counts = kind(scorer).select_all(observations, budget).counts
-    for inner in (AdaKV(scorer), CriticalKV(scorer), AdaKV(CriticalKV(scorer))):
-        keep_set = kind(inner).select_all(observations, budget)
-        assert torch.equal(keep_set.counts.sum(-1), counts.sum(-1))
-        for observation in observations:
-            for request in range(2):
-                number = int(counts[observation.layer, request, 0])
-                alike = inner.select(observation, Budget(number, budget.sinks, min(budget.recent, number)))
-                for head in range(2):
-                    expected = kept(alike, observation, request, head)
-                    assert kept(keep_set, observation, request, head) == expected
+    observations, budget, scorer = model(Shape((40, 19), 2, 2, 4, 4), 4), Budget(9, recent=3), SnapKV(window=3)
+    for request in range(2):
+        numbers = counts(kind(scorer), observations, budget, request)
+        for inner in (AdaKV(scorer), CriticalKV(scorer), AdaKV(CriticalKV(scorer))):
+            expected = [
+                heads_of(inner, each, Budget(number, budget.sinks, min(budget.recent, number)), request)
+                for each, number in zip(observations, numbers, strict=True)
+            ]
+            assert sets_of(kind(inner), observations, budget, request) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_who_else_divides_among_layers_is_refused(kind: type[LayerAllocator]) -> None:
-    for inner in (Pyramid(SnapKV()), AdaKV(Pyramid(SnapKV())), ZigZag(SnapKV()), Dynamic(SnapKV())):
-        with pytest.raises(KeepsetError, match="says how much every layer keeps, and so does"):
-            kind(inner)
-    for outer in (Uniform, AdaKV, CriticalKV):
-        with pytest.raises(
-            KeepsetError, match=rf"put {outer.name} inside, as in {kind.name}\({outer.name}\(snapkv\)\)"
-        ):
-            outer(kind(SnapKV()))
-    text = f"{kind.name}(adakv(snapkv(window=8)), keep=0.25)"
-    assert str(Recipe.parse(text)) == text
+# --- PyramidKV
+
+
+def schedule(length: int, keep: int, always: int, layers: int, beta: Fraction) -> list[Fraction]:
+    """Unrounded: falls from layer to layer by the same step, keeps its mean, and fits the text."""
+    always = min(keep, always)
+    rest = Fraction(keep - always)
+    last = rest / beta
+    first = 2 * rest - last
+    if always + first > length:
+        first = Fraction(length - always)
+        last = 2 * rest - first
+    if layers == 1:
+        return [Fraction(keep)]
+    return [always + first + (last - first) * depth / (layers - 1) for depth in range(layers)]
+
+
+@examples(60, derandomize=False)
+@given(
+    length=st.integers(1, 60),
+    keep=st.integers(1, 60),
+    layers=st.integers(1, 9),
+    beta=st.sampled_from([1, 2, 3, 20, 1000]),
+    sinks=st.integers(0, 3),
+    recent=st.integers(0, 5),
+)
+def test_matches_the_linear_schedule(length: int, keep: int, layers: int, beta: int, sinks: int, recent: int) -> None:
+    keep, observations = max(keep, sinks + recent), model(Shape((length,), 2, 1, 1, 1), layers)
+    got = counts(Pyramid(Knorm(), beta=beta), observations, Budget(keep, sinks, recent))
+    keep = min(keep, length)
+    ideal = schedule(length, keep, sinks + recent, layers, Fraction(beta))
+    assert sum(got) == layers * keep == sum(ideal)
+    assert all(0 <= count <= length for count in got)
+    # Sums over the first layers are rounded down; 1e-6 may lift one that is a hair below a whole number.
+    for depth in range(1, layers + 1):
+        assert 0 <= sum(ideal[:depth]) + Fraction(1, 10**6) - sum(got[:depth]) < 1 + Fraction(1, 10**6)
+    assert all(later <= earlier + 1 for earlier, later in pairwise(got))
+
+
+@pytest.mark.parametrize(
+    ("length", "beta", "budget", "layers", "kept"),
+    [
+        (100, 20, Budget(20), range(5), [39, 29, 20, 11, 1]),  # from 2 * 20 - 20 / 20 down to 1, in steps of 38 / 4
+        (100, 20, Budget(20), (3, 7, 11), [39, 20, 1]),  # depth counts compressed layers and not their indices
+        (24, 20, Budget(20), range(5), [24, 22, 20, 18, 16]),  # the slope is what a short text allows
+        (20, 20, Budget(20), range(5), [20] * 5),
+        (100, 2, Budget(12, sinks=2, recent=6), range(3), [14, 12, 10]),  # 8 in every layer, and 6, 4, 2
+        (50, 1, Budget(7), range(6), [7] * 6),
+    ],
+)
+def test_schedules_by_hand(length: int, beta: int, budget: Budget, layers: Sequence[int], kept: list[int]) -> None:
+    observations = [observe(Shape((length,), 1, 1, 1, 1), layer=layer, layers=layers) for layer in layers]
+    assert counts(Pyramid(Knorm(), beta=beta), observations, budget) == kept
+
+
+def test_requests_of_a_batch_have_schedules_of_their_own() -> None:
+    for request, length in enumerate((100, 24)):
+        alone = counts(Pyramid(Knorm()), model(Shape((length,), 2, 2, 3, 3), 5), Budget(20))
+        assert counts(Pyramid(Knorm()), model(Shape((100, 24), 2, 2, 3, 3), 5), Budget(20), request) == alone
+
+
+@pytest.mark.parametrize("heads", [(3, 2), (1, 4)], ids=["gqa", "mqa"])
+@pytest.mark.parametrize("budget", [Budget(11, sinks=1, recent=3), Budget(0.37, recent=3)], ids=str)
+@pytest.mark.parametrize("method", [AdaKV(Pyramid(SnapKV(window=3))), Pyramid(AdaKV(SnapKV(window=3)))], ids=str)
+def test_pyramid_and_adakv_compose(method: Method, heads: tuple[int, int], budget: Budget) -> None:
+    """Within a layer it is AdaKV with that layer's number."""
+    observations, scorer = model(Shape((40, 19), *heads, 4, 4), 6), SnapKV(window=3)
+    for request, length in enumerate((40, 19)):
+        wanted = min(budget.keep, length) if isinstance(budget.keep, int) else math.floor(length * 0.37)
+        numbers = counts(Pyramid(scorer), observations, budget, request)
+        found = sets_of(method, observations, budget, request)
+        assert [sum(map(len, layer)) for layer in found] == [number * heads[0] for number in numbers]
+        assert sum(numbers) == 6 * wanted
+        if not request:
+            budgets = [Budget(number, budget.sinks, budget.recent) for number in numbers]
+            assert found == [heads_of(AdaKV(scorer), *each) for each in zip(observations, budgets, strict=True)]
+
+
+@examples(50, derandomize=False)
+@given(
+    length=st.integers(6, 60),
+    keep=st.integers(6, 60),
+    held=st.lists(st.integers(1, 60), min_size=1, max_size=9),
+)
+def test_what_layers_hold_after_an_event_does_not_change_what_they_aim_at(
+    length: int, keep: int, held: list[int]
+) -> None:
+    method, budget = Pyramid(Knorm(), beta=3), Budget(keep, sinks=2, recent=4)
+    aims = counts(method, model(Shape((length,), 2, 1, 1, 1), len(held)), budget)
+    held = [min(count, length) for count in held]
+    assert counts(method, holding(held, length), budget) == list(map(min, aims, held))
+
+
+# --- ZigZagKV
+
+
+def minimum(observation: Observation, request: int, window: int, mass: float) -> float:
+    """Mean over KV heads of how many of the best entries receive the share `mass`, counted one by one."""
+    assert observation.queries is not None
+    heads = observation.keys.shape[1]
+    group, total = observation.queries.shape[1] // heads, 0
+    for head in range(heads):
+        members = range(head * group, head * group + group)
+        rows = [row for member in members for row in window_attention(observation, request, member, window)]
+        usage = [sum(row[entry] for row in rows) for entry in range(length_of(observation, request))]
+        got, count = 0.0, 0
+        for number in sorted(usage, reverse=True):
+            if count and got >= mass * sum(usage):
+                break
+            got, count = got + number, count + 1
+        total += count
+    return total / heads
+
+
+@every_shape
+@pytest.mark.parametrize("mass", [0.0, 0.5, 0.9])
+def test_the_minimum_is_counted_one_by_one(shape: Shape, mass: float) -> None:
+    observation = observe(shape)
+    expected = [minimum(observation, request, 4, mass) for request in range(shape.batch)]
+    assert ZigZag(Knorm(), window=4, mass=mass)._minimum(observation).tolist() == pytest.approx(expected)
+
+
+@examples(40)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=2),
+    heads=st.tuples(st.integers(1, 3), st.sampled_from([1, 3, 8])),
+    layers=st.integers(1, 4),
+    keep=st.integers(2, 24),
+    floor=st.sampled_from([0.0, 0.2, 1.0]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_layers_get_equation_six(
+    lengths: list[int], heads: tuple[int, int], layers: int, keep: int, floor: float, dtype: torch.dtype
+) -> None:
+    shape = Shape(tuple(lengths), *heads, 3, 2)
+    observations = [  # of some layers attention is spread, of others it is sharp
+        observe(shape, seed=layer, layer=layer, layers=range(layers), dtype=dtype, scaling=0.1 + 2.0 * layer)
+        for layer in range(layers)
+    ]
+    method = ZigZag(Knorm(), window=3, floor=floor)
+    for request, length in enumerate(lengths):
+        mean = min(keep, length) - 1  # besides the entry that every layer has in any case
+        minima = [method._minimum(observation)[request].item() for observation in observations]
+        if dtype == torch.float32:
+            assert minima == pytest.approx([minimum(observation, request, 3, 0.9) for observation in observations])
+        ideal = [1 + floor * mean + (1 - floor) * mean * layers * number / sum(minima) for number in minima]
+        got = counts(method, observations, Budget(keep), request)
+        assert sum(got) == min(keep, length) * layers
+        if max(ideal) <= length:
+            assert all(abs(count - number) < 1 + 1e-6 for count, number in zip(got, ideal, strict=True))
+        else:
+            assert max(got) == length
+
+
+def test_spread_attention_gets_more() -> None:
+    layers = [
+        observe(Shape((50,), 2, 2, 4, 4), layer=layer, layers=[0, 1], scaling=scaling)
+        for layer, scaling in enumerate((20.0, 0.0))
+    ]
+    sharp, spread = counts(ZigZag(SnapKV(window=4), window=4), layers, Budget(20, recent=4))
+    assert sharp + spread == 40 and spread > 2 * sharp > 4
+    assert counts(ZigZag(SnapKV(window=4), window=4, floor=1), layers, Budget(20, recent=4)) == [20, 20]
+
+
+def test_attention_that_overflowed_counts_as_one_entry() -> None:
+    observation = observe(Shape((9,), 1, 2, 3, 3))
+    observation.keys[0, 0, 2] = float("nan")
+    assert ZigZag(Knorm(), window=3)._minimum(observation).tolist() == [1.0]
+
+
+@pytest.mark.parametrize(("scorer", "window"), [(Knorm(), 16), (SnapKV(window=32), 32)])
+def test_needs_the_window_that_it_or_its_scorer_looks_at(scorer: Method, window: int) -> None:
+    assert ZigZag(scorer, window=16).traits.needs.window == window
+
+
+# --- DynamicKV
+
+
+def naive_updates(scores: Scores, keep: int, r_max: int, interval: int) -> list[int]:
+    """Update after update: count who has the best scores so far, divide everything among them, cut."""
+    layers, heads, length = len(scores), len(scores[0]), len(scores[0][0])
+    rest, room = (keep - 1) * layers, length - 1
+    held = [min(r_max * (keep - 1), room)] * layers
+    for layer in range(layers):
+        if (layer + 1) % interval and layer + 1 < layers:
+            continue
+        pool = [
+            (scores[one][head][entry], entry, one, head)
+            for one in range(layer + 1)
+            for head in range(heads)
+            for entry in range(length)
+        ]
+        best = sorted(pool, reverse=True)[: (keep - 1) * heads * (layer + 1)]
+        shares = [sum(one == which for _, _, which, _ in best) for one in range(layer + 1)]
+        total = min(rest, sum(held[: layer + 1]))
+        if sum(min(most, share * 10**9) for most, share in zip(held, shares, strict=False)) < total:
+            shares = [share * 10**9 + sum(shares) for share in shares]  # never quite zero
+        held[: layer + 1] = rounded(level(shares, rest, held[: layer + 1]), total)
+    return [1 + count for count in held]
+
+
+@examples(60)
+@given(data=st.data(), keep=st.integers(1, 12), r_max=st.sampled_from([1, 2, 10]), interval=st.integers(1, 4))
+def test_matches_the_updates_written_out(data: st.DataObject, keep: int, r_max: int, interval: int) -> None:
+    layers, heads, length = (data.draw(st.integers(1, most)) for most in (5, 3, 12))
+    keep = min(keep, length)
+    # All scores differ, so that it is not ties that decide; their order is random.
+    numbers = data.draw(st.permutations(range(layers * heads * length)))
+    shifts = data.draw(st.lists(st.integers(0, 2), min_size=layers, max_size=layers))
+    table: Tensor = (
+        torch.tensor(numbers).float().view(layers, heads, length) + 100.0 * torch.tensor(shifts)[:, None, None]
+    )
+    scores = table.flatten().argsort().argsort().view(table.shape).float().tolist()
+    got = counts(Dynamic(Given(), r_max=r_max, interval=interval), given_scores(*scores), Budget(keep))
+    assert sum(got) == keep * layers
+    # Who is a hair next to a half may be rounded to either side.
+    expected = naive_updates(scores, keep, r_max, interval)
+    assert all(abs(mine - theirs) <= 1 for mine, theirs in zip(got, expected, strict=True))
+
+
+def rising(entries: int, *bases: int) -> list[Observation]:
+    return given_scores(*([[float(base + entry) for entry in range(entries)]] for base in bases))
+
+
+FEW = [1000.0 + entry if entry < 10 else -entry for entry in range(40)]
+LOW, MID = ([float(base + entry) for entry in range(40)] for base in (0, 100))
+
+
+@pytest.mark.parametrize(
+    ("observations", "keep", "options", "kept"),
+    [
+        # The 30 best of the pool: 130 to 154 in the second layer alone, 128 and 129 in two, 127 where it comes earlier.
+        (rising(30, 100, 125, 0), 11, dict(interval=3), [1 + 2, 1 + 28, 1]),
+        # A layer holds at most r_max times the mean.
+        (rising(100, 0, 1000, 0), 11, dict(r_max=1), [11, 11, 11]),
+        (rising(100, 0, 1000, 0), 11, dict(r_max=2), [6, 21, 6]),
+        (rising(100, 0, 1000, 0), 11, dict(r_max=10), [1, 31, 1]),
+        # The second layer has the 10 best scores: among two layers that is all that counts, among four it is not. What
+        # an update cut does not come back.
+        (given_scores([MID], [FEW], [LOW], [LOW]), 5, dict(interval=4), [7, 11, 1, 1]),
+        (given_scores([MID], [FEW], [LOW], [LOW]), 5, dict(interval=2), [1, 17, 1, 1]),
+        *((given_scores(*[[[score] * 10] * 2] * 3), 4, dict(interval=1), [4] * 3) for score in (0, math.nan, math.inf)),
+    ],
+    ids=range(9),
+)
+def test_updates_by_hand(observations: list[Observation], keep: int, options: dict[str, int], kept: list[int]) -> None:
+    assert counts(Dynamic(Given(), **options), observations, Budget(keep)) == kept

@@ -15,13 +15,12 @@ from keepset.allocators.match import Match
 from keepset.bench.compare.fidelity import kl, mean
 from keepset.core.features.queries import PaddedQueries, ReferenceQueries
 from keepset.core.observation import BIAS
-from keepset.errors import RecipeError
 from keepset.hf.prompt_session import PromptSession
 from tests.hf.models import Oracle, check_copies, extended, generate, left_padded, prompt, recipe, same_keep_set, tiny
-from tests.methods.naive import SHAPES, Shape, observe
+from tests.methods.naive import Shape, every_shape, observe
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@every_shape
 @pytest.mark.parametrize("allocator", ["", "adakv", "pool"])
 def test_every_head_is_fitted_as_if_alone(shape: Shape, allocator: str) -> None:
     """Output of attention over what stays, entry by entry, is nearer to that over all than with what was there."""
@@ -65,23 +64,6 @@ def test_reference_queries_of_the_prompt_come_first() -> None:
     budget = keepset.Budget(0.3)
     by_window, by_prompt = (method.select(each, budget).layer(0).values for each in (observation, both))
     assert by_window is not None and by_prompt is not None and not torch.allclose(by_window, by_prompt)
-
-
-def test_it_is_the_last_step() -> None:
-    for text in ("adakv(match(snapkv))", "pool(match(tova))", "match(match(snapkv))"):
-        with pytest.raises(RecipeError, match="last step"):
-            keepset.Recipe.parse(text)
-    matching = keepset.Recipe.parse("match(reread, keep=0.1)").method
-    assert (
-        matching.traits.across_layers and matching.traits.counts_from_data and matching.traits.layout == "head-ragged"
-    )
-    plain = keepset.Recipe.parse("match(snapkv, keep=0.1)").method
-    assert (
-        not plain.traits.across_layers
-        and plain.traits.layout == "dense"
-        and plain.traits.sinks == 0
-        and plain.traits.recent == 64
-    )
 
 
 def cached(text: str, ids: Tensor, mask: Tensor | None = None, **options: object) -> tuple[keepset.Cache, Tensor]:

@@ -37,11 +37,62 @@ def test_recipes_are_refused_when_they_are_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["adakv(adakv(snapkv))", "adakv(uniform(adakv(knorm)))", "adakv(pyramid(adakv(tova)))"]
+    ("texts", "because"),
+    [
+        ("adakv(adakv(snapkv)) adakv(uniform(adakv(knorm))) adakv(pyramid(adakv(tova)))", "one inside another .* once"),
+        ("pyramid(pyramid(knorm)) pyramid(adakv(pyramid(knorm)))", "use it once"),
+        ("chunkkv(adakv(knorm)) chunkkv(uniform(chunkkv(knorm)))", "chooses the entries of every head itself"),
+        ("criticalkv(adakv(knorm)) criticalkv(chunkkv(knorm)) chunkkv(gvote)", "and so does"),
+        ("chunkkv(criticalkv(knorm)) ams(criticalkv(knorm))", "criticalkv"),
+        ("ams(pyramid(chunkkv(tova)))", "cannot wrap chunkkv"),
+        ("ams(adakv(tova))", r"cannot wrap adakv, which chooses too: .* adakv\(ams\(tova\)\)"),
+        ("ams(tova,kernel=4)", "has no middle"),
+        ("ams(tova,max_segment=20)", "less than twice min_segment=16"),
+        ("zigzag(pyramid(tova)) dynamic(adakv(pyramid(tova))) zigzag(dynamic(tova))", "every layer keeps, and so does"),
+        ("uniform(zigzag(tova)) adakv(dynamic(tova)) criticalkv(zigzag(tova))", r"inside, as in (zigzag|dynamic)\("),
+        ("pool(adakv(tova)) pool(pyramid(tova)) pool(composite(tova)) pool(uniform(adakv(tova)))", "leave one of them"),
+        ("pool(kvcompose) composite(kvcompose)", "use it alone"),
+        ("adakv(duo_attention) pyramid(duo_attention)", "duo_attention says itself how much every head keeps"),
+        ("pool(compilerkv)", "says itself how much every head keeps"),
+        ("adakv(int8(snapkv)) int8(int8(tova)) match(int8(snapkv))", r"last step: write int8\(...\) around"),
+        ("adakv(match(snapkv)) pool(match(tova)) match(match(snapkv))", "last step"),
+    ],
 )
-def test_heads_share_a_budget_once(text: str) -> None:
-    with pytest.raises(RecipeError, match=r"adakv: one inside another .* use it once"):
-        Recipe.parse(text)
+def test_says_why_it_is_refused(texts: str, because: str) -> None:
+    for text in texts.split():
+        with pytest.raises(RecipeError, match=because):
+            Recipe.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pool(uniform(snapkv), keep=0.25)",
+        "zigzag(adakv(snapkv(window=8)), keep=0.25)",
+        "dynamic(adakv(snapkv(window=8)), keep=0.25)",
+        "kvcompose(keep=0.25)",
+        "pool(second_pass(statistic='rms'), keep=0.25, sinks=4, recent=32)",
+    ],
+)
+def test_what_goes_together_is_parsed(text: str) -> None:
+    assert str(Recipe.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "sinks", "recent", "across"),
+    [
+        ("kvcompose", "layer-ragged", 0, 0, True),
+        ("kvcompose(structured=False)", "head-ragged", 0, 0, True),
+        ("pool(snapkv)", "head-ragged", 0, 64, True),
+        ("match(snapkv)", "dense", 0, 64, False),
+        ("match(reread)", "head-ragged", 4, 8, True),
+        ("int8(match(reread))", "head-ragged", 4, 8, True),
+    ],
+)
+def test_traits_are_those_of_all_parts(text: str, layout: str, sinks: int, recent: int, across: bool) -> None:
+    traits = Recipe.parse(text).method.traits
+    assert (traits.layout, traits.sinks, traits.recent, traits.across_layers) == (layout, sinks, recent, across)
+    assert traits.biased == ("match" in text) and traits.counts_from_data == across
 
 
 def one_budget_for_all(method: Method) -> bool:
