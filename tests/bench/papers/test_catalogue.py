@@ -12,46 +12,33 @@ from keepset.bench.papers.figures import CURVES, FRACTIONS
 from keepset.bench.record import FIGURES
 from keepset.errors import KeepsetError
 
-EVERY = pytest.mark.parametrize("entry", entries().values(), ids=list(entries()))
 
-
-@EVERY
-def test_names_recipes_and_tasks_exist(entry: Entry) -> None:
+@pytest.mark.parametrize("entry", entries().values(), ids=list(entries()))
+def test_what_an_entry_names_exists_and_the_papers_figures_have_their_place(entry: Entry) -> None:
     assert re.fullmatch(r"(ams|gvote|kvcompose|compilerkv)-(table|figure)-[a-z]?\d+[a-z]?", entry.name)
     paper, place = entry.source.split(", ")
     assert entry.name == f"{paper} {place}".lower().replace(" ", "-")
     assert len({sweep.name for sweep in entry.sweeps}) == len(entry.sweeps)
     assert (entry.measure is None) == bool(entry.sweeps) == (not entry.takes)
+    places: set[FigureKey] = set()
     for sweep in entry.sweeps:
-        asked = grid_of(sweep, Options())
-        assert asked.tasks and all(asked.candidates[task.name] for task in asked.tasks)
-        assert [line.candidate.error for line in sweep.lines({}) if line.candidate.error is not None] == []
+        grid, lines = grid_of(sweep, Options()), sweep.lines({})
+        assert grid.tasks and all(grid.candidates[task.name] for task in grid.tasks)
+        assert [line.candidate.error for line in lines if line.candidate.error is not None] == []
         assert set(sweep.metrics) <= {SCORE, SECONDS, *FIGURES, *CURVES}
-
-
-@EVERY
-def test_the_papers_figures_have_a_place_in_what_is_measured(entry: Entry) -> None:
-    places, facts = keys(entry), [fact for sweep in entry.sweeps for fact in sweep.by]
+        places |= {
+            FigureKey(task + sweep.suffix, line.method, None if metric in CURVES else line.keep, metric)
+            for task in (*(task.name for task in grid.tasks), *filter(None, [sweep.average]))
+            for line in lines
+            for metric in sweep.metrics
+        }
+    facts = [fact for sweep in entry.sweeps for fact in sweep.by]
     for model, figures in entry.published.items():
         assert model in entry.models and figures
         for key, figure in figures.items():
             assert 0 <= figure <= (1 if key.metric in FRACTIONS else 1e11), key
             whole, part = re.fullmatch(r"(.+?)(?:, (\w+) [\w ]+)?", key.task).groups()  # type: ignore[union-attr]
             assert key in places or (part in facts and key._replace(task=whole) in places) or not entry.sweeps, key
-
-
-def keys(entry: Entry) -> set[FigureKey]:
-    """The places of all figures that the entry's sweeps measure of whole tasks."""
-    places: set[FigureKey] = set()
-    for sweep in entry.sweeps:
-        tasks = [task.name for task in grid_of(sweep, Options()).tasks]
-        places |= {
-            FigureKey(task + sweep.suffix, line.method, None if metric in CURVES else line.keep, metric)
-            for task in (*tasks, *filter(None, [sweep.average]))
-            for line in sweep.lines({})
-            for metric in sweep.metrics
-        }
-    return places
 
 
 PAPER = """
@@ -85,24 +72,15 @@ entries:
 
 def test_a_file_is_read_as_a_person_reads_it() -> None:
     table, figure = read_entries(PAPER, "kept.yaml")
-    assert (table.name, table.source, table.title, table.note) == (
-        "kept-table-a1",
-        "Kept, Table A1",
-        "Some",
-        "One. Two.",
-    )
+    told = (table.name, table.source, table.title, table.note)
+    assert told == ("kept-table-a1", "Kept, Table A1", "Some", "One. Two.")
     assert table.models == ("owner/model-7B",) and table.state == "needs a model of 7B"
     agnostic, aware, own = table.sweeps
-    assert [(each.mode, each.name, each.suffix) for each in table.sweeps] == [
-        ("agnostic", "agnostic", ", agnostic"),
-        ("task", "task", ", task"),
-        ("prompt", "own", ""),
-    ]
+    modes = [("agnostic", "agnostic", ", agnostic"), ("task", "task", ", task"), ("prompt", "own", "")]
+    assert [(each.mode, each.name, each.suffix) for each in table.sweeps] == modes
     assert agnostic.methods == aware.methods == {"Stream": "streaming_llm"} and agnostic.metrics == ("score", "tokens")
-    assert [line.candidate.text for line in agnostic.lines({})] == [
-        "streaming_llm(keep=0.5, sinks=5, recent=2)",
-        "streaming_llm(keep=8, sinks=5, recent=2)",
-    ]
+    recipes = [f"streaming_llm(keep={keep}, sinks=5, recent=2)" for keep in (0.5, 8)]
+    assert [line.candidate.text for line in agnostic.lines({})] == recipes
     assert [line.candidate.text for line in own.lines({})] == ["tova(keep=9, prefill=False, every=4)"]
     expected = {
         ("needle@64", "Full", None, "score"): 0.5,

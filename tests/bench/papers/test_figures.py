@@ -95,18 +95,14 @@ def test_a_mean_needs_every_task(scores: dict[tuple[str, str, float], list[float
 def test_parts_by_a_fact_seconds_and_what_is_not_known() -> None:
     sweep = Sweep(("math500",), {"TOVA": "tova"}, (64,), metrics=("seconds", "tokens"), by=("level",), full="")
     (line,) = sweep.lines({})
+    candidate = line.candidate
+    place = {"recipe": candidate.text, "method": candidate.method, "requested": 64, "task": "math500"}
+    seconds = {"prefill_seconds": 0.5, "select_seconds": 0.25}
     made = [
         Record(
-            task="math500",
-            seed=0,
-            example=str(level),
-            recipe=line.candidate.text,
-            method=line.candidate.method,
-            requested=64,
-            facts={"level": level} if level else {},
-            metric="accuracy",
+            **{**place, "example": str(level), "facts": {"level": level} if level else {}, "metric": "accuracy"},
             scores={"accuracy": 1.0},
-            figures={"tokens": level, "prefill_seconds": 0.5, "select_seconds": 0.25, "decode_seconds": float(level)},
+            figures={"tokens": level, **seconds, "decode_seconds": float(level)},
         )
         for level in (0, 2, 4)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,7 +14,7 @@ from keepset import KeepsetError
 from keepset.bench.papers import measurements
 from keepset.bench.papers.catalogue import entry_of
 from keepset.bench.papers.entry import MeasuredFigure, Options
-from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables, neutral, save
+from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, neutral, save
 from tests.cli.conftest import tiny_model
 
 
@@ -39,18 +40,10 @@ def test_costs_have_the_papers_rows_and_columns(embedded: Any, monkeypatch: pyte
 
 def test_maps_are_means_of_the_tables(tmp_path: Path, embedded: Any) -> None:
     draw = torch.Generator().manual_seed(3)
-    tables = neutral(3, 4, 0.9)
     weights = torch.tensor([0.5, 1.0, 2.0])[torch.randint(3, (2, 3, 4), generator=draw)]
     gate = 0.8 + 0.2 * torch.rand(2, 3, ENTROPY_BINS, PERPLEXITY_BINS, generator=draw)
-    tables = Tables(
-        weights,
-        gate,
-        tables.entropy_edges,
-        tables.perplexity_edges,
-        torch.tensor([64, 128]),
-        tables.counts,
-        {"layers": 3, "query_heads": 4},
-    )
+    budgets, provenance = torch.tensor([64, 128]), {"layers": 3, "query_heads": 4}
+    tables = replace(neutral(3, 4, 0.9), weights=weights, gate=gate, budgets=budgets, provenance=provenance)
     path = tmp_path / "tables.safetensors"
     save(tables, path)
     options = Options(files={"tables": path})
@@ -64,11 +57,12 @@ def test_maps_are_means_of_the_tables(tmp_path: Path, embedded: Any) -> None:
     rows = {row.key: row.figure for row in measure("compilerkv-figure-a3", *embedded, options)}
     assert len(rows) == 2 * (ENTROPY_BINS + PERPLEXITY_BINS)
     for number, keep in enumerate((64, 128)):
-        of_bin = [gate[number, layer, entropy, 2].item() for layer in range(3) for entropy in range(ENTROPY_BINS)]
-        figure = rows["perplexity, bin 3 of 4", "CompilerKV", keep, "threshold"]  # type: ignore[index]
-        assert figure is not None and figure.value == pytest.approx(fmean(of_bin))
-        of_bin = [gate[number, layer, 6, place].item() for layer in range(3) for place in range(PERPLEXITY_BINS)]
-        figure = rows["entropy, bin 7 of 20", "CompilerKV", keep, "threshold"]  # type: ignore[index]
-        assert figure is not None and figure.value == pytest.approx(fmean(of_bin))
+        bins = {
+            "perplexity, bin 3 of 4": gate[number, :, :, 2].flatten().tolist(),
+            "entropy, bin 7 of 20": gate[number, :, 6].flatten().tolist(),
+        }
+        for place, of_bin in bins.items():
+            figure = rows[place, "CompilerKV", keep, "threshold"]  # type: ignore[index]
+            assert figure is not None and figure.value == pytest.approx(fmean(of_bin))
     with pytest.raises(KeepsetError, match="give them as --tables"):
         measure("compilerkv-figure-a3", *embedded, Options())
