@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -33,11 +33,6 @@ from keepset.hf.cache import Cache
 from keepset.recipe import Recipe
 
 
-@runtime_checkable
-class _Segmented(Protocol):
-    def segments(self, observation: Observation, budget: Budget) -> Segments: ...
-
-
 class HeadSegments(NamedTuple):
     """One head's segments, as Figure 3 of Yang and Shen (AMS) draws them.
 
@@ -58,9 +53,9 @@ def head_segments(method: Method, observation: Observation, budget: Budget) -> l
     Only the outermost method is asked: a method inside another divides what that one leaves it, which it cannot know.
     Segments without entries are left out.
     """
-    if not isinstance(method, _Segmented):
+    if not hasattr(method, "segments"):
         return None
-    segments = method.segments(observation, budget)
+    segments: Segments = method.segments(observation, budget)
     heads = []
     for head, valid in enumerate(observation.valid[0]):
         quotas = segments.quotas[0, head]

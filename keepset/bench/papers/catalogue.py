@@ -32,14 +32,7 @@ _NAMES = {
 }
 
 _FILE: _Kinds = {"paper": str, "models": list, "recipes": dict, "settings": dict, "entries": dict}
-_ENTRY: _Kinds = {
-    "title": str,
-    "models": list,
-    "note": (str, list),
-    "sweeps": list,
-    "measure": dict,
-    "published": list,
-}
+_ENTRY: _Kinds = {"title": str, "models": list, "note": (str, list), "sweeps": list, "measure": dict, "published": list}
 _SWEEP: _Kinds = {
     **dict.fromkeys(("tasks", "keeps", "always", "metrics", "lengths", "by", "modes"), list),
     **dict.fromkeys(("full", "average", "name", "file"), str),

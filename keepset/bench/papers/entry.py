@@ -1,7 +1,7 @@
 """Types of a paper's table or figure: what is run for it, and what was measured."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -131,12 +131,7 @@ class Sweep:
     file: str = ""
 
     def lines(self, files: Mapping[str, Path]) -> list[SweepLine]:
-        """Return every method under every budget, the full cache first.
-
-        Args:
-            files: statistics and tables of the model, by the names in braces. The model's own stand in for a file
-                that is not given.
-        """
+        """Return every method under every budget, the full cache first; see `recipe_of` for `files`."""
         lines = [SweepLine(self.full, None, Candidate(None, FULL, FULL, 1.0))] if self.full else []
         for method, text in self.methods.items():
             recipe = recipe_of(text, files)
@@ -183,7 +178,8 @@ class Entry:
     @property
     def state(self) -> str:
         """A line that says what it takes to run the entry as the paper did."""
-        sizes = ", ".join(f"{size:g}B" for size in sorted(set(_sizes(self.models))))
+        found = (re.search(r"(\d+(?:\.\d+)?)B\b", model) for model in self.models)
+        sizes = ", ".join(f"{size:g}B" for size in sorted({float(size[1]) for size in found if size}))
         texts = "".join(text for sweep in self.sweeps for text in sweep.methods.values())
         needs = [f"models of {sizes}" if "," in sizes else f"a model of {sizes}"]
         needs += [f"--{name} (keepset {command})" for name, command in _MADE_BY.items() if f"{{{name}}}" in texts]
@@ -192,11 +188,7 @@ class Entry:
 
 
 def grid_of(sweep: Sweep, options: Options) -> SweepGrid:
-    """Return the tasks and recipes of a sweep.
-
-    Args:
-        sweep: what the paper has.
-        options: what the user wants otherwise.
+    """Return the tasks and recipes of a paper's sweep, with what the user wants otherwise.
 
     Raises:
         KeepsetError: if a task is unknown or an option out of range.
@@ -245,9 +237,3 @@ class _Files(dict[str, str]):
 
     def __missing__(self, name: str) -> str:
         return "''"
-
-
-def _sizes(models: Sequence[str]) -> Iterator[float]:
-    for model in models:
-        if size := re.search(r"(\d+(?:\.\d+)?)B\b", model):
-            yield float(size[1])

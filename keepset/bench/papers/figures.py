@@ -11,7 +11,7 @@ from keepset.bench.analysis.rows import Figure, by_example
 from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarize
 from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, MeasuredFigure, Sweep, SweepLine, removed_at
 from keepset.bench.record import Record
-from keepset.bench.report.table import Column, Table
+from keepset.bench.report.table import Column, Table, with_interval
 
 CURVES = (AREA, *map(removed_at, TOLERANCES))
 """Metrics whose figures are of all tasks and budgets together."""
@@ -141,11 +141,11 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _with_interval(figure: Mapping[str, float | None] | None, metric: str) -> str:
-    """Return a figure with its interval, which a narrow terminal puts on a line of its own."""
     if figure is None:
         return ""
-    value, low, high = (_number(figure[name], metric) for name in ("value", "low", "high"))
-    return f"{value} ({low}..{high})" if low else value
+    value, low, high = figure["value"], figure["low"], figure["high"]
+    assert value is not None
+    return with_interval(value, low, high, lambda number: _number(number, metric))
 
 
 def _number(value: float | None, metric: str) -> str:

@@ -26,14 +26,7 @@ _CHARACTERS = 8
 def hidden_states(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int
 ) -> list[MeasuredFigure]:
-    """Measure how near each channel of the hidden states is to a normal distribution along a text.
-
-    Args:
-        model: the model that reads the texts.
-        tokenizer: its tokenizer.
-        options: `lengths` and `limit` are other tokens and another number of texts.
-        length: tokens of a text.
-    """
+    """Measure how near each channel of the hidden states is to a normal distribution along texts of `length` tokens."""
     skip = GVote().skip
     texts = [hidden_gaussianity(model, ids.to(model.device), skip) for ids in _essays(tokenizer, options, length)]
     return _by_layer(texts, "hidden states")
@@ -42,14 +35,7 @@ def hidden_states(
 def synthetic_queries(
     model: PreTrainedModel, tokenizer: Tokenizer, options: Options, *, length: int
 ) -> list[MeasuredFigure]:
-    """Measure how one synthesized query agrees with the query of a text's last token, which was masked.
-
-    Args:
-        model: the model that reads the texts.
-        tokenizer: its tokenizer.
-        options: `lengths` and `limit` are other tokens and another number of texts.
-        length: tokens of a text.
-    """
+    """Measure how one synthesized query agrees with that of the last, masked token of texts of `length` tokens."""
     method = GVote(samples=1, seed=options.seed)
     texts = [next_query(model, method, ids.to(model.device)) for ids in _essays(tokenizer, options, length)]
     return _by_layer(texts, "GVote")
@@ -92,12 +78,10 @@ def generation_costs(
     """Measure time and memory of a generation: medians over rounds.
 
     Args:
-        model: the model that generates.
-        tokenizer: its tokenizer.
+        model, tokenizer: what generates.
         options: `lengths`, `limit` and `answer_tokens` are other prompts, rounds and generated tokens.
-        full: the paper's name of the full cache.
-        method: the paper's name of the recipe.
-        recipe: its text, with a budget.
+        full, method: the paper's names of the full cache and of the recipe.
+        recipe: the recipe's text, with a budget.
         lengths: tokens of each prompt; a quarter as many are generated.
         rounds: generations of each cache at each length.
 
@@ -118,7 +102,7 @@ def generation_costs(
         *_, timings = latency(model, [ids[:, :length]], [compressed], output, options.limit or rounds)
         for (name, keep), timing in zip(((full, None), (method, compressed.budget.keep)), timings, strict=True):
             for metric, value in _paper_units(timing).items():
-                figure = None if value is None else Figure(value, None, None)
+                figure = None if value is None else Figure(value)
                 key = FigureKey(f"{length} + {output}", name, keep, metric)
                 rows.append(
                     MeasuredFigure(key, figure, len(timing.rounds), int(timing.error is not None), timing.error)
@@ -167,7 +151,7 @@ def _tables(options: Options) -> Tables:
 
 def _by_budget(tables: Tables, place: str, metric: str, of_budget: Sequence[float]) -> list[MeasuredFigure]:
     return [
-        MeasuredFigure(FigureKey(place, "CompilerKV", keep, metric), Figure(value, None, None), 1)
+        MeasuredFigure(FigureKey(place, "CompilerKV", keep, metric), Figure(value), 1)
         for keep, value in zip(tables.budgets.tolist(), of_budget, strict=True)
     ]
 

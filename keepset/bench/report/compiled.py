@@ -58,11 +58,7 @@ def _budget(tables: Tables, at: int) -> list[Section]:
     # Cold below 1, warm above it, as far as the farther of the two ends.
     far = max(1e-3, float((tables.weights - 1).abs().max()))
     weights = plot.heatmap(
-        _rounded(tables.weights[at].tolist()),
-        "difference",
-        "layer %{y}, head %{x}: %{z}",
-        zmin=1 - far,
-        zmax=1 + far,
+        _rounded(tables.weights[at].tolist()), "difference", "layer %{y}, head %{x}: %{z}", zmin=1 - far, zmax=1 + far
     )
     entropy, perplexity = _bins(tables.entropy_edges.tolist()), _bins(tables.perplexity_edges.tolist())
     lowest = min(0.8, float(tables.gate.min()))

@@ -55,10 +55,7 @@ def render(result: dict[str, Any]) -> str:
     return page(
         "keepset bench latency",
         result["model"],
-        [
-            plot.plots("By length of the prompt", charts, legend, note),
-            table(result["rows"]).section("Figures"),
-        ],
+        [plot.plots("By length of the prompt", charts, legend, note), table(result["rows"]).section("Figures")],
         result,
         conclusion=_conclusion(result["rows"]),
         lead=f"{integer(result['output_tokens'])} tokens generated after each prompt, {result['rounds']} rounds in "

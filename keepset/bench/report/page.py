@@ -98,11 +98,6 @@ def choice(name: str, label: str, options: Sequence[tuple[str, Sequence[Section]
     return {"kind": "choice", "id": name, "label": label, "options": named, "radio": radio}
 
 
-def errors(items: Sequence[str]) -> Section:
-    """Return a section that lists what went wrong."""
-    return {"kind": "errors", "items": list(items)}
-
-
 def pack(kept: Tensor) -> str:
     """Return a boolean tensor as base64 of its zipped bits, row-major, the first bit highest."""
     import numpy as np  # not above: commands without figures need not wait for it

@@ -26,11 +26,6 @@ def wrapped(text: str) -> str:
     return "<br>".join(label(text[at : at + _WRAP]) for at in range(0, len(text), _WRAP))
 
 
-def symbol(series: int) -> str:
-    """Return the plotly symbol of a series."""
-    return MARKS[series % len(MARKS)][0]
-
-
 def entry(name: str, series: int) -> tuple[str, int, str]:
     """Return a series' entry in the legend: its name, its colour's number and its mark."""
     return name, series, MARKS[series % len(MARKS)][1]
@@ -69,7 +64,7 @@ def line(name: str, points: Sequence[Point], series: int | str, **options: Any) 
         options: `group`, the legend's entry that shows and hides the line (`name` if not given); `template`, what is
             shown over a point without `hover`; `symbol`, `size`, `dash` and `shape`; and options of plotly.
     """
-    mark = options.pop("symbol", symbol(series) if isinstance(series, int) else "circle")
+    mark = options.pop("symbol", MARKS[series % len(MARKS)][0] if isinstance(series, int) else "circle")
     trace: dict[str, Any] = {
         "name": label(name),
         "x": [point.x for point in points],

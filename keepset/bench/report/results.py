@@ -12,7 +12,17 @@ from keepset.bench.analysis.summary import NeedleMap, Reach, Summary, Trade
 from keepset.bench.record import FULL
 from keepset.bench.report import plot
 from keepset.bench.report.page import Section, choice, page
-from keepset.bench.report.table import Column, Table, decimals, filled, integer, megabytes, percent, seconds
+from keepset.bench.report.table import (
+    Column,
+    Table,
+    decimals,
+    filled,
+    integer,
+    megabytes,
+    percent,
+    seconds,
+    with_interval,
+)
 
 _FEW = 30
 """Examples below which intervals are worth a warning."""
@@ -21,11 +31,9 @@ _PEAKS_NOTE = "Peaks are the device's, with weights and all answers that were de
 
 
 def interval(figure: Figure, sign: str = "") -> str:
-    """Return a figure in percent with its interval, which may go on in a next line."""
-    ends = (figure.value, figure.low, figure.high)
+    """Return a figure in percent with its interval."""
     # A value that rounds to zero has no sign of its own.
-    value, low, high = ("" if end is None else f"{round(100 * end, 1) + 0.0:{sign}.1f}" for end in ends)
-    return f"{value} ({low}..{high})" if low else value
+    return with_interval(figure.value, figure.low, figure.high, lambda end: f"{round(100 * end, 1) + 0.0:{sign}.1f}")
 
 
 def _removed(reach: Reach) -> str:
@@ -158,22 +166,18 @@ def terminal_tables(summary: Summary) -> list[tuple[Table, str]]:
 
 
 def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> str:
-    """Return the page of a sweep.
-
-    Args:
-        model: the model's name.
-        configuration: what all records have in common, by names that a person understands.
-        summary: all figures.
-    """
+    """Return the page of a model's sweep; `configuration` is what all records have in common, by plain names."""
     # Averages over groups of tasks come first.
     rows = [*summary.averages, *summary.rows]
     methods = [method for method in dict.fromkeys(row.method for row in rows) if method != FULL]
     tasks = [(task, _task(task, summary, methods)) for task in dict.fromkeys(row.task for row in rows)]
     recipes = {row.recipe for row in summary.rows if row.recipe != FULL}
     count = len({row.task for row in summary.rows})
+    maps: dict[str, list[dict[str, Any]]] = {}
+    for each in sorted(summary.needles, key=lambda each: each.recipe != FULL):
+        maps.setdefault(each.task, []).append(_map(each))
     needles = [
-        (task, [{"kind": "maps", "maps": [_map(each) for each in sorted(maps, key=lambda each: each.recipe != FULL)]}])
-        for task, maps in _grouped(summary.needles).items()
+        (task, [{"kind": "maps", "maps": maps[task]}]) for task in dict.fromkeys(each.task for each in summary.needles)
     ]
     sections = [choice("task", "Task", tasks)] if tasks else []
     if needles:
@@ -198,13 +202,6 @@ def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> st
             for name, value in configuration.items()
         ],
     )
-
-
-def _grouped(maps: Sequence[NeedleMap]) -> dict[str, list[NeedleMap]]:
-    by_task: dict[str, list[NeedleMap]] = {}
-    for each in maps:
-        by_task.setdefault(each.task, []).append(each)
-    return by_task
 
 
 def _task(task: str, summary: Summary, methods: Sequence[str]) -> list[Section]:
@@ -260,19 +257,8 @@ def _chart(rows: Sequence[Row], methods: Sequence[str], axis: str, title: str) -
     points = [_point(row, axis) for row in full]
     lines.append(plot.line(FULL, points, "--muted", mode="markers", symbol="star", size=12))
     levels = [row.score.value for row in full if row.score is not None]
-    level = [
-        {
-            "type": "line",
-            "xref": "paper",
-            "x0": 0,
-            "x1": 1,
-            "y0": y,
-            "y1": y,
-            "stroke": "--muted",
-            "line": {"dash": "dash"},
-        }
-        for y in levels
-    ]
+    across = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "stroke": "--muted", "line": {"dash": "dash"}}
+    level = [{**across, "y0": y, "y1": y} for y in levels]
     shares = {"tickformat": ".0%", "rangemode": "tozero", "zeroline": False}
     chart = plot.plot(
         "plot", lines, plot.axis(title, **shares), plot.axis("Score", **shares), height="430px", shapes=level

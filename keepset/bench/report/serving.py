@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from keepset.bench.report import plot
-from keepset.bench.report.page import errors, page
+from keepset.bench.report.page import page
 from keepset.bench.report.table import Column, Line, Table, integer
 from keepset.serving.figures import ratio, rounded
 
@@ -64,7 +64,7 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
             plot.plots("While the load ran", over_time, legend if len(servers) > 1 else (), reading),
             plot.plots("Latencies", latencies, legend if len(servers) > 1 else (), less),
             table(servers, rows).section("Figures"),
-            errors(failures(servers)),
+            {"kind": "errors", "items": failures(servers)},
         ],
         {**result, "servers": [_short(server) for server in servers]},
         conclusion=conclusion(result),

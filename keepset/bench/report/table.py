@@ -56,6 +56,11 @@ def yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
+def with_interval(value: float, low: float | None, high: float | None, show: Show) -> str:
+    """Return a figure with its interval in brackets, which may go on in a next line."""
+    return show(value) if low is None or high is None else f"{show(value)} ({show(low)}..{show(high)})"
+
+
 Cell = tuple[str, float | str | None]
 """The text of a cell, and the value by which a page sorts it."""
 

@@ -16,6 +16,7 @@ from keepset.bench.report.table import (
     percent,
     times,
     whole_percent,
+    with_interval,
 )
 
 TuneRow = dict[str, Any]
@@ -101,8 +102,7 @@ def interval(figure: dict[str, float | None], show: Show) -> str:
     """Return a mean with its interval in brackets; "not asked yet" if there is no mean."""
     if figure["mean"] is None:
         return "not asked yet"
-    ends = _ends(figure, show)
-    return show(figure["mean"]) + (f" ({ends})" if ends else "")
+    return with_interval(figure["mean"], figure.get("low"), figure.get("high"), show)
 
 
 def _lead(result: dict[str, Any], asked: bool) -> str:
