@@ -16,28 +16,40 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple, Never, ParamSpec, TypeVar, cast
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.dynamo import uncompiled
-from keepset.hf.layer_input import LayerInput, QueryProbe
-from keepset.hf.rotation import Rotation
+from keepset.hf.layer_input import LayerInput, QueryProbe, Rotation
 from keepset.kernels.dispatch import upload
 
 NAME = "keepset"
 """Name of the attention implementation in transformers."""
 OTHER_PROMPT = "for another prompt make a new cache, because one serves one conversation"
 """What to do instead of feeding a second prompt to a cache; part of several errors."""
-_SWITCHING = threading.Lock()
+SWITCHING = threading.Lock()
 """Held while a model is given the implementation: transformers marks the model's configurations meanwhile."""
 _NOTE = "_keepset_attention"
 """Attribute of a tensor of keys that says who attends to them."""
+
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Return the function so that PyTorch's compiler leaves it alone.
+
+    Caches change with every token, and the attention function finds its layer by a note on the very tensor that the
+    cache has returned. A graph would be good for one token, or lose the note.
+    """
+    return cast(Callable[Parameters, Result], torch.compiler.disable(function))
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,12 +166,7 @@ class AttentionInput:
         return [self.length] * len(self.query) if self.real is None else self.real.counts
 
     def row(self, index: int, batched: BatchedAttention) -> AttentionInput:
-        """Return one request's part, before any cache has added to it.
-
-        Args:
-            index: of the request.
-            batched: what was done for all requests at once.
-        """
+        """Return one request's part, before any cache has added to it."""
         some, rows = copy.copy(self), slice(index, index + 1)
         some.query, some.key, some.value = self.query[rows], self.key[rows], self.value[rows]
         some.position_ids = None if self.position_ids is None else self.position_ids[rows]
@@ -187,20 +194,8 @@ Attend = Callable[[AttentionInput], Tensor]
 """Stores new tokens and returns attention's output, `[batch, n, query_heads, value_dim]`."""
 
 
-def switch(model: PreTrainedModel) -> None:
-    """Set the model's attention implementation to keepset's."""
-    with _SWITCHING:
-        model.set_attn_implementation(NAME)
-
-
 def set_pending_attention(attend: Attend, key: Tensor, value: Tensor) -> None:
-    """Note on new keys who attends to them.
-
-    Args:
-        attend: called by the attention function once it is given these keys.
-        key: what a cache returns as its keys, `[batch, kv_heads, n, head_dim]`.
-        value: what it returns as its values, `[batch, kv_heads, n, value_dim]`.
-    """
+    """Note on new keys who attends to them."""
     vars(key)[_NOTE] = attend, value
 
 
@@ -215,25 +210,7 @@ def keepset_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to what the layer of a keepset cache holds; for any other cache, or none, run transformers' own SDPA.
-
-    Args:
-        module: the attention module that calls.
-        query: `[batch, query_heads, n, head_dim]`, after rotation.
-        key: what the cache has returned, or keys of the tokens, `[batch, kv_heads, n, head_dim]`.
-        value: likewise `[batch, kv_heads, n, value_dim]`.
-        attention_mask: what the mask function has returned, the caller's own mask, or a probe of a replayed module.
-        scaling: factor of the logits; None for head_dim ** -0.5.
-        dropout: of SDPA.
-        kwargs: other arguments of transformers' interface.
-
-    Returns:
-        The output, `[batch, n, query_heads, value_dim]`, and no weights.
-
-    Raises:
-        UnsupportedModelError: the model's attention is of a kind that keepset does not compress.
-        KeepsetError: the call asks for something that keepset's attention does not have.
-    """
+    """Attend to what the layer of a keepset cache holds; for any other cache, or none, run transformers' own SDPA."""
     if isinstance(attention_mask, QueryProbe):
         attention_mask.queries = query
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
@@ -320,14 +297,7 @@ class MaskRule:
 
 @uncompiled
 def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
-    """Return the rule of a mask for keepset's own layers, and transformers' SDPA mask for all others.
-
-    Args:
-        arguments: of transformers' mask interface. `q_offset` is the length that a cache layer has told.
-
-    Raises:
-        KeepsetError: the input brings no new token, or the mask does not cover the cache and the input.
-    """
+    """Return the rule of a mask for keepset's own layers, and transformers' SDPA mask for all others."""
     held, new = arguments["q_offset"], int(arguments["q_length"])
     if not isinstance(held, KeepsetLength):
         return sdpa_mask(**arguments)

@@ -16,9 +16,8 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import DynamicLayer
 
 from keepset.errors import KeepsetError
-from keepset.hf.attention import NAME, AttentionInput, BatchedAttention, set_pending_attention
+from keepset.hf.attention import NAME, AttentionInput, BatchedAttention, set_pending_attention, uncompiled
 from keepset.hf.cache import Cache
-from keepset.hf.dynamo import uncompiled
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.store import EntryStore
 from keepset.kernels.attention import append_entries, ragged_attention
@@ -64,15 +63,7 @@ def go_together(
 
 
 class _Batch(TransformersCache):
-    """Stands for all the caches in one call of the model.
-
-    Args:
-        caches: one for each row.
-        positions: of the rows' tokens.
-
-    Attributes:
-        errors: by row the error of a cache that failed; its attention is zero from there on.
-    """
+    """Stands for all the caches in one call of the model."""
 
     def __init__(self, caches: Sequence[Cache], positions: Int[Tensor, "rows n"]) -> None:
         super().__init__(layers=[LogicalLayer() for _ in caches[0].layers])
@@ -118,16 +109,7 @@ class _Batch(TransformersCache):
 def _attend_together(
     stores: Mapping[int, EntryStore], new: AttentionInput, positions: Int[Tensor, "rows n"]
 ) -> Float[Tensor, "rows n query_heads value_dim"]:
-    """Store new tokens and attend from each row to its own store.
-
-    Args:
-        stores: by row, with free places for the tokens.
-        new: tokens of all rows.
-        positions: of the tokens.
-
-    Returns:
-        Attention's output; zero for rows without a store.
-    """
+    """Store new tokens and attend from each row to its own store."""
     _, query_heads, n, _ = new.query.shape
     by_kind: dict[torch.dtype, dict[int, EntryStore]] = defaultdict(dict)
     for row, store in stores.items():

@@ -25,9 +25,8 @@ from keepset.core.quota_forecast import forecast_quotas
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.attention import AttentionInput
-from keepset.hf.event import Event
 from keepset.hf.layer import LayerState
-from keepset.hf.observed_cache import ObservedCache
+from keepset.hf.observed_cache import Event, ObservedCache
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
 
@@ -278,10 +277,7 @@ class Cache(ObservedCache):
         self._unfinished.clear()
 
     def _num_kept(self, layer: LayerState, until: AttentionInput) -> Sequence[int] | None:
-        """Return how many entries of each head will stay, so that the host need not wait for the device to say so.
-
-        None where looking at the device costs no wait, or where lengths alone do not tell.
-        """
+        """Return how many entries of each head will stay, so that the host need not wait for the device to say so."""
         progress, method = self.progress, self.recipe.method
         if not (is_async_device(until.key.device) and method.traits.count_known_on_host):
             return None
@@ -311,7 +307,9 @@ class Cache(ObservedCache):
         parts = self._unfinished.setdefault(length, [])
         for group in [observations] if method.traits.across_layers else [[observation] for observation in observations]:
             counts = [observation.count for observation in group]
-            nbytes = sum(count * self._entry_bytes(each) for count, each in zip(counts, group, strict=True))
+            # As they are stored, which after an event before may be in 8 bits.
+            stored = group if (before := self.keep_set) is None else [before.layer(each.layer) for each in group]
+            nbytes = sum(count * each.entry_bytes for count, each in zip(counts, stored, strict=True))
             start = time.perf_counter()
             keep_set = method.select_all(group, budget)
             if method.traits.across_layers:
@@ -336,7 +334,3 @@ class Cache(ObservedCache):
         self.events.append(event)
         if self.schedule.every is None:
             self.stop_watching()
-
-    def _entry_bytes(self, observation: Observation) -> int:
-        """Return the bytes of an observed entry as it is stored, which after an event before may be in 8 bits."""
-        return (observation if self.keep_set is None else self.keep_set.layer(observation.layer)).entry_bytes

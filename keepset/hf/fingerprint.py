@@ -85,12 +85,7 @@ def sample_of(made: Statistics | Tables) -> Mapping[str, Any]:
 
 
 def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> bool:
-    """Return whether a sample is of other weights than a model's, as far as these are loaded and not quantized.
-
-    Args:
-        model: to compare with.
-        sampled: what `sample` has returned of some model.
-    """
+    """Return whether a sample is of other weights than a model's, as far as these are loaded and not quantized."""
     weights = _readable(model)
     return bool(sampled and weights) and _differ(sampled, {name: weights[name] for name in sampled if name in weights})
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
-from torch import nn
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from keepset.core.features.runtime_features import Perplexity
+from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.attention import AttentionInput
+from keepset.hf.layer_input import LayerInput, ModuleCall
 
 
 class ModelHooks(ABC):
@@ -61,32 +69,17 @@ class ModelHooks(ABC):
 
 
 def before_calls(module: nn.Module, method: Callable[..., Any]) -> RemovableHandle:
-    """Call `method(module, args, kwargs)` before every call of a module, without holding the method's object.
-
-    Args:
-        module: to watch.
-        method: what it returns takes the place of args and kwargs unless it is None.
-    """
+    """Call `method(module, args, kwargs)` before every call of a module, without holding the method's object."""
     return module.register_forward_pre_hook(_weakly(method, 3), with_kwargs=True)
 
 
 def after_calls(module: nn.Module, method: Callable[..., Any], *, failed: bool = False) -> RemovableHandle:
-    """Call `method(module, args, kwargs, output)` after every call of a module, without holding the method's object.
-
-    Args:
-        module: to watch.
-        method: what it returns takes the place of the output unless it is None.
-        failed: whether to call it after calls that failed, too.
-    """
+    """Call `method(module, args, kwargs, output)` after every call of a module, without holding the method's object."""
     return module.register_forward_hook(_weakly(method, 4), with_kwargs=True, always_call=failed)
 
 
 def _weakly(method: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Return a hook that passes `count` arguments on to the method while its object lives.
-
-    A call under way still meets hooks that another thread removes meanwhile, and gives them no `kwargs`. It is with
-    another cache than theirs, so the method is not called.
-    """
+    """Return a hook that passes `count` arguments on to the method while its object lives."""
     reference = weakref.WeakMethod(method)
 
     def hook(*args: Any) -> Any:
@@ -99,3 +92,169 @@ def _weakly(method: Callable[..., Any], count: int) -> Callable[..., Any]:
 def _remove(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+class _Calls(threading.local):
+    """The calls that one thread has made and that are under way."""
+
+    attention: ModuleCall | None = None
+    rotary: tuple[ModuleCall, ...] = ()
+
+
+class AttentionHooks(ModelHooks):
+    """Remember the newest call of an attention module and of rotary embeddings, for methods that look at such.
+
+    They see the calls with other caches, too, and hold nothing of any call once it is over, also if it has failed.
+    """
+
+    def forget(self) -> None:
+        self._newest = _Calls()
+
+    def fork(self, past: Any) -> Self:
+        copied = super().fork(past)
+        copied._newest = _Calls()  # each sees every call of the model
+        return copied
+
+    def layer_input(self, new: AttentionInput) -> LayerInput:
+        """Return the input of the attention module whose call is under way."""
+        module, seen = new.module, self._newest.attention
+        if seen is None or seen.module is not module:
+            raise UnsupportedModelError(
+                f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
+                "do not support this model."
+            )
+        rotary = None
+        if (rotation := seen.kwargs.get("position_embeddings")) is not None:
+            rotary = next((each for each in self._newest.rotary if each.output[0] is rotation[0]), None)
+            if rotary is None or rotation[0].ndim != 3:
+                raise UnsupportedModelError(
+                    f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
+                    "at future queries do not support this model."
+                )
+        return LayerInput(seen, rotary, new.query, new.positions, new.valid, new.position_ids, new.rows)
+
+    def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        for module in model.modules():
+            if hasattr(module, "layer_idx"):
+                yield before_calls(module, self._enter)
+                yield after_calls(module, self._leave, failed=True)
+            elif _is_rotary(module):
+                yield after_calls(module, self._rotated)
+            if any(map(_is_rotary, module.children())):
+                yield after_calls(module, self._done, failed=True)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._newest.attention = ModuleCall(module, args, kwargs)
+
+    def _rotated(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._newest.rotary = (*self._newest.rotary[-1:], ModuleCall(module, args, kwargs, output))
+
+    def _leave(self, *_: Any) -> None:
+        self._newest.attention = None
+
+    def _done(self, *_: Any) -> None:
+        self._newest.rotary = ()
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return "RotaryEmbedding" in type(module).__name__
+
+
+class PerplexityHooks(ModelHooks):
+    """Hooks around the whole model that see its logits for the newest tokens of the calls with one cache.
+
+    A caller may ask for the last token's logits only, as `generate` does. The model then computes as many as needed,
+    and the caller gets those that it asked for. The cache's `on_logits` is called after every call.
+
+    Args:
+        model: with a language head.
+        past: the cache.
+        needs: how many tokens to look at.
+
+    Attributes:
+        watching: whether a call of the model with the cache is under way.
+    """
+
+    def __init__(self, model: nn.Module, past: Any, needs: Sequence[Perplexity]) -> None:
+        self._needs, self._longest = needs, max(needed.tokens for needed in needs)
+        super().__init__(model, past)
+
+    def forget(self) -> None:
+        self.watching = False
+        self._ids: Tensor | None = None
+        self._wanted: int | Tensor = 0
+        self._losses: list[Tensor] = []
+        self._last: list[Tensor] = []
+
+    def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        yield before_calls(model, self._enter)
+        yield after_calls(model, self._leave)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("past_key_values") is not self._past():
+            return None
+        self.watching = True
+        self._ids = kwargs.get("input_ids", args[0] if args else None)
+        if self._ids is None:
+            raise KeepsetError("Embeddings have no perplexity, which this recipe looks at: give token ids.")
+        self._wanted = kwargs.get("logits_to_keep", 0)
+        if isinstance(self._wanted, int) and self._wanted == 0:
+            return None
+        least = self._longest + 1
+        enough = isinstance(self._wanted, int) and _ends_with_tokens(kwargs.get("attention_mask"), self._ids)
+        return args, {**kwargs, "logits_to_keep": max(self._wanted, least) if enough else 0}
+
+    @torch.no_grad()
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not self.watching or kwargs.get("past_key_values") is not self._past():
+            return None
+        past, self.watching = kwargs["past_key_values"], False
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor):
+            raise UnsupportedModelError(
+                f"keepset could not see the logits of {type(module).__name__}, which this recipe looks at: call a "
+                "model with a language head, with return_dict=True."
+            )
+        assert self._ids is not None
+        valid = past.progress.valid
+        self._add(logits, self._ids, None if valid is None else valid[:, -self._ids.shape[1] :])
+        if isinstance(self._wanted, Tensor):
+            output.logits = logits[:, self._wanted]
+        elif 0 < self._wanted < logits.shape[1]:
+            output.logits = logits[:, -self._wanted :].clone()
+        self._ids = None
+        perplexities = {}
+        for needed in self._needs:
+            # The first token of all is left out: nothing foretells it.
+            newest = (row[-needed.tokens :] for row in self._losses)
+            means = [row.mean() if len(row) else row.new_tensor(torch.inf) for row in newest]
+            perplexities[needed] = torch.stack(means).exp()
+        past.on_logits(perplexities)
+        return output
+
+    def _add(
+        self, logits: Float[Tensor, "batch newest vocabulary"], ids: Tensor, valid: Bool[Tensor, "batch tokens"] | None
+    ) -> None:
+        """Take in one call of the model."""
+        newest, whole = logits.shape[1], logits.shape[1] == ids.shape[1]
+        batch = len(ids)
+        self._losses = list(self._losses) or [logits.new_zeros(0, dtype=torch.float32)] * batch
+        last = self._last or [logits[0, :0]] * batch
+        self._last = []
+        for row in range(batch):
+            exists = slice(None) if valid is None else valid[row, -newest:]
+            own, tokens = logits[row][exists], ids[row, -newest:][exists]
+            # What foretells the first of these tokens came with the call before, unless something lies between.
+            known = torch.cat([last[row] if whole else own[:0], own])
+            foretold = known[:-1].float().log_softmax(-1)
+            losses = -foretold.gather(-1, tokens[len(tokens) - len(foretold) :, None].to(foretold.device))[:, 0]
+            self._losses[row] = torch.cat([self._losses[row], losses])[-self._longest :]
+            self._last.append(known[-1:].clone())
+
+
+def _ends_with_tokens(mask: Tensor | None, ids: Tensor) -> bool:
+    """Return whether there is no padding, or padding at the left only."""
+    if mask is None:
+        return True
+    new = mask[:, -ids.shape[1] :].bool()
+    return mask.ndim == 2 and not bool((new[:, :-1] & ~new[:, 1:]).any())

@@ -22,11 +22,9 @@ from keepset.core.feature import Feature, Needs
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
-from keepset.hf.attention import AttentionInput, KeepsetLength
-from keepset.hf.dynamo import uncompiled
+from keepset.hf.attention import AttentionInput, KeepsetLength, uncompiled
 from keepset.hf.query_recorder import QueryRecorder
-from keepset.hf.store import EntryStore
-from keepset.hf.stored_observation import StoredObservation
+from keepset.hf.store import EntryStore, StoredObservation
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_with_lse
 from keepset.recording.window import QueryWindow
@@ -268,12 +266,7 @@ class PromptPhase:
         return self._accumulators.seconds
 
     def add(self, new: AttentionInput, store: EntryStore | None) -> None:
-        """Take in one chunk of the prompt.
-
-        Args:
-            new: the chunk, once its attention is done.
-            store: all entries so far; None if there are no others than the chunk's, and no padding.
-        """
+        """Take in one chunk of the prompt."""
         if not self.needs:
             return
         if size := self.needs.window:
@@ -301,14 +294,7 @@ class PromptPhase:
         features: Mapping[Feature[Any], Any],
         whole: Mapping[str, Any],
     ) -> Observation:
-        """Return the observation at the prompt's end.
-
-        Args:
-            until: the last chunk.
-            store: as for `add`.
-            features: what was not collected here.
-            whole: arguments of the observation that say nothing of single entries.
-        """
+        """Return the observation at the prompt's end."""
         if store is None:
             entries: dict[str, Any] = {"keys": until.key, "values": until.value}
         else:
@@ -357,11 +343,7 @@ class DecodingPhase:
         return new.end > self.next - self._span or (new.padded and self._newest > 0)
 
     def add(self, new: AttentionInput, store: EntryStore) -> tuple[AttentionInput | None, AttentionInput | None]:
-        """Take in the tokens of one forward, once its attention is done.
-
-        Args:
-            new: the tokens.
-            store: all entries, theirs included. Entries beyond an event are taken out of it.
+        """Take in the tokens of one forward, once its attention is done. Entries beyond an event leave the store.
 
         Returns:
             The tokens up to the newest event that they reach, and those beyond it. Older events are passed over.
@@ -383,14 +365,7 @@ class DecodingPhase:
     def observe(
         self, until: AttentionInput, store: EntryStore, features: Mapping[Feature[Any], Any], whole: Mapping[str, Any]
     ) -> Observation:
-        """Return the observation at an event, and begin the interval to the next one.
-
-        Args:
-            until: the tokens up to the event, as `add` has returned them.
-            store: all entries.
-            features: what was not collected here.
-            whole: arguments of the observation that say nothing of single entries.
-        """
+        """Return the observation at an event, and begin the interval to the next one."""
         state = store.others
         entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries}
         queries = self.recorder.window.newest(self._newest)
@@ -416,12 +391,7 @@ def _packed(new: AttentionInput) -> EntryStore:
 
 
 def _entry_rows(new: AttentionInput, store: EntryStore | None) -> RequestKeys:
-    """Return every request's keys without holes, and which of a chunk's queries are real.
-
-    Args:
-        new: the chunk.
-        store: all entries so far; None if there are no others than the chunk's.
-    """
+    """Return every request's keys without holes, and which of a chunk's queries are real."""
     keys, counts = (new.key, new.counts) if store is None else (store.keys, store.counts[:: store.kv_heads])
     own = [slice(None)] * len(keys) if new.real is None else new.real.indices
     return [(row[:, :count], real) for row, count, real in zip(keys, counts, own, strict=True)]

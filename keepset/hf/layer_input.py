@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,6 @@ from keepset.core.accumulator import QuerySource, Turn
 from keepset.core.rope import inverse, matches_unrotated, mean_rotation, positions_ahead
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.errors import UnsupportedModelError
-from keepset.hf.rotation import RotaryLayout, Rotation
 
 _CACHES = ("past_key_values", "layer_past")
 """Names under which attention modules take a cache."""
@@ -25,6 +24,75 @@ _SAMPLES, _FAR = 2, 21
 """Hidden states that a module is asked about, and powers of two as positions at which it may scale queries."""
 _LAYOUTS: WeakKeyDictionary[nn.Module, RotaryLayout] = WeakKeyDictionary()
 """How each attention module that was asked rotates its queries."""
+
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines of every number of a query, `[batch, n, head_dim]`; see `RotaryLayout.rotation`."""
+
+Probe = Callable[[Tensor, Tensor], Queries]
+"""`(cosines, sines) [n, rotary_dim] -> [samples, query_heads, n, head_dim]`: queries of the same few hidden states,
+each once per row of cosines and sines."""
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryLayout:
+    """Layout of a rotation: which two numbers of a query rotate together, and by which cosine and sine of the model.
+
+    Attributes:
+        cos, sin: of each number of a query the index of its cosine and of its sine.
+        partner: the number that each one rotates with.
+        sign: with which the partner's part counts; 0 for numbers that stay as they are.
+        scales: whether queries are multiplied by a number that depends on their position, too.
+        changes: whether a position changes a query at all.
+        in_order: whether each number has the cosine and the sine of its own index, and all rotate.
+    """
+
+    cos: Int[Tensor, " head_dim"]
+    sin: Int[Tensor, " head_dim"]
+    partner: Int[Tensor, " head_dim"]
+    sign: Int[Tensor, " head_dim"]
+    scales: bool
+    changes: bool
+    in_order: bool
+
+    @classmethod
+    def found(cls, probe: Probe, size: int, scales: bool) -> RotaryLayout:
+        """Return the layout of a module.
+
+        Rotation is linear in cosines and sines. So cosines and sines of 0 and 1 tell where each of them goes: bit by
+        bit of their indices they say which one it is. Zeros stay exact in every precision.
+        """
+        bits = torch.arange(size) >> torch.arange(size.bit_length())[:, None] & 1
+        none, one = torch.zeros(len(bits), size), torch.ones(1, size)
+        cos = torch.cat([one, 0 * one, 0 * one, bits, none])
+        queries = probe(cos, torch.cat([0 * one, 0 * one, one, none, bits])).float()
+        plain, turned = (queries[:, :, at].abs().flatten(0, 1).T for at in (0, 2))
+        there = (queries != 0).any(0).any(0)
+        still, (cos_bits, sin_bits) = there[1], there[3:].split(len(bits))
+        partner = torch.cdist(turned, plain, p=1).argmin(-1)
+        sign = (queries[:, :, 2] * queries[:, :, 0, partner]).sum((0, 1)).sign().int().masked_fill(still, 0)
+        worth = 2 ** torch.arange(len(bits), device=queries.device)[:, None]
+        cos, sin = ((each * worth).sum(0).clamp(max=size - 1).masked_fill(still, 0) for each in (cos_bits, sin_bits))
+        index = torch.arange(len(cos), device=cos.device)
+        in_order = len(cos) == size and bool(((cos == index) & (sin == index) & ~still).all())
+        return cls(cos, sin, partner.masked_fill(still, 0), sign, scales, scales or bool(sign.any()), in_order)
+
+    def rotation(
+        self,
+        cos: Float[Tensor, "batch n rotary_dim"],
+        sin: Float[Tensor, "batch n rotary_dim"],
+        scale: Float[Tensor, "batch n"] | None,
+    ) -> Rotation:
+        """Return the rotation that a model's cosines and sines make."""
+        if not self.in_order:
+            cos, sin = cos[..., self.cos].masked_fill(self.sign == 0, 1), sin[..., self.sin]
+        sin = sin * self.sign
+        return (cos, sin) if scale is None else (cos * scale[..., None], sin * scale[..., None])
+
+    def rotate(self, queries: Queries, rotation: Rotation) -> Queries:
+        """Return rotated queries."""
+        cos, sin = rotation
+        return queries * cos[:, None] + queries[..., self.partner] * sin[:, None]
 
 
 @dataclass
@@ -172,16 +240,7 @@ class LayerInput(QuerySource):
     def _replay(
         self, hidden: HiddenStates, positions: Int[Tensor, "batch n"] | None = None, rotation: Rotation | None = None
     ) -> Queries:
-        """Return the queries that the module makes of other hidden states: it runs again, with norms, biases and all.
-
-        Args:
-            hidden: of any number of tokens and requests.
-            positions: of the tokens, for modules that look at them; None: all are at position 0.
-            rotation: cosines and sines as the model makes them, `[n, rotary_dim]`; None: the tokens are not rotated.
-
-        Returns:
-            Queries after the given rotation, `[batch, query_heads, n, head_dim]`.
-        """
+        """Return the queries that the module makes of other hidden states: it runs again, with norms and biases."""
         batch, n, _ = hidden.shape
         at = torch.zeros(batch, n, dtype=torch.long, device=hidden.device) if positions is None else positions
         own, probe = self._all_hidden, QueryProbe()
@@ -250,12 +309,6 @@ def position_offset(
     """Return how far the model's own position of each request's newest token is from the number of tokens before it.
 
     An image takes fewer positions than tokens: the next one follows the largest along any axis. Padding may take some.
-
-    Args:
-        given: the arguments of a rotary embedding or an attention module, its position ids among them.
-        positions: of the tokens, counted from each request's first.
-        valid: which tokens are not padding; None if all are real.
-        rows: the requests, among those that the model was called with.
     """
     own = next((each for each in given if _length(each) == positions.shape[1]), None)
     if own is None:

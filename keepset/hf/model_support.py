@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from keepset.core import statistics, tables
 from keepset.core.nan_scores import NAN_MODEL
+from keepset.core.statistics import Statistics
+from keepset.core.tables import Tables
 from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.fingerprint import has_other_weights, sample_of
 
 
 def check_model(model: nn.Module) -> None:
@@ -56,3 +63,64 @@ def check_logits(logits: Tensor) -> None:
     """
     if bool(logits.isnan().any()):
         raise KeepsetError(NAN_MODEL)
+
+
+_own: WeakKeyDictionary[PreTrainedModel, set[Statistics | Tables]] = WeakKeyDictionary()
+"""What each model was compared with already: comparing weights for every cache takes longer than making the cache."""
+
+
+def head_dim_of(model: PreTrainedModel) -> int:
+    """Return the size of a key; a configuration may leave it to be derived."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], file: str) -> Statistics:
+    """Return the statistics in a file, or those that are offered for the model."""
+    measured = statistics.load(file, model.config.name_or_path or "")
+    config = model.config.get_text_config(decoder=True)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if layers:
+        measured.check(layers, kv_heads, head_dim_of(model))
+    _check_own(model, measured, f"The statistics {measured.name!r}", "Make them for this one with keepset calibrate.")
+    return measured
+
+
+def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
+    """Return the tables in a file."""
+    compiled = tables.load(file)
+    compiled.check(layers, model.config.get_text_config(decoder=True).num_attention_heads)
+    _check_own(model, compiled, f"The tables {file!r}", "Make them for this one with keepset compile.")
+    return compiled
+
+
+def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, advice: str) -> None:
+    """Check that statistics or tables were made of this very model. Older files that do not tell weights are taken."""
+    own = _own.setdefault(model, set())
+    if made in own:
+        return
+    if has_other_weights(model, sample_of(made)):
+        raise KeepsetError(f"{named} are of another model of this shape, with other weights. {advice}")
+    own.add(made)
+
+
+_NAMES = ("o_proj", "out_proj", "dense", "c_proj")
+
+
+def output_projection(
+    module: nn.Module, query_heads: int, value_dim: int
+) -> Float[Tensor, "query_heads value_dim hidden"]:
+    """Return a view of the output projection's weights, for each query head what its values are multiplied with."""
+    for name in _NAMES:
+        projection = getattr(module, name, None)
+        weight = getattr(projection, "weight", None)
+        if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+            continue
+        # `Conv1D` multiplies from the right, all others from the left.
+        inwards = weight if isinstance(projection, Conv1D) else weight.t()
+        if inwards.shape[0] == query_heads * value_dim:
+            return inwards.detach().unflatten(0, (query_heads, value_dim))
+    raise UnsupportedModelError(
+        f"keepset could not find the output projection of {type(module).__name__} ({', '.join(_NAMES)}, with "
+        "unquantized weights); methods that look at it do not support this model."
+    )

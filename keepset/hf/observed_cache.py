@@ -20,22 +20,38 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, OutputProjection, Perplexity
+from keepset.core.keep_set import KeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import NAME, OTHER_PROMPT, AttentionInput, set_pending_attention, switch
-from keepset.hf.attention_hooks import AttentionHooks
-from keepset.hf.dynamo import uncompiled
-from keepset.hf.generation import KnowsText
-from keepset.hf.hooks import ModelHooks
-from keepset.hf.known_tokens import KnownTokens, ToldTokens
+from keepset.hf.attention import NAME, OTHER_PROMPT, SWITCHING, AttentionInput, set_pending_attention, uncompiled
+from keepset.hf.hooks import AttentionHooks, ModelHooks, PerplexityHooks
+from keepset.hf.known_text import KnownTokens, KnowsText
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
-from keepset.hf.model_artifacts import statistics_for, tables_for
-from keepset.hf.model_support import check_model
+from keepset.hf.model_support import check_model, output_projection, statistics_for, tables_for
 from keepset.hf.other_layers import HybridLayerState, compressible, cropped, nbytes_of
-from keepset.hf.perplexity import PerplexityHooks
-from keepset.hf.projection import output_projection
 from keepset.hf.second_pass import SecondPasses
 from keepset.recipe import Schedule
+
+
+@dataclass(frozen=True, eq=False)
+class Event:
+    """One compression.
+
+    Attributes:
+        length: logical length of the cache at the event, padding included.
+        keep_set: what stayed; of events before the newest only where the cache keeps its history.
+        entries: number of entries before it, over all layers, requests and KV heads.
+        kept: number of entries that stayed.
+        nbytes_before: bytes of the keys and values before it.
+        seconds: time spent on choosing and freeing.
+    """
+
+    length: int
+    keep_set: KeepSet | None
+    entries: int
+    kept: int
+    nbytes_before: int
+    seconds: float
 
 
 @dataclass(eq=False)
@@ -151,7 +167,8 @@ class ObservedCache(TransformersCache, KnowsText):
             raise KeepsetError(f"prompt_length={prompt_length} is not a number of tokens: use an integer from 1.")
         check_model(model)
         self._config, self._model_name = model.config.get_text_config(decoder=True), type(model).__name__
-        switch(model)
+        with SWITCHING:
+            model.set_attn_implementation(NAME)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = DynamicCache(config=self._config).layers
@@ -306,11 +323,7 @@ class ObservedCache(TransformersCache, KnowsText):
             vars(layer).update(attributes)
 
     def activate_past_recording(self) -> None:
-        """Check that assisted generation can draft tokens together with the prompt; transformers calls it before.
-
-        Raises:
-            KeepsetError: it cannot with this cache.
-        """
+        """Check that assisted generation can draft tokens together with the prompt; transformers calls it before."""
         if self.schedule.every is not None:
             raise KeepsetError(
                 "Assisted generation cannot go with compression while decoding (every=...), because its drafted "
@@ -377,12 +390,7 @@ class ObservedCache(TransformersCache, KnowsText):
         self.progress.advance(new)
 
     def _reached(self, layer: LayerState, until: AttentionInput) -> None:
-        """Observe a layer at an event, and hand on the observations that are complete by that.
-
-        Args:
-            layer: that has attended.
-            until: its newest tokens up to the event.
-        """
+        """Observe a layer at an event, and hand on the observations that are complete by that."""
         progress = self.progress
         assert progress is not None
         progress.compressed_at = until.end
@@ -418,10 +426,7 @@ class ObservedCache(TransformersCache, KnowsText):
 
     @abstractmethod
     def _choose(self, observations: list[Observation]) -> None:
-        """Take complete observations of an event, in the order of their layers.
-
-        They are of all layers where somebody looks at all of them, else of as many as have come.
-        """
+        """Take complete observations of an event, in the order of their layers."""
 
     def _num_kept(self, layer: LayerState, until: AttentionInput) -> Sequence[int] | None:
         """Return how many entries of each head will stay of a layer, if the host knows it before anybody chooses."""
@@ -433,35 +438,6 @@ class ObservedCache(TransformersCache, KnowsText):
         """Complete the observations that waited for the model's logits, once its call is over."""
         self._waiting = [observation.with_features(perplexities) for observation in self._waiting]
         self._hand_on()
-
-    def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
-        """Refuse the ids of a whole text if they begin with other tokens than the cache holds, as far as it knows them.
-
-        Args:
-            ids: as `generate` is given them, padding included.
-
-        Raises:
-            KeepsetError: tokens that were given before are others now. Of those that were generated it is a warning.
-        """
-        progress = self.progress
-        if progress is None or progress.known is None or ids.shape[1] <= progress.logical:
-            return
-        requests, rows = len(progress.tokens), len(ids)
-        if requests % rows == 0:  # else `update` says so
-            progress.known.check(ids.repeat_interleave(requests // rows, 0), progress.valid, progress.logical)
-
-    def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
-        """Take in the ids of a whole text, of which the cache holds the first.
-
-        Args:
-            ids: padding included.
-            given: how many of them the caller gave; `generate` has chosen the others.
-        """
-        progress = self.progress
-        if progress is None or len(progress.tokens) % len(ids):
-            return
-        rows = ids.repeat_interleave(len(progress.tokens) // len(ids), 0)
-        progress.known = ToldTokens(rows, given).first(progress.logical)
 
     def stop_watching(self) -> None:
         """Remove the hooks on the model: nothing more is compressed."""
@@ -493,14 +469,7 @@ class ObservedCache(TransformersCache, KnowsText):
         return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]
 
     def _requests(self, rows: Tensor) -> list[int]:
-        """Return the indices of requests, on the host.
-
-        Args:
-            rows: indices, also negative ones, or a mask over all requests.
-
-        Raises:
-            KeepsetError: there are no such requests.
-        """
+        """Return the indices of requests, on the host."""
         assert self.progress is not None
         requests = len(self.progress.tokens)
         if rows.dtype == torch.bool:

@@ -47,24 +47,14 @@ class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[overri
 
 
 def compressible(index: int, layer: Any) -> LayerState | None:
-    """Return what stands for a layer of transformers in a keepset cache; None if the layer does not grow without end.
-
-    Args:
-        index: of the layer in the model.
-        layer: transformers' own, which is empty.
-    """
+    """Return what stands for a layer of transformers in a keepset cache; None if it does not grow without end."""
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         return HybridLayerState(index, layer)
     return LayerState(index) if type(layer) is DynamicLayer else None
 
 
 def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dict[str, Any]:
-    """Return a copy of the states of some requests, and of what is noted about them, as a layer's attributes.
-
-    Args:
-        layer: with convolutional and recurrent states.
-        requests: which ones.
-    """
+    """Return a copy of the states of some requests, and of what is noted about them, as a layer's attributes."""
 
     def copied(value: Any) -> Any:
         return value[requests].clone() if isinstance(value, Tensor) else value
@@ -81,16 +71,7 @@ def nbytes_of(layer: Any) -> int:
 
 
 def cropped(layer: Any, removed: int, length: int) -> dict[str, Any]:
-    """Return the attributes that a layer has without its newest tokens; the layer itself stays as it is.
-
-    Args:
-        layer: of a transformers cache.
-        removed: how many tokens are taken back.
-        length: tokens that stay, padding included.
-
-    Raises:
-        KeepsetError: the layer no longer holds what it would have to go back to.
-    """
+    """Return the attributes that a layer has without its newest tokens; the layer itself stays as it is."""
     if not removed and not getattr(layer, "record_past", False):
         return {}
     shorter = copy.copy(layer)
@@ -111,17 +92,7 @@ def cropped(layer: Any, removed: int, length: int) -> dict[str, Any]:
 
 
 def one_request(layer: Any, request: int, length: int, valid: Bool[Tensor, "batch tokens"] | None) -> Any:
-    """Return a copy of transformers' own layer that holds one request without its padding.
-
-    Args:
-        layer: of a transformers cache, at the end of the prompt.
-        request: which one.
-        length: tokens of the request, padding left out.
-        valid: which tokens of the prompt are not padding; None if all are real.
-
-    Raises:
-        KeepsetError: the layer is a sliding window, and there is padding in its midst.
-    """
+    """Return a copy of transformers' own layer that holds one request without its padding."""
 
     def alone(part: Any) -> Any:
         if isinstance(part, dict):

@@ -19,10 +19,9 @@ from keepset.core.observation import Observation
 from keepset.errors import KeepsetError
 from keepset.hf.attention import AttentionInput
 from keepset.hf.cache import Cache
-from keepset.hf.event import Event
 from keepset.hf.layer import LayerState
 from keepset.hf.model_support import check_logits
-from keepset.hf.observed_cache import ObservedCache
+from keepset.hf.observed_cache import Event, ObservedCache
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
 

@@ -31,7 +31,8 @@ class QueryRecorder:
     """Window sums and moments of the queries since an event, and the newest of these queries.
 
     What an entry receives is added to a column of the store. A few queries wait before they are added up, so that one
-    product serves several, and so that their tokens can be taken back.
+    product serves several, and so that their tokens can be taken back. Throughout, `point` is the logical length at the
+    next event, and `store` has the entries of the layer, or is None while the prompt is not complete.
 
     Args:
         needs: what the method looks at.
@@ -59,13 +60,7 @@ class QueryRecorder:
         return lengths + self.window.nbytes + sum(moments.nbytes for moments in self.moments.values())
 
     def record(self, forward: AttentionInput, store: EntryStore | None, point: int) -> None:
-        """Record those queries of a forward that the next event looks at.
-
-        Args:
-            forward: new tokens, none of them beyond the event.
-            store: entries of the layer; None while the prompt is not complete.
-            point: logical length at the next event.
-        """
+        """Record those queries of a forward that the next event looks at."""
         newest = self._features.newest
         keeps_all = forward.padded and newest  # a request with padding may have its newest queries further back
         first = 0 if keeps_all else max(point - self.reach - forward.start, 0)
@@ -89,22 +84,11 @@ class QueryRecorder:
             self.window.keep(bound)
 
     def add_up(self, new: AttentionInput, store: EntryStore, point: int) -> None:
-        """Add up all recorded queries.
-
-        Args:
-            new: the newest tokens, whose queries are recorded.
-            store: entries of the layer.
-            point: logical length at the next event.
-        """
+        """Add up all recorded queries."""
         self._add_up(new, store, new.end, new.lengths, point)
 
     def values(self, new: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
-        """Return the features of an event at the end of these tokens.
-
-        Args:
-            new: the newest tokens.
-            state: columns of the store; the columns of window sums are taken out.
-        """
+        """Return the features of an event at the end of these tokens."""
         values: dict[Feature[Any], Any] = {
             feature: WindowSums(state.pop(feature.column), self._features.window(feature))
             for feature in self._features.sums
@@ -121,32 +105,17 @@ class QueryRecorder:
             store.forget(feature.column)
 
     def begin(self, padded: bool) -> None:
-        """Begin the next interval, right after an event.
-
-        Args:
-            padded: whether the cache has any padding.
-        """
+        """Begin the next interval, right after an event."""
         self.moments, self._few = {}, None
         self._lengths = self._lengths if padded else None
         self.window.keep(self._features.newest if padded else self._features.newest - self._every)
 
     def taken_back(self, end: int, point: int) -> bool:
-        """Return whether queries can be forgotten; those that are added up only all together.
-
-        Args:
-            end: logical length that would be left.
-            point: logical length at the next event.
-        """
+        """Return whether queries can be forgotten; those that are added up only all together."""
         return end >= self.until or end <= point - self._features.summed()
 
     def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
-        """Forget the newest queries.
-
-        Args:
-            end: logical length that is left.
-            lengths: tokens of each request that are left.
-            store: entries of the layer.
-        """
+        """Forget the newest queries."""
         if end < self.until:
             self.forget(store)
             self.until, self._lengths = end, lengths.clone()
@@ -180,16 +149,7 @@ class QueryRecorder:
         return tensors if self._lengths is None else {**tensors, "added": self._lengths}
 
     def restore(self, tensors: Mapping[str, Tensor], end: int, point: int) -> None:
-        """Take over the `tensors` of another recorder.
-
-        Args:
-            tensors: of the other recorder.
-            end: logical length of the cache.
-            point: logical length at the next event.
-
-        Raises:
-            ValueError: queries are missing that the next event looks at.
-        """
+        """Take over the `tensors` of another recorder."""
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
@@ -260,17 +220,7 @@ class QueryRecorder:
 
 
 def _lengths_at(new: AttentionInput, point: int, window: int, at: Int[Tensor, "batch n"]) -> Int[Tensor, " batch"]:
-    """Return how many tokens each request would have at an event if none in the window before it were padding.
-
-    Padding in a window counts as tokens. So what is in a window is known when it begins, and does not depend on when
-    its queries are added up.
-
-    Args:
-        new: the newest tokens.
-        point: logical length at the event.
-        window: tokens of the window.
-        at: positions, on the device for the result.
-    """
+    """Return how many tokens each request would have at an event if none in the window before it were padding."""
     if new.cache_valid is None:
         return at.new_full((len(at),), point)
     return new.cache_valid[:, : max(point - window, 0)].sum(-1).to(at.device) + window

@@ -30,11 +30,10 @@ from keepset.core.tensor_file import TensorFile
 from keepset.core.tensor_reader import TensorReader
 from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
 from keepset.hf import saved_schema
-from keepset.hf.event import Event
 from keepset.hf.fingerprint import difference, fingerprint
-from keepset.hf.known_tokens import KnownTokens
+from keepset.hf.known_text import KnownTokens
 from keepset.hf.layer import DecodingPhase, LayerState
-from keepset.hf.observed_cache import ObservedCache, Progress
+from keepset.hf.observed_cache import Event, ObservedCache, Progress
 from keepset.hf.saved_schema import FIGURES, LAYER
 from keepset.hf.store import EntryStore
 from keepset.recipe import Recipe, in_full, in_short
@@ -157,17 +156,6 @@ def save(
 ) -> None:
     """Write what a cache holds into a file.
 
-    Args:
-        path: of the file.
-        cache: between two forwards.
-        recipe: of the cache.
-        event: the newest, if there was one.
-        model: of the cache.
-        name: what the model is found by again.
-        tokens: ids of the text, if the file is to be found by them.
-        opening: how many of them any message begins with.
-        joint: tokens that come between the text and a question.
-
     Raises:
         KeepsetError: the cache holds no whole prompt, or another number of tokens, or has layers that are not saved.
     """
@@ -242,15 +230,7 @@ def save_entries(
 def _metadata(
     recipe: str, model: str, fingerprint: Mapping[str, str], progress: Mapping[str, int | None], layers: int
 ) -> dict[str, Any]:
-    """Return the metadata of a file without an event and a text.
-
-    Args:
-        recipe: that compressed the context.
-        model: what the model is found by again.
-        fingerprint: of the model.
-        progress: how far the context has come.
-        layers: number of layers of the model's cache.
-    """
+    """Return the metadata of a file without an event and a text."""
     return {
         "format": FORMAT,
         "keepset": keepset.__version__,
@@ -341,15 +321,12 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
 def load(path: Path, model: PreTrainedModel) -> Saved:
     """Return a context on the devices of its model.
 
-    Args:
-        path: of the file.
-        model: that the context is of.
-
     Raises:
         KeepsetError: the file is no saved context, damaged, of another version or of another model.
     """
     with _opened(path) as (file, metadata, recipe):
-        _check_model(path, metadata["fingerprint"], fingerprint(model))
+        if differs := difference(metadata["fingerprint"], fingerprint(model)):
+            raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
         requests = {name: _read(file, metadata, name) for name in _REQUESTS if name in file}
         saved_schema.check_lengths(metadata, requests)
         layers = [_part(file, metadata, f"{LAYER}{index}.") for index in range(metadata["layers"])]
@@ -398,11 +375,7 @@ class _SavedText(KnownTokens):
 
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:
-    """Return all that a layer of a cache holds.
-
-    Raises:
-        UnsupportedModelError: the layer holds something else than keys and values.
-    """
+    """Return all that a layer of a cache holds."""
     if type(layer) is LayerState:
         assert layer.store is not None
         tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
@@ -421,16 +394,7 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
-    """Put into an empty layer of a cache what another one held.
-
-    Args:
-        layer: of a cache; if it is compressed while decoding, with its phase.
-        tensors: what `_tensors_of` has returned of the other layer.
-        logical: tokens of the cache.
-
-    Raises:
-        ValueError: something is missing that the next event looks at.
-    """
+    """Put into an empty layer of a cache what another one held."""
     if isinstance(layer, LayerState):
         layer.store, layer.logical = EntryStore.of(_without(tensors, "columns."), tensors["counts"]), logical
         if layer.decoding is not None:
@@ -474,11 +438,7 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
 
 
 def _read(file: TensorReader, metadata: Mapping[str, Any], name: str) -> Tensor:
-    """Read a tensor.
-
-    Raises:
-        ValueError: it is not the tensor that was written.
-    """
+    """Read a tensor."""
     tensor = file[name]
     if _tensor_digest(tensor) != metadata["tensors"][name]:
         raise ValueError
@@ -512,36 +472,20 @@ def _tensor_digest(tensor: Tensor) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any], Recipe]]:
-    """Open a file and check its header.
-
-    Yields:
-        The tensors, the metadata and the recipe.
-
-    Raises:
-        KeepsetError: whatever goes wrong with the file, told in one sentence.
-    """
+    """Open a file and check its header."""
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
         raise KeepsetError(f"There is no file {quoted(path)}: {_ADVICE}.")
     with _FILE.opened(path) as (file, metadata):
         saved_schema.check_header(metadata, file.layout)
         if _digest({name: said for name, said in metadata.items() if name != "digest"}) != metadata["digest"]:
             raise ValueError
-        recipe = _recipe(path, metadata["recipe"])
+        try:
+            recipe = Recipe.parse(in_short(metadata["recipe"])).require_budget()
+        except RecipeError as error:
+            raise KeepsetError(f"{str(path)!r} is of another version of keepset, build it again: {error}") from None
         saved_schema.check_recipe(metadata, file.layout, recipe)
         yield file, metadata, recipe
 
 
 def _header(metadata: Mapping[str, Any], recipe: Recipe) -> Header:
     return Header(str(recipe), metadata["model"], metadata["progress"]["logical"])
-
-
-def _recipe(path: Path, text: str) -> Recipe:
-    try:
-        return Recipe.parse(in_short(text)).require_budget()
-    except RecipeError as error:
-        raise KeepsetError(f"{str(path)!r} is of another version of keepset, build it again: {error}") from None
-
-
-def _check_model(path: Path, theirs: Mapping[str, str], ours: Mapping[str, str]) -> None:
-    if differs := difference(theirs, ours):
-        raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")

@@ -35,12 +35,7 @@ _PASSING = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added|added_up")
 
 
 def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
-    """Check the metadata and the tensors' types and shapes, without reading a tensor.
-
-    Args:
-        metadata: the file's JSON object.
-        layout: types and shapes of the file's tensors, by name.
-    """
+    """Check the metadata and the tensors' types and shapes, without reading a tensor."""
     _require(isinstance(metadata, dict))
     _check_metadata(metadata)
     _require(metadata["tensors"].keys() == layout.keys())
@@ -63,13 +58,7 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
 
 
 def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocation], recipe: Recipe) -> None:
-    """Check that the layers have the columns of a recipe's entries, once `check_header` has checked what is there.
-
-    Args:
-        metadata: the file's JSON object.
-        layout: types and shapes of the file's tensors, by name.
-        recipe: of the file.
-    """
+    """Check that the layers have the columns of a recipe's entries, once `check_header` has checked what is there."""
     method, goes_on = recipe.method, recipe.schedule.every is not None
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
     sums = {feature.column: feature for feature in method.traits.needs.of(WindowAttention)} if goes_on else {}
@@ -92,12 +81,7 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
 
 
 def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Check how many tokens the requests have.
-
-    Args:
-        metadata: the file's JSON object.
-        tensors: `lengths` and `prompts`, and `seen` if there is padding.
-    """
+    """Check how many tokens the requests have."""
     lengths, prompts, logical = tensors["lengths"], tensors["prompts"], metadata["progress"]["logical"]
     _require(bool(((prompts >= 0) & (prompts <= lengths) & (lengths <= logical)).all()))
     tokens = tensors["seen"].sum(-1) if "seen" in tensors else torch.full_like(lengths, logical)
@@ -107,26 +91,14 @@ def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 def check_counts(
     counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: TensorLocation
 ) -> None:
-    """Check how many entries each head of a layer has.
-
-    Args:
-        counts: to check.
-        lengths: tokens of each request.
-        keys: type and shape of the layer's keys.
-    """
+    """Check how many entries each head of a layer has."""
     _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
 
 
 def check_positions(
     positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"]
 ) -> None:
-    """Check that every head's positions rise, and are positions of tokens.
-
-    Args:
-        positions: to check, head after head.
-        counts: number of entries of each head.
-        lengths: tokens of each request.
-    """
+    """Check that every head's positions rise, and are positions of tokens."""
     limits = torch.repeat_interleave(lengths.repeat_interleave(counts.shape[1]), counts.flatten())
     _require(bool(((positions >= 0) & (positions < limits)).all()))
     heads = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
@@ -139,22 +111,12 @@ def check_finite(columns: Iterable[Tensor]) -> None:
 
 
 def check_kept(positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"]) -> None:
-    """Check what an event has kept in a layer.
-
-    Args:
-        positions: to check, head after head.
-        counts: number of entries of each head.
-    """
+    """Check what an event has kept in a layer."""
     _require(bool((counts >= 0).all()) and int(counts.sum()) == len(positions) and bool((positions >= 0).all()))
 
 
 def check_added_up(added_up: Int[Tensor, ""], logical: int) -> None:
-    """Check up to where a layer's queries are added up.
-
-    Args:
-        added_up: to check.
-        logical: tokens of the cache.
-    """
+    """Check up to where a layer's queries are added up."""
     _require(0 <= int(added_up) <= logical)
 
 
@@ -211,12 +173,7 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
 
 
 def _check_passing(tensors: Mapping[str, TensorLocation], requests: int, kv_heads: int, head_dim: int) -> None:
-    """Check what queries have left for the next event.
-
-    Args:
-        tensors: types and shapes, by name without `passing.`.
-        requests, kv_heads, head_dim: sizes that they must have.
-    """
+    """Check what queries have left for the next event."""
     if not tensors:
         return
     _require(_of(tensors, "holes", torch.bool) == () and _of(tensors, "added_up", torch.int64) == ())

@@ -7,13 +7,14 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -26,7 +27,6 @@ from keepset.hf.hooks import ModelHooks, before_calls
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.layer_input import position_offset
 from keepset.hf.other_layers import HybridLayerState, one_request, states_of
-from keepset.hf.repeat import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 
@@ -44,15 +44,7 @@ class _Rotated(threading.local):
 
 @dataclass(frozen=True, eq=False)
 class _Prompt:
-    """A prompt that passes run on top of.
-
-    Attributes:
-        entries: of each observed layer, by its index.
-        ids: its tokens, or their embeddings, padding included.
-        valid: which tokens are not padding; None if all are real.
-        layers: all layers of the cache.
-        first: the model's position of the token that would follow each request.
-    """
+    """A prompt that passes run on top of."""
 
     entries: Mapping[int, KeysAndValues]
     ids: Shaped[Tensor, "batch tokens *hidden"]
@@ -91,20 +83,7 @@ class SecondPasses(ModelHooks):
         valid: Bool[Tensor, "batch tokens"] | None,
         layers: Sequence[Any],
     ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
-        """Run all passes at the end of a prompt.
-
-        Args:
-            entries: of each observed layer, by its index.
-            until: the prompt's newest tokens, as the last layer was given them.
-            valid: which tokens of the prompt are not padding; None if all are real.
-            layers: all layers of the cache; those of another kind are never changed.
-
-        Returns:
-            By layer what its entries receive in every pass.
-
-        Raises:
-            KeepsetError: a pass cannot be run.
-        """
+        """Run all passes at the end of a prompt."""
         passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
         # Before a pass rotates tokens of its own.
         first = until.lengths + position_offset(self._newest.given, until.positions, until.valid)
@@ -126,16 +105,7 @@ class SecondPasses(ModelHooks):
     def _run(
         self, kind: SecondPass, names: Collection[ColumnStatistic], prompt: _Prompt
     ) -> dict[int, SecondPassColumns]:
-        """Run the passes of one kind.
-
-        Args:
-            kind: what to run.
-            names: statistics to collect of every entry's column.
-            prompt: to run on top of.
-
-        Returns:
-            The statistics by layer.
-        """
+        """Run the passes of one kind."""
         ids, entries, valid = prompt.ids, prompt.entries, prompt.valid
         batch = len(ids)
         for task in self._tasks:
@@ -168,20 +138,12 @@ class SecondPasses(ModelHooks):
     def _run_request(
         self, prompt: _Prompt, request: int, length: int, parts: list[Part], names: Collection[ColumnStatistic]
     ) -> dict[int, dict[ColumnStatistic, Tensor]]:
-        """Run parts on top of one request.
-
-        Args:
-            prompt: of all requests.
-            request: which one.
-            length: tokens of the request, padding left out.
-            parts: tokens to run; each part sees the request and itself.
-            names: statistics to collect of every entry's column.
-
-        Returns:
-            The statistics by layer, each `[query_heads, entries]`.
-        """
+        """Run parts on top of one request."""
         layers = prompt.layers
-        caches = {i: _entries(layers[i], layer, request, length, names) for i, layer in prompt.entries.items()}
+        caches: dict[int, _Entries] = {}
+        for i, entries in prompt.entries.items():
+            kind = _HybridEntries if isinstance(layers[i], HybridLayerState) else _Entries
+            caches[i] = kind(entries, request, length, names)
         caches[max(caches)].last = True
         rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
         states = any(isinstance(each, _HybridEntries) for each in caches.values())
@@ -197,11 +159,7 @@ class SecondPasses(ModelHooks):
         return {i: each.received for i, each in caches.items()}
 
     def _tokens(self, length: int) -> Shaped[Tensor, "batch tokens *hidden"]:
-        """Return the prompt's token ids, or embeddings, of this length.
-
-        Raises:
-            UnsupportedModelError: some were not seen.
-        """
+        """Return the prompt's token ids, or embeddings, of this length."""
         if sum(part.shape[1] for part in self._inputs) < length:
             raise UnsupportedModelError(
                 "keepset could not see the prompt's tokens; this model cannot run a second pass."
@@ -231,13 +189,7 @@ class SecondPasses(ModelHooks):
         self._newest.given = *args, *kwargs.values()
 
     def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[Part]:
-        """Return what runs after one request's prompt.
-
-        Args:
-            kind: of the pass.
-            own: tokens of the request, padding left out.
-            tasks: tokens of its questions, if there are any.
-        """
+        """Return what runs after one request's prompt."""
         if self._repeat is None or not kind.repeat:
             return [(part, None) for part in tasks or own.split(kind.chunk or len(own))]
         if own.ndim > 1:
@@ -247,14 +199,7 @@ class SecondPasses(ModelHooks):
     def _call(
         self, parts: list[Shaped[Tensor, " _ *hidden"]], length: int, first: Int[Tensor, ""], layers: list[Any]
     ) -> None:
-        """Run parts in one call of the model's decoder.
-
-        Args:
-            parts: tokens or embeddings; each part follows the request.
-            length: tokens of the request.
-            first: position of each part's first token.
-            layers: of the cache to run with.
-        """
+        """Run parts in one call of the model's decoder."""
         model = self._model()
         assert model is not None
         decoder, reached = model.get_decoder(), length + max(map(len, parts))
@@ -300,13 +245,7 @@ class _Done(Exception):  # noqa: N818
 
 
 class _Entries(LogicalLayer):
-    """One request's entries of one layer, which tokens look at without being added to them.
-
-    Attributes:
-        received: statistics of every entry's column, `[query_heads, entries]`.
-        pieces: what runs now.
-        last: whether the pass is over with this layer.
-    """
+    """One request's entries of one layer, which tokens look at without being added to them."""
 
     def __init__(self, entries: KeysAndValues, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
         super().__init__()
@@ -339,13 +278,6 @@ class _HybridEntries(LinearAttentionLayer, _Entries):  # type: ignore[override]
         _Entries.__init__(self, entries, request, length, names)
 
 
-def _entries(
-    layer: Any, entries: KeysAndValues, request: int, length: int, names: Collection[ColumnStatistic]
-) -> _Entries | _HybridEntries:
-    kind = _HybridEntries if isinstance(layer, HybridLayerState) else _Entries
-    return kind(entries, request, length, names)
-
-
 def _check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"]:
     if not isinstance(task, Tensor) or task.ndim != 2 or not task.numel() or task.is_floating_point():
         raise KeepsetError("task_tokens is no tensor of token ids [batch, tokens], nor a list of such: give one.")
@@ -369,3 +301,83 @@ def _unchanged_rotations(decoder: nn.Module) -> Iterator[None]:
         for module, attributes, buffers in before:
             vars(module).update(attributes)
             module._buffers.update(buffers)
+
+
+_WHOLE = "\n\nRepeat the previous context exactly."
+_PART = "\n\nRepeat the part of the previous context exactly, starting with "
+_REMINDER = 8
+"""How many of the last tokens of a chunk name the chunk that follows."""
+
+_SINKS = 4
+"""How many first tokens every chunk's softmax sees if no chat template opens the prompt."""
+
+_TURN = "\n\nAnswer: "
+"""What stands between the words and their answer if the tokenizer has no chat template."""
+_MARK = "keepset"
+"""Stands for a user's words, to see what a chat template puts around them."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Words by which a model is asked to repeat its prompt (KVzip, 2025, arXiv:2505.23416), in its tokens.
+
+    Attributes:
+        opening: how the chat template begins a user's words; a prompt's own opening is not repeated.
+        whole: asks for the first chunk.
+        part: asks for another chunk; the last tokens of the chunk before follow it.
+        turn: leads from the user's words to the model's.
+    """
+
+    opening: tuple[int, ...]
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    turn: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Repeat:
+        """Return the words in the tokens of the tokenizer beside a model."""
+        name = model.config.name_or_path or ""
+        words = _words(name)
+        known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        if known is not None and max(words.whole + words.part + words.turn) >= known:
+            raise KeepsetError(
+                f"The tokenizer of {name!r} has tokens that the model does not know: give the model its own."
+            )
+        return words
+
+    def prefix(self, prompt: Int[Tensor, " tokens"]) -> int:
+        """Return how many tokens of a prompt are the chat template's opening; 0 if nothing follows it."""
+        length = len(self.opening)
+        return length if length < len(prompt) and tuple(prompt[:length].tolist()) == self.opening else 0
+
+    def passes(self, prompt: Int[Tensor, " tokens"], chunk: int) -> Iterator[tuple[Int[Tensor, " more"], SoftmaxScope]]:
+        """Yield for each chunk the tokens to run after the prompt, and the entries that they may attend to."""
+        prefix = self.prefix(prompt)
+        whole, part, turn = (prompt.new_tensor(words) for words in (self.whole, self.part, self.turn))
+        before = prompt[:0]
+        start = prefix
+        for own in prompt[prefix:].split(chunk or len(prompt)):
+            words = [part, before] if start > prefix else [whole]
+            yield torch.cat([*words, turn, own]), SoftmaxScope(prefix or min(_SINKS, start), start, start + len(own))
+            before, start = own[-_REMINDER:], start + len(own)
+
+
+@cache
+def _words(name: str) -> Repeat:
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False) if name else None
+    except (OSError, ValueError, ImportError, RuntimeError):
+        tokenizer = None
+    if tokenizer is None:
+        raise KeepsetError(
+            f"To ask the model to repeat its prompt takes its tokenizer, and {name!r} has none: load the model from a "
+            "folder, or by a name on the Hugging Face Hub, that has one."
+        )
+    opening, turn = "", _TURN
+    if tokenizer.chat_template:
+        marked = [{"role": "user", "content": _MARK}]
+        chat = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        opening, separator, after = chat.rpartition(_MARK)
+        turn = after if separator else _TURN
+    texts = (opening, _WHOLE, _PART, turn)
+    return Repeat(*(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))

@@ -52,15 +52,7 @@ class QueryWindow:
         size: int,
         rotation: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Record the newest `size` of these queries of each request.
-
-        Args:
-            queries: queries after rotation.
-            positions: positions of the queries.
-            valid: which of them are no padding; None if all are. Padding makes holes.
-            size: how many to record.
-            rotation: cosines and sines of the queries, `[batch, n, head_dim]`, to be recorded with them.
-        """
+        """Record the newest `size` of these queries of each request."""
         part = {"queries": queries.transpose(1, 2), "positions": positions}
         if rotation is not None:
             part |= {"cos": rotation[0].expand(len(queries), -1, -1), "sin": rotation[1].expand(len(queries), -1, -1)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import struct
 from collections.abc import Callable
@@ -23,13 +24,7 @@ _ODD += ["knorm(keep=0.5)", "snapkv(keep=12, every=4)", "int8(knorm, keep=0.5)",
 
 @dataclass(frozen=True)
 class File:
-    """A file in parts, which need not fit together.
-
-    Attributes:
-        tensors: type, shape and bytes of each.
-        metadata: the JSON object, or its text.
-        sealed: whether digests are made anew, as by somebody who knows how.
-    """
+    """A file in parts, which need not fit together."""
 
     tensors: dict[str, tuple[str, list[int], bytes]]
     metadata: Any
@@ -100,27 +95,10 @@ def _bits(content: bytes, draw: random.Random) -> bytes:
     return bytes(out)
 
 
-def _cut(content: bytes, draw: random.Random) -> bytes:
-    return content[: draw.choice([0, 1, 7, 8, 9, draw.randrange(len(content)), len(content) - 1])]
-
-
-def _grown(content: bytes, draw: random.Random) -> bytes:
-    return content + draw.randbytes(draw.choice([1, 8, 1000]))
-
-
 def _zeroed(content: bytes, draw: random.Random) -> bytes:
     start, size = draw.randrange(len(content)), draw.choice([1, 64, 4096])
     part = content[start : start + size]
     return content[:start] + bytes(len(part)) + content[start + size :]
-
-
-def _swapped(content: bytes, draw: random.Random) -> bytes:
-    a, b = sorted(draw.sample(range(len(content)), 2))
-    return content[b:] + content[a:b] + content[:a]
-
-
-def _sized(content: bytes, draw: random.Random) -> bytes:
-    return struct.pack("<Q", draw.choice([0, 1, 2**63, 2**64 - 1, len(content), 10**8])) + content[8:]
 
 
 def _header_text(content: bytes, draw: random.Random) -> bytes:
@@ -128,11 +106,7 @@ def _header_text(content: bytes, draw: random.Random) -> bytes:
     head, data = content[8 : 8 + size].decode().strip(), content[8 + size :]
     texts = ["[" * 50_000, "null", "[]", "{}", '{"__metadata__": 7}', '{"__metadata__": {"keepset_context": "{}"}}']
     texts += [head[:-1], head[:-1] + ', "a": {"dtype": "F32"}}', head[:-1] + ', "a": null}', head + head]
-    texts += [
-        head.replace('"I64"', '"I128"', 1),
-        head.replace("data_offsets", "data", 1),
-        head.replace("[0,", "[-8,", 1),
-    ]
+    texts += [head.replace(*each, 1) for each in (('"I64"', '"I128"'), ("data_offsets", "data"), ("[0,", "[-8,"))]
     texts += [head[:-1] + ', "a": {"dtype": "F32", "shape": [4294967296, 4294967296], "data_offsets": [0, 0]}}']
     texts += [head.replace('"shape"', '"dtype": "BOOL", "shape"', 1), "\ud800".encode(errors="surrogatepass")]
     text = draw.choice(texts)
@@ -140,13 +114,21 @@ def _header_text(content: bytes, draw: random.Random) -> bytes:
     return struct.pack("<Q", len(new)) + new + data
 
 
+def _swapped(content: bytes, draw: random.Random) -> bytes:
+    a, b = sorted(draw.sample(range(len(content)), 2))
+    return content[b:] + content[a:b] + content[:a]
+
+
+_ODD_SIZES = [0, 1, 2**63, 2**64 - 1, 10**8]
 _BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "bits": _bits,
-    "cut": _cut,
-    "grown": _grown,
+    "cut": lambda content, draw: content[: draw.choice([0, 1, 7, 8, 9, draw.randrange(len(content)), -1])],
+    "grown": lambda content, draw: content + draw.randbytes(draw.choice([1, 8, 1000])),
     "zeroed": _zeroed,
     "swapped": _swapped,
-    "size of the header": _sized,
+    "size of the header": lambda content, draw: (
+        struct.pack("<Q", draw.choice([*_ODD_SIZES, len(content)])) + content[8:]
+    ),
     "header": _header_text,
     "other": lambda content, draw: draw.choice([b"", b"words", draw.randbytes(5000), bytes(5000)]),
 }
@@ -226,20 +208,15 @@ def _shape(file: File, draw: random.Random) -> File:
     dtype, shape, part = file.tensors[name]
     if not all(type(each) is int for each in shape):
         return file
-    product = 1
-    for number in shape:
-        product *= number
+    product = math.prod(shape)
     options: list[Any] = [[], [product], [1, *shape], [*shape, 1], [0, *shape[1:]], shape[::-1], shape[1:], [1] * 70]
     options += [[each + 1 for each in shape], [max(each - 1, 0) for each in shape], [-1, *shape[1:]], [0.5], ["x"]]
     options += [[2**32, 2**32], [10**30]]
     new = draw.choice(options)
     size = _DTYPES[dtype].itemsize if dtype in _DTYPES else 1
-    if draw.random() < 0.8 and all(type(each) is int and 0 <= each < 10**6 for each in new):
-        count = size
-        for number in new:
-            count *= number
-        if count < 10**7:
-            part = (part * (count // max(len(part), 1) + 1))[:count] if part else bytes(count)
+    fits = draw.random() < 0.8 and all(type(each) is int and 0 <= each < 10**6 for each in new)
+    if fits and (count := size * math.prod(new)) < 10**7:
+        part = (part * (count // max(len(part), 1) + 1))[:count] if part else bytes(count)
     return replace(file, tensors={**file.tensors, name: (dtype, new, part)})
 
 
@@ -254,8 +231,7 @@ def _type(file: File, draw: random.Random) -> File:
     return replace(file, tensors={**file.tensors, name: (new, shape, part)})
 
 
-def _gone(file: File, draw: random.Random) -> File:
-    gone = draw.choice(list(file.tensors))
+def _without(file: File, gone: str) -> File:
     rest = {name: each for name, each in file.tensors.items() if name != gone}
     return replace(file, tensors=rest or file.tensors)
 
@@ -266,26 +242,16 @@ def _columns_gone(file: File, draw: random.Random) -> File:
     gone = draw.choice(sorted(ends) or ["counts"])
     if draw.random() < 0.5:
         return replace(file, tensors={name: each for name, each in file.tensors.items() if not name.endswith(gone)})
-    new = draw.choice(
-        ["columns.key_scale", "columns.bias", "columns.state", "columns.x", "passing.added", "kept.counts"]
-    )
+    columns = [f"columns.{name}" for name in ("key_scale", "bias", "state", "x")]
+    new = draw.choice([*columns, "passing.added", "kept.counts"])
     more = {name.replace(gone, new): each for name, each in file.tensors.items() if name.endswith(gone)}
     return replace(file, tensors={**file.tensors, **more})
 
 
 def _renamed(file: File, draw: random.Random) -> File:
     old = draw.choice(list(file.tensors))
-    others = [
-        *file.tensors,
-        "x",
-        "",
-        "layers.9.counts",
-        "layers.01.counts",
-        "layers.-1.x",
-        "layers.1",
-        "layers.0.columns.",
-    ]
-    new = draw.choice([*others, old.replace("layers.0", "layers.999999999999"), old + "\ud800", "seen"])
+    odd = ["x", "", "layers.9.counts", "layers.01.counts", "layers.-1.x", "layers.1", "layers.0.columns."]
+    new = draw.choice([*file.tensors, *odd, old.replace("layers.0", "layers.999999999999"), old + "\ud800", "seen"])
     return replace(file, tensors={(new if name == old else name): each for name, each in file.tensors.items()})
 
 
@@ -313,7 +279,7 @@ _PARTS: dict[str, Callable[[File, random.Random], File]] = {
     "values": _values,
     "shape": _shape,
     "type": _type,
-    "tensor gone": _gone,
+    "tensor gone": lambda file, draw: _without(file, draw.choice(list(file.tensors))),
     "columns": _columns_gone,
     "renamed": _renamed,
     "layers": _fewer_layers,

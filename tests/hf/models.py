@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import atexit
 import math
+import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
@@ -211,6 +215,77 @@ def hooks_on(model: Any) -> int:
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
 
+padded_or_not = pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
+
+
+@contextmanager
+def refusal(words: str) -> Iterator[None]:
+    """A KeepsetError with these words whose message is one sentence."""
+    with pytest.raises(keepset.KeepsetError, match=words) as caught:
+        yield
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(".") and not re.search(r"[.!?] [A-Z]", message), message
+
+
+@contextmanager
+def hidden_states(model: Any) -> Iterator[dict[int, Tensor]]:
+    """Collect what enters each attention module while a model runs, `[tokens, hidden]` of its first request."""
+    found: dict[int, Tensor] = {}
+
+    def see(module: Any, args: Any, kwargs: Any) -> None:
+        found[module.layer_idx] = kwargs["hidden_states"][0]
+
+    modules = [module for module in model.modules() if hasattr(module, "q_proj")]
+    hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in modules]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+PLAIN: dict[int, tuple[Tensor, Tensor, float]] = {}
+"""Queries, keys and scaling of every layer of the newest forward under the attention implementation `plain`."""
+
+
+def _plain_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Causal attention, in a sliding window where there is one, that remembers what it looked at."""
+    group, n = query.shape[1] // key.shape[1], query.shape[2]
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    PLAIN[module.layer_idx] = query[0], key[0], scaling
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    visible = (distance >= 0) & (distance < (kwargs.get("sliding_window") or n))
+    weights = (query @ key.transpose(-1, -2) * scaling).masked_fill(~visible, float("-inf")).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("plain", _plain_attention)
+
+
+def allocated(cache: keepset.Cache) -> int:
+    """Bytes of all storages that a cache reaches, but for its log of events and its count of tokens and padding."""
+    found: dict[int, int] = {}
+    _storages(cache, found, set())
+    return sum(found.values())
+
+
+def _storages(thing: Any, found: dict[int, int], seen: set[int]) -> None:
+    if id(thing) in seen or isinstance(thing, type | torch.nn.Module):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+        return
+    parts = list(thing.values()) if isinstance(thing, dict) else list(thing) if isinstance(thing, list | tuple) else []
+    skipped = ("events", "progress", "_from_files", "_second", "recipe")
+    parts += [part for name, part in getattr(thing, "__dict__", {}).items() if name not in skipped]
+    for part in parts:
+        _storages(part, found, seen)
+
+
 LAYOUTS = {
     "dense": "snapkv(window=5, kernel=3, keep={keep})",
     "layer-ragged": "pyramid(snapkv(window=4), keep={keep})",
@@ -271,11 +346,7 @@ def check_copies(model: Any, cache: keepset.Cache, path: Path) -> None:
 
 
 class Oracle:
-    """The model run densely over a finished sequence, each dropped entry hidden by an explicit mask.
-
-    It knows of a cache only the positions that it says it kept, and shares no code with the runtime. Where the recipe
-    changes what stays, it takes what is stored, too.
-    """
+    """The model run densely over a finished sequence, each dropped entry hidden by an explicit mask."""
 
     current: Oracle
     """The one whose masks the attention function below applies."""

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 import keepset
 from keepset.core.feature import Needs
@@ -19,7 +18,7 @@ from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.observation import Observation
 from keepset.hf.prompt_session import Recorder
 from tests.hf.looking import looking, shown
-from tests.hf.models import generate, padded_prompt, prompt, rotated, tiny
+from tests.hf.models import PLAIN, generate, hidden_states, padded_prompt, prompt, rotated, tiny
 from tests.methods.naive import MAX, SUM
 
 LENGTH, WINDOW, FUTURE = 36, 8, 5
@@ -80,45 +79,17 @@ class Naive:
         return torch.stack([self.rotated(queries, at) for at in range(n, n + FUTURE)]).mean(0)
 
 
-_recorded: dict[int, tuple[Tensor, Tensor]] = {}
-
-
-def _recording(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **kwargs: Any
-) -> tuple[Tensor, None]:
-    _recorded[module.layer_idx] = (query[0], key[0])
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    logits = query @ key.transpose(-1, -2) * scaling
-    at = torch.arange(logits.shape[-1])
-    distance = at[:, None] - at
-    seen = (distance >= 0) & (distance < (kwargs.get("sliding_window") or LENGTH))
-    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1)
-    return (weights @ value).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("recording", _recording)
-
-
 @cache
 @torch.no_grad()
 def naive(architecture: str, row: int, pad: int) -> list[Naive]:
     model = tiny(architecture)
     implementation = model.config._attn_implementation
-    model.set_attn_implementation("recording")
-    inputs: dict[int, Tensor] = {}
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: inputs.update({module.layer_idx: kwargs["hidden_states"][0]}), with_kwargs=True
-        )
-        for layer in model.model.layers
-    ]
-    model(prompt(2, LENGTH)[row : row + 1, pad:], use_cache=False)
-    for hook in hooks:
-        hook.remove()
+    model.set_attn_implementation("plain")
+    with hidden_states(model) as inputs:
+        model(prompt(2, LENGTH)[row : row + 1, pad:], use_cache=False)
     model.set_attn_implementation(implementation)
     return [
-        Naive(layer.self_attn, model.model.rotary_emb, *_recorded[index], inputs[index])
+        Naive(layer.self_attn, model.model.rotary_emb, *PLAIN[index][:2], inputs[index])
         for index, layer in enumerate(model.model.layers)
     ]
 
@@ -237,8 +208,6 @@ def test_a_model_without_rotation_shows_its_queries() -> None:
 
 def test_prompt_queries_are_of_a_prompt_and_their_time_is_its_methods() -> None:
     model = tiny("llama")
-    with pytest.raises(keepset.KeepsetError, match="leave every= out"):
-        keepset.Cache(model, "prompt_queries(keep=20, every=8)")
     recorder = Recorder(model, Needs(PromptQueryAttention(2), QueryMoments(0)))
     recorder.prefill(prompt(1, LENGTH))
     moments, both = (recorder.seconds_for(needs) for needs in (Needs(QueryMoments(0)), recorder.needs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -16,11 +16,29 @@ from torch import Tensor
 
 import keepset
 from keepset.core.budget import Budget
+from keepset.core.features.attention import SecondPass
+from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.traits import Traits
-from tests.hf.models import ARCHITECTURES, LAYOUTS, full, generate, oracle_gap, padded_prompt, prompt, recipe, tiny
+from keepset.kernels import dispatch
+from tests.allocators.nestings import AROUND, CAPS, Nesting, allowed, made
+from tests.hf.models import (
+    ARCHITECTURES,
+    LAYOUTS,
+    allocated,
+    feed,
+    full,
+    generate,
+    oracle_gap,
+    padded_or_not,
+    padded_prompt,
+    prompt,
+    recipe,
+    refusal,
+    tiny,
+)
 
 LENGTH, PADDING, NEW = 40, [0, 7], 4
 COMPRESSED = [name for name in ARCHITECTURES if name != "mistral_window"]
@@ -31,7 +49,6 @@ by_architecture = pytest.mark.parametrize("architecture", [name for name in ARCH
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 by_method = pytest.mark.parametrize("method", keepset.METHODS)
 of_two_models = pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-padded_or_not = pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
 
 
 @cache
@@ -44,6 +61,45 @@ def compressed(architecture: str, text: Any, padding: list[int], **options: Any)
     ids, mask = padded_prompt(padding, LENGTH)
     cache = keepset.Cache(tiny(architecture), text)
     return cache, generate(tiny(architecture), ids, cache, mask, max_new_tokens=NEW, **options)
+
+
+@dataclass(frozen=True)
+class GlobalPool(Method):
+    """The largest values of all layers and heads, or of all layers with heads alike."""
+
+    name: ClassVar[str] = "global_pool"
+    paper: ClassVar[str] = "none"
+    traits = Traits(across_layers=True)
+
+    per_head: bool = parameter(True)
+
+    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
+        return observation.values.float().norm(dim=-1)
+
+    def select_all(self, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
+        scores = torch.stack([ranked_scores(self.score(seen), seen, budget) for seen in observations], 1)
+        total = sum(budget.quotas(seen.sizes).sum(-1) for seen in observations)
+        if self.per_head:
+            masks = top_mask(scores.flatten(1), total).view_as(scores)
+        else:
+            pooled = scores.mean(2)
+            masks = top_mask(pooled.flatten(1), total // scores.shape[2]).view_as(pooled)
+            masks = masks[:, :, None].expand_as(scores)
+        return keepset.KeepSet([seen.keep(masks[:, i]).layer(seen.layer) for i, seen in enumerate(observations)])
+
+
+SOME = [
+    ("adakv", "pyramid", "snapkv"),
+    ("pyramid", "adakv", "snapkv"),
+    ("adakv", "chunkkv", "pyramid", "snapkv"),
+    ("composite", "adakv", "ams", "snapkv"),
+    ("pool", "ams", "uniform", "snapkv"),
+    ("match", "dynamic", "adakv", "snapkv"),
+    ("int8", "match", "adakv", "snapkv"),
+    ("adakv", "gvote"),
+    ("int8", "match", "reread"),
+]
+"""Nested allocators."""
 
 
 # --- nothing dropped
@@ -68,27 +124,6 @@ def test_keeping_all_changes_nothing_for_any_method(architecture: str, method: s
     for keep in (1.0, 100):
         _, output = compressed(architecture, recipe(method, keep), padding)
         assert torch.equal(output.sequences, full_tokens(architecture, padding == PADDING))
-
-
-@by_layout
-def test_keeping_all_in_bfloat16(layout: str) -> None:
-    model = copy.deepcopy(tiny("llama")).bfloat16()
-    ids, mask = padded_prompt(PADDING, LENGTH)
-    expected = full(model, ids, mask, max_new_tokens=NEW)
-    output = generate(model, ids, keepset.Cache(model, LAYOUTS[layout].format(keep=1.0)), mask, max_new_tokens=NEW)
-    assert torch.equal(output.sequences, expected.sequences)
-
-
-@pytest.mark.full
-@by_method
-def test_bfloat16_is_close_to_the_oracle(method: str) -> None:
-    model = copy.deepcopy(tiny("llama")).bfloat16()
-    ids, mask = padded_prompt(PADDING, LENGTH)
-    cache = keepset.Cache(model, recipe(method, 12))
-    output = generate(model, ids, cache, mask, max_new_tokens=NEW)
-    assert cache.layers[0].store.heads.dtype == torch.bfloat16
-    # In bfloat16 the oracle itself is 0.2 away from what it says in float32.
-    assert oracle_gap(model, cache, output, mask) < 0.3
 
 
 # --- what is dropped is as if masked out
@@ -117,6 +152,26 @@ def test_dropped_entries_are_as_if_masked_for_any_method(architecture: str, meth
         assert oracle_gap(tiny(architecture), cache, output, padded_prompt(padding, LENGTH)[1]) < 5e-5
 
 
+@pytest.mark.parametrize("method", [pytest.param(name, marks=pytest.mark.full) for name in keepset.METHODS])
+def test_bfloat16_is_close_to_the_oracle(method: str) -> None:
+    model = copy.deepcopy(tiny("llama")).bfloat16()
+    ids, mask = padded_prompt(PADDING, LENGTH)
+    cache = keepset.Cache(model, recipe(method, 12))
+    output = generate(model, ids, cache, mask, max_new_tokens=NEW)
+    assert cache.layers[0].store.heads.dtype == torch.bfloat16
+    # In bfloat16 the oracle itself is 0.2 away from what it says in float32.
+    assert oracle_gap(model, cache, output, mask) < 0.3
+
+
+@by_layout
+def test_keeping_all_in_bfloat16(layout: str) -> None:
+    model = copy.deepcopy(tiny("llama")).bfloat16()
+    ids, mask = padded_prompt(PADDING, LENGTH)
+    expected = full(model, ids, mask, max_new_tokens=NEW)
+    output = generate(model, ids, keepset.Cache(model, LAYOUTS[layout].format(keep=1.0)), mask, max_new_tokens=NEW)
+    assert torch.equal(output.sequences, expected.sequences)
+
+
 # --- a request does not notice its batch
 
 
@@ -142,10 +197,44 @@ def check_padded_rows(architecture: str, text: str) -> None:
         single = keepset.Cache(tiny(architecture), text)
         alone = generate(tiny(architecture), ids[row : row + 1, pad:], single, max_new_tokens=NEW)
         assert torch.equal(together.sequences[row, pad:], alone.sequences[0])
-        for layer in single.keep_set.layers:
-            for head in range(single.keep_set.counts.shape[-1]):
-                kept = batch.keep_set.positions(layer, row, head)
-                assert torch.equal(kept, single.keep_set.positions(layer, 0, head))
+        for layer, head in heads_of(single.keep_set):
+            assert torch.equal(batch.keep_set.positions(layer, row, head), single.keep_set.positions(layer, 0, head))
+
+
+def heads_of(kept: keepset.KeepSet) -> list[tuple[int, int]]:
+    """Layer and KV head of all heads."""
+    return [(layer, head) for layer in kept.layers for head in range(kept.counts.shape[-1])]
+
+
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+@pytest.mark.parametrize("name", keepset.METHODS)
+@torch.no_grad()
+def test_a_request_whose_prompt_is_padding_keeps_nothing(name: str) -> None:
+    """Its text, of which all tokens come after the prompt, is attended to as without a cache."""
+    prompt_length, model, (ids, mask) = 18, tiny("llama"), padded_prompt([0, 22], 30)
+    rows = {"both": [0, 1], "the empty one": [1], "the other": [0]}
+    caches = {who: keepset.Cache(model, recipe(name, 14), prompt_length=prompt_length) for who in rows}
+
+    def fed(who: str) -> Tensor:
+        feed(model, caches[who], ids[rows[who], :prompt_length], mask[rows[who], :prompt_length])
+        return feed(model, caches[who], ids[rows[who], prompt_length:], mask[rows[who]])[:, -1]
+
+    if caches["both"].recipe.method.traits.needs.of(SecondPass):
+        for who, index in (("both", 1), ("the empty one", 0)):
+            with refusal(f"Request {index} has nothing but padding within the prompt"):
+                fed(who)
+        return
+    logits = {who: fed(who) for who in rows}
+    positions = (mask[1:].cumsum(-1) - 1).clamp(min=0)
+    whole = model(ids[1:], attention_mask=mask[1:], position_ids=positions, use_cache=False).logits[0, -1]
+    both, empty, other = (caches[who].keep_set for who in rows)
+    for layer, head in heads_of(both):
+        assert len(both.positions(layer, 1, head)) == len(empty.positions(layer, 0, head)) == 0
+        assert torch.equal(both.positions(layer, 0, head), other.positions(layer, 0, head))
+    rounded = 0.05 if name == "int8" else 1e-4  # tokens after the prompt are stored in 8 bits, too
+    for found in (logits["both"][1], logits["the empty one"][0]):
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=rounded)
+    torch.testing.assert_close(logits["both"][0], logits["the other"][0], rtol=1e-4, atol=1e-4)
 
 
 # --- counts
@@ -185,29 +274,6 @@ def test_a_text_shorter_than_keep_stays_whole(method: str) -> None:
 # --- bytes
 
 
-def storages(thing: Any, seen: set[int], skip: Sequence[str] = ()) -> Iterator[torch.UntypedStorage]:
-    """Storages of all tensors that can be reached, each once."""
-    if id(thing) in seen or isinstance(thing, type | torch.nn.Module):
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        storage = thing.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            yield storage
-        return
-    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
-    if hasattr(thing, "__dict__"):
-        parts = [part for name, part in vars(thing).items() if name not in skip]
-    for part in parts:
-        yield from storages(part, seen, skip)
-
-
-def bytes_of_entries(cache: keepset.Cache) -> int:
-    """Bytes of everything in the cache but its log of events and its count of tokens and padding."""
-    return sum(s.nbytes() for s in storages(cache, set(), skip=("events", "progress")))
-
-
 @pytest.mark.cross
 @by_architecture
 @by_layout
@@ -218,13 +284,13 @@ def test_bytes_reported_are_the_tensors_bytes(architecture: str, layout: str, pa
     past = keepset.Cache(model, LAYOUTS[layout].format(keep=12))
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=past)
-    assert past.nbytes == bytes_of_entries(past)
+    assert past.nbytes == allocated(past)
     if past.keep_set is not None and len(past.keep_set.layers) == len(past):
         keys_and_values = past.keep_set.layer(0).entry_bytes
         assert past.nbytes == past.keep_set.entries * (keys_and_values + 4)
     turn = torch.cat([ids, prompt(2, 3, seed=1)], 1)
     generate(model, turn, past, torch.cat([mask, mask[:, -3:]], 1), max_new_tokens=2)
-    assert past.nbytes == bytes_of_entries(past)
+    assert past.nbytes == allocated(past)
 
 
 def reachable(length: int) -> list[str]:
@@ -238,53 +304,103 @@ def reachable(length: int) -> list[str]:
     ]
 
 
-def after_prefill(text: Any, length: int) -> keepset.Cache:
-    past = keepset.Cache(tiny("llama"), text)
-    with torch.no_grad():
-        tiny("llama")(prompt(1, length), past_key_values=past, logits_to_keep=1)
-    return past
+DROPPING = [
+    *((name, recipe(name, 12)) for name in keepset.METHODS),
+    ("global_pool", keepset.Recipe.of(GlobalPool(), keep=12)),
+    *((text, f"{text[:-1]}, every=4)") for text in (each.format(keep=12) for each in LAYOUTS.values())),
+]
 
 
-@pytest.mark.parametrize("method", [*keepset.METHODS, "global_pool"])
-def test_the_dropped_part_is_gone(method: str) -> None:
-    length = 157  # Prime, and nothing else has this size.
-    text = keepset.Recipe.of(GlobalPool(), keep=12) if method == "global_pool" else recipe(method, 12)
-    past = after_prefill(text, length)
+@pytest.mark.parametrize("text", [text for _, text in DROPPING], ids=[name for name, _ in DROPPING])
+@torch.no_grad()
+def test_the_dropped_part_is_gone(text: Any) -> None:
+    length, past = 157, keepset.Cache(tiny("llama"), text)  # prime, and nothing else has this size
+    tiny("llama")(prompt(1, length), past_key_values=past, logits_to_keep=1)
     assert reachable(length) == []
     assert past.keep_set.entries == 12 * 2 * 2
+    whole = keepset.Cache(tiny("llama"), "snapkv(keep=1.0)")  # whose entries are found
+    tiny("llama")(prompt(1, length), past_key_values=whole, logits_to_keep=1)
+    assert len(reachable(length)) >= 2 * len(whole)
 
 
-def test_a_kept_part_can_be_reached() -> None:
-    past = after_prefill("snapkv(keep=1.0)", 157)
-    assert len(reachable(157)) >= 2 * len(past)
+@pytest.mark.parametrize("nesting", SOME, ids="-".join)
+def test_bytes_of_nestings_are_those_of_the_budget(nesting: Nesting) -> None:
+    check_nesting(nesting)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+@pytest.mark.parametrize("outermost", AROUND)
+def test_bytes_of_any_nesting(outermost: str) -> None:
+    for nesting in [nesting for nesting in allowed() if nesting[0] == outermost][::5]:
+        if nesting[-1] not in ("duo_attention", "kvzip"):  # which ask for a file and a tokenizer
+            check_nesting(nesting)
+
+
+def check_nesting(nesting: Nesting) -> None:
+    """Once at the prompt's end, by a fraction, then by a number while tokens come."""
+    length, share, keep, every, events = 40, 0.3, 12, 5, 3
+    model, ids, method = tiny("llama"), prompt(1, length + every * events), made(nesting)
+    heads = model.config.num_key_value_heads * model.config.num_hidden_layers
+    # Key, value, position, and what the method remembers; while tokens come also what it is shown of each entry.
+    sizes = (1, 2) if "int8" in nesting else (4, 0)
+    entry = 2 * sizes[0] * model.config.head_dim + 4 * (sizes[1] + 1 + len(method.traits.state_names))
+    shown = 4 * len(method.traits.needs.of(WindowAttention))
+    once = keepset.Cache(model, keepset.Recipe(method, Budget(share, 2, 3)))
+    with torch.no_grad():
+        model(ids[:, :length], past_key_values=once)
+    entries = int(share * length) * heads
+    assert once.keep_set.entries <= entries and once.nbytes == once.keep_set.entries * entry
+    if nesting[-1] not in CAPS:
+        assert once.keep_set.entries > entries - heads
+    if any(feature.prompt_only for feature in method.traits.needs):
+        return
+    cache = keepset.Cache(model, keepset.Recipe(method, Budget(keep, 2, 3), keepset.Schedule(every=every)))
+    for begin, end in [(0, length), *((token, token + 1) for token in range(length, ids.shape[1]))]:
+        with torch.no_grad():
+            model(ids[:, begin:end], past_key_values=cache)
+        if (end - length) % every == 0:
+            assert cache.events[-1].length == end
+            assert cache.keep_set.entries <= keep * heads and cache.nbytes_entries <= keep * heads * (entry + shown)
+    assert len(cache.events) == events + 1
+
+
+# --- a GPU's kernels, run by Triton's interpreter
+
+
+def both_kernels(text: Any, padding: list[int], architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and what stays are the same as on PyTorch's operators, and attention is that of the dense oracle."""
+    (ids, mask), model = padded_prompt(padding, 20), tiny(architecture)
+    cache = keepset.Cache(model, text)
+    output = generate(model, ids, cache, mask, max_new_tokens=3)
+    assert oracle_gap(model, cache, output, mask) < 1e-4
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    plain = keepset.Cache(model, text)
+    assert torch.equal(output.sequences, generate(model, ids, plain, mask, max_new_tokens=3).sequences)
+    assert cache.keep_set.iou(plain.keep_set).eq(1).all() and cache.nbytes == plain.nbytes
+
+
+@pytest.mark.cross
+@by_layout
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head", "phi3_partial", "gemma3"])
+@padded_or_not
+def test_kernels_of_layouts(
+    triton_interpreted: None, architecture: str, layout: str, padding: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_kernels(LAYOUTS[layout].format(keep=9), padding, architecture, monkeypatch)
+
+
+@pytest.mark.spread
+@pytest.mark.full
+@by_method
+@padded_or_not
+def test_kernels_of_methods(
+    triton_interpreted: None, method: str, padding: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_kernels(recipe(method, 12), padding, "llama_shallow", monkeypatch)
 
 
 # --- methods of one's own
-
-
-@dataclass(frozen=True)
-class GlobalPool(Method):
-    """The largest values of all layers and heads, or of all layers with heads alike."""
-
-    name: ClassVar[str] = "global_pool"
-    paper: ClassVar[str] = "none"
-    traits = Traits(across_layers=True)
-
-    per_head: bool = parameter(True)
-
-    def score(self, observation: Observation) -> Float[Tensor, "batch kv_heads entries"]:
-        return observation.values.float().norm(dim=-1)
-
-    def select_all(self, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
-        scores = torch.stack([ranked_scores(self.score(seen), seen, budget) for seen in observations], 1)
-        total = sum(budget.quotas(seen.sizes).sum(-1) for seen in observations)
-        if self.per_head:
-            masks = top_mask(scores.flatten(1), total).view_as(scores)
-        else:
-            pooled = scores.mean(2)
-            masks = top_mask(pooled.flatten(1), total // scores.shape[2]).view_as(pooled)
-            masks = masks[:, :, None].expand_as(scores)
-        return keepset.KeepSet([seen.keep(masks[:, i]).layer(seen.layer) for i, seen in enumerate(observations)])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
 
 import keepset
+from tests.cli.conftest import tiny_model
 from tests.hf.models import (
     LAYOUTS,
     Oracle,
@@ -25,6 +26,7 @@ from tests.hf.models import (
     hooks_on,
     left_padded,
     oracle_gap,
+    padded_or_not,
     padded_prompt,
     prompt,
     same_keep_set,
@@ -35,23 +37,23 @@ LENGTH = 40
 ADAKV = LAYOUTS["head-ragged"].format(keep=12)
 SNAPKV = LAYOUTS["dense"].format(keep=12)
 PYRAMID = LAYOUTS["layer-ragged"].format(keep=12)
+MOMENTS, DECODING = "expected_attention(future=16, keep=12)", "expected_attention(skip=2, buffer=11, keep=11, every=4)"
 by_recipe = pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV], ids=list(LAYOUTS))
-padded_or_not = pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
-
-
 # --- sampling and beams
 
 
-def test_sampling_draws_the_same_tokens_when_all_is_kept() -> None:
-    model = tiny("llama")
-    ids, mask = padded_prompt([0, 7], LENGTH)
-    options: dict[str, Any] = dict(do_sample=True, temperature=0.8, top_k=50, max_new_tokens=8)
-    torch.manual_seed(3)
-    expected = full(model, ids, mask, **options)
-    for recipe in (LAYOUTS[layout].format(keep=1.0) for layout in LAYOUTS):
+@pytest.mark.parametrize(
+    "options", [dict(do_sample=True, temperature=0.8, top_k=50), dict(num_beams=3)], ids=["samples", "beams"]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_they_are_those_of_the_full_cache_when_all_is_kept(layout: str, options: dict[str, Any]) -> None:
+    model, (ids, mask) = tiny("llama"), padded_prompt([0, 7], LENGTH)
+    sequences = []
+    for past in (None, keepset.Cache(model, LAYOUTS[layout].format(keep=1.0))):
         torch.manual_seed(3)
-        drawn = generate(model, ids, keepset.Cache(model, recipe), mask, **options)
-        assert torch.equal(drawn.sequences, expected.sequences)
+        model.set_attn_implementation("sdpa" if past is None else "keepset")
+        sequences.append(generate(model, ids, past, mask, max_new_tokens=8, **options).sequences)
+    assert torch.equal(*sequences)
 
 
 @by_recipe
@@ -61,16 +63,6 @@ def test_samples_of_one_prompt_agree_with_the_oracle(recipe: str) -> None:
     past = keepset.Cache(model, recipe)
     output = generate(model, ids, past, mask, do_sample=True, num_return_sequences=2, max_new_tokens=6)
     assert oracle_gap(model, past, output, mask.repeat_interleave(2, 0)) < 5e-5
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_beams_equal_those_of_the_full_cache_when_all_is_kept(layout: str) -> None:
-    model = tiny("llama")
-    ids, mask = padded_prompt([0, 7], LENGTH)
-    expected = full(model, ids, mask, num_beams=3, max_new_tokens=8)
-    past = keepset.Cache(model, LAYOUTS[layout].format(keep=1.0))
-    output = generate(model, ids, past, mask, num_beams=3, max_new_tokens=8)
-    assert torch.equal(output.sequences, expected.sequences)
 
 
 @pytest.mark.cross
@@ -111,22 +103,6 @@ def test_a_conversation_goes_on(recipe: str, padding: list[int], later: list[int
     assert len(past.events) == 1 and past.events[0].length == LENGTH
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_conversation_that_keeps_all_is_the_models_own(layout: str) -> None:
-    model = tiny("qwen3")
-    first, mask = padded_prompt([0, 7], LENGTH)
-    turn, turn_mask = padded_prompt([2, 0], 9, 1)
-    sequences = []
-    for keep_all in (False, True):
-        model.set_attn_implementation("sdpa")
-        past = keepset.Cache(model, LAYOUTS[layout].format(keep=1.0)) if keep_all else DynamicCache(config=model.config)
-        said = generate(model, first, past, mask, max_new_tokens=5).sequences
-        ids = torch.cat([said, turn], 1)
-        masks = torch.cat([extended(mask, said.shape[1]), turn_mask], 1)
-        sequences.append(generate(model, ids, past, masks, max_new_tokens=5).sequences)
-    assert torch.equal(*sequences)
-
-
 @pytest.mark.cross
 @by_recipe
 @padded_or_not
@@ -158,49 +134,21 @@ def test_rows_move_and_tokens_are_taken_back(recipe: str, padding: list[int], ho
     assert (logits - expected)[real].abs().max() < 5e-5
 
 
-def test_two_caches_of_one_model_take_turns() -> None:
-    model = tiny("llama")
-    recipes = ["expected_attention(future=16, keep=12)", ADAKV]
-    prompts = [prompt(1, 30, seed) for seed in (1, 2)]
-
-    def turns(order: list[int]) -> list[Tensor]:
-        caches = [keepset.Cache(model, recipe) for recipe in recipes]
-        ids = list(prompts)
-        for which in order:
-            said = generate(model, ids[which], caches[which], max_new_tokens=4).sequences
-            ids[which] = torch.cat([said, prompt(1, 3, 7)], 1)
-        return ids
-
-    for alternating, one_by_one in zip(turns([0, 1, 1, 0, 1, 0]), turns([0, 0, 0, 1, 1, 1]), strict=True):
-        assert torch.equal(alternating, one_by_one)
-
-
-@pytest.mark.parametrize("recipe", [ADAKV, "h2o(keep=12)", "expected_attention(future=16, keep=12)"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(ADAKV, "h2o(keep=12)", "expected_attention(future=16, keep=12)", "snapkv(window=5, keep=12, every=4)"),
+        *("expected_attention(future=8, skip=2, buffer=11, keep=11, every=4)", "compilerkv(window=5, keep=12)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 def test_reset_makes_a_cache_new(recipe: str) -> None:
-    model = tiny("llama")
-    past = keepset.Cache(model, recipe)
-    runs = []
+    model, past, runs = tiny("llama"), keepset.Cache(tiny("llama"), recipe), []
     for ids, mask in (padded_prompt([0, 7], LENGTH), padded_prompt([3], LENGTH, seed=1), padded_prompt([0, 7], LENGTH)):
         past.reset()
-        assert past.keep_set is None and past.nbytes == 0 and past.get_seq_length() == 0
-        runs.append((generate(model, ids, past, mask, max_new_tokens=5).sequences, past.keep_set))
+        assert past.events == [] and past.nbytes == 0 and past.get_seq_length() == 0
+        runs.append((generate(model, ids, past, mask, max_new_tokens=10).sequences, past.keep_set))
     assert torch.equal(runs[0][0], runs[2][0]) and same_keep_set(runs[0][1], runs[2][1])
-
-
-@by_recipe
-def test_copies_go_their_own_ways(recipe: str) -> None:
-    model = tiny("llama")
-    ids, mask = padded_prompt([0, 7], LENGTH)
-    past = keepset.Cache(model, recipe)
-    said = generate(model, ids, past, mask, max_new_tokens=3).sequences
-    mask = extended(mask, said.shape[1] + 8)
-    twins = [past.fork(), copy.deepcopy(past), past]
-    held = past.nbytes
-    for twin, seed in zip(twins, (1, 2, 3), strict=True):
-        assert past.get_seq_length() == LENGTH + 2 and past.nbytes == held
-        turn = torch.cat([said, prompt(2, 8, seed)], 1)
-        output = generate(model, turn, twin, mask, max_new_tokens=4)
-        assert oracle_gap(model, twin, output, mask) < 5e-5
 
 
 @pytest.mark.parametrize("text", ["knorm(keep=9)", "adakv(snapkv(window=4), keep=9, every=6)"])
@@ -221,15 +169,6 @@ def test_trim_gives_back_what_is_held_for_tokens_to_come(text: str) -> None:
     assert torch.equal(*logits)
 
 
-def test_a_copy_still_sees_hidden_states() -> None:
-    model = tiny("llama")
-    recipe = "expected_attention(future=16, keep=12)"
-    ids, mask = padded_prompt([0, 7], LENGTH)
-    expected = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=4).sequences
-    for twin in (keepset.Cache(model, recipe).fork(), copy.deepcopy(keepset.Cache(model, recipe))):
-        assert torch.equal(generate(model, ids, twin, mask, max_new_tokens=4).sequences, expected)
-
-
 # --- assisted generation
 
 
@@ -244,31 +183,29 @@ def assistant(noise: float) -> Any:
     return model
 
 
-@pytest.mark.full
-@pytest.mark.cross
-@pytest.mark.parametrize("noise", [0.0, 0.01, 1.0])
-@pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV, "expected_attention(future=16, keep=12)", "h2o(keep=12)"])
-def test_an_assistant_changes_nothing(recipe: str, noise: float) -> None:
-    check_assisted(recipe, prompt(1, LENGTH, 3), assistant_model=assistant(noise))
+LOOKUP: dict[str, Any] = dict(prompt_lookup_num_tokens=4)
+ASSISTED = [("llama", recipe, LOOKUP) for recipe in (SNAPKV, PYRAMID, ADAKV)] + [("gemma3", ADAKV, LOOKUP)]
+MORE_ASSISTED = [
+    pytest.param("llama", recipe, noise, marks=pytest.mark.full)
+    for recipe in (SNAPKV, ADAKV, "expected_attention(future=16, keep=12)", "h2o(keep=12)")
+    for noise in (0.0, 0.01, 1.0)
+]
 
 
-@by_recipe
-def test_prompt_lookup_changes_nothing(recipe: str) -> None:
-    repeating = prompt(1, 8, 3).repeat(1, 5)
-    check_assisted(recipe, repeating, prompt_lookup_num_tokens=4)
-
-
-def check_assisted(recipe: str, ids: Tensor, **options: Any) -> None:
-    model = tiny("llama")
-    alone = keepset.Cache(model, recipe)
+@pytest.mark.parametrize(("architecture", "recipe", "drafts"), [*ASSISTED, *MORE_ASSISTED])
+def test_drafts_change_nothing(architecture: str, recipe: str, drafts: Any) -> None:
+    """Looked up in the prompt, or by an assistant with so much noise in its weights."""
+    model, ids = tiny(architecture), prompt(1, 8, 3).repeat(1, 5)
+    options = drafts if isinstance(drafts, dict) else dict(assistant_model=assistant(drafts))
+    alone, assisted = keepset.Cache(model, recipe), keepset.Cache(model, recipe, prompt_length=LENGTH)
     expected = generate(model, ids, alone, max_new_tokens=20)
-    assisted = keepset.Cache(model, recipe, prompt_length=ids.shape[1])
     output = generate(model, ids, assisted, max_new_tokens=20, **options)
     assert same_keep_set(assisted.keep_set, alone.keep_set)
     assert torch.equal(output.sequences, expected.sequences)
     assert oracle_gap(model, assisted, output, torch.ones_like(ids)) < 5e-5
-    kept = alone.keep_set.counts[0, 0, 0].item()
-    assert assisted.layers[0].store.counts[0] - kept == assisted.get_seq_length() - ids.shape[1]
+    index, kept = next(iter(assisted.kept_layers.items()))
+    grown = kept.store.counts[0] - int(alone.keep_set.layer(index).counts[0, 0])
+    assert grown == assisted.get_seq_length() - LENGTH
 
 
 @by_recipe
@@ -308,16 +245,6 @@ def test_drafts_that_follow_the_last_chunk(recipe: str, padding: list[int]) -> N
     assert oracle_gap(model, past, output, extended(mask, LENGTH + 2)) < 5e-5
 
 
-def test_drafts_of_a_hybrid_model_are_taken_back() -> None:
-    model = tiny("gemma3")
-    ids = prompt(1, 8, 3).repeat(1, 5)
-    expected = generate(model, ids, keepset.Cache(model, ADAKV), max_new_tokens=20)
-    past = keepset.Cache(model, ADAKV, prompt_length=LENGTH)
-    assert torch.equal(
-        generate(model, ids, past, max_new_tokens=20, prompt_lookup_num_tokens=4).sequences, expected.sequences
-    )
-
-
 # --- chunked prefill
 
 
@@ -350,61 +277,16 @@ def test_chunks_change_nothing(recipe: str, padding: list[int], chunk: int) -> N
 # --- small and odd calls
 
 
-@by_recipe
-def test_rows_that_stop_early(recipe: str) -> None:
-    model = tiny("llama")
-    ids, mask = padded_prompt([0, 7], LENGTH)
-    said = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=10).sequences[:, LENGTH:]
-    end = next(int(token) for token in said[0, 2:] if token not in said[1])
-    stopping: dict[str, Any] = dict(eos_token_id=end, max_new_tokens=10)
-    together = generate(model, ids, keepset.Cache(model, recipe), mask, **stopping).sequences
-    assert together.shape[1] == LENGTH + 10 and together[0, -1] == 0
-    for row, pad in enumerate([0, 7]):
-        single = ids[row : row + 1, pad:]
-        alone = generate(model, single, keepset.Cache(model, recipe), **stopping).sequences[0]
-        assert torch.equal(together[row, pad : pad + len(alone)], alone)
-
-
-@pytest.mark.cross
-@by_recipe
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_prompts_of_a_few_tokens(recipe: str, length: int) -> None:
-    model = tiny("llama")
-    ids = prompt(1, length)
-    output = generate(model, ids, keepset.Cache(model, recipe), max_new_tokens=6)
-    assert torch.equal(output.sequences, full(model, ids, max_new_tokens=6).sequences)
-
-
-@pytest.mark.parametrize("recipe", ["h2o(keep=12)", "expected_attention(future=16, keep=12)", "tova(keep=12)"])
-def test_a_prompt_of_one_token(recipe: str) -> None:
-    model = tiny("llama")
-    ids, mask = padded_prompt([3, 0], 4)
-    output = generate(model, ids, keepset.Cache(model, recipe), mask, max_new_tokens=6)
-    assert torch.equal(output.sequences, full(model, ids, mask, max_new_tokens=6).sequences)
-
-
-@by_recipe
-def test_one_new_token(recipe: str) -> None:
-    model = tiny("llama")
-    ids = prompt(1, LENGTH)
-    past = keepset.Cache(model, recipe)
-    output = generate(model, ids, past, max_new_tokens=1)
-    assert torch.equal(output.sequences, full(model, ids, max_new_tokens=1).sequences)
-    assert past.get_seq_length() == LENGTH and past.keep_set.counts.sum() == 12 * 2 * len(past)
-
-
-def test_two_models_in_two_threads() -> None:
-    jobs = [("llama", SNAPKV), ("qwen3", "expected_attention(future=16, keep=12)")]
-
-    def run(job: tuple[str, str]) -> list[Tensor]:
-        model = tiny(job[0])
-        ids, mask = padded_prompt([0, 7], LENGTH)
-        return [generate(model, ids, keepset.Cache(model, job[1]), mask, max_new_tokens=8).sequences for _ in range(4)]
-
-    expected = [run(job)[0] for job in jobs]
-    with ThreadPoolExecutor(2) as pool:
-        for sequences, alone in zip(pool.map(run, jobs), expected, strict=True):
-            assert all(torch.equal(sequence, alone) for sequence in sequences)
+@pytest.mark.parametrize("padding", [[0], [0, 7]], ids=["whole", "padded"])
+@pytest.mark.parametrize("length", [1, 2, 3, 9])
+@pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV, "h2o(keep=12)", MOMENTS, "tova(keep=12)"])
+def test_prompts_of_a_few_tokens(recipe: str, length: int, padding: list[int]) -> None:
+    model, (ids, mask) = tiny("llama"), padded_prompt([min(pad, length - 1) for pad in padding], length)
+    for new in (1, 6):
+        past = keepset.Cache(model, recipe)
+        output = generate(model, ids, past, mask, max_new_tokens=new)
+        assert torch.equal(output.sequences, full(model, ids, mask, max_new_tokens=new).sequences)
+        assert past.get_seq_length() == length + new - 1
 
 
 # --- what keepset leaves alone
@@ -425,45 +307,104 @@ def test_other_caches_behave_as_under_sdpa(architecture: str, padding: list[int]
     assert torch.equal(static.sequences, expected)
 
 
-def test_forward_without_a_cache_and_training_are_untouched() -> None:
-    model = copy.deepcopy(tiny("llama"))
-    ids, mask = padded_prompt([0, 7], LENGTH)
-    results = []
+def test_training_is_untouched_and_gradients_pass_through_a_compressed_cache() -> None:
+    model, (ids, mask), results = copy.deepcopy(tiny("llama")), padded_prompt([0, 7], LENGTH), []
+    projection = model.model.layers[0].self_attn.q_proj
     for implementation in ("sdpa", "keepset"):
-        if implementation == "keepset":
-            keepset.Cache(model, ADAKV)
-        else:
-            model.set_attn_implementation(implementation)
-        model.train()
-        output = model(ids, attention_mask=mask, labels=ids, use_cache=False)
+        model.set_attn_implementation(implementation)
+        output = model.train()(ids, attention_mask=mask, labels=ids, use_cache=False)
         output.loss.backward()
-        results.append((output.logits.detach(), model.model.layers[0].self_attn.q_proj.weight.grad.clone()))
+        results.append((output.logits.detach(), projection.weight.grad.clone()))
         model.zero_grad()
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, *results))
+    for recipe in (ADAKV, "h2o(keep=12)"):
+        past = keepset.Cache(model.eval(), recipe)
+        model(prompt(2, LENGTH), past_key_values=past)
+        model(prompt(2, 3), past_key_values=past).logits.sum().backward()
+        assert projection.weight.grad.abs().sum() > 0
+        model.zero_grad()
 
 
-@pytest.mark.parametrize("recipe", [ADAKV, "h2o(keep=12)"])
-def test_gradients_pass_through_a_compressed_cache(recipe: str) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "stays"),
+    [(MOMENTS, False), ("reread(keep=12)", False), ("compilerkv(window=5, keep=12)", False), (DECODING, True)],
+)
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+def test_hooks_go_with_the_prompt_or_with_the_cache(recipe: str, stays: bool) -> None:
+    """Where events follow they stay as long as the cache, and its forks have their own."""
     model = copy.deepcopy(tiny("llama"))
-    past = keepset.Cache(model, recipe)
-    model(prompt(2, LENGTH), past_key_values=past)
-    model(prompt(2, 3), past_key_values=past).logits.sum().backward()
-    assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0
-
-
-def test_hooks_go_with_the_prompt_or_with_the_cache() -> None:
-    model = copy.deepcopy(tiny("llama"))
-
-    before = hooks_on(model)
-    past = keepset.Cache(model, "expected_attention(future=16, keep=12)")
-    assert hooks_on(model) > before
-    generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
-    assert hooks_on(model) == before
-    past = keepset.Cache(model, "expected_attention(future=16, keep=12)")
-    del past
+    before, past = hooks_on(model), keepset.Cache(model, recipe)
+    installed = hooks_on(model) - before
+    assert installed > 0
+    twins = [past.fork(), copy.deepcopy(past)]
+    assert hooks_on(model) == before + 3 * installed
+    del twins
+    expected = generate(model, prompt(1, LENGTH), past, max_new_tokens=3).sequences
+    assert hooks_on(model) == before + installed * stays
+    past.reset()
+    assert torch.equal(generate(model, prompt(1, LENGTH), past, max_new_tokens=3).sequences, expected)
+    unused = keepset.Cache(model, recipe)
+    # Another cache's call is not its own.
+    assert torch.equal(full(model, prompt(1, LENGTH), max_new_tokens=1).sequences, expected[:, :-2])
+    del past, unused
     gc.collect()
     assert hooks_on(model) == before
+    for other in ("snapkv(keep=12)", "knorm(keep=12, every=4)"):
+        keepset.Cache(model, other)
+        assert hooks_on(model) == before
+
+
+# --- other ways to call `generate`
+
+
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+TEXTS = ["The ferry leaves at noon and comes back before the lamps are lit.", "Rain fell on the roofs of the town."]
+
+
+def test_pipelines_and_custom_generation(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A pipeline takes a cache, and custom generation makes one for every call: the answers are those of `generate`."""
+    model, tokenizer = tiny_model(), embedded[1]
+    recipe, greedy = "snapkv(window=4, keep=0.25)", dict(max_new_tokens=6, do_sample=False)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
+    custom: dict[str, Any] = dict(custom_generate=EXAMPLES, trust_remote_code=True, recipe=recipe)
+
+    def new_text(ids: Tensor, answer: Tensor) -> str:
+        return tokenizer.decode(answer[0, ids.shape[1] :])
+
+    expected = []
+    for text in TEXTS:
+        inputs = tokenizer(text, return_tensors="pt")
+        answer = model.generate(**inputs, past_key_values=keepset.Cache(model, recipe), **greedy)
+        assert not torch.equal(answer, model.generate(**inputs, **greedy))
+        expected.append(new_text(inputs["input_ids"], answer))
+        assert new_text(inputs["input_ids"], model.generate(**inputs, **custom, **greedy)) == expected[-1]
+    pipe, cache = pipeline("text-generation", model=model, tokenizer=tokenizer), keepset.Cache(model, recipe)
+    (answer,) = pipe(TEXTS[0], past_key_values=cache, return_full_text=False, **greedy)
+    assert answer["generated_text"] == expected[0] and cache.events
+    answers = pipe(TEXTS, return_full_text=False, **custom, **greedy)
+    assert [answer["generated_text"] for (answer,) in answers] == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("text", ["adakv(snapkv(window=4), keep=9, every=4)", "second_pass(keep=9)"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_model_says_the_same(text: str) -> None:
+    """No backend makes code of keepset's part."""
+    (ids, mask), model = padded_prompt([0, 7], 20), tiny("llama_shallow")
+    expected = generate(model, ids, plain := keepset.Cache(model, text), mask, max_new_tokens=8)
+    compiled, graphs = copy.deepcopy(model), []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled.compile(backend=backend)
+    output = generate(compiled, ids, cache := keepset.Cache(compiled, text), mask, max_new_tokens=8)
+    torch._dynamo.reset()
+    assert graphs and any("linear" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert cache.keep_set.iou(plain.keep_set).eq(1).all() and cache.nbytes == plain.nbytes
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.methods.hash_random import normal, stream
-from tests.hf.models import full, generate, oracle_gap, padded_prompt, prompt, same_keep_set, tiny
+from tests.hf.models import full, generate, hidden_states, oracle_gap, padded_prompt, prompt, same_keep_set, tiny
 
 LENGTH, PADDING, NEW = 40, [0, 7, 13], 6
 RECIPE = "gvote(p_nuc=0.6, samples=3, future=16)"
@@ -31,18 +31,13 @@ def compressed(architecture: str, text: str, ids: Tensor, mask: Tensor | None = 
 
 
 @of_models
-def test_what_it_drops_is_as_if_masked(architecture: str) -> None:
+def test_what_it_drops_is_as_if_masked_and_all_attention_changes_nothing(architecture: str) -> None:
     ids, mask = padded_prompt(PADDING, LENGTH)
     cache, output = compressed(architecture, RECIPE, ids, mask)
     assert oracle_gap(tiny(architecture), cache, output, mask) < 5e-5
     counts, lengths = cache.keep_set.counts, torch.tensor([LENGTH - pad for pad in PADDING])
     assert (counts >= 1).all() and (counts <= lengths[:, None]).all() and (counts < lengths[:, None]).any()
     assert cache.keep_set.layout == ("head-ragged" if counts.shape[-1] > 1 else "layer-ragged")
-
-
-@of_models
-def test_all_attention_changes_nothing(architecture: str) -> None:
-    ids, mask = padded_prompt(PADDING, LENGTH)
     _, output = compressed(architecture, "gvote(p_nuc=1.0)", ids, mask)
     assert torch.equal(output.sequences, full(tiny(architecture), ids, mask, max_new_tokens=NEW).sequences)
 
@@ -73,16 +68,9 @@ def algorithm_1(architecture: str, ids: Tensor) -> dict[int, list[list[int]]]:
     """From the model's own modules, with p_nuc=0.6, 3 samples, 16 future positions and 4 sinks."""
     model = tiny(architecture)
     model.set_attn_implementation("eager")
-    entering: dict[int, Tensor] = {}
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        entering[module.layer_idx] = kwargs["hidden_states"][0]
-
-    hooks = [layer.self_attn.register_forward_pre_hook(note, with_kwargs=True) for layer in model.model.layers]
     cache = DynamicCache(config=model.config)
-    attentions = model(ids, output_attentions=True, past_key_values=cache).attentions
-    for hook in hooks:
-        hook.remove()
+    with hidden_states(model) as entering:
+        attentions = model(ids, output_attentions=True, past_key_values=cache).attentions
     length = ids.shape[1]
     cos, sin = model.model.rotary_emb(ids.float(), torch.arange(length, length + 16)[None])
     rotate = importlib.import_module(type(model).__module__).apply_rotary_pos_emb
@@ -140,8 +128,3 @@ def test_a_cap_and_what_always_stays() -> None:
                 always = {0, 1, last - 2, last - 1, last}
                 assert always <= set(after) <= always | set(before)
                 assert len(after) == min(9, len(always | set(before)))
-
-
-def test_while_decoding_it_is_refused() -> None:
-    with pytest.raises(keepset.KeepsetError, match="looks at moments over the whole prompt"):
-        keepset.Cache(tiny("llama"), "gvote(every=8)")

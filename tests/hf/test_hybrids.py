@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 import keepset
 from tests.hf.models import HYBRIDS, full, generate, oracle_gap, padded_prompt, prompt, tiny
-from tests.hf.test_refusals import random_model, refusal
 
 LENGTH = 30
 by_model = pytest.mark.parametrize("architecture", [*HYBRIDS, "lfm2"])
@@ -98,35 +95,3 @@ def test_bytes_of_states_are_counted() -> None:
     states = [each for layer in past.layers for each in (layer.conv_states[0], layer.recurrent_states[0])]
     entries = sum(layer.store.nbytes for layer in past.kept_layers.values())
     assert past.nbytes == entries + sum(state.nbytes for state in states)
-
-
-def test_contexts_with_states_are_not_saved(tmp_path: Path) -> None:
-    model = tiny("falcon_h1")
-    past = keepset.Cache(model, "knorm(keep=12)")
-    generate(model, prompt(1, LENGTH), past, max_new_tokens=1)
-    with refusal("saves only those with nothing but keys and values"):
-        past.save(tmp_path / "context")
-
-
-@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba"])
-def test_models_without_attention(kind: str) -> None:
-    model = random_model(kind, num_attention_heads=None, num_key_value_heads=None, head_dim=None)
-    with refusal("no layer that caches the whole text, .* so keepset has nothing to compress"):
-        keepset.Cache(model, "knorm(keep=12)")
-
-
-def test_models_of_states_and_windows() -> None:
-    model = random_model("recurrent_gemma", attention_window_size=16, lru_width=64, num_hidden_layers=3)
-    with pytest.warns(
-        UserWarning, match="only sliding windows or states of a fixed size, so keepset compresses nothing"
-    ):
-        past = keepset.Cache(model, "knorm(keep=12)")
-    with refusal("only sliding windows or states of a fixed size"):
-        past.require_prompt()
-
-
-def test_no_warning_where_something_is_compressed() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for architecture in HYBRIDS:
-            keepset.Cache(tiny(architecture), "knorm(keep=12)")

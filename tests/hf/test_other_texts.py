@@ -14,8 +14,7 @@ from transformers import pipeline
 
 import keepset
 from tests.cli.conftest import tiny_model
-from tests.hf.models import full, generate, padded_prompt, prompt, tiny
-from tests.hf.test_refusals import refusal
+from tests.hf.models import full, generate, padded_prompt, prompt, refusal, tiny
 from tests.tiers import TYPECHECK
 
 LENGTH = 30
@@ -98,18 +97,6 @@ def test_rows_that_moved() -> None:
     with refusal(REFUSED):
         generate(model, answer, cache, max_new_tokens=2)
     generate(model, answer.flip(0), cache, max_new_tokens=2)
-
-
-@torch.no_grad()
-def test_two_questions_about_a_text_that_was_read_before() -> None:
-    model, ids = tiny("llama"), prompt(1, LENGTH)
-    cache = keepset.Cache(model, "knorm(keep=12)")
-    model(ids, past_key_values=cache)
-    for seed in (1, 2):
-        generate(model, more(ids, 6, seed), cache.fork(), max_new_tokens=2)
-    generate(model, more(ids, 6, 1), cache, max_new_tokens=2)
-    with refusal(REFUSED):
-        generate(model, more(ids, 12, 2), cache, max_new_tokens=2)
 
 
 def test_a_saved_text_is_known_by_its_digest(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import keepset
 from keepset.core.features.runtime_features import OutputProjection
-from keepset.hf.projection import output_projection
+from keepset.hf.model_support import output_projection
 from tests.hf.models import ARCHITECTURES, generate, prompt, tiny
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,18 +10,15 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset.core.feature import Needs
-from keepset.core.features.attention import AttentionColumns
-from keepset.core.features.moments import QueryMoments
-from keepset.core.features.runtime_features import RecentQueries
-from keepset.core.features.window import WindowAttention
-from keepset.hf.prompt_session import PromptSession, needs_of
-from keepset.kernels.columns import ColumnStatistic
-from tests.hf.models import padded_prompt, prompt, recipe, same_keep_set, tiny
+from keepset.hf.prompt_session import PromptSession
+from tests.hf.models import padded_or_not, padded_prompt, prompt, recipe, same_keep_set, tiny
 
 LENGTH = 60
 RECIPES = [
-    *(keepset.Recipe.parse(recipe(method, keep)) for method in keepset.METHODS for keep in (15, 0.4)),
+    *(
+        keepset.Recipe.parse(recipe(method, keep))
+        for method, keep in zip(keepset.METHODS, itertools.cycle((15, 0.4)), strict=False)
+    ),
     keepset.Recipe.parse("adakv(expected_attention(future=16), keep=15)"),
     keepset.Recipe.parse("pyramid(h2o, keep=15)"),
 ]
@@ -57,15 +55,6 @@ def test_a_recipe_leaves_the_prompt_as_it_was() -> None:
     assert all(map(torch.equal, once, again))
 
 
-def test_needs_of_all_serve_each() -> None:
-    recipes = keepset.Recipe.parse_list("tova, snapkv(window=8), h2o, expected_attention(skip=4), knorm")
-    needs = needs_of(recipes)
-    assert needs == Needs(RecentQueries(1), WindowAttention(8), AttentionColumns(ColumnStatistic.SUM), QueryMoments(4))
-    assert (needs.window, needs.newest) == (8, 1)
-    assert needs.buffer == 256
-    assert needs_of([]) == Needs()
-
-
 # --- copies
 
 
@@ -91,7 +80,7 @@ def appended(architecture: str, cache: keepset.Cache, ids: Tensor, mask: Tensor)
 @pytest.mark.parametrize(
     "text", ["snapkv(window=5, keep=12)", "pyramid(snapkv(window=4), keep=12)", "adakv(expected_attention, keep=12)"]
 )
-@pytest.mark.parametrize("padding", [[0, 0], [0, 7]], ids=["whole", "padded"])
+@padded_or_not
 def test_copies_do_not_see_each_other(architecture: str, text: str, padding: list[int]) -> None:
     ids, mask = padded_prompt(padding, 40)
     # More tokens than a sliding window of the tiny models holds.

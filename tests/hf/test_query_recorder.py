@@ -20,8 +20,7 @@ from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.traits import Traits
 from keepset.kernels.group_reduction import GroupReduction
-from tests.hf.models import extended, feed, padded_prompt, prompt, tiny
-from tests.hf.test_refusals import refusal
+from tests.hf.models import extended, feed, padded_prompt, prompt, refusal, tiny
 
 
 @dataclass(frozen=True)

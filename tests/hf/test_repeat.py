@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoTokenizer
+from transformers import AutoTokenizer
 
 import keepset
 from keepset import Observation, models
-from keepset.hf.repeat import Repeat
+from keepset.hf.second_pass import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
-from tests.hf.models import generate, left_padded, padded_prompt, prompt, tiny, tokenizer
+from tests.hf.models import PLAIN, generate, left_padded, padded_or_not, prompt, refusal, tiny, tokenizer
 from tests.methods.naive import softmax
 
 LENGTH, PADDING = 36, [0, 7]
@@ -25,25 +26,6 @@ WHOLE = "\n\nRepeat the previous context exactly."
 PART = "\n\nRepeat the part of the previous context exactly, starting with "
 TURN, OPENING = ".A:", "U:"
 """Of the tiny models' chat template."""
-
-watched: dict[int, tuple[Tensor, Tensor, float]] = {}
-"""Queries, keys and scaling of every layer of the newest forward."""
-
-
-def _watching(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Plain causal attention, in a sliding window where there is one, that remembers what it looked at."""
-    group, n = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    watched[module.layer_idx] = query[0].double(), key[0].double(), scaling
-    at = torch.arange(n)
-    distance = at[:, None] - at
-    visible = (distance >= 0) & (distance < (kwargs.get("sliding_window") or n))
-    weights = (query @ key.transpose(-1, -2) * scaling).masked_fill(~visible, float("-inf")).softmax(-1)
-    return (weights @ value).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("watching", _watching)
 
 
 def letters(model: Any, text: str) -> list[int]:
@@ -66,14 +48,15 @@ def received(
 ) -> dict[int, list[dict[int, list[float]]]]:
     """All that each entry receives, by layer and query head."""
     plain = copy.deepcopy(model)
-    plain.set_attn_implementation("watching")
+    plain.set_attn_implementation("plain")
     told: dict[int, list[dict[int, list[float]]]] = {}
     for tokens, entries in passes(model, context, chunk, opening, turn):
-        watched.clear()
+        PLAIN.clear()
         plain(torch.tensor([context + tokens]), use_cache=False)
         first = range(opening or min(4, entries.start))
-        for layer, (queries, keys, scaling) in watched.items():
-            logits = (queries @ keys.transpose(1, 2) * scaling).tolist()
+        for layer, (queries, keys, scaling) in PLAIN.items():
+            every = keys.repeat_interleave(len(queries) // len(keys), 0).double()
+            logits = (queries.double() @ every.transpose(1, 2) * scaling).tolist()
             heads = told.setdefault(layer, [{} for _ in logits])
             for head, rows in zip(heads, logits, strict=True):
                 for at in range(len(context), len(context) + len(tokens)):
@@ -115,19 +98,18 @@ def check(model: Any, recipe: str, ids: Tensor, padding: list[int], chunk: int, 
 @pytest.mark.full
 @pytest.mark.cross
 @pytest.mark.parametrize("chunk", [5, 12, 30, 100])
-@pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
+@padded_or_not
 def test_scores_of_chunks(chunk: int, padding: list[int]) -> None:
     check(tiny("llama"), f"kvzip(chunk={chunk}, keep=9)", prompt(2, LENGTH), padding, chunk)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("architecture", ["llama_mha", "llama_mqa", "llama_odd_head", "qwen3", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["bfloat16", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama_mha", "llama_mqa", "gemma3"))],
+)
 def test_scores_of_architectures(architecture: str) -> None:
-    check(tiny(architecture), "kvzip(chunk=20, keep=9)", prompt(2, LENGTH), PADDING, 20)
-
-
-def test_scores_in_bfloat16() -> None:
-    check(copy.deepcopy(tiny("llama")).bfloat16(), "kvzip(chunk=20, keep=9)", prompt(2, LENGTH), PADDING, 20)
+    model = copy.deepcopy(tiny("llama")).bfloat16() if architecture == "bfloat16" else tiny(architecture)
+    check(model, "kvzip(chunk=20, keep=9)", prompt(2, LENGTH), PADDING, 20)
 
 
 @pytest.mark.parametrize("length", [1, 2, 20])
@@ -143,15 +125,9 @@ def test_a_chat_templates_opening_is_no_part_of_the_context_and_stays() -> None:
     for chunk in (12, 100):
         check(model, f"kvzip(chunk={chunk}, sinks=0, keep=4)", ids, [0, 0], chunk, opening=len(opening))
     _, cache = observed(model, "kvzip(sinks=0, keep=4)", ids, [0, 0])
-    for layer in cache.keep_set.layers:
-        for request in range(2):
-            for head in range(2):
-                assert cache.keep_set.positions(layer, request, head)[: len(opening)].tolist() == [0, 1]
-
-
-def test_a_prompt_of_nothing_but_the_opening_is_repeated() -> None:
-    opening = torch.tensor([letters(tiny("llama"), OPENING)])
-    check(tiny("llama"), "kvzip(keep=1.0)", opening, [0], 2)
+    for layer, request, head in itertools.product(range(2), repeat=3):
+        assert cache.keep_set.positions(layer, request, head)[: len(opening)].tolist() == [0, 1]
+    check(model, "kvzip(keep=1.0)", torch.tensor([opening]), [0], 2)  # which is repeated if nothing follows it
 
 
 def test_without_a_chat_template_the_turn_is_said_in_words() -> None:
@@ -192,7 +168,7 @@ def test_other_statistics(statistic: str) -> None:
                 torch.testing.assert_close(float(scores[head, entry]), expected, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("padding", [[0, 0], PADDING], ids=["whole", "padded"])
+@padded_or_not
 def test_the_best_of_all_heads_and_layers_stay(padding: list[int]) -> None:
     model, ids = tiny("llama"), prompt(2, LENGTH)
     _, cache = observed(model, "kvzip(chunk=20, sinks=0, keep=0.3)", ids, padding)
@@ -208,45 +184,29 @@ def test_the_best_of_all_heads_and_layers_stay(padding: list[int]) -> None:
         best = sorted(scores, key=scores.__getitem__, reverse=True)
         wanted = int(0.3 * 4 * (LENGTH - pad))
         assert scores[best[wanted - 1]] - scores[best[wanted]] > 1e-6
-        kept = {
-            (layer, head, entry)
-            for layer in range(2)
-            for head in range(2)
-            for entry in cache.keep_set.positions(layer, request, head).tolist()
-        }
-        assert kept == set(best[:wanted])
-
-
-def test_uniform_heads_keep_the_same_number_each() -> None:
-    model, ids = tiny("llama"), prompt(1, LENGTH)
-    found, cache = observed(model, "kvzip(uniform=True, sinks=0, keep=9)", ids, [0])
+        kept = cache.keep_set
+        pairs = itertools.product(range(2), repeat=2)
+        assert {(*at, p) for at in pairs for p in kept.positions(at[0], request, at[1]).tolist()} == set(best[:wanted])
+    found, cache = observed(model, "kvzip(uniform=True, sinks=0, keep=9)", ids, padding)
     for layer, observation in found.items():
         for head, row in enumerate(cache.recipe.method.score(observation)[0].tolist()):
-            best = sorted(sorted(range(LENGTH), key=lambda entry: -row[entry])[:9])
-            assert cache.keep_set.positions(layer, 0, head).tolist() == best
-
-
-def test_the_model_goes_on_as_if_nothing_had_run() -> None:
-    model, (ids, mask) = tiny("llama"), padded_prompt(PADDING, LENGTH)
-    ours = generate(model, ids, keepset.Cache(model, "kvzip(chunk=10, keep=1.0)"), mask, max_new_tokens=6)
-    plain = copy.deepcopy(model)
-    plain.set_attn_implementation("sdpa")
-    assert torch.equal(ours.sequences, generate(plain, ids, None, mask, max_new_tokens=6).sequences)
+            alike = sorted(sorted(range(LENGTH), key=lambda entry, row=row: -row[entry])[:9])
+            assert cache.keep_set.positions(layer, 0, head).tolist() == alike
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     model, ids = copy.deepcopy(tiny("llama")), prompt(2, LENGTH)
-    with pytest.raises(keepset.KeepsetError, match="leave task_tokens out"):
+    with refusal("leave task_tokens out"):
         keepset.Cache(model, "kvzip(keep=9)", task_tokens=ids)
-    with pytest.raises(keepset.KeepsetError, match="give token ids"), torch.no_grad():
+    with refusal("give token ids"), torch.no_grad():
         embeds = model.get_input_embeddings()(ids)
         model(inputs_embeds=embeds, past_key_values=keepset.Cache(model, "kvzip(keep=9)"), use_cache=True)
     for name in (str(tmp_path), ""):
         model.config.name_or_path = name
-        with pytest.raises(keepset.KeepsetError, match="has none: load the model from a folder"):
+        with refusal("has none: load the model from a folder"):
             keepset.Cache(model, "kvzip(keep=9)")
     model.config.name_or_path = str(models.embedded_folder())
-    with pytest.raises(keepset.KeepsetError, match="give the model its own"):
+    with refusal("give the model its own"):
         keepset.Cache(model, "kvzip(keep=9)")
 
 

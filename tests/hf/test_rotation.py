@@ -15,8 +15,8 @@ import keepset
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.core.features.moments import QueryMoments
 from keepset.core.observation import Observation
-from tests.hf.models import generate, oracle_gap, prompt, rotated, tiny
-from tests.hf.test_refusals import random_model, refusal
+from tests.hf.models import generate, hidden_states, oracle_gap, prompt, refusal, rotated, tiny
+from tests.hf.test_refusals import random_model
 
 LENGTH = 30
 RECIPES = {
@@ -100,22 +100,15 @@ NEXT = 5 + 1 + 6 + 1 + 9
 
 @torch.no_grad()
 def test_the_prompts_queries_come_again_after_an_image() -> None:
-    model, inputs, hidden, seen = seeing_model(), with_image(), {}, {}
+    model, inputs, seen = seeing_model(), with_image(), {}
     length, decoder = inputs["input_ids"].shape[1], model.model.language_model
 
     def observe(observation: Observation, budget: Any, keep_set: Any) -> None:
         seen[observation.layer] = observation
 
     model.set_attn_implementation("sdpa")
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: hidden.update({module.layer_idx: kwargs["hidden_states"][0]}), with_kwargs=True
-        )
-        for layer in decoder.layers
-    ]
-    full = model(**inputs, use_cache=True).past_key_values
-    for hook in hooks:
-        hook.remove()
+    with hidden_states(decoder) as hidden:
+        full = model(**inputs, use_cache=True).past_key_values
     for recipe in ("prompt_queries(stride=1, second_pass=False, keep=12)", "expected_attention(skip=0, keep=12)"):
         model(**inputs, past_key_values=keepset.Cache(model, recipe, observer=observe))
         for index, layer in enumerate(decoder.layers):

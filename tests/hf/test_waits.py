@@ -70,11 +70,7 @@ def test_waits_and_launches(
 
 
 def more_waits(method: str, layers: int, requests: int) -> int:
-    """For what else an event waits at a prompt's end, beside once for the counts of all layers.
-
-    KVzip looks for the chat template's opening in each prompt. How much GVote keeps is what it finds out, and until the
-    host knows that, nothing is stored: to wait for the last layer would hold the whole prompt's entries.
-    """
+    """For what else an event waits at a prompt's end, beside once for the counts of all layers."""
     return {"kvzip": requests, "gvote": layers - 1}.get(method, 0)
 
 
@@ -124,10 +120,7 @@ def test_an_event_waits_once_for_all_layers(
 def test_a_padded_prompt_is_looked_at_once(
     triton_interpreted: None, method: str, usual: tuple[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For all layers, beside what transformers' own mask asks of it; what its event waits for is that of any prompt.
-
-    A second pass looks for each request's tokens besides.
-    """
+    """For all layers, beside what transformers' own mask asks of it; what its event waits for is that of any prompt."""
     (model, _), (ids, mask) = usual, padded_prompt([0, 7], LENGTH)
     waits = []
     with Gpu(monkeypatch) as gpu, torch.no_grad():

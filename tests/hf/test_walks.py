@@ -1,33 +1,42 @@
-"""Random walks over what a cache can do; `python -m tests.hf.walks` goes on for as long as one likes."""
+"""Random walks over what a cache can do; `python -m tests.hf.test_walks --minutes 60 --seed 1` goes on by hand."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
-from tests.hf.walks.walk import Counts, Walk
+import tests.hf.walks.reference  # noqa: F401
+from tests.hf.walks.walk import Walk
+from tests.proof import by_hand, take_steps
 
 
-def walk(seed: int, numbers: range) -> Counts:
-    """So many walks; what goes wrong says how to see it again."""
-    counts = Counts()
-    for number in numbers:
-        walked = Walk(seed, number, counts)
+def walked(seed: int, steps: range, minutes: float | None = None, show: bool = False) -> Counter[str]:
+    """Take so many walks; what goes wrong says how to see it again."""
+    counts = Counter[str]()
+
+    def step(drawn_by: str) -> None:
+        walk = Walk(drawn_by, counts)
         try:
-            walked.run()
+            walk.run()
         except Exception as error:
-            error.add_note(f"python -m tests.hf.walks --seed {seed} --walk {number}\n{walked.plan}")
-            error.add_note("\n".join(walked.trace))
-            raise
+            raise AssertionError("\n".join([repr(error), str(walk.plan), *walk.trace])) from error
+
+    take_steps(step, counts, seed, steps, minutes, show)
     return counts
 
 
 def test_a_few_walks() -> None:
-    counts = walk(1, range(9, 13))
-    assert counts.forwards > 20
+    assert walked(1, range(9, 13))["forwards"] > 20
 
 
 @pytest.mark.full
 def test_many_walks() -> None:
-    counts = walk(2, range(150))
-    assert len(counts.architectures) >= 20 and len(counts.operations) >= 11
-    assert counts.events > 100 and counts.replays > 30 and counts.ties <= 3
+    counts = walked(2, range(150))
+    assert len([name for name in counts if name.startswith("model ")]) >= 20
+    assert len([name for name in counts if name.startswith("operation ")]) >= 11
+    assert counts["events"] > 100 and counts["replays"] > 30 and counts["ties"] <= 3
+
+
+if __name__ == "__main__":
+    by_hand(lambda seed, steps, minutes: walked(seed, steps, minutes, show=True))

@@ -15,7 +15,7 @@ from keepset.bench.tune.halving import LEAST, Halving, TunedRecipe
 from keepset.bench.tune.measure import Measurer
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
-from keepset.hf.model_artifacts import head_dim_of
+from keepset.hf.model_support import head_dim_of
 from keepset.recipe import Recipe, in_full
 
 

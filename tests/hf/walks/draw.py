@@ -27,7 +27,7 @@ _SCORERS = (
     *("streaming_llm", "random", "knorm", "keydiff", "lagkv", "tova", "snapkv", "rpc", "r_kv", "h2o"),
     *("expected_attention", "prompt_queries", "qfilter", "triattention", "second_pass"),
 )
-_WHOLE = ("duo_attention", "gvote", "kvcompose", "kvzip", "glance", "reread", "compilerkv")
+WHOLE = ("duo_attention", "gvote", "kvcompose", "kvzip", "glance", "reread", "compilerkv")
 """Those that say themselves how much every head keeps."""
 _ALLOCATORS = (
     *("uniform", "pyramid", "chunkkv", "adakv", "ams", "criticalkv", "zigzag", "dynamic", "composite", "pool"),
@@ -36,18 +36,7 @@ _ALLOCATORS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a walk is drawn to be about.
-
-    Attributes:
-        architecture: of `tests.hf.models`.
-        half: whether the model is in bfloat16.
-        recipe: its text.
-        prompt: tokens of the prompt, padding included.
-        padding: at the left of each request's prompt.
-        in_chunks: whether the cache is told the prompt's length, which may then come in chunks.
-        history: whether the cache remembers what every event has kept.
-        task: tokens of a question, for recipes that take one.
-    """
+    """What a walk is drawn to be about."""
 
     architecture: str
     half: bool
@@ -120,7 +109,7 @@ def _recipe(draw: Random) -> keepset.Recipe:
 
 def _method(draw: Random) -> str:
     if draw.random() < 0.2:
-        return _scorer(draw, draw.choice(_WHOLE))
+        return _scorer(draw, draw.choice(WHOLE))
     text = _scorer(draw, draw.choice(_SCORERS))
     for _ in range(draw.choice([0, 0, 1, 1, 2])):
         text = _allocator(draw, draw.choice(_ALLOCATORS), text)

@@ -30,15 +30,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Row:
-    """One request. Nothing of it is ever written into, so copies share it.
-
-    Attributes:
-        tokens: the ids of its own tokens, without padding.
-        columns: where these stand in the batch.
-        layers: by index; none before the first token.
-        rounded: whether new tokens are stored in 8 bits.
-        events: columns at which there were events, and the positions that each layer's heads kept.
-    """
+    """One request. Nothing of it is ever written into, so copies share it."""
 
     tokens: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
@@ -102,18 +94,7 @@ def reference_model(name: str, half: bool) -> Any:
 def feed(
     model: Any, row: Row, tokens: list[int], columns: list[int], stored: dict[int, Any] | None = None
 ) -> tuple[Row, Tensor, bool]:
-    """Run a request's next tokens.
-
-    Args:
-        model: of `reference_model`.
-        row: the request before them.
-        tokens, columns: their ids, and where they stand in the batch.
-        stored: of recipes that round tokens as they come, for each compressed layer and head, what the cache has stored
-            at each position.
-
-    Returns:
-        The request after them, logits `[tokens, vocabulary]`, and whether it had to round numbers itself.
-    """
+    """Run a request's next tokens."""
     _Now.forward = forward = _Forward(row, columns, stored or {})
     start = len(row.tokens)
     positions = torch.arange(start, start + len(tokens))[None]

@@ -61,13 +61,6 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> str:
     return ""
 
 
-def nbytes(cache: keepset.Cache) -> int:
-    """Bytes of all storages that can be reached, but for the log of events and the count of tokens."""
-    storages: dict[int, int] = {}
-    _storages(cache, storages, set())
-    return sum(storages.values())
-
-
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     a, b = (x.contiguous().view(torch.uint8) if x.numel() and x.ndim else x for x in (a, b))
     return torch.equal(a, b)
@@ -112,22 +105,3 @@ def _parts(thing: Any) -> dict[str, Any]:
 
 def _named(columns: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f".{name}": column for name, column in columns.items()}
-
-
-def _storages(thing: Any, found: dict[int, int], seen: set[int]) -> None:
-    if id(thing) in seen or isinstance(thing, type | torch.nn.Module):
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        storage = thing.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
-        return
-    parts = list(thing.values()) if isinstance(thing, dict) else list(thing) if isinstance(thing, list | tuple) else []
-    if hasattr(thing, "__dict__"):
-        parts += [
-            part
-            for name, part in vars(thing).items()
-            if name not in ("events", "progress", "_from_files", "_second", "recipe")
-        ]
-    for part in parts:
-        _storages(part, found, seen)

@@ -19,11 +19,11 @@ import keepset
 from keepset.core.method import Allocator
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.batch import can_go_together, go_together
-from keepset.hf.event import Event
-from tests.hf.models import GREEDY
-from tests.hf.walks.draw import Plan, plan
+from keepset.hf.observed_cache import Event
+from tests.hf.models import GREEDY, allocated
+from tests.hf.walks.draw import WHOLE, Plan, plan
 from tests.hf.walks.reference import Row, feed, reference_model, round_to_8_bits
-from tests.hf.walks.state import difference, nbytes, saved_state, state
+from tests.hf.walks.state import difference, saved_state, state
 
 _TRUE_WARNINGS = {
     "keepset compresses nothing": lambda cache: not cache.kept_layers,
@@ -34,22 +34,7 @@ _TRUE_WARNINGS = {
 
 _EXACT = ("match", "int8", "uniform", "criticalkv")
 """Allocators under which every head keeps what the budget says."""
-
-
-@dataclass
-class Counts:
-    """What walks have done, added up."""
-
-    walks: int = 0
-    forwards: int = 0
-    events: int = 0
-    replays: int = 0
-    ties: int = 0
-    gap: float = 0.0
-    operations: Counter[str] = field(default_factory=Counter)
-    refusals: Counter[str] = field(default_factory=Counter)
-    architectures: Counter[str] = field(default_factory=Counter)
-    messages: Counter[str] = field(default_factory=Counter)
+_INEXACT = {"zigzag", "dynamic", *WHOLE}
 
 
 class WalkError(AssertionError):
@@ -58,18 +43,7 @@ class WalkError(AssertionError):
 
 @dataclass
 class Branch:
-    """A cache and what the reference knows of it.
-
-    Attributes:
-        cache: under test.
-        rows: its requests.
-        ids, valid: all columns so far, `[rows, columns]`, and which of them are no padding.
-        ends: where each forward ended.
-        prompt: the prompt's length, as soon as it is settled.
-        told: whether the cache was told that.
-        events: how many there were.
-        idle: its state after the newest operation on it.
-    """
+    """A cache and what the reference knows of it."""
 
     cache: keepset.Cache
     rows: list[Row]
@@ -93,15 +67,10 @@ class Branch:
 
 
 class Walk:
-    """One walk.
+    """One walk, which a text draws."""
 
-    Args:
-        seed, number: of the walk; both together draw it.
-        counts: where it is added to.
-    """
-
-    def __init__(self, seed: int, number: int, counts: Counts) -> None:
-        self.draw = Random(f"{seed} {number}")
+    def __init__(self, seed: str, counts: Counter[str]) -> None:
+        self.draw = Random(seed)
         self.tokens = torch.Generator().manual_seed(self.draw.getrandbits(32))
         self.plan: Plan = plan(self.draw)
         self.counts = counts
@@ -118,8 +87,8 @@ class Walk:
         for warning in told:
             if "keepset" in str(warning.filename) and "tests" not in str(warning.filename):
                 self._check_warning(str(warning.message))
-        self.counts.walks += 1
-        self.counts.architectures[self.plan.architecture] += 1
+        self.counts["walks"] += 1
+        self.counts[f"model {self.plan.architecture}"] += 1
 
     def _run(self) -> None:
         self.model = self.plan.model
@@ -166,7 +135,7 @@ class Walk:
     def _do(self, name: str, branch: Branch, operation: Callable[[Branch], None]) -> None:
         self.trace.append(f"{self.branches.index(branch)}: {name}")
         operation(branch)
-        self.counts.operations[name] += 1
+        self.counts[f"operation {name}"] += 1
         for number, each in enumerate(self.branches):
             now = state(each.cache)
             if each.idle and each is not branch and (where := difference(each.idle, now)):
@@ -336,9 +305,9 @@ class Walk:
         loaded.history = self.plan.history
         if where := difference(saved_state(branch.cache), saved_state(loaded)):
             raise WalkError(f"what is loaded differs: {where}")
-        if nbytes(loaded) != loaded.nbytes:
+        if allocated(loaded) != loaded.nbytes:
             raise WalkError(
-                f"{loaded.nbytes} bytes are reported of what was loaded, and {nbytes(loaded)} are allocated"
+                f"{loaded.nbytes} bytes are reported of what was loaded, and {allocated(loaded)} are allocated"
             )
         twin = replace(branch, cache=loaded, rows=list(branch.rows), ends=list(branch.ends), idle={})
         twin.events = len(loaded.events)
@@ -377,7 +346,7 @@ class Walk:
         self._note(f"{n} tokens of {len(alone)}")
         ids = self._ids(len(alone), n, torch.ones(len(alone), n, dtype=torch.bool))
         logits, errors = go_together(self.model, [each.cache for each in alone], ids)
-        self.counts.forwards += 1
+        self.counts["forwards"] += 1
         if errors:
             raise next(iter(errors.values()))
         for row, each in enumerate(alone):
@@ -391,32 +360,20 @@ class Walk:
         if not branch.columns or not self.kept:
             return
         rows, columns = len(branch.rows), branch.columns
-        kinds = ["too many rows", "a short mask", "positions again"]
-        kind = self.draw.choice(kinds)
+        kind = self.draw.choice(["too many rows", "a short mask", "positions again"])
         self._note(kind)
         if self.windowed and kind == "positions again":
             return self._note("is noticed by the first layer without a window, too late for those before it")
-        n = 2
-        if kind == "too many rows":
-            ids, mask, words = self._ids(rows + 1, n, None), torch.ones(rows + 1, columns + n), "requests"
-            positions = torch.arange(columns, columns + n).expand(rows + 1, -1)
-        elif kind == "a short mask":
-            ids, mask, words = self._ids(rows, n, None), torch.ones(rows, n), "attention mask covers"
-            positions = torch.arange(columns, columns + n).expand(rows, -1)
-            if columns == 0:
-                return
-        else:
-            ids, mask, words = self._ids(rows, n, None), torch.ones(rows, columns + n), "repeats positions"
-            positions = torch.arange(n).expand(rows, -1)
-        self._refusal(
-            kind,
-            branch,
-            lambda: self.model(
-                ids, attention_mask=mask.long(), position_ids=positions, past_key_values=branch.cache, use_cache=True
-            ),
-            words,
-        )
-        return None
+        n, rows = 2, rows + (kind == "too many rows")
+        first, covered, words = {
+            "too many rows": (columns, columns + n, "requests"),
+            "a short mask": (columns, n, "attention mask covers"),
+            "positions again": (0, columns + n, "repeats positions"),
+        }[kind]
+        ids, positions = self._ids(rows, n, None), torch.arange(first, first + n).expand(rows, -1)
+        inputs = dict(position_ids=positions, past_key_values=branch.cache, use_cache=True)
+        mask = torch.ones(rows, covered, dtype=torch.long)
+        return self._refusal(kind, branch, lambda: self.model(ids, attention_mask=mask, **inputs), words)
 
     # --- parts of operations
 
@@ -476,7 +433,7 @@ class Walk:
             options = {"attention_mask": valid.long(), "position_ids": positions[:, -ids.shape[1] :]}
         self._note(f"[{ids.shape[1]}{'' if mask.all() else ' ' + str(mask.long().tolist())}]")
         output = self.model(ids, past_key_values=branch.cache, use_cache=True, **options)
-        self.counts.forwards += 1
+        self.counts["forwards"] += 1
         self._follow(branch, ids, mask, output.logits)
         self._check(branch)
 
@@ -501,7 +458,7 @@ class Walk:
         for step in range(more - 1):
             token = said[:, step : step + 1]
             self._follow(branch, token, torch.ones_like(token).bool(), logits[:, step + 1 : step + 2])
-        self.counts.forwards += len(chunks) + more - 1
+        self.counts["forwards"] += len(chunks) + more - 1
         self._check(branch)
 
     def _attempt(self, kind: str, branch: Branch, call: Callable[[], Any], words: str) -> bool:
@@ -524,8 +481,7 @@ class Walk:
             raise WalkError(f"{kind} was not refused")
 
     def _refused(self, kind: str, error: KeepsetError) -> None:
-        self.counts.refusals[kind] += 1
-        self.counts.messages[f"{kind}: {str(error)[:90]}"] += 1
+        self.counts[f"refused {kind}: {str(error)[:90]}"] += 1
         if self.trace:
             self._note("(refused)")
 
@@ -558,7 +514,7 @@ class Walk:
         branch.ids, branch.valid = torch.cat([branch.ids, ids], 1), torch.cat([branch.valid, mask], 1)
         branch.ends.append(end)
         branch.events += len(points)
-        self.counts.events += len(points)
+        self.counts["events"] += len(points)
         if logits is not None:
             for r in range(len(branch.rows)):
                 there = mask[r, -logits.shape[1] :]
@@ -572,8 +528,6 @@ class Walk:
         size = float(expected.abs().max())
         gap = float((logits - expected).abs().max())
         bound = 0.1 * size if self.plan.half or guessed else 1e-4 + 1e-4 * size
-        if not (self.plan.half or guessed):
-            self.counts.gap = max(self.counts.gap, gap / max(size, 1.0))
         if gap > bound:
             raise WalkError(f"logits of up to {size:.2f} differ by {gap:.6f}")
 
@@ -648,14 +602,15 @@ class Walk:
         if not bool(((own - stored).abs() <= 0.51 * step + 1e-4).all()):
             raise WalkError("what is stored in 8 bits is not the nearest number")
 
-    def _check_always(self, row: Row, until: int, index: int, head: int, positions: Tensor, branch: Branch) -> None:
-        budget, there = self.recipe.budget, set(positions.tolist())
-        always = set(range(min(budget.sinks, until))) | set(range(max(0, until - budget.recent), until))
+    def _always(self, row: Row, until: int, branch: Branch) -> set[int]:
+        budget = self.recipe.budget
+        always = {*range(min(budget.sinks, until)), *range(max(0, until - budget.recent), until)}
         for first, end in budget.protect:
-            always |= set(range(min(first, until), min(end, until)))
-        if budget.protect_prompt:
-            always |= set(range(row.before(branch.prompt or 0)))
-        if missing := always - there:
+            always |= {*range(min(first, until), min(end, until))}
+        return always | {*range(row.before(branch.prompt or 0) if budget.protect_prompt else 0)}
+
+    def _check_always(self, row: Row, until: int, index: int, head: int, positions: Tensor, branch: Branch) -> None:
+        if missing := self._always(row, until, branch) - {*positions.tolist()}:
             raise WalkError(f"layer {index}, head {head} has dropped {sorted(missing)}, which always stay")
 
     def _check_numbers(
@@ -665,12 +620,7 @@ class Walk:
         method, budget = self.recipe.method, self.recipe.budget
         if budget.keep is None:
             return
-        always = len(
-            set(range(min(budget.sinks, until)))
-            | set(range(max(0, until - budget.recent), until))
-            | {p for first, end in budget.protect for p in range(min(first, until), min(end, until))}
-            | set(range(row.before(branch.prompt or 0) if budget.protect_prompt else 0))
-        )
+        always = len(self._always(row, until, branch))
         floor = always if isinstance(budget.keep, float) or budget.protect or budget.protect_prompt else 0
 
         def quota(n: int) -> int:
@@ -679,19 +629,8 @@ class Walk:
 
         foreseen = {index: [quota(n) for n in heads] for index, heads in held.items()}
         steps = [method, *(method.inner() if isinstance(method, Allocator) else ())]
-        inexact = {
-            "gvote",
-            "duo_attention",
-            "zigzag",
-            "dynamic",
-            "kvcompose",
-            "kvzip",
-            "glance",
-            "reread",
-            "compilerkv",
-        }
         names = {step.name for step in steps}
-        plain = all(step.name in _EXACT or step.family == "scorer" for step in steps) and not names & inexact
+        plain = all(step.name in _EXACT or step.family == "scorer" for step in steps) and not names & _INEXACT
         if plain and kept != foreseen:
             raise WalkError(f"{kept} entries stay, and the budget foresees {foreseen}")
 
@@ -710,8 +649,8 @@ class Walk:
         for index, layer in cache.kept_layers.items():
             self._check_layer(branch, index, layer.store)
         collecting = any(layer.prompt is not None for layer in cache.kept_layers.values())
-        if (reported := cache.nbytes) != (allocated := nbytes(cache)) and not collecting:
-            raise WalkError(f"{reported} bytes are reported, and {allocated} are allocated")
+        if (reported := cache.nbytes) != (there := allocated(cache)) and not collecting:
+            raise WalkError(f"{reported} bytes are reported, and {there} are allocated")
         repr(cache)
 
     def _check_layer(self, branch: Branch, index: int, store: Any) -> None:
@@ -757,7 +696,7 @@ class Walk:
                 use_cache=True,
             )
         alone = {event.length + strip: event.keep_set for event in cache.events}
-        self.counts.replays += 1
+        self.counts["replays"] += 1
         for length, kept in branch.rows[r].events:
             if length not in alone:
                 raise WalkError(f"alone there are events at {sorted(alone)}, and not at {length}")
@@ -769,7 +708,7 @@ class Walk:
             if differs > 12:
                 raise WalkError(f"alone the event at {length} keeps {differs // 2} other entries")
             if differs:
-                self.counts.ties += 1
+                self.counts["ties"] += 1
                 return
 
     def _check_warning(self, message: str) -> None:
