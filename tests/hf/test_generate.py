@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeline
 
 import keepset
+from keepset.core.features.runtime_features import Perplexity
 from tests.cli.conftest import tiny_model
+from tests.hf.looking import looking
 from tests.hf.models import (
     LAYOUTS,
     Oracle,
@@ -138,11 +140,10 @@ def test_rows_move_and_tokens_are_taken_back(recipe: str, padding: list[int], ho
     "recipe",
     [
         *(ADAKV, "h2o(keep=12)", "expected_attention(future=16, keep=12)", "snapkv(window=5, keep=12, every=4)"),
-        *("expected_attention(future=8, skip=2, buffer=11, keep=11, every=4)", "compilerkv(window=5, keep=12)"),
+        *("expected_attention(future=8, skip=2, buffer=11, keep=11, every=4)", looking(Perplexity(8))),
     ],
 )
-@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
-def test_reset_makes_a_cache_new(recipe: str) -> None:
+def test_reset_makes_a_cache_new(recipe: Any) -> None:
     model, past, runs = tiny("llama"), keepset.Cache(tiny("llama"), recipe), []
     for ids, mask in (padded_prompt([0, 7], LENGTH), padded_prompt([3], LENGTH, seed=1), padded_prompt([0, 7], LENGTH)):
         past.reset()
@@ -327,10 +328,9 @@ def test_training_is_untouched_and_gradients_pass_through_a_compressed_cache() -
 
 @pytest.mark.parametrize(
     ("recipe", "stays"),
-    [(MOMENTS, False), ("reread(keep=12)", False), ("compilerkv(window=5, keep=12)", False), (DECODING, True)],
+    [(MOMENTS, False), ("reread(keep=12)", False), (looking(Perplexity(8)), False), (DECODING, True)],
 )
-@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
-def test_hooks_go_with_the_prompt_or_with_the_cache(recipe: str, stays: bool) -> None:
+def test_hooks_go_with_the_prompt_or_with_the_cache(recipe: Any, stays: bool) -> None:
     """Where events follow they stay as long as the cache, and its forks have their own."""
     model = copy.deepcopy(tiny("llama"))
     before, past = hooks_on(model), keepset.Cache(model, recipe)
@@ -349,7 +349,7 @@ def test_hooks_go_with_the_prompt_or_with_the_cache(recipe: str, stays: bool) ->
     del past, unused
     gc.collect()
     assert hooks_on(model) == before
-    for other in ("snapkv(keep=12)", "knorm(keep=12, every=4)"):
+    for other in ("snapkv(window=4, keep=12)", "knorm(keep=12, every=4)"):
         keepset.Cache(model, other)
         assert hooks_on(model) == before
 
