@@ -308,7 +308,8 @@ class Cache(ObservedCache):
         for group in [observations] if method.traits.across_layers else [[observation] for observation in observations]:
             counts = [observation.count for observation in group]
             # As they are stored, which after an event before may be in 8 bits.
-            stored = group if (before := self.keep_set) is None else [before.layer(each.layer) for each in group]
+            before = self.keep_set
+            stored = [each if before is None else before.layer(each.layer) for each in group]
             nbytes = sum(count * each.entry_bytes for count, each in zip(counts, stored, strict=True))
             start = time.perf_counter()
             keep_set = method.select_all(group, budget)
