@@ -10,12 +10,11 @@ from typing import Any
 from keepset.allocators.adakv import AdaKV
 from keepset.allocators.ams import AMS
 from keepset.allocators.chunkkv import ChunkKV
-from keepset.allocators.composite import Composite
 from keepset.allocators.criticalkv import CriticalKV
 from keepset.allocators.dynamic import Dynamic
-from keepset.allocators.int8 import Int8
 from keepset.allocators.match import Match
-from keepset.allocators.pool import Pool
+from keepset.allocators.pool import Composite, Pool
+from keepset.allocators.post_processor import Int8
 from keepset.allocators.presets import Glance, KVCompose, KVZip, Reread
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.uniform import Uniform

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from keepset.allocators.composite import Composite
-from keepset.allocators.pool import Pool
+from keepset.allocators.pool import Composite, Pool
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Method, parameter

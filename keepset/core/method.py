@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, get_type_hints
 
+import torch
 from torch import Tensor
 
 from keepset.core.budget import Budget
+from keepset.core.feature import Feature
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking, ranked_scores
@@ -280,3 +282,36 @@ def _range(low: int | float | None, high: int | float | None) -> str:
     if low is not None and high is not None:
         return f"{low} to {high}"
     return f"{low} or more" if low is not None else f"{high} or less"
+
+
+def forecast_quotas(
+    method: Method,
+    budget: Budget,
+    entries: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    layer_ids: Sequence[int],
+    layers: tuple[int, ...],
+    features: Mapping[Feature[Any], Any] | None = None,
+) -> Quotas:
+    """Return how many entries each head will keep, for neighbouring layers that hold equally many.
+
+    Args:
+        method: a method whose traits have `fixed_total` or `count_known_on_host`.
+        budget: the recipe's budget.
+        entries: entries that each head of each request holds, `[requests][kv_heads]`. Under `fixed_total` the average
+            of a request's heads, given for each of them, leads to the same total.
+        lengths: tokens that each request has had.
+        prompts: tokens of each request's prompt.
+        layer_ids: indices of the layers.
+        layers: indices of all layers that are compressed.
+        features: features that were read from files.
+
+    Returns:
+        Quotas `[len(layer_ids) * requests, kv_heads]` on the CPU, layer after layer.
+    """
+    repeats = len(layer_ids)
+    held = torch.tensor(entries).repeat(repeats, 1)
+    tokens, prompt_tokens = (torch.tensor(numbers).repeat(repeats) for numbers in (lengths, prompts))
+    sizes = Sizes(held, tokens, prompt_tokens, tuple(layer_ids), layers, features or {})
+    return method.quotas(sizes, budget).minimum(held)

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.keep_set import KeepSet, LayerKeepSet
+from keepset.core.method import forecast_quotas
 from keepset.core.observation import Observation
-from keepset.core.quota_forecast import forecast_quotas
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.attention import AttentionInput

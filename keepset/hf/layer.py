@@ -17,8 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepset.core.accumulator import Chunk, RequestKeys
-from keepset.core.accumulators import Accumulators
-from keepset.core.feature import Feature, Needs
+from keepset.core.feature import Accumulators, Feature, Needs
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation

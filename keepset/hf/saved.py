@@ -26,8 +26,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import keepset
 from keepset.core.files import quoted
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
-from keepset.core.tensor_file import TensorFile
-from keepset.core.tensor_reader import TensorReader
+from keepset.core.tensor_file import TensorFile, TensorReader
 from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
 from keepset.hf import saved_schema
 from keepset.hf.fingerprint import difference, fingerprint

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from keepset.core.features.runtime_features import Int8Entries
 from keepset.core.features.window import WindowAttention
-from keepset.core.tensor_reader import TensorLocation, is_count
+from keepset.core.tensor_file import TensorLocation, is_count
 from keepset.kernels.moments import NAMES as MOMENTS
 from keepset.recipe import Recipe
 

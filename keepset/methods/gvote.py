@@ -20,7 +20,7 @@ from keepset.core.select import Ranking, top_mask
 from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
 from keepset.kernels.dispatch import upload
-from keepset.methods.hash_random import normal, stream
+from keepset.methods.random import normal, stream
 
 
 @dataclass(frozen=True)

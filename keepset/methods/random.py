@@ -1,15 +1,17 @@
-"""Random: keep entries by chance, the control that every comparison needs."""
+"""Random: keep entries by chance, the control that every comparison needs. Its numbers are hashes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
-from keepset.methods.hash_random import draw, stream
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,47 @@ class Random(Method):
         streams = stream(self.seed, observation.indices[:, None], heads)[..., None]
         positions = observation.positions.long()
         return draw(streams.expand_as(positions), positions).float() / 2**32
+
+
+_MASK = 0xFFFFFFFF
+
+
+def stream(seed: int, layers: Int[Tensor, "..."] | int, rows: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """Return a number for each row (a head or a sample) of each layer.
+
+    Args:
+        seed: the seed.
+        layers: indices of layers; broadcast against `rows`.
+        rows: indices of rows, below 4096.
+    """
+    return _hash(_hash(torch.full_like(rows, seed)) ^ (layers * 4096 + rows))
+
+
+def draw(streams: Int[Tensor, "*rows"], at: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
+    """Return whole numbers, uniform in [0, 2**32).
+
+    Args:
+        streams: what `stream` returned.
+        at: a place in each stream.
+    """
+    return _hash(streams ^ at)
+
+
+def normal(streams: Int[Tensor, "*rows"], count: int) -> Float[Tensor, "*rows count"]:
+    """Return the first `count` standard normal numbers of each stream in float32 (Box and Muller 1958).
+
+    Args:
+        streams: what `stream` returned.
+        count: how many numbers of each.
+    """
+    places = torch.arange(2 * count, device=streams.device).expand(*streams.shape, -1)
+    uniform = (draw(streams[..., None].expand_as(places), places).double() + 0.5) / 2**32
+    radius, angle = uniform.unflatten(-1, (count, 2)).unbind(-1)
+    return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).float()
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Return numbers mixed to 32 bits (xor, shift, multiply) in int64 arithmetic."""
+    x = (((x >> 16) ^ x) * 0x45D9F3B) & _MASK
+    x = (((x >> 16) ^ x) * 0x45D9F3B) & _MASK
+    return (x >> 16) ^ x

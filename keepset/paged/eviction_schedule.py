@@ -6,8 +6,8 @@ rank compute it by themselves, and no message is needed.
 
 from __future__ import annotations
 
-from keepset.core.accumulators import Accumulators
-from keepset.core.quota_forecast import forecast_quotas
+from keepset.core.feature import Accumulators
+from keepset.core.method import forecast_quotas
 from keepset.recipe import Recipe
 
 _CACHED = 1 << 18

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.accumulators import Accumulators
+from keepset.core.feature import Accumulators
 from keepset.kernels.paged_arguments import EntriesInPages
 
 if TYPE_CHECKING:

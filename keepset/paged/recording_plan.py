@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.accumulators import Accumulators
+from keepset.core.feature import Accumulators
 from keepset.kernels.paged_arguments import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.query_records import HeldQueries, LateCapture, PromptChunk, QueryAddition, QueryCapture, QueryRecord

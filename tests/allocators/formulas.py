@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from keepset import Budget, Method, Observation
 from keepset.allocators.adakv import AdaKV
 from keepset.allocators.chunkkv import ChunkKV
-from keepset.allocators.composite import Composite
-from keepset.allocators.pool import Pool
+from keepset.allocators.pool import Composite, Pool
 from keepset.allocators.uniform import Uniform
 from tests.methods.naive import Given, Shape, observe
 

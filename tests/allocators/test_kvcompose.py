@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Method, Observation, Recipe
-from keepset.allocators.composite import Composite
-from keepset.allocators.pool import Pool
+from keepset.allocators.pool import Composite, Pool
 from keepset.allocators.presets import Glance, KVCompose, Preset, Reread
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.methods.prompt_queries import PromptQueries

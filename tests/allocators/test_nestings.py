@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from keepset import Budget, Method, Recipe, Schedule
 from keepset.core.features.runtime_features import ModelStatistics
-from keepset.core.quota_forecast import forecast_quotas
+from keepset.core.method import forecast_quotas
 from keepset.errors import RecipeError
 from keepset.paged.eviction_schedule import EvictionSchedule
 from tests.allocators.nestings import AROUND, CAPS, HEADS, LAYERS, Held, Nesting, allowed, made, refusals

@@ -9,7 +9,7 @@ import pytest
 from keepset import texts
 from keepset.core.tables import load, save
 from keepset.offline.compile import compiler, cql
-from keepset.offline.compile.actions import WEIGHTS
+from keepset.offline.compile.cql import WEIGHTS
 from keepset.offline.compile.judge import Judge
 from keepset.recipe import in_short
 from tests.cli.conftest import Run

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import keepset
-from keepset.methods.hash_random import normal, stream
+from keepset.methods.random import normal, stream
 from tests.hf.models import full, generate, hidden_states, oracle_gap, padded_prompt, prompt, same_keep_set, tiny
 
 LENGTH, PADDING, NEW = 40, [0, 7, 13], 6

@@ -15,7 +15,7 @@ from torch import Tensor
 from keepset import Budget, Observation, Recipe
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments
 from keepset.methods.gvote import GVote, nucleus
-from keepset.methods.hash_random import normal, stream
+from keepset.methods.random import normal, stream
 from tests.methods.naive import (
     HIDDEN,
     Rope,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from keepset.allocators.int8 import Int8
+from keepset.allocators.post_processor import Int8
 from keepset.allocators.presets import Preset
 from keepset.allocators.uniform import Uniform
 from keepset.core.method import Allocator, Method

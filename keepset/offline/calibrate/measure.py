@@ -1,4 +1,6 @@
-"""Statistics of the queries of a model's layers, measured over passages."""
+"""Statistics of the queries of a model's layers, measured over passages, and of their rotation."""
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -7,12 +9,13 @@ from pathlib import PureWindowsPath
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import keepset
 from keepset.core.feature import Needs
-from keepset.core.features.moments import QueryMoments
+from keepset.core.features.moments import QueryMoments, Rotate
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.observation import Observation
 from keepset.core.statistics import LayerStatistics, Statistics
@@ -20,7 +23,6 @@ from keepset.errors import UnsupportedModelError
 from keepset.hf.fingerprint import sample
 from keepset.hf.observed_cache import ObservedCache
 from keepset.offline.calibrate.corpus import Corpus
-from keepset.offline.calibrate.rotation import PROBE, measure_rotation
 
 SKIP = 4
 """The first tokens of a passage, which are left out: attention sinks, whose queries are like no others."""
@@ -145,3 +147,38 @@ def _provenance(model: PreTrainedModel, corpus: Corpus, layers: dict[int, LayerS
         },
         "seed": corpus.seed,
     }
+
+
+PROBE = 2
+"""The number of tokens at whose end the unit vectors are rotated. The fastest plane, with one radian per position, has
+turned by less than half a turn there, and a layer that does not rotate can be told from one that does."""
+
+
+def measure_rotation(
+    rotate: Rotate, unit: Float[Tensor, "head_dim head_dim"]
+) -> tuple[Int[Tensor, " head_dim"], Float[Tensor, " head_dim"], Float[Tensor, " head_dim"]]:
+    """Measure a rotation.
+
+    Args:
+        rotate: the layer's rotation in a text of `PROBE` tokens.
+        unit: the identity matrix, on the model's device.
+
+    Returns:
+        Partner, frequency and gain of every number of a head; see `LayerStatistics`.
+
+    Raises:
+        UnsupportedModelError: the layer does not rotate planes.
+    """
+    turned = rotate(unit[None, None], 1)[0, 0].float().cpu()
+    straight = turned.diagonal()
+    others = turned - straight.diag()
+    crossed, partner = others.abs().max(0)
+    itself = torch.arange(len(unit))
+    partner = partner.where(crossed > 0, itself)
+    sine = others[partner, itself]
+    if not torch.equal(partner[partner], itself) or not torch.allclose(sine, -sine[partner]):
+        raise UnsupportedModelError(
+            "This model rotates queries in a way that keepset cannot describe: it has no statistics for methods that "
+            "need them."
+        )
+    return partner, torch.atan2(sine, straight) / PROBE, torch.hypot(sine, straight)

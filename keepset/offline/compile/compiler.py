@@ -20,9 +20,8 @@ from keepset.errors import BudgetError, RecipeError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint, sample
 from keepset.hf.prompt_session import PromptSession
 from keepset.methods.compilerkv import CompilerKV
-from keepset.offline.compile.actions import THRESHOLDS, WEIGHTS, draw
 from keepset.offline.compile.corpus import ContextPool, Passage
-from keepset.offline.compile.cql import Logged, best, learn
+from keepset.offline.compile.cql import THRESHOLDS, WEIGHTS, Logged, best, draw, learn
 from keepset.offline.compile.judge import Judge
 from keepset.offline.compile.log import Log, Trial
 from keepset.offline.compile.risk import empty, risk_bins, stratified, with_edges

@@ -11,8 +11,7 @@ import torch
 
 from keepset import KeepsetError
 from keepset.offline.calibrate import gates
-from keepset.offline.calibrate.gates import retrieval_gates
-from keepset.offline.calibrate.passkeys import PASSKEYS, Passkeys, draw
+from keepset.offline.calibrate.gates import PASSKEYS, Passkeys, draw, retrieval_gates
 from tests.hf.models import prompt, tiny
 from tests.methods.naive import dot, softmax
 
