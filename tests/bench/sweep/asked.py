@@ -1,4 +1,4 @@
-"""Stand-ins for the tests of what asks: a task, a model that says what it is told, and its hooks counted."""
+"""Stand-ins for the tests of what asks: a task, a model that says what it is told, and its calls noted."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def scripted(model: Any, text: Sequence[int], prompt: int) -> Iterator[list[int]
     calls: list[int] = []
 
     def script(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
-        cache = kwargs["past_key_values"]
         calls.append(int((args[0] if args else kwargs["input_ids"]).shape[1]))
-        at = next(iter(cache.kept_layers.values())).logical - prompt
+        at = next(iter(kwargs["past_key_values"].kept_layers.values())).logical - prompt
         logits = torch.full_like(output.logits, -10.0)
         logits[:, -1, text[at] if at < len(text) else 3] = 10.0
         return replace(output, logits=logits)
@@ -50,23 +49,19 @@ def scripted(model: Any, text: Sequence[int], prompt: int) -> Iterator[list[int]
 
 
 @contextmanager
-def watched(model: Any) -> Iterator[list[tuple[int, int]]]:
-    """Rows and tokens of every call of the model."""
+def watched(model: Any, stop: Any = lambda calls: None) -> Iterator[list[tuple[int, int]]]:
+    """Rows and tokens of every call of the model; `stop` may raise an error when it has seen them."""
     calls: list[tuple[int, int]] = []
 
     def note(module: Any, args: Any, kwargs: Any) -> None:
         calls.append(tuple((args[0] if args else kwargs["input_ids"]).shape))
+        stop(calls)
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
         yield calls
     finally:
         handle.remove()
-
-
-def hooks(model: Any) -> int:
-    """How many hooks there are on the model."""
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
 def timeless(cell: Record) -> Record:

@@ -14,7 +14,7 @@ from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.record import Record
 from keepset.bench.sweep.runner import EvalRequest
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import Skipped, SweepGrid, count, run, unfinished
+from keepset.bench.sweep.sweep import Group, Skipped, SweepGrid, count, run, unfinished
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
 from keepset.recipe import Recipe
 
@@ -80,14 +80,13 @@ class Scripted:
 
 def cell(task: Task, example: Example, candidate: Candidate, seed: int) -> Record:
     """The same for the same names."""
-    score = (len(candidate.text) + int(example.id) + seed) % 3 / 2
-    made = Record(
-        candidate.text, candidate.method, candidate.requested, task.name, seed, example.id, example.facts, task.metric,
-        error=candidate.error,
-    )  # fmt: skip
+    names = candidate.text, candidate.method, candidate.requested
+    made = Record(*names, task.name, seed, example.id, example.facts, task.metric, error=candidate.error)
+    if candidate.error:
+        return made
+    scores = {task.metric: (len(candidate.text) + int(example.id) + seed) % 3 / 2}
     figures = {"keep": 0.5, "kv_bytes": 100, "kv_bytes_full": 200, "tokens": 4.0}
-    answered = replace(made, scores={task.metric: score}, figures=figures, replies=[f"It is {example.id}"])
-    return made if candidate.error else answered
+    return replace(made, scores=scores, figures=figures, replies=[f"It is {example.id}"])
 
 
 def grid(
@@ -103,10 +102,14 @@ def grid(
     return SweepGrid([Counting(name, decodes=decodes) for name in names], seeds, {name: asked for name in names}, limit)
 
 
+def groups_of(asked: SweepGrid, store: Store) -> list[Group]:
+    """All groups, of tasks that count no tokens."""
+    return asked.groups(store, None)  # type: ignore[arg-type]
+
+
 def complete(store: Store, asked: SweepGrid, runner: Any) -> list[Skipped]:
     """Make the cells that a file lacks; what could not be made."""
-    groups = asked.groups(store, None)  # type: ignore[arg-type]
-    return run(store, unfinished(groups, store.done()), runner, lambda: None)
+    return run(store, unfinished(groups_of(asked, store), store.done()), runner, lambda: None)
 
 
 def sweep(path: Path, asked: SweepGrid, runner: Any) -> int:
@@ -114,6 +117,25 @@ def sweep(path: Path, asked: SweepGrid, runner: Any) -> int:
     with Store.begin(path, "model", CONFIGURATION) as store:
         before = len(store.done())
         assert complete(store, asked, runner) == []
-        groups = asked.groups(store, None)  # type: ignore[arg-type]
-        assert count(unfinished(groups, store.done())) == 0
+        assert count(unfinished(groups_of(asked, store), store.done())) == 0
         return len(store.done()) - before
+
+
+def cells(path: Path) -> list[Record]:
+    with Store.open(path) as store:
+        return store.cells()
+
+
+def in_order(records: Iterable[Record]) -> list[str]:
+    return sorted(map(str, records))
+
+
+def expected(asked: SweepGrid) -> list[Record]:
+    """Every cell by itself, in the order in which one process comes to them."""
+    return [
+        cell(task, example, candidate, seed)
+        for task in asked.tasks
+        for seed in asked.seeds
+        for example in task.examples(None, limit=asked.limit, seed=seed)  # type: ignore[arg-type]
+        for candidate in asked.candidates[task.name]
+    ]

@@ -23,7 +23,7 @@ from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Task, TaskSettings
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
-from tests.bench.sweep.sweeping import CONFIGURATION, Scripted, cell, grid
+from tests.bench.sweep.sweeping import CONFIGURATION, Scripted, cells, expected, grid, groups_of, in_order
 from tests.cli.conftest import tiny_model
 
 ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "keepset[ray]"')
@@ -51,23 +51,20 @@ class Makes:
     error: bool = False
 
     def __call__(self) -> Any:
-        return Ends(
-            self.notes, together=self.together, ends_at=self.ends_at, ends_after=self.ends_after, error=self.error
-        )
+        return Ends(self.notes, together=self.together, asked=self)
 
 
 @dataclass
 class Ends(Scripted):
     """After a cell of an example: as often as there are words in a file, its process dies; or it is an error."""
 
-    ends_at: str | None = None
-    ends_after: int = 1
-    error: bool = False
+    asked: Makes | None = None
 
     def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
+        assert self.asked is not None
         for number, made in enumerate(super().run(task, example, todo, seed)):
-            if example.id == self.ends_at and number == self.ends_after:
-                if self.error:
+            if example.id == self.asked.ends_at and number == self.asked.ends_after:
+                if self.asked.error:
                     raise KeepsetError("It cannot be had.")
                 lives = self.notes.with_name("lives")
                 if left := lives.read_text().split():
@@ -76,73 +73,50 @@ class Ends(Scripted):
             yield made
 
 
-def run(path: Path, make: Any, asked: SweepGrid, tokenizer: Any = None) -> tuple[list[Skipped], int]:
-    """Make the cells that are missing; what was lost, and how many cells were made."""
+def run(path: Path, make: Any, asked: SweepGrid, tokenizer: Any = None) -> int:
+    """Make the cells that are missing, of which none may be lost; how many were made."""
     made: list[None] = []
     with Store.begin(path, "model", CONFIGURATION) as store:
         groups = sweep.unfinished(asked.groups(store, tokenizer), store.done())
-        return ray_sweep.run(store, groups, make, MEGABYTE, lambda: made.append(None)), len(made)
+        assert ray_sweep.run(store, groups, make, MEGABYTE, lambda: made.append(None)) == []
+    return len(made)
 
 
-def cells(path: Path) -> list[Record]:
-    with Store.open(path) as store:
-        return store.cells()
+SHARED = grid()
+DECODED = grid(["counting@8"], [0, 1, 2], decodes=True, limit=None)
 
 
-def expected(asked: SweepGrid) -> list[str]:
-    return sorted(
-        str(cell(task, example, candidate, seed))
-        for task in asked.tasks
-        for seed in asked.seeds
-        for example in task.examples(None, limit=asked.limit, seed=seed)  # type: ignore[arg-type]
-        for candidate in asked.candidates[task.name]
-    )
-
-
-def test_two_workers_make_every_cell_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asked", [SHARED, DECODED], ids=["shared", "decoded"])
+def test_two_workers_make_every_cell_once(tmp_path: Path, asked: SweepGrid) -> None:
     path, make = tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", together=2)
-    lost, made = run(path, make, grid())
-    assert lost == [] and made == 36
-    assert sorted(map(str, cells(path))) == expected(grid())
+    assert run(path, make, asked) == 36
+    assert in_order(cells(path)) == in_order(expected(asked))
     notes = [line.split(" ", 1) for line in make.notes.read_text().splitlines()]
     assert len(notes) == len({what for _, what in notes}) == 36 and len({who for who, _ in notes}) == 2
-    _, made = run(path, make, grid(recipes="knorm, tova, random"))
-    assert made == 12 and len(make.notes.read_text().splitlines()) == 48
+    if asked is SHARED:
+        assert run(path, make, grid(recipes="knorm, tova, random")) == 12
+        assert len(make.notes.read_text().splitlines()) == 48
 
 
-def test_what_a_dead_worker_left_is_made_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("asked", "ends"),
+    [(grid(["counting@8"], [0]), {"ends_at": "1"}), (DECODED, {"ends_at": "2", "ends_after": 0})],
+    ids=["shared", "decoded"],
+)
+def test_what_a_dead_worker_left_is_made_again(tmp_path: Path, asked: SweepGrid, ends: dict[str, Any]) -> None:
     (tmp_path / "lives").write_text("one")
-    asked = grid(["counting@8"], [0])
-    lost, made = run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="1"), asked)
-    assert lost == [] and made == 9
-    assert sorted(map(str, cells(tmp_path / "sweep.sqlite"))) == expected(asked)
+    assert run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", **ends), asked) == len(expected(asked))
+    assert in_order(cells(tmp_path / "sweep.sqlite")) == in_order(expected(asked))
     assert (tmp_path / "lives").read_text() == ""
 
 
 def test_of_tasks_that_decode_a_worker_is_given_several_examples_under_one_recipe(tmp_path: Path) -> None:
-    asked = grid(["counting@8"], [0, 1, 2], decodes=True, limit=None)
     with Store.begin(tmp_path / "parcels.sqlite", "model", CONFIGURATION) as store:
-        groups = asked.groups(store, None)  # type: ignore[arg-type]
-        parcels = list(ray_sweep._parcels(groups))
+        parcels = list(ray_sweep._parcels(groups_of(DECODED, store)))
     assert [len(parcel) for parcel in parcels] == [8, 4] * 3
     assert [{each.text for group in parcel for each in group.candidates} for parcel in parcels] == [
-        {candidate.text} for candidate in asked.candidates["counting@8"] for _ in range(2)
+        {candidate.text} for candidate in DECODED.candidates["counting@8"] for _ in range(2)
     ]
-    path, make = tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", together=2)
-    lost, made = run(path, make, asked)
-    assert lost == [] and made == 36
-    assert sorted(map(str, cells(path))) == expected(asked)
-    notes = [line.split(" ", 1) for line in make.notes.read_text().splitlines()]
-    assert len(notes) == len({what for _, what in notes}) == 36 and len({who for who, _ in notes}) == 2
-
-
-def test_of_tasks_that_decode_what_a_dead_worker_left_is_made_again(tmp_path: Path) -> None:
-    (tmp_path / "lives").write_text("one")
-    asked = grid(["counting@8"], [0, 1, 2], decodes=True, limit=None)
-    lost, made = run(tmp_path / "sweep.sqlite", Makes(tmp_path / "notes", ends_at="2", ends_after=0), asked)
-    assert lost == [] and made == 36
-    assert sorted(map(str, cells(tmp_path / "sweep.sqlite"))) == expected(asked)
-    assert (tmp_path / "lives").read_text() == ""
 
 
 def test_what_workers_die_of_again_and_again_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +124,10 @@ def test_what_workers_die_of_again_and_again_is_left_out(monkeypatch: pytest.Mon
         raise reference
 
     monkeypatch.setattr(ray, "get", get)
-    stream = iter([ray.exceptions.WorkerCrashedError()])
+    stream: Any = iter([ray.exceptions.WorkerCrashedError()])
     left_out = Skipped("needle@256", "the rest of an example", "its worker is gone (WorkerCrashedError)")
-    assert ray_sweep._next(stream, "needle@256") == left_out  # type: ignore[arg-type]
-    assert ray_sweep._next(stream, "needle@256") is None  # type: ignore[arg-type]
+    assert ray_sweep._next(stream, "needle@256") == left_out
+    assert ray_sweep._next(stream, "needle@256") is None
 
 
 def test_an_error_that_is_ours_ends_the_sweep_in_its_sentence(tmp_path: Path) -> None:
@@ -164,25 +138,20 @@ def test_an_error_that_is_ours_ends_the_sweep_in_its_sentence(tmp_path: Path) ->
 
 
 def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "tiny")
-    embedded[1].save_pretrained(tmp_path / "tiny")
-    tasks = find(["needle"], TaskSettings(lengths=(256,)))
-    asked = SweepGrid(tasks, [0], {"needle@256": candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])}, 3)
+    folder = str(tmp_path / "tiny")
+    tiny_model().save_pretrained(folder)
+    embedded[1].save_pretrained(folder)
+    model, tokenizer = models.load(folder)
+    todo = candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])
+    asked = SweepGrid(find(["needle"], TaskSettings(lengths=(256,))), [0], {"needle@256": todo}, 3)
     asking = {"mode": "agnostic", "chat": True, "temperature": 0.0}
-    model, tokenizer = models.load(str(tmp_path / "tiny"))
-    lost, made = run(
-        tmp_path / "ray.sqlite", RunnerSource(models.Source(str(tmp_path / "tiny")), **asking), asked, tokenizer
-    )
-    assert lost == [] and made == 9
+    assert run(tmp_path / "ray.sqlite", RunnerSource(models.Source(folder), **asking), asked, tokenizer) == 9
     with Store.begin(tmp_path / "local.sqlite", "model", CONFIGURATION) as store:
         groups = asked.groups(store, tokenizer)
         assert sweep.run(store, groups, Runner(model, tokenizer, **asking), lambda: None) == []
-    on_ray, local = (
-        {(c.example, c.recipe): c for c in cells(tmp_path / name)} for name in ("ray.sqlite", "local.sqlite")
-    )
-    assert list(on_ray) == list(local) and len(local) == 9
-    for key, here in local.items():
-        assert here.error is None and on_ray[key].error is None
-        assert (on_ray[key].scores, on_ray[key].replies) == (here.scores, here.replies)
-        for name in ("keep", "kv_bytes", "tokens"):
-            assert on_ray[key].figures[name] == here.figures[name]
+    local, on_ray = cells(tmp_path / "local.sqlite"), cells(tmp_path / "ray.sqlite")
+    assert len(local) == 9 and not any(cell.error for cell in local)
+    for here, there in zip(local, on_ray, strict=True):
+        assert (here.example, here.recipe, here.scores) == (there.example, there.recipe, there.scores)
+        assert here.replies == there.replies
+        assert all(here.figures[name] == there.figures[name] for name in ("keep", "kv_bytes", "tokens"))

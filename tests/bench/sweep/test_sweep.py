@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -17,42 +16,33 @@ import torch
 
 from keepset.bench.candidate import Candidate
 from keepset.bench.record import FULL, Record
-from keepset.bench.sweep import sweep as sweep_module
 from keepset.bench.sweep.store import Store
-from keepset.bench.sweep.sweep import Skipped, SweepGrid, run
+from keepset.bench.sweep.sweep import Skipped, SweepGrid, digest, run
 from keepset.bench.tasks.task import Example, Question, Task
 from keepset.errors import KeepsetError
-from tests.bench.sweep.sweeping import CONFIGURATION, Counting, Scripted, cell, complete, grid, sweep
+from tests.bench.sweep.sweeping import (
+    CONFIGURATION,
+    Counting,
+    Scripted,
+    cells,
+    complete,
+    expected,
+    grid,
+    groups_of,
+    in_order,
+    sweep,
+)
 
 RECIPES = [FULL, "knorm(keep=0.5)", "tova(keep=0.5)"]
 
 
-def cells(path: Path) -> list[Record]:
-    with Store.open(path) as store:
-        return store.cells()
-
-
-def expected(asked: SweepGrid) -> list[Record]:
-    """Every cell by itself, in the order in which one process comes to them."""
-    return [
-        cell(task, example, candidate, seed)
-        for task in asked.tasks
-        for seed in asked.seeds
-        for example in task.examples(None, limit=asked.limit, seed=seed)
-        for candidate in asked.candidates[task.name]
-    ]
-
-
-def notes_of(path: Path) -> list[str]:
+def made(notes: Path) -> list[str]:
     """Which cells were made, whoever made them."""
-    return [line.partition(" ")[2] for line in path.read_text().splitlines()]
+    return [line.partition(" ")[2] for line in notes.read_text().splitlines()]
 
 
-def start(path: Path, notes: Path, asked: SweepGrid | None = None, **options: int) -> ForkProcess:
-    """A process of its own that sweeps."""
-    process = get_context("fork").Process(target=sweep, args=(path, asked or grid(), Scripted(notes, **options)))
-    process.start()
-    return process
+def names(records: Sequence[Record]) -> list[str]:
+    return sorted(f"{each.task} {each.seed} {each.example} {each.recipe}" for each in records)
 
 
 @pytest.fixture
@@ -65,72 +55,62 @@ def notes(tmp_path: Path) -> Path:
     return tmp_path / "notes"
 
 
-def test_every_recipe_meets_every_example(path: Path, notes: Path) -> None:
+@dataclass
+class Watched(Scripted):
+    """Is told of each cell before it is given away, and may raise an error."""
+
+    note: Callable[[Scripted, Record], None] = lambda runner, record: None
+
+    def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
+        for record in super().run(task, example, todo, seed):
+            self.note(self, record)
+            yield record
+
+
+def test_every_recipe_meets_every_example_once(path: Path, notes: Path) -> None:
     assert sweep(path, grid(), Scripted(notes)) == 36
     assert cells(path) == expected(grid())
-    assert len(cells(path)) == 36
     assert {each.recipe for each in cells(path)} == set(RECIPES)
-
-
-def test_what_is_there_is_not_made_again(path: Path, notes: Path) -> None:
-    sweep(path, grid(), Scripted(notes))
     assert sweep(path, grid(), Scripted(notes)) == 0
-    assert len(notes_of(notes)) == 36
+    assert len(made(notes)) == 36
 
 
 def test_recipes_tasks_and_seeds_can_be_added(path: Path, notes: Path) -> None:
     sweep(path, grid(["counting@8"], [0], "knorm"), Scripted(notes))
     more = grid(["counting@8", "counting@16"], [0, 1], "tova, knorm, random")
     sweep(path, more, Scripted(notes))
-    assert Counter(notes_of(notes)) == Counter(
-        f"{each.task} {each.seed} {each.example} {each.recipe}" for each in expected(more)
-    )
-    assert sorted(map(str, cells(path))) == sorted(map(str, expected(more)))
+    assert sorted(made(notes)) == names(expected(more))
+    assert in_order(cells(path)) == in_order(expected(more))
 
 
 @pytest.mark.full
-def test_a_killed_sweep_goes_on_and_ends_like_one_that_was_not(path: Path, notes: Path) -> None:
-    killed = start(path, notes, stop_at=8)  # the second cell of the third group
+@pytest.mark.parametrize(("stop_at", "decodes"), [(8, False), (1, True), (2, True), (8, True)])
+def test_a_killed_sweep_loses_only_what_was_under_way(path: Path, notes: Path, stop_at: int, decodes: bool) -> None:
+    asked = grid(decodes=decodes)
+    runner = Scripted(notes, stop_at=stop_at)
+    killed = get_context("fork").Process(target=sweep, args=(path, asked, runner))
+    killed.start()
     while killed.is_alive() and not notes.with_name("waiting").exists():
         time.sleep(0.01)
     killed.kill()
     killed.join()
-    assert cells(path) == expected(grid())[:7]
-    sweep(path, grid(), Scripted(notes))
-    assert killed.exitcode == -signal.SIGKILL
-    assert cells(path) == expected(grid())
-    assert sorted(notes_of(notes)) == sorted(f"{c.task} {c.seed} {c.example} {c.recipe}" for c in expected(grid()))
+    assert killed.exitcode == -signal.SIGKILL and len(cells(path)) == stop_at - 1
+    assert decodes or cells(path) == expected(asked)[: stop_at - 1]
+    sweep(path, asked, Scripted(notes))
+    assert in_order(cells(path)) == in_order(expected(asked))
+    assert sorted(made(notes)) == names(expected(asked))
 
 
 def test_of_tasks_that_decode_a_recipe_comes_to_all_examples_before_the_next(path: Path, notes: Path) -> None:
     asked = grid(decodes=True)
     assert sweep(path, asked, Scripted(notes)) == 36
-    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
-    made = [line.split(" ", 3) for line in notes_of(notes)]
-    assert list(dict.fromkeys((task, recipe) for task, _, _, recipe in made)) == [
+    assert in_order(cells(path)) == in_order(expected(asked))
+    parts = [line.split(" ", 3) for line in made(notes)]
+    assert list(dict.fromkeys((task, recipe) for task, _, _, recipe in parts)) == [
         (name, recipe) for name in ("counting@8", "counting@16") for recipe in RECIPES
     ]
     # Side by side, seeds too: of two examples the second is done first.
-    assert [(seed, example) for _, seed, example, _ in made[:6]] == [
-        *[("0", "1"), ("0", "0"), ("1", "0"), ("0", "2"), ("1", "2"), ("1", "1")],
-    ]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("stop_at", [1, 2, 8])
-def test_a_killed_sweep_of_tasks_that_decode_loses_only_what_was_under_way(
-    path: Path, notes: Path, stop_at: int
-) -> None:
-    asked = grid(decodes=True)
-    killed = start(path, notes, asked, stop_at=stop_at)
-    while killed.is_alive() and not notes.with_name("waiting").exists():
-        time.sleep(0.01)
-    killed.kill()
-    killed.join()
-    assert len(cells(path)) == stop_at - 1
-    sweep(path, asked, Scripted(notes))
-    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
-    assert len(notes_of(notes)) == len(set(notes_of(notes))) == 36
+    assert [seed + example for _, seed, example, _ in parts[:6]] == ["01", "00", "10", "02", "12", "11"]
 
 
 @pytest.mark.parametrize(
@@ -140,51 +120,44 @@ def test_a_killed_sweep_of_tasks_that_decode_loses_only_what_was_under_way(
 def test_where_memory_is_not_enough_the_others_are_made_and_the_next_run_tries_again(
     path: Path, notes: Path, error: Exception
 ) -> None:
-    class Large(Scripted):
-        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
-            for made in super().run(task, example, todo, seed):
-                if example.id == "1" and made.recipe == RECIPES[1]:
-                    raise error
-                yield made
+    def note(runner: Scripted, record: Record) -> None:
+        if record.example == "1" and record.recipe == RECIPES[1]:
+            raise error
 
     asked = grid(["counting@8"], [0])
     with Store.begin(path, "model", CONFIGURATION) as store:
-        lost = complete(store, asked, Large(notes))
+        lost = complete(store, asked, Watched(notes, note=note))
         assert lost == [Skipped("counting@8", RECIPES[1], "memory was not enough")]
         assert len(store.done()) == 8 and not asked.is_done(store)
         assert complete(store, asked, Scripted(notes)) == []
         assert asked.is_done(store)
-    assert sorted(map(str, cells(path))) == sorted(map(str, expected(asked)))
+    assert in_order(cells(path)) == in_order(expected(asked))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError(), RuntimeError("a bug")])
 def test_what_ends_a_sweep_leaves_its_cells(path: Path, notes: Path, error: BaseException) -> None:
-    class Ends(Scripted):
-        def run(self, task: Task, example: Example, todo: Sequence[Candidate], seed: int) -> Iterator[Record]:
-            for made in super().run(task, example, todo, seed):
-                yield made
-                if self.made == 5:
-                    raise error
+    def note(runner: Scripted, record: Record) -> None:
+        if runner.made == 6:
+            raise error
 
     with pytest.raises(type(error)):
-        sweep(path, grid(), Ends(notes))
+        sweep(path, grid(), Watched(notes, note=note))
     assert cells(path) == expected(grid())[:5]
 
 
 def test_an_error_of_a_recipe_is_a_result(path: Path, notes: Path) -> None:
     asked = grid(["counting@8"], [0], "snapkv", keeps=[0.5, 8])  # fewer than its window
-    sweep(path, asked, Scripted(notes))
-    wrong = [each for each in cells(path) if each.error is not None]
-    assert len(cells(path)) == 9 and len(wrong) == 3
-    sweep(path, asked, Scripted(notes))
-    assert len(notes_of(notes)) == 9
+    for _ in range(2):
+        sweep(path, asked, Scripted(notes))
+    assert len(cells(path)) == len(made(notes)) == 9
+    assert sum(each.error is not None for each in cells(path)) == 3
 
 
 def test_is_done_when_every_cell_is_there(path: Path, notes: Path) -> None:
     asked = grid()
     with Store.begin(path, "model", CONFIGURATION) as store:
         assert not asked.is_done(store)
-        groups = asked.groups(store, None)  # type: ignore[arg-type]
+        groups = groups_of(asked, store)
         run(store, groups[1:], Scripted(notes), lambda: None)
         assert not asked.is_done(store)
         run(store, groups[:1], Scripted(notes), lambda: None)
@@ -193,14 +166,23 @@ def test_is_done_when_every_cell_is_there(path: Path, notes: Path) -> None:
         assert not grid(recipes="random").is_done(store)
 
 
-def test_examples_that_changed_are_refused(path: Path, notes: Path) -> None:
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        (["0"], r"counting@8.s examples with seed 0 are not those that .* has cells of"),
+        (["0", "1", "0"], "counting@8 has several examples of one id"),
+    ],
+)
+def test_examples_that_changed_or_come_twice_are_refused(
+    path: Path, notes: Path, ids: list[str], sentence: str
+) -> None:
     class Other(Counting):
         def examples(self, tokenizer: Any, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-            return [Example("0", "It is 1.", (Question(" What?", 1),))]
+            return [Example(each, "It is 1.", (Question(" What?", 1),)) for each in ids]
 
-    sweep(path, grid(["counting@8"]), Scripted(notes))
     asked = grid(["counting@8"])
-    with pytest.raises(KeepsetError, match=r"counting@8.s examples with seed 0 are not those that .* has cells of"):
+    sweep(path, asked, Scripted(notes))
+    with pytest.raises(KeepsetError, match=sentence):
         sweep(path, SweepGrid([Other()], [0], asked.candidates, 3), Scripted(notes))
 
 
@@ -208,7 +190,7 @@ def test_a_sample_is_of_the_seed_in_the_order_of_the_data_and_larger_ones_hold_s
     def drawn(sample: int | float | None, name: str = "many", seeds: Sequence[int] = (0,)) -> list[int]:
         asked = SweepGrid([Counting(name, most=40)], seeds, {name: []}, None, sample)
         with Store.begin(path.with_name(uuid4().hex), "model", {}) as store:
-            return [int(group.example.id) for group in asked.groups(store, None)]  # type: ignore[arg-type]
+            return [int(group.example.id) for group in groups_of(asked, store)]
 
     ten = drawn(10)
     assert ten == sorted(ten) == drawn(0.25) and len(set(ten)) == 10 and ten != list(range(10))
@@ -217,34 +199,27 @@ def test_a_sample_is_of_the_seed_in_the_order_of_the_data_and_larger_ones_hold_s
     assert drawn(10, name="others") != ten and drawn(10, seeds=(1,)) != ten and len(drawn(0.001)) == 1
 
 
-def test_ids_that_come_twice_are_refused(path: Path, notes: Path) -> None:
-    class Twice(Counting):
-        def examples(self, tokenizer: Any, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-            return [*super().examples(tokenizer), *super().examples(tokenizer)]
-
-    with pytest.raises(KeepsetError, match="counting@8 has several examples of one id"):
-        sweep(path, SweepGrid([Twice()], [0], grid().candidates, 3), Scripted(notes))
-
-
 def test_a_digest_is_of_everything_that_is_asked() -> None:
-    task = Counting()
-    example = Example("0", "It is 1.", (Question(" What?", 1),), {"depth": 0.5})
-    others = [
-        Example("1", "It is 1.", (Question(" What?", 1),), {"depth": 0.5}),
-        Example("0", "It is 2.", (Question(" What?", 1),), {"depth": 0.5}),
-        Example("0", "It is 1.", (Question(" What? ", 1),), {"depth": 0.5}),
-        Example("0", "It is 1.", (Question(" What?", 2),), {"depth": 0.5}),
-        Example("0", "It is 1.", (Question(" What?", 1, "It"),), {"depth": 0.5}),
-        Example("0", "It is 1.", (Question(" What?", 1, choices=("1",)),), {"depth": 0.5}),
-        Example("0", "It is 1.", (Question(" What?", 1), Question(" Who?", 1)), {"depth": 0.5}),
-        Example("0", "It is 1.", (Question(" What?", 1),), {"depth": 0.6}),
-        Example("0", "It is 1.", (Question(" What?", object()),), {"depth": 0.5}),
-    ]
-    digests = [sweep_module.digest(task, [each]) for each in [example, *others]]
-    digests.append(sweep_module.digest(task, [example, example]))
-    verbatim = Counting()
+    task, verbatim, question = Counting(), Counting(), Question(" What?", 1)
     verbatim.chat = False
-    digests.append(sweep_module.digest(verbatim, [example]))
+    one = Example("0", "It is 1.", (question,), {"depth": 0.5})
+    questions = [
+        (replace(question, text=" What? "),),
+        (replace(question, target=2),),
+        (replace(question, prefix="It"),),
+        (replace(question, choices=("1",)),),
+        (question, Question(" Who?", 1)),
+        (replace(question, target=object()),),
+    ]
+    changes = [
+        dict(id="1"),
+        dict(context="It is 2."),
+        dict(facts={"depth": 0.6}),
+        *(dict(questions=q) for q in questions),
+    ]
+    others = [replace(one, **change) for change in changes]  # type: ignore[arg-type]
+    digests = [*(digest(task, [each]) for each in [one, *others]), digest(task, [one, one]), digest(verbatim, [one])]
     assert len(set(digests)) == len(digests)
-    assert sweep_module.digest(Counting("another"), [example]) == digests[0]
-    assert sweep_module.digest(task, [others[-1]]) == digests[-3]  # whatever object() it is
+    assert digest(Counting("another"), [one]) == digests[0]
+    another = replace(one, questions=(replace(question, target=object()),))
+    assert digest(task, [another]) == digest(task, others[-1:])  # whatever object() it is
