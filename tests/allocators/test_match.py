@@ -12,7 +12,7 @@ from torch import Tensor
 import keepset
 from keepset import texts
 from keepset.allocators.match import Match
-from keepset.bench.compare.fidelity import kl, mean
+from keepset.bench.compare.comparison import kl, mean
 from keepset.core.features.queries import PaddedQueries, ReferenceQueries
 from keepset.core.observation import BIAS
 from keepset.hf.prompt_session import PromptSession

@@ -1,4 +1,4 @@
-"""What a sweep compares."""
+"""What a sweep compares: recipes under budgets, each once."""
 
 from __future__ import annotations
 
@@ -85,12 +85,9 @@ def test_what_does_not_go_together_is_a_candidate_with_the_reason() -> None:
     assert found["snapkv(keep=8, every=32)"].method == "snapkv(every=32)"
 
 
-def test_a_recipe_needs_a_budget() -> None:
+def test_no_budget_and_budgets_that_are_none_are_refused_one_by_one() -> None:
     [_, found] = candidates(RECIPES[:1], [])
     assert found.text == "snapkv" and "says not how much to keep" in (found.error or "")
-
-
-def test_budgets_that_are_none_are_refused_one_by_one() -> None:
     found = candidates(RECIPES[:2], [0, 2.0, 1.0])[1:]
     assert [one.error is None for one in found] == [False, False, True] * 2
     assert [(one.method, one.requested) for one in found] == list(product(map(str, RECIPES[:2]), [0, 2.0, 1.0]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer
 import keepset
 from keepset import KeepsetError
 from tests.bench.harness import WITH_HARNESS
+from tests.bench.sweep.asked import watched
 from tests.bench.sweep.letters import letters
 from tests.hf.models import tiny
 
@@ -43,50 +43,33 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for index, (text, choices) in enumerate(zip(CONTEXTS, CHOICES, strict=True))
     ]
     path.joinpath("items.jsonl").write_text("\n".join(map(json.dumps, items)), encoding="utf-8")
-    common = f"""
-        dataset_path: json
-        dataset_kwargs: {{data_files: {path}/items.jsonl, cache_dir: {path}/cache}}
-        test_split: train
-        doc_to_text: "{{{{text}}}}"
-    """
-    own = {
-        "choose": """
-        output_type: multiple_choice
-        doc_to_choice: "{{choices}}"
-        doc_to_target: "{{label}}"
-        target_delimiter: ""
-        metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
-        """,
-        "write": """
-        output_type: generate_until
-        doc_to_target: "{{choices[0]}}"
-        generation_kwargs: {until: ["."], max_gen_toks: 12}
-        metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-        """,
-        "perplexity": """
-        output_type: loglikelihood_rolling
-        doc_to_target: "{{text}}"
-        metric_list: [{metric: word_perplexity}]
-        """,
+    files = {"data_files": str(path / "items.jsonl"), "cache_dir": str(path / "cache")}
+    common = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "train", "doc_to_text": "{{text}}"}
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    own: dict[str, dict[str, Any]] = {
+        "choose": {
+            "output_type": "multiple_choice",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{label}}",
+            "target_delimiter": "",
+            "metric_list": [{"metric": "acc", **mean}],
+        },
+        "write": {
+            "output_type": "generate_until",
+            "doc_to_target": "{{choices[0]}}",
+            "generation_kwargs": {"until": ["."], "max_gen_toks": 12},
+            "metric_list": [{"metric": "exact_match", **mean}],
+        },
+        "perplexity": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "word_perplexity"}],
+        },
     }
-    for name, text in own.items():
-        lines = [f"task: {name}", *(line.strip() for line in (common + text).splitlines())]
-        path.joinpath(f"{name}.yaml").write_text("\n".join(lines), encoding="utf-8")
+    for name, task in own.items():
+        text = json.dumps({"task": name, **common, **task})  # JSON is YAML
+        path.joinpath(f"{name}.yaml").write_text(text, encoding="utf-8")
     return path
-
-
-@pytest.fixture
-def caches(monkeypatch: pytest.MonkeyPatch) -> list[keepset.Cache]:
-    """The caches that are made, forks not counted."""
-    made: list[keepset.Cache] = []
-
-    class Seen(keepset.Cache):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            made.append(self)
-
-    monkeypatch.setattr("keepset.bench.lm_eval.Cache", Seen)
-    return made
 
 
 def keepset_lm(*arguments: Any, **options: Any) -> Any:
@@ -193,19 +176,18 @@ def test_continuations_are_scored_as_if_each_were_decoded_alone(folder: str, bat
     lm = keepset_lm(folder, recipe, device="cpu", batch_size=batch_size)
     found = lm.loglikelihood(requests("loglikelihood", *PAIRS))
     ids = lm.tokenizer.convert_tokens_to_ids
-    expected = [
-        naive(
-            lm.model, recipe, ids(list(context.rstrip()) or ["<bos>"]), ids([*context[len(context.rstrip()) :], *text])
-        )
-        for context, text in PAIRS
-    ]
+    expected = []
+    for context, text in PAIRS:
+        start = context.rstrip()
+        said = ids([*context[len(start) :], *text])
+        expected.append(naive(lm.model, recipe, ids(list(start) or ["<bos>"]), said))
     assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=1e-4)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     everything = hf_lm(folder, device="cpu").loglikelihood(requests("loglikelihood", *PAIRS))
     assert max(abs(one[0] - two[0]) for one, two in zip(found, everything, strict=True)) > 0.1
 
 
-def test_a_batch_of_prompts_generates_what_each_does_alone(folder: str, caches: list[keepset.Cache]) -> None:
+def test_a_batch_of_prompts_generates_what_each_does_alone(folder: str) -> None:
     recipe, options = "snapkv(keep=0.25, recent=4)", {"max_gen_toks": 10, "until": []}
     asked = requests("generate_until", *((context, options) for context in CONTEXTS))
     lm = keepset_lm(folder, recipe, device="cpu", batch_size=3)
@@ -215,46 +197,15 @@ def test_a_batch_of_prompts_generates_what_each_does_alone(folder: str, caches: 
         cache = keepset.Cache(lm.model, recipe)
         said = lm.model.generate(**inputs, past_key_values=cache, max_new_tokens=10, do_sample=False)
         assert text == lm.tokenizer.decode(said[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert [len(cache.events) for cache in caches] == [0, 1, 1]
     assert found != hf_lm(folder, device="cpu").generate_until(asked)
 
 
-@pytest.mark.full
-def test_bytes_are_saved(folder: str, tasks: Path, caches: list[keepset.Cache]) -> None:
-    held = {}
-    for keep in (0.25, 1.0):
-        caches.clear()
-        evaluate(keepset_lm(folder, f"snapkv(keep={keep}, recent=1)", device="cpu"), tasks, "choose", "write")
-        watched = caches[1:]
-        assert len(watched) == 2 * len(CONTEXTS)
-        held[keep] = sum(cache.nbytes for cache in watched[: len(CONTEXTS)])  # those of `choose`: their forks grow
-        kept, entries = (sum(getattr(cache.events[0], name) for cache in watched) for name in ("kept", "entries"))
-        assert 0.8 * keep * entries < kept <= keep * entries + 8 * 2  # a single letter stays
-    assert held[0.25] < 0.3 * held[1.0]
-
-
-@pytest.fixture
-def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """Rows and tokens of every call of the model."""
-    seen: list[tuple[int, int]] = []
-    kind = type(tiny("llama"))
-    forward = kind.forward
-
-    def watched(self: Any, input_ids: Any, **kwargs: Any) -> Any:
-        seen.append(tuple(input_ids.shape))
-        return forward(self, input_ids, **kwargs)
-
-    monkeypatch.setattr(kind, "forward", watched)
-    yield seen
-
-
 @pytest.mark.parametrize("batch_size, after", [(1, [(1, 2), (1, 15)]), (2, [(2, 15)]), (3, [(3, 15)])])
-def test_a_context_is_prefilled_once(
-    folder: str, forwards: list[tuple[int, int]], batch_size: int, after: list[tuple[int, int]]
-) -> None:
+def test_a_context_is_prefilled_once(folder: str, batch_size: int, after: list[tuple[int, int]]) -> None:
     lm = keepset_lm(folder, "snapkv(keep=0.5)", device="cpu", batch_size=batch_size)
-    lm.loglikelihood(requests("loglikelihood", *((CONTEXTS[0], choice) for choice in CHOICES[0])))
-    assert forwards == [(1, len(CONTEXTS[0])), *after]
+    with watched(lm.model) as calls:
+        lm.loglikelihood(requests("loglikelihood", *((CONTEXTS[0], choice) for choice in CHOICES[0])))
+    assert calls == [(1, len(CONTEXTS[0])), *after]
 
 
 def test_a_score_that_no_recipe_changes_is_pointed_out(folder: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -295,14 +246,6 @@ def test_bad_arguments_are_one_sentence(folder: str, arguments: dict[str, Any], 
     with pytest.raises(KeepsetError, match=sentence) as caught:
         keepset_lm(**arguments, **({"device": "cpu"} if "pretrained" in arguments else {}))
     assert "\n" not in str(caught.value) and str(caught.value).endswith(".")
-
-
-def test_the_harness_knows_it_by_its_name() -> None:
-    from lm_eval.api.registry import get_model
-
-    from keepset.bench.lm_eval import KeepsetLM
-
-    assert get_model("keepset") is KeepsetLM
 
 
 @pytest.mark.full

@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.bench.candidate import Candidate
-from keepset.bench.compare.fidelity import kl, mean, nll
 from keepset.bench.record import Record
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_session import CachedPrompt
@@ -110,6 +111,32 @@ class Comparer(ABC):
         Raises:
             KeepsetError: the recipe cannot be measured.
         """
+
+
+_PART = 256
+"""Tokens that are compared at once: the vocabulary is large."""
+
+
+def kl(full: Float[Tensor, "n vocabulary"], other: Float[Tensor, "n vocabulary"]) -> Float[Tensor, " n"]:
+    """Return KL(full || other) after every token in nats, `[n]`."""
+    parts = zip(full.split(_PART), other.split(_PART), strict=True)
+    return torch.cat(
+        [
+            F.kl_div(b.float().log_softmax(-1), a.float().log_softmax(-1), log_target=True, reduction="none").sum(-1)
+            for a, b in parts
+        ]
+    )
+
+
+def nll(logits: Float[Tensor, "n vocabulary"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n_less_one"]:
+    """Return the negative log-likelihood of every token but the first, which the prompt predicts the same way."""
+    parts = zip(logits[:-1].split(_PART), tokens[1:].split(_PART), strict=True)
+    return torch.cat([F.cross_entropy(a.float(), b, reduction="none") for a, b in parts])
+
+
+def mean(figures: Float[Tensor, " n"]) -> float:
+    """Return the mean of figures; 0 if there are none."""
+    return float(figures.mean()) if figures.numel() else 0.0
 
 
 def fidelity(

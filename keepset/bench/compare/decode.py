@@ -12,8 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from keepset.bench.compare.comparison import Comparer, Comparison, check_predictions
-from keepset.bench.compare.fidelity import kl, mean, nll
+from keepset.bench.compare.comparison import Comparer, Comparison, check_predictions, kl, mean, nll
 from keepset.bench.compare.text_task import ANSWER_TOKENS
 from keepset.bench.generation import greedy
 from keepset.bench.memory import dynamic_nbytes

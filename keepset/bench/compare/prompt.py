@@ -8,8 +8,7 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepset.bench.compare.comparison import Comparer, Comparison, fidelity
-from keepset.bench.compare.fidelity import mean, nll
+from keepset.bench.compare.comparison import Comparer, Comparison, fidelity, mean, nll
 from keepset.bench.compare.text_task import TextTask
 from keepset.bench.generation import end_tokens, greedy
 from keepset.bench.record import Record

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,12 +16,12 @@ import keepset
 from keepset.bench.candidate import grid
 from keepset.bench.compare import decode
 from keepset.bench.compare.decode import DecodeComparer, feed_slices
-from keepset.bench.generation import greedy
-from keepset.bench.record import Record
 from keepset.hf.store import SLACK
-from tests.hf.models import full, prompt, tiny
+from tests.bench.compare.naive import best, divergence
+from tests.hf.models import prompt, tiny
 
 BEFORE, AFTER = 40, 75
+IDS = prompt(1, BEFORE + AFTER)
 RECIPES = [
     "snapkv(window=5, keep=20, every=8)",
     pytest.param("tova(keep=12, every=1)", marks=pytest.mark.full),
@@ -46,11 +46,11 @@ class Naive:
 
 
 @torch.no_grad()
-def naive(cache: Any, architecture: str = "llama") -> Naive:
-    model, ids = tiny(architecture), prompt(1, BEFORE + AFTER)
-    model(ids[:, :BEFORE], past_key_values=cache)
+def naive(cache: Any) -> Naive:
+    model = tiny("llama")
+    model(IDS[:, :BEFORE], past_key_values=cache)
     steps, nbytes, recorded = [], [], 0
-    for token in ids[0, BEFORE:]:
+    for token in IDS[0, BEFORE:]:
         logits = model(token[None, None], past_key_values=cache).logits[0, -1]
         steps.append(logits.double().log_softmax(-1).tolist())
         if isinstance(cache, keepset.Cache):
@@ -64,66 +64,43 @@ def naive(cache: Any, architecture: str = "llama") -> Naive:
     return Naive(steps, nbytes, recorded, [event.length for event in getattr(cache, "events", [])])
 
 
-def reference(architecture: str = "llama") -> Naive:
-    model = tiny(architecture)
+@pytest.fixture(scope="module")
+def expected() -> Naive:
+    """The same of transformers' own cache and attention."""
+    model = tiny("llama")
     model.set_attn_implementation("sdpa")
-    return naive(DynamicCache(config=model.config), architecture)
+    return naive(DynamicCache(config=model.config))
 
 
-def comparer(architecture: str = "llama") -> DecodeComparer:
-    ids = prompt(1, BEFORE + AFTER)
-    return DecodeComparer(tiny(architecture), ids[:, :BEFORE], ids[:, BEFORE:], architecture)
-
-
-def measured(text: str, architecture: str = "llama") -> Record:
-    (row,) = comparer(architecture).run(grid([keepset.Recipe.parse(text)], []))
-    return row
-
-
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
-def divergence(step: list[float], other: list[float]) -> float:
-    return sum(math.exp(p) * (p - q) for p, q in zip(step, other, strict=True))
-
-
-def best(step: list[float]) -> int:
-    return max(range(len(step)), key=step.__getitem__)
+def comparer(architecture: str = "llama", after: int = AFTER) -> DecodeComparer:
+    return DecodeComparer(tiny(architecture), IDS[:, :BEFORE], IDS[:, BEFORE : BEFORE + after], architecture)
 
 
 @pytest.mark.parametrize("text", RECIPES)
-def test_figures_are_those_of_one_token_at_a_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_those_of_one_token_at_a_time(text: str, expected: Naive, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "DRIFT_TOKENS", 32)
-    expected, ids = reference(), prompt(1, BEFORE + AFTER)[0].tolist()
-    cache = keepset.Cache(tiny("llama"), text)
-    ours = naive(cache)
-    one = comparer()
+    cache, ids = keepset.Cache(tiny("llama"), text), IDS[0].tolist()
+    ours, one = naive(cache), comparer()
     (row,) = one.run(grid([keepset.Recipe.parse(text)], []))
     assert row.error is None
 
-    kl = [divergence(a, b) for a, b in zip(expected.steps, ours.steps, strict=True)]
-    first = ours.events[0] - BEFORE
-    assert row.figures["kl"] == pytest.approx(mean(kl[first:]), rel=1e-3, abs=1e-6)
+    pairs = list(zip(expected.steps, ours.steps, strict=True))
+    kl, first = [divergence(a, b) for a, b in pairs], ours.events[0] - BEFORE
+    assert row.figures["kl"] == pytest.approx(fmean(kl[first:]), rel=1e-3, abs=1e-6)
     assert row.figures["kl"] > 1e-3
-    assert row.curves["kl_drift"] == pytest.approx(
-        [mean(kl[i : i + 32]) for i in range(0, AFTER, 32)], rel=1e-3, abs=1e-6
-    )
-    deltas = [
-        expected.steps[i][ids[BEFORE + i + 1]] - ours.steps[i][ids[BEFORE + i + 1]] for i in range(first, AFTER - 1)
-    ]
-    assert row.figures["nll_delta"] == pytest.approx(mean(deltas), abs=1e-4)
-    same = [best(a) == best(b) for a, b in zip(expected.steps, ours.steps, strict=True)]
-    assert row.figures["top1"] == pytest.approx(mean([float(each) for each in same[first:]]))
+    drift = [fmean(kl[i : i + 32]) for i in range(0, AFTER, 32)]
+    assert row.curves["kl_drift"] == pytest.approx(drift, rel=1e-3, abs=1e-6)
+    deltas = [a[token] - b[token] for (a, b), token in zip(pairs, ids[BEFORE + 1 :], strict=False)]
+    assert row.figures["nll_delta"] == pytest.approx(fmean(deltas[first:]), abs=1e-4)
+    assert row.figures["top1"] == pytest.approx(fmean(best(a) == best(b) for a, b in pairs[first:]))
     # Queries for the next event come one after another; a piece is counted with all that it recorded.
-    exact, recording = round(mean(ours.nbytes[first:])), ours.recorded
-    assert exact <= row.figures["kv_bytes"] <= exact + recording
+    exact = round(fmean(ours.nbytes[first:]))
+    assert exact <= row.figures["kv_bytes"] <= exact + ours.recorded
     assert row.figures["kv_bytes_peak"] == max(ours.nbytes[first:])
-    assert row.figures["kv_bytes_full"] == round(mean(expected.nbytes[first:]))
+    assert row.figures["kv_bytes_full"] == round(fmean(expected.nbytes[first:]))
 
     (kept,) = one.comparison.kept
-    assert kept is not None and cache.keep_set is not None
-    assert kept.shape == (2, 2, BEFORE + AFTER)
+    assert kept is not None and cache.keep_set is not None and kept.shape == (2, 2, BEFORE + AFTER)
     for layer in range(2):
         for head in range(2):
             held = [*cache.keep_set.positions(layer, 0, head).tolist(), *range(ours.events[-1], BEFORE + AFTER)]
@@ -131,12 +108,11 @@ def test_figures_are_those_of_one_token_at_a_time(text: str, monkeypatch: pytest
     assert row.figures["keep"] == pytest.approx(float(kept.float().mean()))
 
 
-def test_the_full_cache() -> None:
-    expected, ids = reference(), prompt(1, BEFORE + AFTER)[0].tolist()
+def test_the_full_cache(expected: Naive) -> None:
     figures = comparer().comparison.full
-    assert figures["kv_bytes"] == round(mean(expected.nbytes)) and figures["kv_bytes_peak"] == max(expected.nbytes)
-    nll = [-step[ids[BEFORE + i + 1]] for i, step in enumerate(expected.steps[:-1])]
-    assert figures["nll"] == pytest.approx(mean(nll), abs=1e-5)
+    assert figures["kv_bytes"] == round(fmean(expected.nbytes)) and figures["kv_bytes_peak"] == max(expected.nbytes)
+    nll = [-step[token] for step, token in zip(expected.steps, IDS[0, BEFORE + 1 :].tolist(), strict=False)]
+    assert figures["nll"] == pytest.approx(fmean(nll), abs=1e-5)
     assert figures["prefill_seconds"] > 0 and figures["decode_tokens_per_second"] > 0
 
 
@@ -152,10 +128,8 @@ def test_what_holds_everything_differs_in_nothing(architecture: str, method: str
 
 
 def test_one_token_is_enough_and_none_after_an_event_is_an_error() -> None:
-    ids = prompt(1, BEFORE + 1)
-    one = DecodeComparer(tiny("llama"), ids[:, :BEFORE], ids[:, BEFORE:], "tiny")
     recipes = keepset.Recipe.parse_list("tova(keep=9, every=4), tova(keep=9, every=1, prefill=False)")
-    early, late = one.run(grid(recipes, []))
+    early, late = comparer(after=1).run(grid(recipes, []))
     assert early.figures["kl"] > 0 and early.figures["nll_delta"] == 0.0 and early.error is None
     assert not late.figures and "compresses nothing before the last of 1 tokens" in str(late.error)
 
@@ -164,19 +138,17 @@ def test_what_fails_is_a_row_and_the_others_go_on() -> None:
     recipes = keepset.Recipe.parse_list("h2o(keep=20), tova(keep=0.5), snapkv(window=5), knorm(keep=20, every=3)")
     one = comparer()
     rows = list(one.run(grid(recipes, [3, 20], 8)))
-    assert [row.recipe for row in rows] == [
-        "h2o(keep=20, every=8)",
-        "tova(keep=0.5, every=8)",
-        "snapkv(window=5, keep=3, every=8)",
-        "snapkv(window=5, keep=20, every=8)",
-        "knorm(keep=20, every=3)",
-    ]
-    says = ["looks at the attention of the whole prompt", "a fraction of what is left", "below the 5 entries"]
-    for row, error in zip(rows, says, strict=False):
-        assert error in str(row.error) and not row.figures
-    assert [row.error for row in rows[3:]] == [None, None] and one.comparison.failed
-    assert [kept is None for kept in one.comparison.kept] == [True] * 3 + [False] * 2
-    assert one.comparison.to_json()["drift_tokens"] == 256
+    says = {
+        "h2o(keep=20, every=8)": "looks at the attention of the whole prompt",
+        "tova(keep=0.5, every=8)": "a fraction of what is left",
+        "snapkv(window=5, keep=3, every=8)": "below the 5 entries",
+        "snapkv(window=5, keep=20, every=8)": "",
+        "knorm(keep=20, every=3)": "",
+    }
+    for row, (recipe, error), kept in zip(rows, says.items(), one.comparison.kept, strict=True):
+        assert row.recipe == recipe and error in (row.error or "")
+        assert bool(row.error) == bool(error) == (kept is None) == (not row.figures)
+    assert one.comparison.failed and one.comparison.to_json()["drift_tokens"] == 256
 
 
 @given(st.integers(1, 300), st.none() | st.integers(1, 310))
@@ -187,11 +159,3 @@ def test_pieces_end_at_events_and_before_them(tokens: int, every: int | None) ->
     for event in range(every or tokens, tokens + 1, every or tokens):
         assert event in ends and event - 1 in ends | {0}
     assert all(0 < part.stop - part.start <= SLACK for part in parts)
-
-
-def test_greedy_is_what_generate_says() -> None:
-    ids, seen = prompt(1, BEFORE), []
-    model = tiny("llama")
-    expected = full(model, ids, max_new_tokens=20, min_new_tokens=20).sequences[0, BEFORE:].tolist()
-    said, seconds = greedy(model, DynamicCache(config=model.config), ids, 20, lambda: seen.append(1))
-    assert said == expected and len(seen) == 20 and seconds > 0

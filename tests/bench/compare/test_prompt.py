@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.bench.candidate import grid
+from keepset.bench.compare.comparison import kl, mean, nll
 from keepset.bench.compare.prompt import PromptComparer
 from keepset.bench.compare.text_task import ANSWER_TOKENS, TextTask
 from keepset.bench.record import Record
 from keepset.texts import Needle
+from tests.bench.compare.naive import best, divergence
 from tests.hf.models import full, generate, prompt, recipe, tiny
 
 LENGTH, AFTER = 60, 20
@@ -25,12 +28,24 @@ EVERY = [
     *(keepset.Recipe.parse(recipe(method, keep)) for method in keepset.METHODS for keep in (15, 0.4)),
     *map(keepset.Recipe.parse, COMPOSED),
 ]
-ALL = [keepset.Recipe.parse(recipe(method, 1.0)) for method in keepset.METHODS]
 
-every_recipe = pytest.mark.parametrize(
-    "text",
-    [pytest.param(text, marks=pytest.mark.full if text.budget.keep == 0.4 else (), id=str(text)) for text in EVERY],
-)
+
+def log_probabilities(logits: list[float]) -> list[float]:
+    total = math.log(math.fsum(math.exp(x) for x in logits))
+    return [x - total for x in logits]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 2, 256, 257, 600])
+def test_each_token_has_its_own_figure(tokens: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(tokens)
+    both = (3 * torch.randn(2, tokens, 5, generator=draw)).to(dtype)
+    ids = torch.randint(5, (tokens,), generator=draw)
+    p, q = ([log_probabilities(row) for row in logits.tolist()] for logits in both)
+    assert kl(*both).tolist() == pytest.approx(list(map(divergence, p, q)), rel=1e-4, abs=1e-6)
+    expected = [-p[i][ids[i + 1]] for i in range(tokens - 1)]
+    assert nll(both[0], ids).tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert (mean(torch.tensor([])), mean(torch.tensor([1.0, 2.0, 6.0]))) == (0.0, 3.0)
 
 
 class Numbers:
@@ -76,25 +91,13 @@ def reference() -> list[list[float]]:
     return continued(model, DynamicCache(config=model.config))
 
 
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
-def nll(steps: list[list[float]]) -> float:
+def mean_nll(steps: list[list[float]]) -> float:
     tokens = task().continuation[0].tolist()
-    return mean([-step[token] for step, token in zip(steps, tokens[1:], strict=False)])
-
-
-def divergence(step: list[float], other: list[float]) -> float:
-    return sum(math.exp(p) * (p - q) for p, q in zip(step, other, strict=True))
-
-
-def best(step: list[float]) -> int:
-    return max(range(len(step)), key=step.__getitem__)
+    return fmean(-step[token] for step, token in zip(steps, tokens[1:], strict=False))
 
 
 @pytest.mark.full
-@every_recipe
+@pytest.mark.parametrize("text", EVERY, ids=str)
 def test_figures_are_those_of_a_run_of_its_own(
     text: keepset.Recipe, measured: dict[str, tuple[Record, Tensor]]
 ) -> None:
@@ -109,9 +112,9 @@ def test_figures_are_those_of_a_run_of_its_own(
     steps = continued(model, keepset.Cache(model, text))
 
     pairs = list(zip(expected, steps, strict=True))
-    assert row.figures["kl"] == pytest.approx(mean([divergence(a, b) for a, b in pairs]), rel=1e-3, abs=1e-6)
-    assert row.figures["nll_delta"] == pytest.approx(nll(steps) - nll(expected), abs=1e-4)
-    assert row.figures["top1"] == mean([best(a) == best(b) for a, b in pairs])
+    assert row.figures["kl"] == pytest.approx(fmean(divergence(a, b) for a, b in pairs), rel=1e-3, abs=1e-6)
+    assert row.figures["nll_delta"] == pytest.approx(mean_nll(steps) - mean_nll(expected), abs=1e-4)
+    assert row.figures["top1"] == fmean(best(a) == best(b) for a, b in pairs)
     assert row.figures["kl"] > 1e-3
 
     heads = [keep_set.positions(layer, 0, head) for layer in keep_set.layers for head in range(kept.shape[1])]
@@ -124,7 +127,7 @@ def test_figures_are_those_of_a_run_of_its_own(
 
 def test_figures_of_the_full_cache() -> None:
     comparison = comparer([]).comparison
-    assert comparison.full["nll"] == pytest.approx(nll(reference()), abs=1e-5)
+    assert comparison.full["nll"] == pytest.approx(mean_nll(reference()), abs=1e-5)
     assert comparison.full["kv_bytes"] == LENGTH * 2 * 2 * 2 * 16 * 4
     assert (comparison.tokens, comparison.continuation_tokens) == (LENGTH, AFTER)
     assert comparison.rows == [] and not comparison.failed
@@ -134,27 +137,21 @@ def test_figures_of_the_full_cache() -> None:
     "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma3", "qwen3"))]
 )
 def test_keeping_all_costs_nothing(architecture: str) -> None:
-    for row in comparer(ALL, architecture).run(grid(ALL, [])):
-        assert row.figures["keep"] == 1.0
+    every = [keepset.Recipe.parse(recipe(method, 1.0)) for method in keepset.METHODS]
+    for row in comparer(every, architecture).run(grid(every, [])):
         rounded = row.method.startswith("int8")
-        assert abs(row.figures["kl"]) < (1e-3 if rounded else 1e-6) and abs(row.figures["nll_delta"]) < (
-            1e-2 if rounded else 1e-5
-        )
-        assert rounded or row.figures["top1"] == 1
+        assert row.figures["keep"] == 1.0 and (rounded or row.figures["top1"] == 1)
+        assert abs(row.figures["kl"]) < (1e-3 if rounded else 1e-6)
+        assert abs(row.figures["nll_delta"]) < (1e-2 if rounded else 1e-5)
 
 
 def test_seconds_are_those_of_what_a_recipe_needs() -> None:
     texts = ["knorm(keep=15)", "tova(keep=15)", "h2o(keep=15)", "expected_attention(future=16, keep=15)"]
     recipes = [keepset.Recipe.parse(text) for text in texts]
     for row in comparer(recipes).run(grid(recipes, [])):
-        assert row.figures["prefill_seconds"] > row.figures["prefill_seconds_full"] > 0
-        assert (
-            0
-            < row.figures["select_seconds"]
-            <= row.figures["prefill_seconds"] - row.figures["prefill_seconds_full"] + 1e-9
-        )
-        collected = row.figures["prefill_seconds"] - row.figures["prefill_seconds_full"] - row.figures["select_seconds"]
-        assert (collected < 1e-9) == row.recipe.startswith("knorm")
+        own = row.figures["prefill_seconds"] - row.figures["prefill_seconds_full"]
+        assert row.figures["prefill_seconds_full"] > 0 and 0 < row.figures["select_seconds"] <= own + 1e-9
+        assert (own - row.figures["select_seconds"] < 1e-9) == row.recipe.startswith("knorm")
 
 
 # --- the question
@@ -187,15 +184,13 @@ def test_answers_are_greedy_and_follow_the_question() -> None:
         assert row.figures["needle_found"] == (str(expected[-1]) in answer)
 
 
-def test_an_answer_ends_where_the_model_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_ends_where_the_model_ends_it_and_case_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = greedy(None)
     for ends in (expected[4], [expected[4], expected[6]]):
         monkeypatch.setattr(tiny("llama").generation_config, "eos_token_id", ends)
         first = expected.index(expected[4])
         assert comparer([], answer="x").comparison.full["answer"] == " ".join(map(str, expected[:first]))
 
-
-def test_case_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Numbers, "decode", lambda self, ids, skip_special_tokens: "  In OSLO.\n")
     found = comparer([], answer="Oslo").comparison.full
     assert (found["answer"], found["needle_found"]) == ("In OSLO.", True)
@@ -204,23 +199,15 @@ def test_case_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- rows
 
 
-def test_a_budget_that_does_not_suit_is_a_row_with_the_reason() -> None:
-    recipes = keepset.Recipe.parse_list("tova, streaming_llm, snapkv(window=8)")
-    one = comparer(recipes[:1])
+def test_what_cannot_be_had_is_a_row_with_the_reason_and_does_not_stop_the_others() -> None:
+    recipes = keepset.Recipe.parse_list("streaming_llm, snapkv(window=8), tova(keep=8, every=4), tova")
+    one = comparer(recipes[2:])
     rows = list(one.run(grid(recipes, [3])))
-    assert [row.recipe for row in rows] == ["tova(keep=3)", "streaming_llm(keep=3)", "snapkv(window=8, keep=3)"]
-    methods = [str(keepset.Recipe.parse(text)) for text in ("tova", "streaming_llm", "snapkv(window=8)")]
-    assert [row.method for row in rows] == methods
-    assert [row.error is None for row in rows] == [True, False, False]
-    assert "below the 4 entries that always stay" in str(rows[1].error)
-    assert [kept is None for kept in one.comparison.kept] == [False, True, True]
-    assert one.comparison.failed
-    failed = one.comparison.to_json()["rows"][2]
-    assert sorted(failed) == ["error", "method", "recipe", "requested"]
-
-
-def test_a_recipe_that_cannot_run_does_not_stop_the_others() -> None:
-    recipes = keepset.Recipe.parse_list("tova(keep=8, every=4), tova(keep=8)")
-    first, second = comparer(recipes).run(grid(recipes, []))
-    assert "leave every= out" in str(first.error) and not first.figures
-    assert second.error is None and "kl" in second.figures
+    texts = ["streaming_llm(keep=3)", "snapkv(window=8, keep=3)", "tova(keep=8, every=4)", "tova(keep=3)"]
+    assert [row.recipe for row in rows] == texts
+    assert [row.method for row in rows] == ["streaming_llm", "snapkv(window=8)", "tova(every=4)", "tova"]
+    assert [row.error is None for row in rows] == [False, False, False, True] and one.comparison.failed
+    assert "below the 4 entries that always stay" in str(rows[0].error) and "leave every= out" in str(rows[2].error)
+    assert "kl" in rows[3].figures and not rows[2].figures
+    assert [kept is None for kept in one.comparison.kept] == [True, True, True, False]
+    assert sorted(one.comparison.to_json()["rows"][1]) == ["error", "method", "recipe", "requested"]

@@ -1,4 +1,4 @@
-"""LongBench on a miniature of the official files, beside the harness's own tasks on the same records."""
+"""LongBench on a miniature of the official files, beside the harness's own tasks on the same records; LongBench v2."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks import longbench
+from keepset.bench.tasks import longbench, longbench2
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.task import Task, TaskSettings
+from keepset.bench.tasks.task import Question, Task, TaskSettings
 from tests.bench.harness import WITH_HARNESS
-from tests.bench.tasks.scaffold import make_task, write_items
+from tests.bench.tasks.scaffold import examples_of, make_task, write_items
 
 pytestmark = WITH_HARNESS
 
@@ -52,7 +52,7 @@ def test_prompts_and_scores_are_the_harness_own(
     harness = manager.load([name])["tasks"][name]
     made = task(name)
     examples = made.examples(tokenizer)
-    assert len(examples) == len(documents)
+    assert len(examples) == len(documents) and made.examples(tokenizer, limit=1, seed=3) == examples[:1]
     for example, document in zip(examples, harness.test_docs(), strict=True):
         [question] = example.questions
         assert example.id == document["_id"]
@@ -85,35 +85,24 @@ def test_few_shot_answers_are_their_first_line_and_others_all_lines(name: str, t
         assert 0.0 < late < 1.0 and missed > 0.0
 
 
-def test_a_class_within_another_counts_as_the_authors_count_it(tokenizer: Any) -> None:
+def test_a_class_within_another_counts_as_the_authors_count_it_and_the_best_of_several_answers(tokenizer: Any) -> None:
     made = task("longbench_trec")
     [question] = made.examples(tokenizer)[1].questions
     assert question.target["answers"] == ["Other entity"] and "Entity" in question.target["all_classes"]
     assert made.judge(question, "Other entity") == {made.metric: 1.0}
     assert made.judge(question, "Other entity or Number") == {made.metric: 0.5}
     assert made.judge(question, "Entity") == {made.metric: 0.0}
-
-
-def test_the_best_of_several_answers_counts(tokenizer: Any) -> None:
     made = task("longbench_qasper")
     [question] = made.examples(tokenizer)[0].questions
     assert len(question.target["answers"]) == 2
     assert [made.judge(question, answer)[made.metric] for answer in question.target["answers"]] == [1.0, 1.0]
 
 
-def test_longbench_is_sixteen_tasks() -> None:
+def test_longbench_is_sixteen_tasks_of_which_examples_and_code_are_asked_without_a_chat_template() -> None:
     found = find(["longbench"], TaskSettings(MINIATURE))
     assert [made.name for made in found] == list(TASKS) and len(TASKS) == 16
-
-
-def test_examples_and_code_are_asked_without_a_chat_template() -> None:
-    verbatim = [made.name for made in find(["longbench"], TaskSettings(MINIATURE)) if not made.chat]
-    assert sorted(verbatim) == sorted([*FIRST_LINES, "longbench_lcc", "longbench_repobench-p"])
-
-
-def test_limit_and_order(tokenizer: Any) -> None:
-    made = task("longbench_qmsum")
-    assert made.examples(tokenizer, limit=1, seed=3) == made.examples(tokenizer)[:1]
+    verbatim = {made.name for made in found if not made.chat}
+    assert verbatim == {*FIRST_LINES, "longbench_lcc", "longbench_repobench-p"}
 
 
 def test_the_harness_data_set_on_the_hub(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,3 +157,89 @@ def test_damaged_records(name: str, change: dict[str, Any], message: str, tmp_pa
     write_items(tmp_path / f"{name}.jsonl", record)
     with pytest.raises(KeepsetError, match=message):
         task(f"longbench_{name}", tmp_path).examples(tokenizer)
+
+
+# --- LongBench v2, on records made up in the form of the official file
+
+RECORD = {
+    "_id": "66f3",
+    "domain": "Multi-Document QA",
+    "sub_domain": "Academic",
+    "difficulty": "hard",
+    "length": "short",
+    "question": " Which one is it? ",
+    "choice_A": "The first",
+    "choice_B": "The second ",
+    "choice_C": "Neither",
+    "choice_D": "Both",
+    "answer": "B",
+    "context": "A long text.\n",
+}
+PROMPT = """Please read the following text and answer the question below.
+
+<text>
+A long text.
+</text>
+
+What is the correct answer to this question: Which one is it?
+Choices:
+(A) The first
+(B) The second
+(C) Neither
+(D) Both
+
+Format your response as follows: "The correct answer is (insert answer here)"."""
+
+
+def examples(folder: Path, *items: dict[str, Any], name: str = "longbench2_multi") -> Any:
+    write_items(folder / "longbench2.jsonl", *items)
+    return examples_of(make_task(name, folder))
+
+
+def test_the_prompt_is_the_authors_and_the_text_is_its_context(tmp_path: Path) -> None:
+    other = {**RECORD, "_id": "other", "domain": "Code Repository Understanding"}
+    [example] = examples(tmp_path, other, RECORD)
+    [question] = example.questions
+    assert example.context + question.text == PROMPT and example.context.endswith("</text>")
+    assert (example.id, question.target, question.prefix, question.choices) == ("66f3", "B", "", ())
+    assert example.facts == {"sub_domain": "Academic", "difficulty": "hard", "length": "short"}
+    assert [one.id for one in examples(tmp_path, other, RECORD, name="longbench2_code")] == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("The correct answer is (B).", True),
+        ("**The correct answer is** (B)", True),
+        ("Well. The correct answer is B, I think", True),
+        ("The correct answer is A. No: The correct answer is (B)", True),  # brackets come first
+        ("The correct answer is (A), or The correct answer is (B)", False),
+        ("the correct answer is (B)", False),
+        ("The correct answer is The second", False),
+        ("(B)", False),
+        ("", False),
+    ],
+)
+def test_an_answer_is_found_as_the_authors_find_it(reply: str, right: bool) -> None:
+    assert make_task("longbench2_single").judge(Question("?", target="B"), reply) == {"accuracy": float(right)}
+
+
+def test_longbench2_is_six_domains_with_generated_answers() -> None:
+    tasks = find(["longbench2"], TaskSettings())
+    assert [made.name for made in tasks] == list(longbench2.NAMES[:-1]) and len(tasks) == 6
+    assert all(made.generation.tokens == 128 and not made.decodes for made in tasks)
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "sentence"),
+    [
+        (RECORD, "longbench2_single", "has no item of the domain 'Single-Document QA'"),
+        ({**RECORD, "answer": "E"}, "longbench2_multi", "has the answer 'E', which is none of A, B, C and D"),
+        ({**RECORD, "choice_D": None}, "longbench2_multi", "line 1, lacks the field 'choice_D'"),
+    ],
+)
+def test_files_that_are_something_else_are_refused(
+    tmp_path: Path, record: dict[str, Any], name: str, sentence: str
+) -> None:
+    with pytest.raises(KeepsetError, match=sentence):
+        examples(tmp_path, record, name=name)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks import answers, reasoning
-from keepset.bench.tasks.data import HubData
-from keepset.bench.tasks.task import Example, Question
+from keepset.bench.tasks import answers
+from keepset.bench.tasks.task import Example, Generation, Question
 from tests.bench.tasks.scaffold import examples_of, make_task, write_items
 
 pytest.importorskip("math_verify", reason='pip install "keepset[eval]"')
@@ -65,11 +64,10 @@ def test_examples_come_in_order_and_a_limit_cuts_them(tmp_path: Path) -> None:
     assert examples(tmp_path, "gsm8k", *items, limit=2) == every[:2]
 
 
-@pytest.mark.parametrize("name, tokens", [("gsm8k", 1024), ("math500", 16384), ("aime24", 32768), ("aime25", 32768)])
-def test_answers_are_long_and_decoded(name: str, tokens: int) -> None:
-    made = make_task(name)
-    assert (made.name, made.metric, made.decodes) == (name, "accuracy", True)
-    assert (made.generation.tokens, made.generation.until) == (tokens, ())
+def test_answers_are_long_and_decoded() -> None:
+    for name, tokens in {"gsm8k": 1024, "math500": 16384, "aime24": 32768, "aime25": 32768}.items():
+        made = make_task(name)
+        assert (made.name, made.metric, made.decodes, made.generation) == (name, "accuracy", True, Generation(tokens))
 
 
 RIGHT = [
@@ -114,21 +112,15 @@ def test_answers_by_hand(gold: str, reply: str, right: float) -> None:
 
 
 def test_answers_are_judged_in_threads_too() -> None:
-    found: dict[int, bool] = {}
-
-    def judge(number: int) -> None:
-        found[number] = answers.agree("\\boxed{3}", f"\\boxed{{{number}}}")
-
-    threads = [threading.Thread(target=judge, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {number: number == 3 for number in range(6)}
+    with ThreadPoolExecutor(6) as pool:
+        found = pool.map(lambda number: answers.agree("\\boxed{3}", f"\\boxed{{{number}}}"), range(6))
+    assert list(found) == [number == 3 for number in range(6)]
 
 
 @pytest.mark.full
-def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_answer_that_takes_too_long_or_a_judge_that_was_killed_the_next_is_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answers.start()
     first = answers._process
     monkeypatch.setattr(answers, "_SECONDS", 0.2)
@@ -136,11 +128,6 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_judged(monkeypat
     assert first is not None and first.poll() is not None
     monkeypatch.undo()
     assert answers.agree("\\boxed{2}", "\\boxed{2}")
-
-
-@pytest.mark.full
-def test_a_judge_that_was_killed_is_started_again() -> None:
-    answers.start()
     assert answers._process is not None
     answers._process.kill()
     answers._process.wait()
@@ -166,10 +153,15 @@ def test_missing_fields_are_one_sentence(tmp_path: Path, name: str, item: dict[s
         examples(tmp_path, name, item)
 
 
-def test_without_file_and_hub_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepset.hub.answers", lambda: False)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setitem(reasoning._SOURCES, "gsm8k", (HubData("no-owner/no-data", "main", "test"), 1024))
-    made = make_task("gsm8k", tmp_path)
-    with pytest.raises(KeepsetError, match=r"gsm8k cannot be loaded .*or give a folder with gsm8k\.jsonl as data"):
-        examples_of(made)
+def test_problems_come_from_the_hub_where_no_folder_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load(path: str, name: str | None, split: str) -> list[dict[str, object]]:
+        asked.append((path, name, split))
+        return [{"Problem": "Find it.", "Answer": 204}, {"Problem": "Find it.", "Answer": None}]
+
+    monkeypatch.setattr("keepset.hub.answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(KeepsetError, match=r"Maxwell-Jia/AIME_2024, item 1, lacks the field 'answer'"):
+        examples_of(make_task("aime24"))
+    assert asked == [("Maxwell-Jia/AIME_2024", None, "train")]

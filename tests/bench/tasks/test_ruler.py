@@ -1,4 +1,4 @@
-"""RULER: its answers looked for in its prompts, its lengths counted, its scores beside the harness's."""
+"""RULER: its answers looked for in its prompts, its lengths counted, its scores beside the harness's; its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keepset.bench.tasks.harness_imports import seeded
 from keepset.bench.tasks.ruler_prompts import FrequentWords
 from keepset.bench.tasks.task import Example, Question, Task, TaskSettings
 from tests.bench.harness import WITH_HARNESS
-from tests.bench.tasks.scaffold import make_task, prompt_of
+from tests.bench.tasks.scaffold import examples_of, make_task, prompt_of, write_items
 
 pytestmark = WITH_HARNESS
 
@@ -240,35 +240,22 @@ def test_documents_hold_what_is_asked_for(name: str, write: Any, length: int, tm
             {f"the {place} bridge", f"{place} Bridge"} if write is squad else {f"Town {place}"}
         )
         assert len(needed) < len(documents) - 1 == len(set(documents)) - 1
-        if length == 8000:
-            assert len(documents) - 1 == (12 if write is squad else 16)
+        assert length != 8000 or len(documents) - 1 == (12 if write is squad else 16)
         assert taken(tokenizer, made, example) <= length
     assert made.examples(tokenizer, limit=3) == examples[:3]
     assert [e.questions[0].text for e in made.examples(tokenizer, seed=1)] != [e.questions[0].text for e in examples]
 
 
-REPLIES = [
-    "Alpha, beta and GAMMA.",
-    "\n\nalpha\tbeta",
-    "nothing",
-    "",
-    "alp\nha gamma",
-]
-
-
 @pytest.mark.parametrize("answers", [("alpha",), ("alpha", "Beta", "gamma"), ("alpha", "delta")])
-@pytest.mark.parametrize("reply", REPLIES)
+@pytest.mark.parametrize("reply", ["Alpha, beta and GAMMA.", "\n\nalpha\tbeta", "nothing", "", "alp\nha gamma"])
 def test_scores(reply: str, answers: tuple[str, ...]) -> None:
     question = Question("?", target=answers)
     from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
     harness = string_match_all(postprocess_pred([reply]), [list(answers)])
     assert task("ruler_cwe", 4096).judge(question, reply) == {"match": harness}
-    some = 0.0
-    for answer in answers:
-        if answer.lower() in reply.lower():
-            some = 1.0
-    assert task("ruler_qa_squad", 4096).judge(question, reply) == {"match": some}
+    some = any(answer.lower() in reply.lower() for answer in answers)
+    assert task("ruler_qa_squad", 4096).judge(question, reply) == {"match": float(some)}
 
 
 def test_ruler_is_thirteen_tasks_at_every_length() -> None:
@@ -278,13 +265,8 @@ def test_ruler_is_thirteen_tasks_at_every_length() -> None:
     # The paper's, by task.
     tokens = {made.name: made.generation.tokens for made in found}
     assert {tokens[f"{name}@512"] for name in NEEDLES} == {128}
-    assert [tokens[f"ruler_{name}@512"] for name in ("vt", "cwe", "fwe", "qa_squad", "qa_hotpot")] == [
-        30,
-        120,
-        50,
-        32,
-        32,
-    ]
+    own = {"vt": 30, "cwe": 120, "fwe": 50, "qa_squad": 32, "qa_hotpot": 32}
+    assert {name: tokens[f"ruler_{name}@512"] for name in own} == own
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -338,3 +320,82 @@ def test_no_documents_and_no_network(
         KeepsetError, match=rf"The questions of {name} cannot be downloaded .* as {name}\.json, and give"
     ):
         task(f"ruler_qa_{name}", 512, tmp_path).examples(tokenizer)
+
+
+# --- from files, told apart by hand
+
+OWN: dict[str, tuple[str, tuple[str, str, str]]] = {
+    "niah_multivalue": (
+        "niah_multivalue",
+        (
+            "Some special magic numbers are hidden within the following text.\nOne of the special magic numbers is 1.",
+            "\nWhat are all the special magic numbers for a mentioned in the provided text?",
+            " The special magic numbers for a mentioned in the provided text are",
+        ),
+    ),
+    "ruler_vt": (
+        "vt",
+        (
+            "Memorize.\n\nVAR A = 1\nQuestion: Find all variables. Answer: According to it: A\n\nVAR B = 2",
+            "\nQuestion: Find all variables that are assigned the value 2 in the text above.",
+            " Answer: According to the chain(s) of variable assignment, 1 variables are assigned: ",
+        ),
+    ),
+    "ruler_cwe": (
+        "cwe",
+        (
+            "1. a 2. b\nQuestion: What are the 10 most common words? Answer: a\n1. c 2. d",
+            "\nQuestion: What are the 10 most common words in the above list?",
+            " Answer: The top 10 words are:",
+        ),
+    ),
+    "ruler_qa_squad": (
+        "qa_1",
+        (
+            "Answer the question based on the given documents. Only.\n\nDocument 1:\nQuestion: not this. Answer: no.",
+            "\n\nAnswer the question based on the given documents. Only.\n\nQuestion: Who said Answer: now?",
+            " Answer:",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_the_authors_program_wrote_is_cut_before_question_and_answer(
+    name: str, apart: bool, tmp_path: Path
+) -> None:
+    theirs, (context, question, prefix) = OWN[name]
+    whole = {"index": 0, "input": context + question + prefix, "outputs": ["1", "2"], "length": 64}
+    if apart:
+        whole |= {"input": context + question, "answer_prefix": prefix}
+    write_items(tmp_path / "64" / theirs / "validation.jsonl", whole, whole)
+    first, _ = examples_of(task(name, 64, tmp_path))
+    [asked] = first.questions
+    assert (first.context, asked.text, asked.prefix) == (context, question, prefix)
+    assert asked.target == ("1", "2") and (first.id, first.facts) == ("0", {"length": 64})
+    assert examples_of(task(name, 64, tmp_path), limit=1) == [first]
+
+
+def test_kvpress_data_set_has_all_tasks_in_one_file(tmp_path: Path) -> None:
+    item = {"context": "Text.\n", "question": "What? ", "answer_prefix": "Answer:", "answer": ["7"], "task": "qa_2"}
+    write_items(tmp_path / "ruler@64.jsonl", item, {**item, "task": "fwe", "context": "Dots.\n"})
+    [example] = examples_of(task("ruler_fwe", 64, tmp_path))
+    [asked] = example.questions
+    assert (example.context, asked.text, asked.prefix, asked.target) == ("Dots.\n", "What? ", "Answer:", ("7",))
+    assert [one.context for one in examples_of(task("ruler_qa_hotpot", 64, tmp_path))] == ["Text.\n"]
+
+
+@pytest.mark.parametrize(
+    ("item", "sentence"),
+    [
+        ({"input": "Which? Answer:", "outputs": ["1"]}, "line 1, has no question as RULER asks it"),
+        ({"input": "Question: no", "outputs": ["1"]}, "line 1, has no question as RULER asks it"),
+        ({"input": "Question: x Answer:", "outputs": "1"}, "line 1, has outputs that are no list of answers"),
+        ({"outputs": ["1"]}, "line 1, lacks the field 'input'"),
+    ],
+)
+def test_lines_that_are_something_else_are_refused(tmp_path: Path, item: dict[str, Any], sentence: str) -> None:
+    write_items(tmp_path / "64" / "vt" / "validation.jsonl", item)
+    with pytest.raises(KeepsetError, match=sentence):
+        examples_of(task("ruler_vt", 64, tmp_path))
