@@ -120,9 +120,8 @@ def evaluate(
     check_ray(ray)
     check_minutes(minutes)
 
-    from keepset.bench.sweep.cost import cost
     from keepset.bench.sweep.prompts import checked_mode
-    from keepset.bench.sweep.sweep import SweepGrid
+    from keepset.bench.sweep.sweep import SweepGrid, cost
     from keepset.bench.tasks.find import find
     from keepset.bench.tasks.task import TaskSettings
 

@@ -147,7 +147,7 @@ def _sweep(sweep: Sweep, source: Source, options: Options, path: Path, ray: bool
     """Return the figures of one sweep, and whether any cell was lost."""
     from keepset.bench.papers.entry import count_idle, grid_of
     from keepset.bench.papers.figures import figures_of
-    from keepset.bench.sweep.cost import cost
+    from keepset.bench.sweep.sweep import cost
 
     asked = grid_of(sweep, options)
 

@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from keepset import texts
-from keepset.bench.tune import measure as module
 from keepset.bench.tune import space
+from keepset.bench.tune import tune as module
 from keepset.cli import console
 from keepset.recipe import Recipe
 from tests.bench.report.pages import data_of

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from keepset.bench.compare.comparison import Comparison
-from keepset.bench.compare.conclusion import by_budget
+from keepset.bench.compare.comparison import Comparison, by_budget
 from keepset.bench.record import FULL, Record
 from keepset.bench.report import plot
 from keepset.bench.report.page import Section, choice, kept_text, page

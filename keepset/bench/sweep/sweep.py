@@ -12,6 +12,7 @@ from itertools import chain, groupby, product
 from keepset.bench.candidate import Candidate
 from keepset.bench.memory import is_out_of_memory
 from keepset.bench.record import Record
+from keepset.bench.sweep.prompts import Mode, PromptBuilder
 from keepset.bench.sweep.runner import EvalRequest, Runner
 from keepset.bench.sweep.store import GroupKey, Store
 from keepset.bench.tasks.task import Example, Task, Tokenizer
@@ -134,6 +135,43 @@ def unfinished(groups: Sequence[Group], done: Collection[tuple[GroupKey, str]]) 
 def count(groups: Sequence[Group]) -> int:
     """Return the number of cells that groups have."""
     return sum(len(group.candidates) for group in groups)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The size of a sweep.
+
+    Attributes:
+        cells: number of cells.
+        examples: number of examples.
+        prompt_tokens: tokens of all prefills.
+        answer_tokens: tokens of all questions and answers at most.
+    """
+
+    cells: int
+    examples: int
+    prompt_tokens: int
+    answer_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cells:,} cells of {self.examples:,} examples: {self.prompt_tokens:,} tokens of prompts and at most "
+            f"{self.answer_tokens:,} of answers"
+        )
+
+
+def cost(groups: Sequence[Group], tokenizer: Tokenizer, mode: Mode, chat: bool) -> Cost:
+    """Return what all groups of a sweep take, done or not, if prompts are made in this mode, as chats or not."""
+    frames = {use: PromptBuilder(tokenizer, mode=mode, chat=use, longest=None) for use in {chat, False}}
+    prompt_tokens = answer_tokens = 0
+    for group in groups:
+        answer = group.task.generation.tokens
+        for prompt in frames[chat and group.task.chat].of(group.example, answer):
+            prompt_tokens += len(prompt.ids)
+            for question in prompt.questions:
+                longest = max(map(len, question.choices), default=answer)
+                answer_tokens += len(group.candidates) * (len(question.ids) + longest)
+    return Cost(count(groups), len({group.key for group in groups}), prompt_tokens, answer_tokens)
 
 
 def digest(task: Task, examples: Sequence[Example]) -> str:

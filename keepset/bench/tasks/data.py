@@ -1,13 +1,18 @@
-"""Items of a data set, from a user's JSONL file or from the Hugging Face hub."""
+"""Items of a data set, from a user's JSONL file or from the hub; what lm-evaluation-harness and its libraries need."""
 
+import random
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
-from keepset.bench.tasks.harness_imports import import_extra
+import numpy as np
+
 from keepset.errors import CorruptFileError, KeepsetError
 from keepset.hub import offline_if_unreachable
 from keepset.texts import json_lines
@@ -134,3 +139,33 @@ def loading(name: str) -> Iterator[None]:
 
 def _cause(error: Exception) -> str:
     return re.split(r"\. |\n", str(error).strip())[0].rstrip(".") or type(error).__name__
+
+
+def import_extra(module: str) -> ModuleType:
+    """Return a module that `keepset[eval]` installs; raise `KeepsetError` if it cannot be imported."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about packages that no user of keepset asked for
+            return import_module(module)
+    except ImportError as error:
+        raise KeepsetError(
+            f"This task needs {module.partition('.')[0]}, which cannot be imported ({error}): run "
+            '`pip install "keepset[eval]"`.'
+        ) from error
+
+
+@contextmanager
+def seeded(seed: int | str, numpy_seed: int | None = None) -> Iterator[None]:
+    """Seed the generators of `random` and `numpy`, from which the harness draws, and restore them afterwards.
+
+    Args:
+        seed: the seed of `random`.
+        numpy_seed: the seed of `numpy`; drawn from `random` if None.
+    """
+    before, numpy_before = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(random.getrandbits(32) if numpy_seed is None else numpy_seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numpy_before)

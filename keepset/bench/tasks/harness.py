@@ -17,8 +17,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
 
-from keepset.bench.tasks.data import loading, read_records
-from keepset.bench.tasks.harness_imports import import_extra, seeded
+from keepset.bench.tasks.data import import_extra, loading, read_records, seeded
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
 from keepset.errors import KeepsetError
 

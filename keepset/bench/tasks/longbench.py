@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from keepset.bench.tasks.data import DataRecord, HubData, load_records
-from keepset.bench.tasks.harness_imports import import_extra
+from keepset.bench.tasks.data import DataRecord, HubData, import_extra, load_records
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
 from keepset.errors import KeepsetError
 

@@ -4,11 +4,18 @@ lm-evaluation-harness has tasks on these data. They ask after worked examples or
 compare answers as texts.
 """
 
+import json
+import select
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, cast
 
-from keepset.bench.tasks import answers
 from keepset.bench.tasks.data import DataRecord, HubData, load_records
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
+from keepset.errors import KeepsetError
 
 _SOURCES: dict[str, tuple[HubData, int]] = {
     "gsm8k": (HubData("openai/gsm8k", "main", "test"), 1024),
@@ -23,8 +30,8 @@ NAMES = tuple(_SOURCES)
 
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
-    """Return the task, if math-verify is there to judge its answers."""
-    answers.start()
+    """Return the task; start math-verify, so that a missing package is known before hours of answers."""
+    start()
     return [Reasoning(name, settings)]
 
 
@@ -53,7 +60,7 @@ class Reasoning(Task):
         ]
 
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        return {"accuracy": float(answers.agree(question.target, str(reply)))}
+        return {"accuracy": float(agree(question.target, str(reply)))}
 
 
 def _prompt(item: DataRecord) -> str:
@@ -73,3 +80,78 @@ def _gold(item: DataRecord) -> str:
     # GSM8K's answer is the end of a solution.
     answer = answer.rpartition("####")[2].strip()
     return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
+
+
+_SECONDS = 60.0
+"""After so long its process is killed. Its own limit is 5 seconds an expression, but some operations block signals."""
+
+_PROGRAM = """
+import json, sys
+from math_verify import parse, verify
+out, sys.stdout = sys.stdout, sys.stderr
+print("ready", file=out, flush=True)
+for line in sys.stdin:
+    gold, answer = json.loads(line)
+    print(json.dumps(verify(parse(gold), parse(answer))), file=out, flush=True)
+"""
+
+_lock = threading.RLock()
+_process: subprocess.Popen[str] | None = None
+
+
+def agree(gold: str, solution: str) -> bool:
+    """Return whether the final answers of two texts are equal by math-verify; if that takes too long they are not.
+
+    The final answer is what the last box holds. Without a box it is what math-verify finds, after the last `####` if
+    there is one: what is called the answer, or else the last expression or number.
+
+    Args:
+        gold: the text with the right answer.
+        solution: the text that is judged.
+
+    Raises:
+        KeepsetError: if math-verify does not start.
+    """
+    with _lock:
+        process = start()
+        with suppress(BrokenPipeError):
+            cast(IO[str], process.stdin).write(json.dumps([_final(gold), _final(solution)]) + "\n")
+            cast(IO[str], process.stdin).flush()
+        return _line(process) == "true\n"
+
+
+def start() -> subprocess.Popen[str]:
+    """Return math-verify's process, started unless it runs; raise `KeepsetError` if it does not start.
+
+    math-verify stops what takes too long by a signal, which only the main thread of a process can have. In a process of
+    its own, threads, Ray's workers and notebooks can ask it.
+    """
+    global _process  # noqa: PLW0603
+    with _lock:
+        if _process is None or _process.poll() is not None:
+            # -P: a file in the working directory must not pass for a package.
+            command = [sys.executable, "-P", "-c", _PROGRAM]
+            pipe, null = subprocess.PIPE, subprocess.DEVNULL
+            _process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, encoding="ascii")
+            if _line(_process) != "ready\n":
+                raise KeepsetError(
+                    'Answers are judged by math-verify, which does not start: pip install "keepset[eval]".'
+                )
+        return _process
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    """Return the process's next line; an empty one if it ended, or took too long and was killed."""
+    stdout = cast(IO[str], process.stdout)
+    ready, _, _ = select.select([stdout], [], [], _SECONDS)
+    line = stdout.readline() if ready else ""
+    if not line:
+        process.kill()
+        process.wait()
+    return line
+
+
+def _final(text: str) -> str:
+    """Return the text from the last box on, or else after GSM8K's mark; math-verify would join several boxes."""
+    box = text.rfind("\\boxed")
+    return text[box:] if box >= 0 else text.rpartition("####")[2]

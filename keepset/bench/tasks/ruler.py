@@ -1,16 +1,23 @@
 """RULER (Hsieh et al. 2024, arXiv:2404.06654): thirteen synthetic tasks at any length."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
+from keepset.bench.tasks.data import DataRecord, find_records, seeded
 from keepset.bench.tasks.fit import fit, measure, room
-from keepset.bench.tasks.harness_imports import seeded
-from keepset.bench.tasks.ruler_documents import load_documents
-from keepset.bench.tasks.ruler_files import read_prompts
-from keepset.bench.tasks.ruler_needles import Needles
-from keepset.bench.tasks.ruler_prompts import CommonWords, FrequentWords, PromptMaker, Variables
+from keepset.bench.tasks.ruler_prompts import (
+    CommonWords,
+    FrequentWords,
+    Needles,
+    PromptMaker,
+    PromptParts,
+    Variables,
+    load_documents,
+)
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
-from keepset.errors import KeepsetError
+from keepset.errors import CorruptFileError, KeepsetError
 
 EXAMPLES = 500
 """How many examples there are without a limit, as in the paper."""
@@ -110,3 +117,58 @@ class RulerTask(Task):
 
     def _example(self, index: int, context: str, question: Question) -> Example:
         return Example(str(index), context, (question,), {"length": self.length})
+
+
+_AUTHORS_NAMES = {
+    "ruler_vt": "vt",
+    "ruler_cwe": "cwe",
+    "ruler_fwe": "fwe",
+    "ruler_qa_squad": "qa_1",
+    "ruler_qa_hotpot": "qa_2",
+}
+_NEEDLE = re.compile(r"\s*What (?:is|are all) the special magic")
+_DOCUMENTS = re.compile(r"\s*Answer the question based on the given documents")
+_WORDS = re.compile(r"\s*Question:")
+_NEEDLES_ANSWER = re.compile(r"\s*The special magic")
+_ANSWER = re.compile(r"\s*Answer:")
+
+
+def read_prompts(folder: Path | None, name: str, length: int) -> list[PromptParts] | None:
+    """Return a task's prompts of one length from a user's folder; None if it has none.
+
+    The folder may have `<length>/<task>/validation.jsonl`, which the authors' program writes for a model without a chat
+    template, under the authors' names (`vt`, `qa_1`, ...); or `ruler@<length>.jsonl` with all tasks, as the data set
+    simonjegou/ruler has them. A line that is something else raises `KeepsetError`.
+    """
+    if folder is None:
+        return None
+    authors = _AUTHORS_NAMES.get(name, name)
+    if (items := find_records(folder / str(length) / authors, "validation")) is not None:
+        return [_split(item, name) for item in items]
+    items = [item for item in find_records(folder, f"ruler@{length}") or () if item.first("task") == authors]
+    return [_parts(item) for item in items] or None
+
+
+def _parts(item: DataRecord) -> PromptParts:
+    question, prefix = str(item.first("question")), str(item.fields.get("answer_prefix") or "")
+    return str(item.first("context")), Question(question, target=_answers(item, "answer"), prefix=prefix)
+
+
+def _split(item: DataRecord, name: str) -> PromptParts:
+    """Return a whole prompt, cut where its last question begins, and where the answer begins."""
+    text = str(item.first("input")) + str(item.fields.get("answer_prefix") or "")
+    is_needle = name.startswith("niah")
+    asks = _NEEDLE if is_needle else _DOCUMENTS if name.startswith("ruler_qa") else _WORDS
+    begin = max((match.start() for match in asks.finditer(text)), default=len(text))
+    answers = [match.start() for match in (_NEEDLES_ANSWER if is_needle else _ANSWER).finditer(text, begin)]
+    if not answers:
+        raise CorruptFileError(f"{item.where} has no question as RULER asks it: take a file of the authors' program.")
+    end = answers[0] if is_needle else answers[-1]
+    return text[:begin], Question(text[begin:end], target=_answers(item, "outputs"), prefix=text[end:])
+
+
+def _answers(item: DataRecord, field: str) -> tuple[str, ...]:
+    answers = item.first(field)
+    if not isinstance(answers, list) or not answers:
+        raise CorruptFileError(f"{item.where} has {field} that are no list of answers: take the official file.")
+    return tuple(map(str, answers))

@@ -1,12 +1,23 @@
-"""Prompts of RULER at any size, and the three tasks whose words lm-evaluation-harness makes."""
+"""Prompts of RULER at any size: needles, words that lm-evaluation-harness makes, and questions about documents."""
 
+import inspect
+import json
 import random
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import cycle, islice
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Literal
+from uuid import UUID
 
-from keepset.bench.tasks.harness_imports import import_extra
+from keepset import texts
+from keepset.bench.tasks.data import import_extra
 from keepset.bench.tasks.task import Question
+from keepset.errors import KeepsetError
 
 QUESTION = "\nQuestion:"
 
@@ -39,6 +50,101 @@ class PromptMaker(ABC):
             index: the example's.
             seed: the data's. The generators of `random` and `numpy` are seeded from both.
         """
+
+
+@dataclass(frozen=True)
+class Needles(PromptMaker):
+    """Needles in a haystack: sentences that give keys their values, of which some are asked for.
+
+    The sentences are those of the paper and of lm-evaluation-harness. The harness's own module is not used, because
+    importing it downloads data for a tokenizer of sentences.
+
+    Attributes:
+        haystack: repeated sentences, essays, or needles that nobody asks for.
+        key: the kind of keys.
+        value: the kind of values.
+        keys: how many keys there are.
+        values: how many values each key has.
+        queries: how many keys are asked for.
+    """
+
+    haystack: Literal["noise", "essays", "needles"]
+    key: Literal["words", "uuids"] = "words"
+    value: Literal["numbers", "uuids"] = "numbers"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+    @property
+    def smallest(self) -> int:
+        return self.keys * self.values
+
+    def make(self, size: int, index: int, seed: int) -> PromptParts:
+        chance = random.Random(f"{self} {index} {seed}")
+        known: dict[str, list[str]] = {}
+        while len(known) < self.keys:
+            known[_value(self.key, chance)] = [_value(self.value, chance) for _ in range(self.values)]
+        needles = [self._needle(name, value) for name, values in known.items() for value in values]
+        chance.shuffle(needles)
+        hay = self._hay(size, chance)
+        places = [len(hay) * step // 39 for step in range(40)] if self.haystack == "essays" else range(size)
+        for place, needle in zip(sorted(chance.sample(places, len(needles)), reverse=True), needles, strict=True):
+            hay.insert(place, needle)
+        chosen = chance.sample(list(known), self.queries)
+        return self._prompt(chosen, (" " if self.haystack == "essays" else "\n").join(hay), known)
+
+    def _hay(self, size: int, chance: random.Random) -> list[str]:
+        if self.haystack == "essays":
+            return list(_sentences(size))
+        if self.haystack == "noise":
+            return [_NOISE] * size
+        return [self._needle(_value(self.key, chance), _value(self.value, chance)) for _ in range(size)]
+
+    def _needle(self, key: str, value: str) -> str:
+        return f"One of the special magic {self.value} for {key} is: {value}."
+
+    def _prompt(self, chosen: Sequence[str], hay: str, known: dict[str, list[str]]) -> PromptParts:
+        single = self.queries * self.values == 1
+        what = self.value[:-1] if single else self.value
+        some, all_of, are = ("A", "is", "is") if single else ("Some", "are all", "are")
+        query = chosen[0] if len(chosen) == 1 else f"{', '.join(chosen[:-1])}, and {chosen[-1]}"
+        context = (
+            f"{some} special magic {what} {are} hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the {what} afterwards.\n{hay}"
+        )
+        return context, Question(
+            f"\nWhat {all_of} the special magic {what} for {query} mentioned in the provided text?",
+            target=tuple(value for name in chosen for value in known[name]),
+            prefix=f" The special magic {what} for {query} mentioned in the provided text {are}",
+        )
+
+
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+
+
+def _value(kind: str, chance: random.Random) -> str:
+    if kind == "numbers":
+        return str(chance.randint(10**6, 10**7 - 1))
+    if kind == "uuids":
+        return str(UUID(int=chance.getrandbits(128), version=4))
+    return "-".join(chance.choice(words) for words in _words())
+
+
+@cache
+def _words() -> tuple[Sequence[str], Sequence[str]]:
+    wonderwords = import_extra("wonderwords").RandomWord()
+    adjectives, nouns = (wonderwords.filter(include_categories=[kind]) for kind in ("adjective", "noun"))
+    return sorted(adjectives), sorted(nouns)
+
+
+@lru_cache(maxsize=4)
+def _sentences(words: int) -> Sequence[str]:
+    return re.split(r"(?<=[.!?])\s+", " ".join(islice(cycle(_essay_words()), words)))
+
+
+@cache
+def _essay_words() -> Sequence[str]:
+    return " ".join(map(texts.essay, texts.essays())).split()
 
 
 class Variables(PromptMaker):
@@ -107,3 +213,100 @@ def cut(text: str, question: str, answers: Sequence[str]) -> PromptParts:
     context, begin, rest = text.rpartition(question)
     words, answer, prefix = rest.rpartition(" Answer:")
     return context, Question(begin + words, target=tuple(answers), prefix=(answer + prefix).rstrip())
+
+
+_ASKED = "\n\nAnswer the question based on the given documents."
+DocumentQuestion = tuple[str, list[str], list[str], list[str]]
+"""A question, its answers, the documents that it needs, and others that are preferred to the rest."""
+
+
+class Documents(PromptMaker):
+    """A question, and the documents that answer it among others.
+
+    The seed draws the order of the questions. The authors' program takes them in the file's order, all of one article
+    first.
+    """
+
+    def __init__(self, entries: Sequence[DocumentQuestion]) -> None:
+        if not entries:
+            raise ValueError("no questions")
+        self._documents = sorted({document for entry in entries for group in entry[2:] for document in group})
+        number = {document: index for index, document in enumerate(self._documents)}
+        self._questions = [
+            {
+                "query": query,
+                "outputs": answers,
+                "context": [number[document] for document in needed],
+                "more_context": [number[document] for document in related],
+            }
+            for query, answers, needed, related in entries
+        ]
+        self.largest, self.questions = len(self._documents), len(self._questions)
+        self._qa = import_extra("lm_eval.tasks.ruler.qa_utils")
+
+    def make(self, size: int, index: int, seed: int) -> PromptParts:
+        """Return the question with `size` documents, or with all that it needs if they are more."""
+        chosen = random.Random(seed).sample(range(len(self._questions)), len(self._questions))[index]
+        # The harness shuffles the list that it is given if all documents fit, so it gets a copy.
+        text, answers = self._qa.generate_input_output(chosen, size, self._questions, list(self._documents))
+        return cut(f"{text} Answer:", _ASKED, answers)
+
+
+def load_documents(name: str, folder: Path | None) -> Documents:
+    """Return the documents and questions of `squad` or `hotpot`.
+
+    Args:
+        name: which of them.
+        folder: a user's folder with `<name>.json`; the harness downloads the file if there is none.
+
+    Raises:
+        KeepsetError: if the file has another format, or cannot be downloaded.
+    """
+    parse = _PARSERS[name]
+    path = None if folder is None else folder / f"{name}.json"
+    if path is None or not path.is_file():
+        return Documents(parse(_download(name)))
+    try:
+        return Documents(parse(json.loads(texts.read(path))))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise KeepsetError(
+            f"{str(path)!r} is not in the format of {_OFFICIAL[name]} ({type(error).__name__}: {error}): "
+            "put that file there."
+        ) from error
+
+
+def _squad(data: Any) -> list[DocumentQuestion]:
+    entries = []
+    for article in data["data"]:
+        documents = [paragraph["context"] for paragraph in article["paragraphs"]]
+        for paragraph in article["paragraphs"]:
+            needed = paragraph["context"]
+            related = [document for document in documents if document != needed]
+            for item in paragraph["qas"]:
+                if not item.get("is_impossible"):
+                    entries.append((item["question"], [a["text"] for a in item["answers"]], [needed], related))
+    return entries
+
+
+def _hotpot(data: Any) -> list[DocumentQuestion]:
+    return [
+        (item["question"], [item["answer"]], [f"{title}\n{''.join(text)}" for title, text in item["context"]], [])
+        for item in data
+    ]
+
+
+def _download(name: str) -> Any:
+    qa, requests = import_extra("lm_eval.tasks.ruler.qa_utils"), import_extra("requests")
+    reader = qa.read_squad if name == "squad" else qa.read_hotpotqa
+    url = inspect.signature(reader).parameters["url"].default
+    try:
+        return qa.download_json(url)
+    except (requests.RequestException, ValueError) as error:
+        raise KeepsetError(
+            f"The questions of {name} cannot be downloaded ({type(error).__name__}): put {_OFFICIAL[name]} into a "
+            f"folder as {name}.json, and give that folder as data."
+        ) from error
+
+
+_PARSERS: dict[str, Callable[[Any], list[DocumentQuestion]]] = {"squad": _squad, "hotpot": _hotpot}
+_OFFICIAL = {"squad": "SQuAD's dev-v2.0.json", "hotpot": "HotpotQA's hotpot_dev_distractor_v1.json"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks import answers
+from keepset.bench.tasks import reasoning
 from keepset.bench.tasks.task import Example, Generation, Question
 from tests.bench.tasks.scaffold import examples_of, make_task, write_items
 
@@ -113,7 +113,7 @@ def test_answers_by_hand(gold: str, reply: str, right: float) -> None:
 
 def test_answers_are_judged_in_threads_too() -> None:
     with ThreadPoolExecutor(6) as pool:
-        found = pool.map(lambda number: answers.agree("\\boxed{3}", f"\\boxed{{{number}}}"), range(6))
+        found = pool.map(lambda number: reasoning.agree("\\boxed{3}", f"\\boxed{{{number}}}"), range(6))
     assert list(found) == [number == 3 for number in range(6)]
 
 
@@ -121,22 +121,22 @@ def test_answers_are_judged_in_threads_too() -> None:
 def test_after_an_answer_that_takes_too_long_or_a_judge_that_was_killed_the_next_is_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answers.start()
-    first = answers._process
-    monkeypatch.setattr(answers, "_SECONDS", 0.2)
-    assert not answers.agree("\\boxed{2}", "\\boxed{9^{9^{9^9}}}")
+    reasoning.start()
+    first = reasoning._process
+    monkeypatch.setattr(reasoning, "_SECONDS", 0.2)
+    assert not reasoning.agree("\\boxed{2}", "\\boxed{9^{9^{9^9}}}")
     assert first is not None and first.poll() is not None
     monkeypatch.undo()
-    assert answers.agree("\\boxed{2}", "\\boxed{2}")
-    assert answers._process is not None
-    answers._process.kill()
-    answers._process.wait()
-    assert answers.agree("\\boxed{2}", "\\boxed{2}")
+    assert reasoning.agree("\\boxed{2}", "\\boxed{2}")
+    assert reasoning._process is not None
+    reasoning._process.kill()
+    reasoning._process.wait()
+    assert reasoning.agree("\\boxed{2}", "\\boxed{2}")
 
 
 def test_without_math_verify_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "_process", None)
-    monkeypatch.setattr(answers, "_PROGRAM", "import no_such_package_at_all")
+    monkeypatch.setattr(reasoning, "_process", None)
+    monkeypatch.setattr(reasoning, "_PROGRAM", "import no_such_package_at_all")
     with pytest.raises(KeepsetError, match=r'math-verify, which does not start: pip install "keepset\[eval\]"'):
         make_task("gsm8k")
 

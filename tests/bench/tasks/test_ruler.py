@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from keepset import KeepsetError, texts
-from keepset.bench.tasks import ruler, ruler_needles
+from keepset.bench.tasks import ruler, ruler_prompts
+from keepset.bench.tasks.data import seeded
 from keepset.bench.tasks.find import find
-from keepset.bench.tasks.harness_imports import seeded
 from keepset.bench.tasks.ruler_prompts import FrequentWords
 from keepset.bench.tasks.task import Example, Question, Task, TaskSettings
 from tests.bench.harness import WITH_HARNESS
@@ -299,7 +299,7 @@ def test_damaged_documents(name: str, text: str, tmp_path: Path, tokenizer: Any)
 )
 def test_a_package_that_is_missing(name: str, package: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    ruler_needles._words.cache_clear()
+    ruler_prompts._words.cache_clear()
     with pytest.raises(KeepsetError, match=rf'{package.partition(".")[0]}, .*: run `pip install "keepset\[eval\]"`\.$'):
         task(name, 1000).examples(tokenizer, limit=1)
 

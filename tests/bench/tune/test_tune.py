@@ -17,9 +17,8 @@ import keepset
 from keepset.bench.record import Record
 from keepset.bench.tune import space
 from keepset.bench.tune.excerpts import ANSWER_TOKENS, TextPiece
-from keepset.bench.tune.measure import Measurer
 from keepset.bench.tune.space import composed_at_most, compositions, scorers, with_budget
-from keepset.bench.tune.tune import Tuner
+from keepset.bench.tune.tune import Measurer, Tuner
 from keepset.core.features.attention import SecondPass
 from keepset.core.method import Allocator
 from keepset.errors import KeepsetError
