@@ -112,8 +112,7 @@ class Answer:
 
     Attributes:
         ids: the tokens that were generated.
-        seconds: an even share of the seconds of answers that were decoded together, and the seconds in which this
-            answer's cache chose what stays.
+        seconds: an even share of the seconds of answers that were decoded together, and all of its own events.
         beside: the sum over the tokens of the number of answers that were decoded at once.
         reply: the text without its end; of choices their likelihoods.
         finished: whether it ended by itself or at a text of `until`.
@@ -161,12 +160,7 @@ class Stream:
 
 @torch.no_grad()
 def step(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
-    """Decode one more token of every answer.
-
-    Args:
-        model: the model.
-        streams: the answers. Their caches may differ in length.
-    """
+    """Decode one more token of every answer. Their caches may differ in length."""
     began, events = time.perf_counter(), [len(stream.cache.events) for stream in streams]
     for stream in streams:
         stream.say()

@@ -18,27 +18,14 @@ from keepset.hf.prompt_session import CachedPrompt
 from keepset.recipe import Recipe
 from keepset.texts import Needle
 
-FIGURES = {
-    "keep": "fraction of the prompt's entries that stayed; while decoding, of all tokens' entries at the end",
-    "kv_bytes": "bytes allocated after compression; while decoding, their mean over the tokens",
-    "kv_bytes_peak": "the most bytes after any token, while decoding",
-    "kv_bytes_full": "bytes of the full cache at the same moments",
-    "kl": "mean KL(full || compressed) in nats over the continuation's tokens; `kl_drift` has its parts",
-    "nll_delta": "mean negative log-likelihood of the continuation, less the full cache's, in nats",
-    "top1": "share of the continuation's tokens after which both caches prefer the same next token",
-    "prefill_seconds": "seconds of a prefill with this recipe: the shared one, what was collected for it, selection",
-    "prefill_seconds_full": "seconds of the full cache's prefill",
-    "select_seconds": "seconds of choosing and freeing",
-    "decode_tokens_per_second": "tokens per second after the prompt, one at a time",
-    "needle_found": "whether the answer to the question contains the right one",
-    "facts_found": "how many of several questions were answered right",
-}
-"""Figures of a comparison's records, with their meanings; what could not be had is not there."""
-
 
 @dataclass
 class Comparison:
     """Recipes on one text; records are appended as they are measured.
+
+    A record's `kl` is the mean KL(full || compressed) in nats over the continuation's tokens, of which `kl_drift` has
+    the parts; `nll_delta` its negative log-likelihood less the full cache's, in nats; `top1` the share of its tokens
+    after which both caches prefer the same next token. Bytes while decoding are means over the tokens, and the most.
 
     Attributes:
         model: the model's name.
@@ -171,11 +158,7 @@ def fidelity(
 
 
 def check_predictions(logits: Float[Tensor, "n vocabulary"]) -> None:
-    """Refuse figures of a compressed cache under which the model predicts NaN.
-
-    Raises:
-        KeepsetError: it does.
-    """
+    """Raise `KeepsetError` if the model predicts NaN with what a recipe keeps."""
     if bool(logits.isnan().any()):
         raise KeepsetError("With what this recipe keeps the model predicts NaN: there is nothing to compare.")
 

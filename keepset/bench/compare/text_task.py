@@ -112,16 +112,7 @@ def make_text_task(
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
-    """Refuse more tokens than the model's context holds.
-
-    Args:
-        tokens: tokens of the prompt.
-        after: tokens after it.
-        longest: tokens of the context; None if the model says nothing.
-
-    Raises:
-        KeepsetError: they do not fit.
-    """
+    """Raise `KeepsetError` if a prompt and the tokens after it are more than the longest context, if it is known."""
     if longest is not None and tokens + after > longest:
         raise KeepsetError(
             f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "

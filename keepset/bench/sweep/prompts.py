@@ -128,10 +128,7 @@ class PromptBuilder:
         return self._fitted(prompt, example, self._encode(self._end(question), special=False), answer)
 
     def _tokenized(self, question: Question, text: str, special: bool = False) -> TokenizedQuestion:
-        """Tokenize a text that ends with a question, and its choices.
-
-        A choice has the tokens that it adds to those of the text without white space at its end.
-        """
+        """Tokenize a text that ends with a question. A choice has the tokens that it adds to the stripped text's."""
         ids = self._encode(text.rstrip() if question.choices else text, special)
         choices = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
         for choice, tokens in zip(question.choices, choices, strict=True):
@@ -143,14 +140,7 @@ class PromptBuilder:
         return question.text + self._after + question.prefix
 
     def _fitted(self, prompt: EvalPrompt, example: Example, end: Sequence[int], answer: int) -> EvalPrompt:
-        """Cut the middle out of a prompt's context if the prompt is too long.
-
-        Args:
-            prompt: the prompt.
-            example: its example.
-            end: the tokens of the prompt that follow the context.
-            answer: tokens of an answer at most.
-        """
+        """Cut the middle out of a prompt's context, which `end` follows, if prompt and answer are too long."""
         after = max(len(each.ids) + max(map(len, each.choices), default=answer) for each in prompt.questions)
         excess = 0 if self._longest is None else len(prompt.ids) + after - self._longest
         if excess <= 0:

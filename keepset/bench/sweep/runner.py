@@ -83,20 +83,17 @@ class Runner:
         prompts = partial(PromptBuilder, tokenizer, mode=mode, longest=longest)
         self._mode, self._verbatim = mode, prompts(chat=False)
         self._chat = prompts(chat=True) if chat else self._verbatim
-        self._model, self._evaluator = model, Evaluator(model, tokenizer, temperature)
+        self._model, self._evaluator = model, _Evaluator(model, tokenizer, temperature)
         self._room, self._most = MemoryBudget(model.device), 1 if alone else MOST
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Record]:
-        """Make a cell for every candidate of one example.
+        """Yield a cell for every candidate of one example, in their order; with an error for one that cannot be run.
 
         Args:
             task: the task.
             example: one of its examples.
             candidates: the candidates.
             seed: of sampling.
-
-        Yields:
-            Cells in the order of the candidates. A candidate that cannot be run has a cell with an error.
 
         Raises:
             MemoryError: memory was not enough for the next candidate; or one of torch's errors that says so.
@@ -227,36 +224,25 @@ class _CellRun:
 
 @dataclass(eq=False)
 class _Job:
-    """Some of an example's prompts, asked of one candidate.
-
-    Attributes:
-        run: the request.
-        prompts: the prompts.
-        first: the number, among the example's questions, of the first one.
-        session: gives a prompt's prefill.
-        evaluator: asks the questions.
-        tokens: entries that the caches come to at most, in tokens.
-        peak_bytes: see `Job`.
-    """
+    """Some of an example's prompts, asked of one candidate; `first` is the number of their first question."""
 
     run: _CellRun
     prompts: Sequence[EvalPrompt]
     first: int
     session: Callable[[EvalPrompt], PromptSession]
-    evaluator: Evaluator
+    evaluator: _Evaluator
     tokens: int
     peak_bytes: int | None = None
 
     def streams(self) -> Streams:
-        """See `Job`."""
-        asked, answered = self.run.asked, list[Record]()
+        """Yield the answers that are to be decoded, see `Job`; note each question's record."""
+        answered = list[Record]()
         if self.run.error is not None:
             return
         try:
             for prompt in self.prompts:
-                number, record = self.first + len(answered), self.run.record()
-                draw, cached = (asked.seed, asked.example.id), self._cached(prompt)
-                yield from self.evaluator.ask(asked.task, prompt, draw, number, cached, record, answered)
+                number = self.first + len(answered)
+                yield from self.evaluator.ask(self.run, prompt, number, self._cached(prompt), answered)
         except KeepsetError as error:
             self.run.error = str(error)
         peak = {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
@@ -269,42 +255,25 @@ class _Job:
         return self.session(prompt).compress_alone(recipe)
 
 
-class Evaluator:
-    """Asks every cache the same questions.
-
-    Args:
-        model: the model.
-        tokenizer: the model's.
-        temperature: 0 for greedy decoding.
-    """
+class _Evaluator:
+    """Asks every cache the same questions, and measures each answer."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, temperature: float) -> None:
         self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
 
     def ask(
-        self,
-        task: Task,
-        prompt: EvalPrompt,
-        draw: tuple[object, ...],
-        first: int,
-        cached: CachedPrompt,
-        record: Record,
-        answered: list[Record],
+        self, run: _CellRun, prompt: EvalPrompt, first: int, cached: CachedPrompt, answered: list[Record]
     ) -> Streams:
-        """Ask every question about a cached prompt, which is used up.
+        """Ask every question about a cached prompt, which is used up; yield the answers that are to be decoded.
 
         Args:
-            task: judges the answers.
+            run: the request.
             prompt: the questions.
-            draw: seeds the sampling, together with a question's number.
             first: the number, among the example's questions, of the prompt's first one.
             cached: the prompt in a cache.
-            record: a record of the candidate without figures.
-            answered: gets the record of each question, filled in.
-
-        Yields:
-            The answers that are to be decoded, one after another.
+            answered: gets the record of each question.
         """
+        asked, task = run.asked, run.asked.task
         begun = CacheMemory(cached.cache, cached.is_full)
         decodes = task.decodes or cached.cache.schedule.every is not None
         ending = StopCriterion(self._model, self._tokenizer, task.generation)
@@ -328,7 +297,7 @@ class Evaluator:
                         reply = likelihoods(self._model, used, logits, question.choices, TOGETHER)
                         answer = Answer(seconds=time.perf_counter() - began, reply=reply)
                     else:
-                        pick = picker(self._temperature, logits.device, *draw, number)
+                        pick = picker(self._temperature, logits.device, asked.seed, asked.example.id, number)
                         answer = Answer(seconds=time.perf_counter() - began)
                         yield Stream(used, logits, pick, ending, look, answer)
                     if decodes:
@@ -349,7 +318,7 @@ class Evaluator:
                     **events.means,
                 }
                 scores, replies = task.judge(question.question, answer.reply), [_plain(answer.reply)]
-                answered.append(replace(record, scores=scores, figures=figures, replies=replies))
+                answered.append(replace(run.record(), scores=scores, figures=figures, replies=replies))
         finally:
             cached.cache.stop_watching()
 

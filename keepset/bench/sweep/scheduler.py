@@ -92,13 +92,7 @@ class Scheduler(Generic[SomeJob]):
         return job
 
     def _resume(self, job: SomeJob, streams: Streams, spoiled: KeepsetError | None = None) -> Done[SomeJob]:
-        """Let a job come to its next answer, or yield it if it is done.
-
-        Args:
-            job: the job.
-            streams: its answers.
-            spoiled: the error that has spoiled the answer that it was at; None if that answer is whole.
-        """
+        """Let a job come to its next answer, or yield it if it is done; `spoiled` is its last answer's error."""
         peak = watch_peak(self._model.device)
         try:
             stream = next(streams) if spoiled is None else streams.throw(spoiled)

@@ -251,9 +251,9 @@ def check_free(path: Path) -> None:
 
 
 def _locked(path: Path) -> int:
-    """Return a descriptor that holds a sweep's file against other writers until it is closed.
+    """Return a descriptor that holds a sweep's file against other writers until it is closed, after the database.
 
-    It has to be closed after the database: closing any descriptor of a file gives up the locks that SQLite holds on it.
+    Closing any descriptor of a file gives up the locks that SQLite holds on it.
     """
     _check_place(path)
     try:

@@ -52,14 +52,11 @@ class SweepGrid:
         return True
 
     def groups(self, store: Store, tokenizer: Tokenizer) -> list[Group]:
-        """Make the examples, note them in the file, and return all groups.
+        """Make the examples, note them in the file, and return all groups, of tasks that decode recipe by recipe.
 
         Args:
             store: the sweep's file.
             tokenizer: the model's, which tasks make prompts of a length with.
-
-        Returns:
-            Example by example; of tasks that decode recipe by recipe.
 
         Raises:
             KeepsetError: two examples of a task have one id, or the file has cells of other examples.
@@ -119,12 +116,7 @@ class Skipped:
 
 
 def unfinished(groups: Sequence[Group], done: Collection[tuple[GroupKey, str]]) -> list[Group]:
-    """Return the groups that lack cells, with the candidates of those cells alone.
-
-    Args:
-        groups: the groups.
-        done: group and recipe of every cell that the file has.
-    """
+    """Return the groups of which `done` lacks a group and recipe, with the candidates of those cells alone."""
     lacking = [
         replace(group, candidates=[each for each in group.candidates if (group.key, each.text) not in done])
         for group in groups
@@ -139,14 +131,7 @@ def count(groups: Sequence[Group]) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """The size of a sweep.
-
-    Attributes:
-        cells: number of cells.
-        examples: number of examples.
-        prompt_tokens: tokens of all prefills.
-        answer_tokens: tokens of all questions and answers at most.
-    """
+    """The size of a sweep: cells, examples, tokens of all prefills, and of all questions and answers at most."""
 
     cells: int
     examples: int
@@ -175,12 +160,7 @@ def cost(groups: Sequence[Group], tokenizer: Tokenizer, mode: Mode, chat: bool) 
 
 
 def digest(task: Task, examples: Sequence[Example]) -> str:
-    """Return a hash of all that a task asks.
-
-    Args:
-        task: the task.
-        examples: its examples. A target that JSON cannot hold counts by its type.
-    """
+    """Return a hash of all that a task asks of examples. A target that JSON cannot hold counts by its type."""
     content = [asdict(task.generation), task.metric, [asdict(example) for example in examples]]
     if not task.chat:
         content.append("verbatim")
@@ -216,15 +196,7 @@ def portion_of(group: Group) -> Hashable:
 
 
 def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Record | Skipped]:
-    """Make the cells of one portion.
-
-    Args:
-        runner: makes the cells.
-        portion: groups of one portion. Of a task that decodes, a group is taken when there may be room for it.
-
-    Yields:
-        Each cell as soon as it is made.
-    """
+    """Yield each cell of one portion as soon as it is made; a group that decodes is taken when there may be room."""
     groups = iter(portion)
     for group in groups:
         if not group.task.decodes:

@@ -31,11 +31,7 @@ class DataRecord:
     fields: Mapping[str, Any]
 
     def first(self, *names: str) -> Any:
-        """Return the first of these fields that is there.
-
-        Raises:
-            KeepsetError: if the item has none of them.
-        """
+        """Return the first of these fields that is there; raise `KeepsetError` if the item has none of them."""
         for name in names:
             if self.fields.get(name) is not None:
                 return self.fields[name]
@@ -72,11 +68,7 @@ def load_records(name: str, folder: Path | None, hub: HubData) -> list[DataRecor
 
 
 def find_records(folder: Path | None, name: str) -> list[DataRecord] | None:
-    """Return the items of `<name>.jsonl` in a user's folder; None without a folder or such a file.
-
-    Raises:
-        KeepsetError: if the file is damaged.
-    """
+    """Return the items of `<name>.jsonl` in a user's folder; None without a folder or such a file."""
     return read_records(folder, name) if folder is not None and (folder / f"{name}.jsonl").is_file() else None
 
 
@@ -108,15 +100,9 @@ def read_records(folder: Path, name: str) -> list[DataRecord]:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Turn whatever goes wrong while the data of a task are loaded into one sentence.
+    """Turn whatever goes wrong while the data of this task are loaded into a `KeepsetError` of one sentence.
 
     If the hub does not answer, its libraries use what was downloaded before, and wait for nothing.
-
-    Args:
-        name: names the task's file in the message.
-
-    Raises:
-        KeepsetError: in place of any other error.
     """
     datasets = import_extra("datasets")
     before = datasets.config.HF_HUB_OFFLINE

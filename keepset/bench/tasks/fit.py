@@ -10,13 +10,7 @@ _FULL = 0.97
 
 
 def room(tokenizer: Tokenizer, length: int, answer: int) -> int:
-    """Return how many tokens an example may have.
-
-    Args:
-        tokenizer: its chat template, if there is one, takes its own part.
-        length: tokens of prompt and answer together.
-        answer: tokens of the answer.
-    """
+    """Return how many of `length` tokens an example may have beside its answer and a chat template."""
     if not tokenizer.chat_template:
         return length - answer
     empty = [{"role": "user", "content": ""}]

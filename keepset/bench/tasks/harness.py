@@ -41,18 +41,11 @@ def knows(name: str, settings: TaskSettings) -> bool:
 
 
 def make(name: str, settings: TaskSettings) -> list[HarnessTask]:
-    """Return the harness's task, or all tasks of a group or tag.
+    """Return the harness's task, or all tasks of a group or tag, or the task of a YAML file.
 
     A task takes its items from `<name>.jsonl` if the folder `settings.data` has that file. The few-shot examples then
     come from `<name>.<split>.jsonl`, with the name of the split that the task takes them from. Without that file they
-    come from the other items.
-
-    Args:
-        name: the task, group or tag, or the path of a YAML file.
-        settings: what the tasks are made from.
-
-    Raises:
-        KeepsetError: if the data cannot be loaded, or a task cannot be compared item by item.
+    come from the other items. Raise `KeepsetError` if data cannot be loaded, or a task not compared item by item.
     """
     # A file is a task by itself, and the harness takes seconds to read its thousands of tasks.
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)

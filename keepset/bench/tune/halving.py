@@ -177,16 +177,13 @@ def ranked(entries: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecip
 
     The order is by KL. If facts count, first come all recipes that cannot be told from the one that finds most, by KL;
     then come the others, by what they find.
-
-    Args:
-        entries: the recipes.
-        by_found: whether facts count.
     """
     pieces = min((len(entry.figures) for entry in entries), default=0)
     if not pieces:
         return list(entries)
     alike = {entry: entry.first(pieces) for entry in entries}
-    order = sorted(entries, key=lambda entry: _or_last(alike[entry].mean("kl")))
+    kls = {entry: alike[entry].mean("kl") for entry in entries}
+    order = sorted(entries, key=lambda entry: kls[entry] if math.isfinite(kls[entry]) else math.inf)
     if not by_found:
         return order
     most = max(order, key=lambda entry: _found(alike[entry]))
@@ -236,10 +233,6 @@ def _finds_more(best: TunedRecipe, other: TunedRecipe) -> bool:
 
 def _found(entry: TunedRecipe) -> float:
     return entry.found[0] if entry.found is not None else 0.0
-
-
-def _or_last(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
 
 
 def _half(entries: int) -> int:

@@ -54,14 +54,11 @@ def with_budget(
 
 
 def compositions(best: Sequence[Recipe]) -> list[Recipe]:
-    """Return every allocator over the `COMPOSED` best scorers, each of another method.
+    """Return every allocator over the `COMPOSED` best scorers, each of another method, of recipes in order.
 
     Left out are scorers that look at nothing, by which no allocator can divide; `uniform`, which does not change a
     scorer that keeps the same number everywhere; compositions that the catalogue has under a name of their own; and
     recipes in 8 bits, whose budget differs.
-
-    Args:
-        best: recipes, the best first; a scorer inside an allocator counts as that scorer.
     """
     named = {Recipe(r.method.composition, r.budget) for r in scorers() if isinstance(r.method, Preset)}
     composed: dict[type[Method], list[Recipe]] = {}
