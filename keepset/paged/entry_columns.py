@@ -23,7 +23,10 @@ _ROOM = 64
 
 
 def columns_of(recipe: Recipe, group: int, saves: bool = False) -> dict[str, tuple[int, ...]]:
-    """Return the name of each column under a recipe, and the shape of an entry's numbers in it."""
+    """Return the name of each column under a recipe, and the shape of an entry's numbers in it.
+
+    With `saves` it is asked at the end where entries come from.
+    """
     method: Method = recipe.method
     sums = {feature.column: feature.sums_of.shape(group) for feature in method.traits.needs.of(WindowAttention)}
     # Without a later event nobody asks where an entry came from; but attention asks for its bias.

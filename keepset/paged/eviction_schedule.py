@@ -61,7 +61,10 @@ class EvictionSchedule:
         self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
 
     def under(self, recipe: Recipe | None, counted: bool = True) -> EvictionSchedule:
-        """Return the schedule of a request with a budget of its own, and the same method."""
+        """Return the schedule of a request with a budget of its own, and the same method; None is never compressed.
+
+        `counted` is False where the entries that it has lost do not follow from its length.
+        """
         if len(self._others) > _OTHERS:
             self._others.clear()
         if (recipe, counted) not in self._others:

@@ -76,7 +76,7 @@ class Planner:
             self._tables = EqualHeadTables(schedule, group, max_requests)
 
     def begin(self, name: str, page: int, layout: PageLayout, recipe: Recipe | None, prompt: int) -> None:
-        """File a request that goes on after a context."""
+        """File a request that goes on after a context; `recipe` compresses it further, from `prompt` tokens on."""
         assert isinstance(self._tables, RaggedHeadTables)
         own = self.schedule.under(recipe, counted=False)
         self._tables.begin(page, layout)

@@ -68,7 +68,11 @@ class RaggedPages:
 
 
 class RaggedEventPages(RaggedPages, EventPages):
-    """The pages of an event's requests, whose layouts the event writes anew."""
+    """The pages of an event's requests, whose layouts the event writes anew.
+
+    `first` is the first block of each request that the scheduler will not free. If it does not know, what stays takes
+    the last blocks that it fits in.
+    """
 
     def __init__(
         self,
@@ -160,7 +164,7 @@ class RaggedHeadTables(BlockTables):
         eventful: bool,
         needed: bool,
     ) -> RaggedStep | None:
-        """Move the requests' layouts along.
+        """Move the requests' layouts along. A request that was `compressed` before must have one.
 
         Returns:
             The step; None where the engine's own tables say the same.

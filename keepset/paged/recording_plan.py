@@ -132,7 +132,7 @@ class _Step:
         return [self._additions(group, self._recording.waiting) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
-        """Return the addition of some requests' queries."""
+        """Return the addition of the `number` queries before each `stop`; those before `begin` do not count."""
         numbers = [
             (one.record.slot, one.begin, one.stop, one.point, one.request.after, one.unwritten) for one in waiting
         ]

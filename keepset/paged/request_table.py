@@ -238,6 +238,8 @@ class RequestTable:
     ) -> Int[Tensor, " rows"]:
         """Move the layouts of a step's requests to the pages of their newest tokens, without a host sync.
 
+        `layout` is filled with them, row by row: zeros for requests that are not `required` to have one.
+
         Returns:
             The pages.
 

@@ -179,33 +179,12 @@ def test_no_compression_writes_to_what_is_shared(recipe: Recipe, prompt: int, bl
     assert shareable <= max(min(prompt, first) - needs.window, 0)
 
 
-def test_a_protected_prompt_is_counted_for_each_request() -> None:
-    schedule = timeline_of(Recipe.parse("snapkv(window=4, keep=16, every=8, protect_prompt=True)"), 0, 4)
-    for prompt, left in ((8, 16), (12, 16), (13, 17), (40, 44)):
-        assert [schedule.dropped(prompt, length) for length in (prompt, prompt + 7)] == [0, 0]
-        ends = [length - schedule.dropped(prompt, length) for length in range(prompt + 16, prompt + 60, 8)]
-        assert ends == [left] * len(ends)
-
-
 @pytest.mark.parametrize("recipe", ["h2o(keep=0.25)", "expected_attention(keep=0.25)"])
 def test_a_prompt_that_is_looked_at_as_a_whole_comes_from_nobody_elses_pages(recipe: str) -> None:
     whole = timeline_of(Recipe.parse(recipe), 0, 4)
     other = timeline_of(Recipe.parse("knorm(keep=0.25)"), 0, 4)
     assert whole.untouched(80) == other.untouched(80) == other.shareable(80) == 60
     assert whole.shareable(80) == 0
-
-
-def test_a_layer_that_is_attended_head_by_head_waits_until_a_block_has_been_dropped() -> None:
-    """Beside contexts, whose heads may differ, a request may hold up to a block beyond its budget."""
-    recipe = Recipe.parse("snapkv(window=3, kernel=3, keep=20, every=2)")
-    together, by_head = timeline_of(recipe, 0, 8), timeline_of(recipe, 0, 8, per_head=True)
-    lengths = range(24, 40)
-    assert [together.dropped(24, length) for length in lengths] == [length // 2 * 2 - 20 for length in lengths]
-    assert [by_head.dropped(24, length) for length in lengths] == [0] * 4 + [
-        length // 2 * 2 - 20 for length in lengths[4:]
-    ]
-    assert by_head.compressed(24, 27) == 0 and by_head.compressed(24, 28) == 28
-    assert timeline_of(Recipe.parse("snapkv(window=3, kernel=3, keep=0.8)"), 0, 8, per_head=True).dropped(30, 60) == 0
 
 
 def test_nothing_is_foreseen_where_the_data_decide() -> None:
