@@ -208,6 +208,9 @@ def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None
         assert [len(addition.owners) for addition in additions(plan)] == owners
         group.record(range(LAYERS), plan, queries)
         assert bool(group.columns._private) == bool(shared)
+        for (slot, name), column in list(group.columns._private.items()):  # which may have to grow
+            entries = column.shape[2]
+            assert column.any() and torch.equal(group.columns.private(slot, name, entries + 1)[:, :, :entries], column)
         queue.run()
         assert not group.columns._private
 
