@@ -327,14 +327,7 @@ def _said(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in_full: bool = False) -> Method:
-    """Return the method that a call describes.
-
-    Args:
-        node: the call.
-        text: the recipe's text, for errors.
-        options: names that the call may have beside the method's parameters.
-        in_full: whether the call, and the calls inside it, must name every parameter.
-    """
+    """Return the method that a call describes."""
     name, arguments, keywords = _call(node, text)
     kind = find(name)
     if kind is None:

@@ -50,10 +50,6 @@ def _filled(quotas: Quotas, existing: Quotas) -> Quotas:
 
     The largest quota is everybody's share, cut to what a head holds. Without this, heads that were given little at
     one event would shrink the layer at the next.
-
-    Args:
-        quotas: entries that each head may keep.
-        existing: entries that each head holds.
     """
     total = torch.minimum(quotas.amax(-1) * quotas.shape[-1], existing.sum(-1))
     quotas = quotas.minimum(existing)

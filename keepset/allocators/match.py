@@ -109,14 +109,7 @@ class Match(PostProcessor):
 
 
 def _groups_of_similar_size(counts: Sequence[int]) -> Iterator[list[int]]:
-    """Yield groups of heads that keep about as many entries; fitted together they leave few places empty.
-
-    Args:
-        counts: how many entries each head keeps.
-
-    Yields:
-        Indices of heads, those that keep the most last.
-    """
+    """Yield groups of heads that keep about as many entries; fitted together they leave few places empty."""
     group: list[int] = []
     for row in sorted(range(len(counts)), key=counts.__getitem__):
         if group and counts[row] > 1.25 * counts[group[0]] + 4:

@@ -403,12 +403,7 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
 
 
 def _true_places(mask: Bool[Tensor, " places"], total: int) -> Int[Tensor, " total"]:
-    """Return where a mask is true, without waiting for a device as a search would.
-
-    Args:
-        mask: one truth value for every place.
-        total: how many are true.
-    """
+    """Return where a mask is true, without waiting for a device as a search would."""
     if mask.device.type == "cpu":
         return mask.nonzero()[:, 0]
     # Places where it is false are all written to one last element, which is cut off.

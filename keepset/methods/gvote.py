@@ -137,12 +137,7 @@ def query_logits(
 def _best(
     logits: Float[Tensor, "batch kv_heads group n entries"], quotas: Int[Tensor, "batch kv_heads group"]
 ) -> Bool[Tensor, "batch kv_heads group n entries"]:
-    """Return what `top_mask` returns, for queries of a head that have the same quota.
-
-    Args:
-        logits: as `query_logits` returns them.
-        quotas: how many entries each query of a query head chooses.
-    """
+    """Return what `top_mask` returns, for queries of a head that have the same quota."""
     wanted = quotas[..., None].expand(logits.shape[:-1])
     if logits.device.type != "cpu":
         return top_mask(logits, wanted)

@@ -120,30 +120,19 @@ def test_a_price_makes_thresholds_strict(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("reward", ["said", "expected"])
 def test_rewards_are_equation_2(reward: Any) -> None:
     """With lambda = beta / T and equation 14 for thresholds, and lambda = 0 for heads."""
-    draw = torch.Generator().manual_seed(0)
-    numbers = torch.rand(12, 4, generator=draw).double().tolist()
-    rows = [
-        Trial(f"context {i // 4}", kind, (8, 12)[i // 2 % 2], i, bytes([0, 1]), 0.2, *numbers[i])
-        for kind in ("head", "gate")
-        for i in range(12)
-    ]
-    for kind in ("head", "gate"):
+    numbers = torch.rand(12, 4, generator=torch.Generator().manual_seed(0)).double().tolist()
+    for kind, price in (("head", 0.0), ("gate", 0.3 / TOKENS)):
+        rows = [
+            Trial(f"context {i // 4}", kind, (8, 12)[i // 2 % 2], i, bytes([0, 1]), 0.2, *numbers[i]) for i in range(12)
+        ]
         _, rewards, budgets = compiler._arrays(rows, kind, options(reward=reward))
-        mine = [row for row in rows if row.kind == kind]
-        literal = []
-        for row in mine:
-            gained = row.said if reward == "said" else row.expected
-            literal.append(gained - (0.3 / TOKENS * (row.admitted - row.keep) if kind == "gate" else 0.0))
+        literal = [getattr(row, reward) - price * (row.admitted - row.keep) for row in rows]
         centred = []
-        for i, row in enumerate(mine):
-            like = [
-                r
-                for r, other in zip(literal, mine, strict=True)
-                if (other.context, other.keep) == (row.context, row.keep)
-            ]
-            centred.append(literal[i] - sum(like) / len(like))
-        for i, row in enumerate(mine):
-            under = [c for c, other in zip(centred, mine, strict=True) if other.keep == row.keep]
+        for row, own in zip(rows, literal, strict=True):
+            like = [r for r, o in zip(literal, rows, strict=True) if (o.context, o.keep) == (row.context, row.keep)]
+            centred.append(own - sum(like) / len(like))
+        for i, row in enumerate(rows):
+            under = [c for c, other in zip(centred, rows, strict=True) if other.keep == row.keep]
             spread = (sum(c * c for c in under) / len(under)) ** 0.5
             assert float(rewards[i]) == pytest.approx(centred[i] / spread, rel=1e-5)
             assert int(budgets[i]) == (8, 12).index(row.keep)

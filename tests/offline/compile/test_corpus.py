@@ -1,7 +1,8 @@
-"""Files of texts, the contexts that are cut from them, and how an evaluation knows them again."""
+"""Files of texts, contexts cut from them, how an evaluation knows them again, and what is said of tables."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from keepset import KeepsetError, Recipe
 from keepset.core.tables import save
 from keepset.offline.compile.contamination import is_contaminated, passage_hashes, refuse_contaminated
 from keepset.offline.compile.corpus import ContextPool, read_texts
+from keepset.offline.compile.describe import coverage, describe_tables
 from tests.core.test_tables import PROVENANCE, random_tables
 from tests.tiers import examples
 
@@ -135,13 +137,8 @@ def test_marks_of_little() -> None:
 
 
 def test_recipes_are_not_judged_by_what_their_tables_have_seen(tmp_path: Path) -> None:
-    tables = random_tables()
-    text = words(500)
-    compiled = tmp_path / "compiled"
-    save(
-        type(tables)(**{**vars(tables), "provenance": {**PROVENANCE, "marks": [list(passage_hashes(text))]}}),
-        compiled,
-    )
+    tables, text, compiled = random_tables(), words(500), tmp_path / "compiled"
+    save(dataclasses.replace(tables, provenance={**PROVENANCE, "marks": [list(passage_hashes(text))]}), compiled)
     save(tables, tmp_path / "silent")
     with pytest.raises(KeepsetError, match="were compiled from this context"):
         refuse_contaminated(Recipe.parse(f"compilerkv(tables={str(compiled)!r}, keep=70)"), f"Read this. {text}")
@@ -149,3 +146,29 @@ def test_recipes_are_not_judged_by_what_their_tables_have_seen(tmp_path: Path) -
     for recipe in (f"compilerkv(tables={str(tmp_path / 'silent')!r}, keep=70)", "compilerkv(keep=70)", "adakv(snapkv)"):
         refuse_contaminated(Recipe.parse(recipe), text)
     assert torch.equal(tables.weights, random_tables().weights)
+
+
+def test_thin_bins_are_named_and_full_ones_are_not() -> None:
+    counts = torch.full((20, 4), 2)
+    full = dataclasses.replace(random_tables(), counts=counts.clone())
+    assert len(coverage(full)) == 5
+    counts[3:6, 0] = 1
+    counts[19, 0] = counts[:, 2] = counts[0, 3] = 0
+    *lines, named = coverage(dataclasses.replace(full, counts=counts))
+    assert named.startswith("25 of 80 bins have fewer than 2 contexts")
+    assert named.endswith("(perplexity: entropy): 0: 3-5, 19; 2: 0-19; 3: 0")
+    assert [int(x) for x in lines[1].partition(":")[2].split()] == counts[:, 0].tolist()
+
+
+def test_weights_and_thresholds_are_counted_and_the_most_trusted_heads_named() -> None:
+    tables = random_tables()
+    tables.weights.fill_(1.0)
+    tables.weights[0, 2, 3] = tables.weights[1, 0, 1] = 2.0
+    tables.gate[0] = 0.9
+    lines = describe_tables(tables)
+    first, second = (lines.index(f"keep={keep}") for keep in (8, 64))
+    assert lines[first + 1] == "  head weights: 1 in 11, 2 in 1"
+    assert lines[first + 2].endswith("layer.head: 2.3 (2), 0.0 (1), 0.1 (1), 0.2 (1), 0.3 (1)")
+    assert lines[first + 3] == "  thresholds: 0.9 in 240"
+    assert lines[second + 2].endswith("layer.head: 0.1 (2), 0.0 (1), 0.2 (1), 0.3 (1), 1.0 (1)")
+    assert lines[second + 3].startswith("  thresholds: 0.8") and "mean" in lines[second + 3]
