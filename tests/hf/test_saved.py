@@ -153,6 +153,7 @@ def test_a_loaded_context_goes_on_as_the_one_in_memory(tmp_path: Path, data: st.
     ("name", "recipe", "rows", "length", "said"),
     [
         *(("llama", recipe, 2, 20, 7) for recipe in AGAIN.values()),
+        ("gemma3", AGAIN["dense"], 2, 20, 7),  # beside sliding windows that are full
         # A layer with more entries lets more queries wait, so a file knows of each layer how far it has come.
         *(("llama_mha", "pyramid(snapkv(window=4), keep=12, every=3)", 1, 18, after) for after in (1, 2, 4, 5)),
     ],
