@@ -1,5 +1,6 @@
 """Causal language models with their tokenizers; by default a small embedded one that needs no network."""
 
+import functools
 import importlib.util
 import json
 import logging
@@ -35,6 +36,7 @@ _FOLDER = f"{EMBEDDED}-1"
 _UNFINISHED = ".unfinished"
 _MEGABYTES = 600
 _HOUR = 3600
+_HUB_SECONDS = 5
 _DTYPES = ("float32", "bfloat16", "float16")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EXPECTED = "give a folder with config.json, weights and tokenizer, or a model's name on the Hugging Face Hub"
@@ -81,7 +83,6 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
     check_name(name)
     if os.path.isdir(Path(name)):
         return _read(name, _EXPECTED, placed)
-    from keepset.hub import offline_if_unreachable
 
     with offline_if_unreachable():
         return _read(name, _EXPECTED, placed)
@@ -293,3 +294,34 @@ def no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def offline_if_unreachable() -> Iterator[bool]:
+    """Let the hub's libraries use downloaded files alone within the block, if the hub does not answer.
+
+    Otherwise each of them would wait for the hub again and again.
+
+    Yields:
+        Whether they ask the hub.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not hub_answers()
+    try:
+        yield not constants.HF_HUB_OFFLINE
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@functools.cache
+def hub_answers() -> bool:
+    """Return whether the hub answers. It is asked once in a process."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception:  # of whichever HTTP library it uses
+        return False
+    return True

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from keepset import hub, models
+from keepset import models
 from keepset.core import statistics
 from keepset.errors import KeepsetError
 from keepset.offline.calibrate import corpus
@@ -247,9 +247,9 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(models, "_read", lambda *_: asked.append(not constants.HF_HUB_OFFLINE))
-    hub.answers.cache_clear()
+    models.hub_answers.cache_clear()
     models.load("keepset-tests/no-such-model")
-    monkeypatch.setattr(hub, "answers", lambda: True)
+    monkeypatch.setattr(models, "hub_answers", lambda: True)
     models.load("keepset-tests/no-such-model")
     assert asked == [False, True] and not constants.HF_HUB_OFFLINE
 

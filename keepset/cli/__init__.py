@@ -12,11 +12,10 @@ from typer.core import TyperGroup
 from keepset import __version__
 from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
-from keepset.cli.compare import compare
+from keepset.cli.compare import compare, demo
 from keepset.cli.compile import compile
 from keepset.cli.console import note, sanitize, say, say_starting, unsay_starting
 from keepset.cli.context import context
-from keepset.cli.demo import demo
 from keepset.cli.diagnose import diagnose
 from keepset.cli.eval import evaluate
 from keepset.cli.generate import generate

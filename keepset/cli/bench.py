@@ -81,7 +81,7 @@ def serve(
     from keepset.serving.command import block_size_hint, check_options, split
     from keepset.serving.figures import documents_rows, table_rows
     from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
-    from keepset.serving.optional_imports import check_bench, import_http, import_parser
+    from keepset.serving.metrics import check_bench, import_http, import_parser
     from keepset.serving.server import ServerError
 
     model, options = split(words or [])
@@ -140,8 +140,7 @@ def serve(
 
 def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load: Load, *, started: bool) -> None:
     """Refuse what would keep servers or the load from starting, and say what is about to happen."""
-    from keepset.serving.checks import check_model, check_recipe, limit_cpu_pool
-    from keepset.serving.command import check_installed, folder
+    from keepset.serving.command import check_installed, check_model, check_recipe, folder, limit_cpu_pool
 
     check_installed(recipe)
     if not started:

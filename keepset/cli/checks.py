@@ -1,15 +1,17 @@
-"""Checks that several commands make before they begin; each raises `KeepsetError`."""
+"""Checks and parsers of options that several commands share; each raises `KeepsetError`."""
 
 from __future__ import annotations
 
+import ast
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keepset.cli.console import note
 from keepset.cli.options import STANDARD_OUTPUT
 from keepset.core.files import check_replaceable
-from keepset.errors import KeepsetError
+from keepset.errors import BudgetError, KeepsetError
 from keepset.models import context_length
 
 if TYPE_CHECKING:
@@ -17,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_text(name: str, text: str | None) -> None:
-    """Refuse a text of the user that is blank or not UTF-8.
-
-    Args:
-        name: what the sentence calls the text.
-        text: the text; None if none was given.
-    """
+    """Refuse a text of the user that is blank or not UTF-8."""
     if text is None:
         return
     if not text.strip():
@@ -32,17 +29,19 @@ def check_text(name: str, text: str | None) -> None:
 
 
 def check_whole(limit: int, **options: tuple[int, int]) -> None:
-    """Refuse options that are out of range.
-
-    Args:
-        limit: all values have to be below it.
-        options: value and least value of each option, by its name.
-    """
+    """Refuse options whose value is below its least value, or not below the limit; each is (value, least value)."""
     for name, (value, least) in options.items():
         if not least <= value < limit:
             raise KeepsetError(
                 f"--{name.replace('_', '-')} {value} is out of range: use a whole number from {least} to {limit - 1}."
             )
+
+
+def check_least(least: int, **options: int | None) -> None:
+    """Refuse options that are given and below their least value."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise KeepsetError(f"--{name.replace('_', '-')} {value} is out of range: use an integer from {least}.")
 
 
 def check_minutes(minutes: float | None) -> None:
@@ -66,12 +65,7 @@ def check_writable(*paths: Path | None) -> None:
 
 
 def check_tensor_file(out: Path, force: bool) -> None:
-    """Refuse a file of tensors that cannot be written, or should not be.
-
-    Args:
-        out: the file.
-        force: whether it may replace another.
-    """
+    """Refuse a file of tensors that cannot be written, or should not be."""
     if out.is_dir() or not out.parent.is_dir():
         raise KeepsetError(f"--out {str(out)!r} is no place for a file: name a file in a folder that exists.")
     if (out.parent / "config.json").exists():
@@ -84,12 +78,7 @@ def check_tensor_file(out: Path, force: bool) -> None:
 
 
 def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
-    """Refuse recipes whose statistics or tables cannot be read, or are another model's.
-
-    Args:
-        model: the model.
-        recipes: the recipes; None stands for the full cache.
-    """
+    """Refuse recipes whose statistics or tables cannot be read, or are another model's; None is the full cache."""
     from keepset.core.features.runtime_features import ModelStatistics, ModelTables
     from keepset.hf.cache import Cache
 
@@ -101,16 +90,54 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
 
 
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:
-    """Refuse more tokens than the model's context takes.
-
-    Args:
-        model: the model.
-        length: tokens of the prompt.
-        new: tokens to generate.
-    """
+    """Refuse more tokens than the model's context takes."""
     longest = context_length(model)
     if longest is not None and length + new > longest:
         more, advice = (f" and {new} new ones", " or ask for fewer tokens") if new else ("", "")
         raise KeepsetError(
             f"{length} tokens of prompt{more} do not fit the model's context of {longest}: give a shorter text{advice}."
         )
+
+
+def parse_budgets(text: str) -> list[int | float]:
+    """Return the budgets of a list such as `512, 0.25`: entries per head or fractions.
+
+    Raises:
+        BudgetError: one is no number, or out of range.
+    """
+    from keepset.core.budget import KEEP_HELP, Budget
+
+    budgets: list[int | float] = []
+    for part in text.split(","):
+        try:
+            value = ast.literal_eval(part.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            value = None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise BudgetError(f"keep={part.strip()!r} is not a number: {KEEP_HELP}.")
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise BudgetError(f"keep={part.strip()} is too large a number: {KEEP_HELP}.")
+        if isinstance(value, int) and value == 1:
+            note("keep=1 is one entry of every head; all entries are 1.0.")
+        budgets.append(Budget(value).keep or value)
+    return budgets
+
+
+def parse_indices(text: str) -> list[int] | None:
+    """Return different whole numbers from 0, rising; None if the text is no such list."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        return None
+    return sorted({int(part) for part in parts})
+
+
+def parse_whole(text: str, option: str) -> list[int]:
+    """Return whole numbers from a list, each once.
+
+    Raises:
+        KeepsetError: the text is no such list.
+    """
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise KeepsetError(f"--{option} {text!r} is no list of whole numbers: write them as 1,2,3.") from None

@@ -1,4 +1,4 @@
-"""`keepset compare`: recipes and budgets against the full cache, on one text."""
+"""`keepset compare` and `keepset demo`: recipes and budgets against the full cache, on one text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_measured, check_text, check_writable
+from keepset.cli.checks import check_measured, check_text, check_writable, parse_budgets
 from keepset.cli.console import (
     counted,
     explain,
@@ -24,7 +24,6 @@ from keepset.cli.console import (
     show_table,
     write,
 )
-from keepset.cli.numbers import parse_budgets
 from keepset.cli.options import Html, Json, OneText, Recipes, takes_model
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
@@ -158,6 +157,11 @@ def compare(
         raise Exit(130)
     if comparison.failed:
         raise Exit(1)
+
+
+def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("keepset-demo.html")) -> None:
+    """Compare recipes on an essay with a fact in it; write a report."""
+    compare(html=html)
 
 
 def _check_lengths(decode: bool, **lengths: int | None) -> None:

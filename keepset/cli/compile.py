@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_tensor_file, check_whole, check_writable
+from keepset.cli.checks import check_tensor_file, check_whole, check_writable, parse_indices
 from keepset.cli.console import counted, load, note, progress, say, write
-from keepset.cli.numbers import parse_indices
 from keepset.cli.options import Force, Html, takes_model
 from keepset.errors import BudgetError, KeepsetError, RecipeError
 from keepset.models import Source, context_length

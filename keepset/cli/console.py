@@ -103,13 +103,7 @@ def _print(console: Console, text: str, style: str | None = None) -> None:
 
 
 def output(result: Any, json_file: Path | None, print_tables: Callable[[], None]) -> None:
-    """Print a result as tables and write it as JSON, or print only the JSON if the file is `-`.
-
-    Args:
-        result: the result.
-        json_file: where the JSON goes; None for nowhere.
-        print_tables: prints the result for a person.
-    """
+    """Print a result as tables and write it as JSON, or print only the JSON if the file is `-`."""
     # JSON has no word for NaN or infinity.
     text = json.dumps(_plain(result), indent=2, allow_nan=False) if json_file is not None else ""
     if json_file == STANDARD_OUTPUT:
@@ -128,13 +122,7 @@ def _plain(value: Any) -> Any:
 
 
 def write(path: Path | None, content: Callable[[], str], described: str | None = "report") -> None:
-    """Write a file that was asked for, whole or not at all, and note it.
-
-    Args:
-        path: the file; None if none was asked for.
-        content: makes its text.
-        described: what the note calls it; None for no note.
-    """
+    """Write a file that was asked for, whole or not at all, and note it unless `described` is None."""
     if path is None:
         return
     page.write(path, content())
@@ -211,14 +199,7 @@ def status(text: str) -> AbstractContextManager[Any]:
 
 
 def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
-    """Add a line to the progress bar, and return a function that advances it by a count, which is 1 by default.
-
-    Args:
-        bar: the progress bar.
-        description: what is counted.
-        total: how many there are.
-        completed: how many are done already.
-    """
+    """Add a line to the progress bar, and return a function that advances it by a count, which is 1 by default."""
     return moved(bar, bar.add_task(description, total=total, completed=completed))
 
 
@@ -240,14 +221,7 @@ def moved(bar: Progress, number: TaskID) -> Callable[..., None]:
 
 
 def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1) -> Callable[..., None]:
-    """Return `advance` with a note on how long the rest of long work will take.
-
-    Args:
-        advance: advances a progress bar.
-        what: what is under way.
-        total: number of steps.
-        after: steps that are not typical, because they include what is done only once.
-    """
+    """Return `advance` with a note on how long the rest will take; steps up to `after` include what is done once."""
     began, first, done, said = 0.0, 0, 0, False
 
     def step(count: int = 1) -> None:

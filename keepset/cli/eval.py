@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from keepset.cli.checks import check_minutes, check_writable
+from keepset.cli.checks import check_least, check_minutes, check_writable, parse_budgets, parse_whole
 from keepset.cli.console import note, output
-from keepset.cli.numbers import parse_budgets, parse_whole
 from keepset.cli.options import Json, Minutes, Recipes, Temperature, takes_model
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
@@ -108,9 +107,9 @@ def evaluate(
     same command goes on where it was stopped. Recipes, budgets, tasks and seeds can be added to a file. One process
     adds to a file at a time; --ray uses many machines.
     """
-    for name, value, least in (("limit", limit, 1), ("every", every, 0), ("output-tokens", output_tokens, 1)):
-        if value is not None and value < least:
-            raise KeepsetError(f"--{name} {value} is out of range: use an integer from {least}.")
+    check_least(1, limit=limit)
+    check_least(0, every=every)
+    check_least(1, output_tokens=output_tokens)
     if limit is not None and sample is not None:
         raise KeepsetError("--limit takes the first examples and --sample random ones: leave one of them out.")
     numbers, stay = parse_whole(seeds, "seeds"), _stay(always)
@@ -151,16 +150,7 @@ def evaluate(
 def _candidates(
     task: Task, recipes: str | None, keeps: str | None, every: int, always: tuple[int, int], baselines: bool
 ) -> Sequence[Candidate]:
-    """Return a task's candidates: the full cache, the recipes, and baselines under the same budgets.
-
-    Args:
-        task: the task.
-        recipes: the option --recipes.
-        keeps: the option --keeps.
-        every: tokens between compressions in tasks that decode; 0 for none.
-        always: how many of the first and of the newest tokens always stay.
-        baselines: whether baselines are added.
-    """
+    """Return a task's candidates: the full cache, the recipes, and baselines under the same budgets."""
     from keepset.bench.candidate import candidates
     from keepset.recipe import Recipe
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from keepset.cli.checks import check_writable
+from keepset.cli.checks import check_least, check_writable, parse_whole
 from keepset.cli.console import load, note, output, say, show, show_table, status, table
-from keepset.cli.numbers import parse_whole
 from keepset.cli.options import Device, Dtype, Json, SamplingSeed
 from keepset.cli.streaming import Sampling
 from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
@@ -60,9 +59,7 @@ def reproduce(
     budgets, intervals, tasks, lengths, and answers are the paper's unless an option says otherwise. A note says first
     how much there is to do. The same command goes on where it was stopped.
     """
-    for name, value in (("limit", limit), ("output-tokens", output_tokens)):
-        if value is not None and value < 1:
-            raise KeepsetError(f"--{name} {value} is out of range: use an integer from 1.")
+    check_least(1, limit=limit, output_tokens=output_tokens)
     Sampling(1, 0.0, seed)
     wanted = () if prompt_tokens is None else tuple(parse_whole(prompt_tokens, "prompt-tokens"))
     check_ray(ray)
@@ -98,11 +95,7 @@ def reproduce(
 
 @contextmanager
 def _folder(path: Path) -> Iterator[None]:
-    """Make the folder, and remove it afterwards if nothing was written to it.
-
-    Raises:
-        KeepsetError: if it cannot be made.
-    """
+    """Make the folder, and remove it afterwards if nothing was written to it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -117,18 +110,7 @@ def _folder(path: Path) -> Iterator[None]:
 
 
 def _run(entry: Entry, source: Source, options: Options, out: Path, ray: bool) -> tuple[list[MeasuredFigure], bool]:
-    """Measure an entry under one model.
-
-    Args:
-        entry: the table or figure.
-        source: the model.
-        options: what the user wants otherwise than the paper.
-        out: the folder of the sweeps' files.
-        ray: whether Ray's workers run the sweeps.
-
-    Returns:
-        The figures, and whether anything was lost to a lack of memory or to a worker.
-    """
+    """Measure an entry under one model, and say whether a lack of memory or a worker has cost any figure."""
     rows: list[MeasuredFigure] = []
     lost = False
     for sweep in entry.sweeps:

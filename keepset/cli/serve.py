@@ -36,12 +36,15 @@ def serve(
     The model comes before vLLM's options.
     """
     from keepset.recipe import Recipe
-    from keepset.serving.checks import check_model, check_port, check_recipe, limit_cpu_pool
     from keepset.serving.command import (
         block_size_hint,
         check_installed,
+        check_model,
+        check_port,
+        check_recipe,
         command,
         folder,
+        limit_cpu_pool,
         split,
         supervised,
         without_secrets,

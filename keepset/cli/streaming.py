@@ -47,18 +47,7 @@ class Sampling:
 
 
 def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampling: Sampling) -> tuple[list[int], str]:
-    """Generate on a cache, and print the text while it is generated.
-
-    Args:
-        model: the model.
-        tokenizer: the model's.
-        inputs: the prompt's inputs.
-        cache: the cache, which grows.
-        sampling: how tokens are drawn.
-
-    Returns:
-        The new tokens, and a sentence on their bytes and speed.
-    """
+    """Generate on a cache, and print the text while it is generated."""
     import torch
     from transformers import LogitsProcessorList
 

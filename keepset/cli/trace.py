@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from keepset.cli.checks import check_fits_context, check_text, check_writable
+from keepset.cli.checks import check_fits_context, check_text, check_writable, parse_indices
 from keepset.cli.console import counted, explain, load, note, output, progress, say, show_table, write
-from keepset.cli.numbers import parse_indices
 from keepset.cli.options import Html, Json, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling
 from keepset.errors import KeepsetError

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_minutes, check_whole, check_writable
+from keepset.cli.checks import check_minutes, check_whole, check_writable, parse_budgets
 from keepset.cli.console import (
     TimeUp,
     bounded,
@@ -19,7 +19,6 @@ from keepset.cli.console import (
     show_table,
     write,
 )
-from keepset.cli.numbers import parse_budgets
 from keepset.cli.options import Html, Json, Minutes, takes_model
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import Source, context_length

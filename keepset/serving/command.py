@@ -1,9 +1,10 @@
-"""The command line of a vLLM server, with or without a recipe."""
+"""The command line of a vLLM server, and checks before vLLM starts, which takes a minute to say what is wrong."""
 
 import importlib.metadata
 import importlib.util
 import json
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,12 @@ from typing import Any
 import torch
 
 from keepset import models
+from keepset.core import statistics, tables
+from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.errors import KeepsetError, UnsupportedEngineError
+from keepset.hf.fingerprint import sample_of, stores_other_weights
 from keepset.recipe import Recipe
+from keepset.vllm.recipe_support import objections
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT, SIGNED
 
 _ADDITIONAL = "--additional-config"
@@ -21,6 +26,11 @@ _MIDDLEWARE = "keepset.serving.context_api.ContextMiddleware"
 _SHORTEST = len("--add")
 _SMALL = 256
 _SECRET = ("--api-key", "--hf-token", "--watermark-config")
+_POOL = "VLLM_CPU_KVCACHE_SPACE"
+_GIB = 2**30
+_MOST_GIB = 4
+"""The most GiB of a CPU's KV cache if nobody asks for more. vLLM itself takes nearly all memory."""
+_PORT = 8000
 _END_SECONDS = 10.0
 """Seconds that vLLM may take to end, in addition to --shutdown-timeout."""
 _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
@@ -45,10 +55,6 @@ def check_options(options: Sequence[str]) -> None:
 
 def check_installed(recipe: Recipe | None, contexts: Path | None = None) -> None:
     """Refuse a server that could not start, or would not know keepset.
-
-    Args:
-        recipe: the server's recipe, if it has one.
-        contexts: the folder of its contexts, if it has one.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed, or does not load keepset's plug-in.
@@ -140,22 +146,12 @@ def _required_options(recipe: Recipe, options: Sequence[str], shares: bool) -> l
 
 
 def has_option(options: Sequence[str], name: str) -> bool:
-    """Return whether an option is given.
-
-    Args:
-        options: the words, as `--name value` or `--name=value`, with dashes or underscores.
-        name: the option with dashes.
-    """
+    """Return whether an option is given as `--name value` or `--name=value`, with dashes or underscores."""
     return any(_name(word) == name for word in options)
 
 
 def option(options: Sequence[str], name: str) -> str | None:
-    """Return the last value of an option; None if it is not given.
-
-    Args:
-        options: the words; see `has_option`.
-        name: the option with dashes.
-    """
+    """Return the last value of an option; None if it is not given."""
     said = None
     words = iter(options)
     for word in words:
@@ -179,15 +175,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
-    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU.
-
-    Args:
-        recipe: the recipe; None for plain vLLM.
-        options: of `vllm serve`.
-
-    Returns:
-        A sentence; None if there is no advice.
-    """
+    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU."""
     keep = None if recipe is None else recipe.budget.keep
     few = isinstance(keep, int) and keep < _SMALL
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
@@ -195,13 +183,72 @@ def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None
     return f"keep={keep} is small for the blocks of 128 tokens that vLLM uses on a CPU: add --block-size 32."
 
 
-def supervised(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words that start a server with a supervisor, which ends all of its processes after a signal.
+def check_recipe(recipe: Recipe | None, folder: str) -> None:
+    """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or are of another model."""
+    if recipe is None:
+        return
+    needs = recipe.method.traits.needs
+    samples = {each.file: sample_of(tables.load(each.file)) for each in needs.of(ModelTables)}
+    samples |= {each.file: sample_of(statistics.load(each.file)) for each in needs.of(ModelStatistics)}
+    for sentence in objections(recipe):
+        raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
+    for file, sampled in samples.items():
+        if Path(folder).is_dir() and stores_other_weights(Path(folder), sampled):
+            raise KeepsetError(
+                f"{file!r} was made for another model than {folder!r}: make it for this one with keepset calibrate or "
+                "keepset compile."
+            )
 
-    Args:
-        words: of `command`.
-        options: of `vllm serve`.
-    """
+
+def check_model(folder: str) -> None:
+    """Refuse what is neither a model's folder nor a hub name, and on a CPU weights that do not fit free memory."""
+    models.check_name(folder)
+    if not Path(folder).is_dir():
+        return
+    weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    if not torch.accelerator.is_available() and weights > _memory():
+        raise KeepsetError(
+            f"The weights in {folder!r} take {weights / 1e6:.0f} MB, and {_memory() / 1e6:.0f} MB of memory are free: "
+            "free some, or serve a smaller model."
+        )
+
+
+def check_port(options: Sequence[str]) -> None:
+    """Refuse a port that is in use."""
+    given, host = option(options, "--port"), option(options, "--host") or "127.0.0.1"
+    port = given or str(_PORT)
+    if not port.isdecimal() or not 0 <= int(port) < 2**16:
+        raise KeepsetError(f"--port {port} is no port: use a number from 1 to {2**16 - 1}.")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise KeepsetError(f"--port {port} of {host} cannot be had ({error.strerror}): give another.") from None
+
+
+def limit_cpu_pool(options: Sequence[str]) -> str | None:
+    """Limit a CPU's KV cache, in the environment, unless its size is given; return a sentence that says so."""
+    asked = [option(options, name) for name in ("--gpu-memory-utilization", "--kv-cache-memory-bytes")]
+    if any(asked) or _POOL in os.environ or torch.accelerator.is_available():
+        return None
+    space = max(1, min(_MOST_GIB, int(_memory() / 4 / _GIB)))
+    os.environ[_POOL] = str(space)
+    megabytes = space * _GIB / 1e6
+    return f"The KV cache gets {megabytes:.0f} MB; the environment variable {_POOL} asks for more, in GiB."
+
+
+def _memory() -> int:
+    """Return the bytes of memory that are free or only cache files."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def supervised(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return the words that start a server with a supervisor, which ends all of its processes after a signal."""
     try:
         seconds = _END_SECONDS + max(0, int(option(options, "--shutdown-timeout") or 0))
     except ValueError:  # vLLM itself refuses it

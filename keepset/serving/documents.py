@@ -30,13 +30,6 @@ def build(
 ) -> Iterator[Document]:
     """Compress documents into contexts.
 
-    Args:
-        model: the model's folder, or its name on the hub.
-        dtype: the option of `vllm serve`; `auto` and None for the precision that the model is stored in.
-        recipe: what to keep.
-        documents: tokens of each document.
-        to: the folder for the files.
-
     Yields:
         Each document when its file is written.
     """

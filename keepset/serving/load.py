@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from keepset.errors import KeepsetError
-from keepset.serving.optional_imports import import_http
+from keepset.serving.metrics import import_http
 
 MAX_CONCURRENCY = 1_000
 

@@ -1,11 +1,13 @@
-"""A server's metrics, as it shows them at `/metrics`."""
+"""A server's metrics, as it shows them at `/metrics`, and the libraries that only `keepset[serve]` installs."""
 
 from __future__ import annotations
 
+import importlib
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
-from keepset.serving.optional_imports import import_http, import_parser
+from keepset.errors import KeepsetError
 
 _KEEPSET, _USAGE, _POOL = "keepset:", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"
 _SUMMED = {
@@ -99,3 +101,25 @@ def block_pool(url: str) -> BlockPool | None:
         return BlockPool(int(sample.labels["num_gpu_blocks"]), int(sample.labels["block_size"]))
     except (library.HTTPError, ValueError, KeyError):
         return None
+
+
+def import_http() -> Any:
+    """Return the HTTP library; raise `KeepsetError` if it is not installed."""
+    return _import("httpx2", "HTTP client")
+
+
+def import_parser() -> Any:
+    """Return the parser of Prometheus' text format; raise `KeepsetError` if it is not installed."""
+    return _import("prometheus_client.parser", "reader of metrics").text_string_to_metric_families
+
+
+def check_bench() -> None:
+    """Raise `KeepsetError` if a library that `vllm bench serve` reads prompts with is not installed."""
+    _import("pandas", "reader of prompts")
+
+
+def _import(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise KeepsetError(f'The {name} is not installed: run `pip install "keepset[serve]"`.') from error

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Self
 
-from keepset.serving.optional_imports import import_http
+from keepset.serving.metrics import import_http
 from keepset.serving.supervisor import end, start
 from keepset.vllm.signing import SIGNING_KEY, new_key
 

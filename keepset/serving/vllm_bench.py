@@ -15,8 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from keepset.serving.load import Load, ServedModel
-from keepset.serving.metrics import Sample, take_sample
-from keepset.serving.optional_imports import import_http
+from keepset.serving.metrics import Sample, import_http, take_sample
 from keepset.serving.prompts import LoadPrompts
 from keepset.serving.server import LoggedProcess, ServerError
 

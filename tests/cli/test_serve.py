@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from keepset import models
-from keepset.serving import checks, command
+from keepset.serving import command
 from keepset.vllm.signing import SIGNING_KEY
 from tests.cli.conftest import Run
 
@@ -143,7 +143,7 @@ def test_a_port_that_is_taken(run: Run, became: list[list[str]]) -> None:
 def test_a_model_that_memory_has_no_room_for(
     run: Run, became: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "_memory", lambda: 1000)
+    monkeypatch.setattr(command, "_memory", lambda: 1000)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     (tmp_path / "embedded" / "model.safetensors").write_bytes(b"x" * 1001)
     done = run("serve", "--port", "0")
@@ -155,7 +155,7 @@ def test_on_a_cpu_memory_is_asked_for_sparingly(
     run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch, free: int, space: int
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    monkeypatch.setattr(checks, "_memory", lambda: free)
+    monkeypatch.setattr(command, "_memory", lambda: free)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     assert run("serve", "a/model", "--port", "0", "--gpu-memory-utilization", "0.5").code == 0
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from keepset.errors import CorruptFileError, KeepsetError
-from keepset.hub import offline_if_unreachable
+from keepset.models import offline_if_unreachable
 from keepset.texts import json_lines
 
 

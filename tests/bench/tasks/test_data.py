@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from keepset import KeepsetError
 from keepset.bench.tasks.data import DataRecord, HubData, load_records, loading, read_records
-from keepset.hub import answers
 
 JSON = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
 

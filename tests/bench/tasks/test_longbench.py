@@ -117,7 +117,7 @@ def test_the_harness_data_set_on_the_hub(tokenizer: Any, monkeypatch: pytest.Mon
             [{"question" if key == "input" else key: value for key, value in row.items()} for row in records("qasper")]
         )
 
-    monkeypatch.setattr("keepset.hub.answers", lambda: True)
+    monkeypatch.setattr("keepset.models.hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     online = task("longbench_qasper", None)
     assert asked == []
@@ -130,7 +130,7 @@ def test_no_hub(data: str | None, tmp_path: Path, tokenizer: Any, monkeypatch: p
     def load_dataset(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach it")
 
-    monkeypatch.setattr("keepset.hub.answers", lambda: True)
+    monkeypatch.setattr("keepset.models.hub_answers", lambda: True)
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     shutil.copy(MINIATURE / "trec.jsonl", tmp_path)
     made = task("longbench_qasper", None if data is None else tmp_path)

@@ -160,7 +160,7 @@ def test_problems_come_from_the_hub_where_no_folder_is_given(monkeypatch: pytest
         asked.append((path, name, split))
         return [{"Problem": "Find it.", "Answer": 204}, {"Problem": "Find it.", "Answer": None}]
 
-    monkeypatch.setattr("keepset.hub.answers", lambda: True)
+    monkeypatch.setattr("keepset.models.hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(KeepsetError, match=r"Maxwell-Jia/AIME_2024, item 1, lacks the field 'answer'"):
         examples_of(make_task("aime24"))

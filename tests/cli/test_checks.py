@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from keepset import KeepsetError
-from keepset.cli.numbers import parse_budgets, parse_indices, parse_whole
+from keepset.cli.checks import parse_budgets, parse_indices, parse_whole
 
 
 def test_each_number_once() -> None:
