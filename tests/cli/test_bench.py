@@ -19,7 +19,8 @@ from keepset.serving import prompts
 from keepset.serving.prompts import TextSource
 from tests.bench.sweep.letters import letters
 from tests.cli.conftest import Forked, Run
-from tests.serving.conftest import Fake, bench, fake
+from tests.serving.conftest import bench, fake
+from tests.serving.fake_vllm import Fake
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "serving" / "fake_vllm.py"

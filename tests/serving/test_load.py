@@ -6,7 +6,7 @@ import pytest
 
 from keepset.errors import KeepsetError
 from keepset.serving.load import Load, ServedModel, check_fits, local_url, served_model
-from tests.serving.conftest import Fake
+from tests.serving.fake_vllm import Fake
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from keepset.serving.metrics import BlockPool, block_pool, parse_sample, take_sample
 from keepset.vllm import stats
-from tests.serving.conftest import METRICS, Fake
+from tests.serving.fake_vllm import METRICS, Fake
 
 
 def test_sums_over_engines_and_the_mean_use_of_their_pools() -> None:

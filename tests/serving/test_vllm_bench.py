@@ -11,7 +11,7 @@ from keepset.serving.load import Load, ServedModel
 from keepset.serving.prompts import LoadPrompts
 from keepset.serving.server import ServerError
 from keepset.serving.vllm_bench import Measured, measure
-from tests.serving.conftest import Fake
+from tests.serving.fake_vllm import Fake
 
 LOAD = Load(requests=6, prompt_tokens=4, output_tokens=4, concurrency=2)
 PROMPTS = LoadPrompts("warm up", [], [f"number {index}" for index in range(6)])
