@@ -89,9 +89,9 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    answers.cache_clear()
+    hub_answers.cache_clear()
     yield f"http://127.0.0.1:{server.server_port}"
-    answers.cache_clear()
+    hub_answers.cache_clear()
     server.shutdown()
     server.server_close()
 
@@ -109,7 +109,7 @@ def test_a_hub_that_answers_is_asked_and_one_that_does_not_is_not_waited_for(
     with loading("a"):
         assert offline() == [True, True]
     assert offline() == [False, False]
-    answers.cache_clear()
+    hub_answers.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
     assert answers()
     with loading("a"):
