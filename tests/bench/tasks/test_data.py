@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from keepset import KeepsetError
 from keepset.bench.tasks.data import DataRecord, HubData, load_records, loading, read_records
+from keepset.models import hub_answers
 
 JSON = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text())
 
@@ -111,7 +112,7 @@ def test_a_hub_that_answers_is_asked_and_one_that_does_not_is_not_waited_for(
     assert offline() == [False, False]
     hub_answers.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-    assert answers()
+    assert hub_answers()
     with loading("a"):
         assert offline() == [False, False]
 
