@@ -43,14 +43,11 @@ def test_every_recipe_in_turns_at_every_length(model: Any, monkeypatch: pytest.M
     config = model.config
     per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     assert [each.rounds[0].kv_bytes for each in timings[::3]] == [per_token * (t + 4) for t in (40, 80)]
-    figures = timings[0].figures()
-    first, second = timings[0].rounds
-    assert figures["seconds"] == pytest.approx(
-        sum(each.first_seconds + each.rest_seconds for each in (first, second)) / 2
-    )
-    assert first.first_seconds > 0 and figures["tokens_per_second"] == pytest.approx(
-        (4 / first.rest_seconds + 4 / second.rest_seconds) / 2
-    )
+    figures, (first, second) = timings[0].figures(), timings[0].rounds
+    assert first.first_seconds > 0
+    seconds = [each.first_seconds + each.rest_seconds for each in (first, second)]
+    assert figures["seconds"] == pytest.approx(sum(seconds) / 2)
+    assert figures["tokens_per_second"] == pytest.approx((4 / first.rest_seconds + 4 / second.rest_seconds) / 2)
 
 
 @pytest.mark.full

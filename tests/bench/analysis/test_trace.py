@@ -126,16 +126,15 @@ class Halves(TOVA):
 
 def test_segments_of_every_layer() -> None:
     tracer = Tracer(tiny("llama"), Recipe.of(Halves(), keep=9, every=4))
-    for _ in range(2):  # the second text has nothing of the first
-        tracer.generate(prompt(1, LENGTH), max_new_tokens=8, **OPTIONS)
-        trace = tracer.trace
-        assert [mine.length for mine in trace.events] == [19, 23]
-        for mine, entries in zip(trace.events, (19, 13), strict=True):
-            assert list(mine.segments) == [0, 1]
-            for head in (head for heads in mine.segments.values() for head in heads):
-                assert head.ends.tolist() == [entries // 2, entries]
-                assert head.quotas.tolist() == [4, 5] and head.mass.shape == (entries,)
-        assert figures(trace)["segments"] == pytest.approx({"count": 2, "length": (19 + 13) / 4})
+    tracer.generate(prompt(1, LENGTH), max_new_tokens=8, **OPTIONS)
+    trace = tracer.trace
+    assert [mine.length for mine in trace.events] == [19, 23]
+    for mine, entries in zip(trace.events, (19, 13), strict=True):
+        assert list(mine.segments) == [0, 1]
+        for head in (head for heads in mine.segments.values() for head in heads):
+            assert head.ends.tolist() == [entries // 2, entries]
+            assert head.quotas.tolist() == [4, 5] and head.mass.shape == (entries,)
+    assert figures(trace)["segments"] == pytest.approx({"count": 2, "length": (19 + 13) / 4})
     tracer.follow(prompt(1, 15)[0], 15)
     assert [list(mine.segments) for mine in tracer.trace.events] == [[0, 1]] and tracer.trace.tokens_per_second is None
 
