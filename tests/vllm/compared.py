@@ -1,10 +1,11 @@
-"""Shared by tests of engines: how these are run, and what they are held against."""
+"""Shared by tests of engines: what these are asked, and what they are held against."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,14 +15,23 @@ from tests.paged.reference import newest_event
 from tests.vllm.engine import Ask, Result, Scenario, layers_of, raw
 from tests.vllm.oracle import Oracle
 
-CHUNKED = {"max_num_batched_tokens": 256}
+IDS = torch.randint(3, 512, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
+"""Tokens among which no two entries are as good for rounding to choose."""
+CHUNKED = {"max_num_batched_tokens": 128}
+NO_BINDING = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""The environment of engines with parts in other processes."""
 
 Embedded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 Key = TypeVar("Key")
 
 
-def asks(essay: list[int], lengths: tuple[int, ...], tokens: int) -> list[Ask]:
-    return [Ask(essay[137 * index : 137 * index + length], tokens) for index, length in enumerate(lengths)]
+def full(values: Iterable[Any]) -> list[Any]:
+    """The values as parameters of the full tier."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
+def asks(lengths: tuple[int, ...], tokens: int) -> list[Ask]:
+    return [Ask(IDS[137 * index : 137 * index + length], tokens) for index, length in enumerate(lengths)]
 
 
 def answers_of(scenarios: Mapping[Key, Scenario], env: dict[str, str] | None = None) -> dict[Key, Any]:
@@ -35,28 +45,42 @@ def result(answers: dict[Any, Any], key: object) -> Result:
     return Result(**answer)
 
 
+def run_in(env: dict[str, str], *scenarios: Scenario) -> list[Result]:
+    """Run engines, one after another in one process with this environment."""
+    answers = answers_of(dict(enumerate(scenarios)), env)
+    return [result(answers, place) for place in answers]
+
+
 def check_oracle(oracle: Oracle, recipe: str | None, some: list[Ask], engine: Result) -> None:
     """Check that tokens and kept entries are the reference's in the same steps; without a recipe all was kept."""
     parsed = None if recipe is None else Recipe.parse(recipe)
     for index, ask in enumerate(some):
-        tokens = engine.tokens[index] or []
-        assert ask.abort is not None or len(tokens) == ask.max_tokens
-        replay = oracle.replay(parsed, ask.ids, tokens, engine.steps_of(index))
-        assert replay.best == tokens
-        assert engine.events_of(index) == replay.events
+        check_request(oracle, parsed, ask, engine, index)
     engine.check_nothing_left()
 
 
-def check_transformers(
-    model: PreTrainedModel, recipe: str | Recipe, some: list[Ask], engine: Result, places: Iterable[int] | None = None
-) -> None:
-    """Check that tokens and kept entries are the transformers runtime's, of requests at `places` or of all."""
-    for index in range(len(some)) if places is None else places:
-        ids, tokens = some[index].ids, engine.tokens[index]
+def check_request(oracle: Oracle, recipe: Recipe | None, ask: Ask, engine: Result, index: int) -> None:
+    """Check that one request's tokens and kept entries are the reference's in the same steps."""
+    tokens = engine.tokens[index] or []
+    assert ask.abort is not None or len(tokens) == ask.max_tokens
+    replay = oracle.replay(recipe, ask.ids, tokens, engine.steps_of(index))
+    assert replay.best == tokens
+    assert engine.events_of(index) == replay.events
+
+
+def check_transformers(model: PreTrainedModel, recipe: str | Recipe, some: list[Ask], engine: Result) -> None:
+    """Check that tokens and kept entries are the transformers runtime's. vLLM has no events that drop nothing."""
+    for index, ask in enumerate(some):
+        ids, tokens = ask.ids, engine.tokens[index]
         assert tokens is not None
         cache = keepset.Cache(model, recipe, prompt_length=len(ids), history=True)
         assert fed(model, cache, cache.recipe, ids, tokens) == tokens
-        check_cache(cache, engine, index)
+        events = [event for event in cache.events if event.kept < event.entries]
+        assert [event.length for event in events] == [event["at"] for event in engine.events[index]]
+        for event, other in zip(events, engine.events[index], strict=True):
+            for layer, heads in layers_of(other).items():
+                for head, positions in enumerate(heads):
+                    assert event.keep_set.positions(layer, 0, head).tolist() == positions
 
 
 @torch.no_grad()
@@ -71,13 +95,3 @@ def fed(
             best += logits.argmax(-1).tolist()[max(len(prompt) - 1 - start, 0) :]
             start = stop
     return best
-
-
-def check_cache(cache: keepset.Cache, engine: Result, index: int) -> None:
-    """The engine kept what the transformers runtime keeps; events that drop nothing do not exist under vLLM."""
-    events = [event for event in cache.events if event.kept < event.entries]
-    assert [event.length for event in events] == [event["at"] for event in engine.events[index]]
-    for event, other in zip(events, engine.events[index], strict=True):
-        for layer, heads in layers_of(other).items():
-            for head, positions in enumerate(heads):
-                assert event.keep_set.positions(layer, 0, head).tolist() == positions

@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 import keepset
+from tests.vllm.compared import IDS
 from tests.vllm.engine import Ask, Scenario
 from tests.vllm.late import Late
 
 settings = Late("keepset.vllm.settings")
 
-IDS = torch.randint(3, 512, (4000,), generator=torch.Generator().manual_seed(0)).tolist()
 OPENING, JOINT = IDS[3000:3003], [11, 12]
 TOKENS = 24
 ENGINE: dict[str, Any] = {

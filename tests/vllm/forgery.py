@@ -6,23 +6,22 @@ one without for the other half. It prints what was answered every minute, and en
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
 import random
 import re
 import socket
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2 as httpx
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -32,6 +31,8 @@ from keepset.serving.server import ServerProcess
 from keepset.vllm.owned_contexts import EVERYBODY, owner_of
 from keepset.vllm.request_options import MAX_RANGES
 from keepset.vllm.signing import SIGNING_KEY, signed
+from tests.hf.damage import flipped
+from tests.proof import by_hand, take_steps
 from tests.vllm.served import save_model, served
 
 PATIENCE = 20.0
@@ -274,25 +275,20 @@ def wires(draw: random.Random, request: Drawn) -> bytes:
 class Proof:
     """Sends random requests to a server and asserts what comes back.
 
-    Args:
-        client: of the server.
-        folder: of its contexts.
-        keys: whether it asks for API keys.
-
-    Attributes:
-        counts: how often each route, and each kind of request, was answered with each status.
+    `counts` says how often each route, and each kind of request, was answered with each status.
     """
 
     def __init__(self, client: httpx.Client, server: ServerProcess, folder: Path, keys: bool) -> None:
         self._client, self._server, self._folder, self._keys = client, server, folder, keys
-        self.counts: Counter[tuple[str, str]] = Counter()
+        self.counts: Counter[str] = Counter()
         listed = client.get("/openapi.json").json()["paths"]
         posted = {path for path, methods in listed.items() if "post" in methods}
         self.paths = sorted({*posted, *UNLISTED, *BODIES})
         self._secret, self._read = secret_of(server), 0
 
-    def step(self, draw: random.Random) -> None:
+    def step(self, seed: str) -> None:
         """Send one random request, then an ordinary one."""
+        draw = random.Random(seed)
         # Routes that take words are as many as the others.
         path = draw.choice([draw.choice(self.paths), draw.choice(list(BODIES))])
         request = drawn(draw, path, self._keys)
@@ -301,6 +297,7 @@ class Proof:
         else:
             self._send(request)
         self._ordinary()
+        self._look()
 
     def _send(self, request: Drawn) -> None:
         content: Any = request.body
@@ -329,8 +326,8 @@ class Proof:
 
     def _check(self, request: Drawn, statuses: list[int], text: str, as_expected: bool) -> None:
         for status in statuses:
-            self.counts[request.path, str(status)] += 1
-            self.counts[f"({request.kind})", str(status)] += 1
+            self.counts[f"{request.path} {status}"] += 1
+            self.counts[f"({request.kind}) {status}"] += 1
         place = f"{request.kind} {statuses} {request.path} {request.headers} {request.body[:900]!r}\n{text[:2000]}"
         assert as_expected, place
         assert all(status < 500 or status == 501 for status in statuses), place
@@ -341,9 +338,8 @@ class Proof:
         body = {"model": "tiny", "prompt": TEXT[:40], "max_tokens": 3, "temperature": 0, "ignore_eos": True}
         answer = self._client.post("/v1/completions", json=body, headers={"authorization": "Bearer one"})
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3, answer.text
-        self.counts["(ordinary)", "200"] += 1
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Assert that the server lives, that nobody saved anything but by right, and that the log shows no key."""
         self._server.check()
         owners = {path.name for path in (self._folder / "saved").glob("[!.]*")}
@@ -353,13 +349,6 @@ class Proof:
         log = os.pread(self._server._log.fileno(), 2**30, self._read)
         self._read += len(log)
         assert self._secret.encode() not in log
-
-    def table(self) -> str:
-        """Return how often each route, and each kind of request, was answered with each status."""
-        rows: dict[str, list[str]] = {}
-        for (what, status), count in sorted(self.counts.items()):
-            rows.setdefault(what, []).append(f"{status}: {count}")
-        return "\n".join(f"  {what:42}{', '.join(cells)}" for what, cells in rows.items())
 
 
 def secret_of(server: ServerProcess) -> str:
@@ -379,65 +368,38 @@ def save_contexts(model_folder: Path, folder: Path) -> None:
         cache.save(folder / f"{name}.safetensors", token_ids=text)
     (folder / "folder.safetensors").mkdir()
     path = folder / "flipped.safetensors"
-    content = bytearray(path.read_bytes())
-    size = int.from_bytes(content[:8], "little")
-    tensors = json.loads(content[8 : 8 + size])
-    begin = next(each["data_offsets"][0] for name, each in tensors.items() if ".columns." in name)
-    content[8 + size + begin] ^= 1
-    path.write_bytes(content)
+    path.write_bytes(flipped(path.read_bytes(), "layers.0.columns.keys"))
 
 
-def prove(model: Path, folder: Path, keys: bool, minutes: float, seed: int) -> None:
-    """Start a server, send it random requests, and print what was answered, every minute and at the end.
-
-    Args:
-        model: the folder of a model.
-        folder: for contexts; it must be empty.
-        keys: whether the server asks for API keys.
-        minutes: for how long requests are sent.
-        seed: of the requests.
-
-    Raises:
-        AssertionError: an answer is not as it must be.
-    """
+@contextmanager
+def server_of(model: Path, folder: Path, keys: bool) -> Iterator[tuple[ServerProcess, httpx.Client]]:
+    """A server with contexts, saves and, if wanted, two API keys, and a client of it; `folder` must be empty."""
     save_contexts(model, folder)
-    options, draw = [*(["--api-key", "one", "two"] if keys else []), "--enable-log-requests"], random.Random(seed)
-    with served(model, RECIPE, options, PATIENCE, contexts=folder, save_bytes=10**6) as (server, client):
-        proof, start, minute = Proof(client, server, folder, keys), time.monotonic(), 0
-        # Requests are drawn with signatures of this server's, too.
-        os.environ[SIGNING_KEY] = proof._secret
-        try:
-            while (past := (time.monotonic() - start) / 60) < minutes:
-                proof.step(draw)
-                if int(past) > minute:
-                    minute = int(past)
-                    proof.look()
-                    print(f"{'with' if keys else 'without'} keys, minute {minute}:\n{proof.table()}", flush=True)
-            proof.look()
-        finally:
-            del os.environ[SIGNING_KEY]
-            print(f"{'with' if keys else 'without'} keys, seed {seed}, in all:\n{proof.table()}", flush=True)
+    options = [*(["--api-key", "one", "two"] if keys else []), "--enable-log-requests", "--enable-prompt-embeds"]
+    with served(model, RECIPE, options, PATIENCE, contexts=folder, save_bytes=10**7) as running:
+        yield running
 
 
-def main() -> int:
-    """Prove both servers; returns 1 at a violation."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=60.0, help="for both servers together")
-    parser.add_argument("--seed", type=int, default=1)
-    said = parser.parse_args()
-    with TemporaryDirectory() as place:
-        model = Path(place) / "tiny"
-        save_model(model, tie_word_embeddings=True)
-        for keys in (True, False):
-            folder = Path(place) / f"contexts-{keys}"
+def prove(proof: Proof, server: ServerProcess, seed: int, steps: range, minutes: float | None = None) -> None:
+    """Send random requests to a server, for some minutes at most; print every minute what was answered."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SIGNING_KEY, secret_of(server))  # requests are drawn with signatures of this server's, too
+        take_steps(proof.step, proof.counts, seed, steps, minutes, show=True)
+
+
+def prove_both(seed: int, steps: range, minutes: float) -> Counter[str]:
+    """Send random requests to a server with keys and to one without; return what was answered."""
+    counts: Counter[str] = Counter()
+    for keys in (True, False):
+        with TemporaryDirectory() as place:
+            model, folder = save_model(Path(place) / "tiny", tie_word_embeddings=True), Path(place) / "contexts"
             folder.mkdir()
-            try:
-                prove(model, folder, keys, said.minutes / 2, said.seed)
-            except (AssertionError, httpx.HTTPError, OSError) as error:
-                print(f"VIOLATION {'with' if keys else 'without'} keys, {type(error).__name__}: {error}", flush=True)
-                return 1
-    return 0
+            with server_of(model, folder, keys) as (server, client):
+                proof = Proof(client, server, folder, keys)
+                prove(proof, server, seed, steps, minutes / 2)
+                counts += proof.counts
+    return counts
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    by_hand(prove_both)

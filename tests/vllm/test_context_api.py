@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from keepset.vllm.request_options import MAX_BYTES, MAX_RANGES, RequestOptions, 
 from tests.hf.damage import flipped
 from tests.vllm.asgi import call, text_of
 
+COMPLETIONS = "/v1/completions"
+
 
 @pytest.fixture(autouse=True)
 def signing_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +45,15 @@ def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory
     content = (folder / "manual.safetensors").read_bytes()
     (folder / "flipped.safetensors").write_bytes(flipped(content, "layers.0.columns.keys"))
     return folder
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A folder for counters and refusals."""
+    monkeypatch.setenv(stats.FOLDER, str(tmp_path))
+    stats._array.cache_clear()
+    yield
+    stats._array.cache_clear()
 
 
 class Inner:
@@ -102,6 +114,12 @@ def server(
     return asked
 
 
+def posted(ask: Any, words: Any, key: str = "") -> tuple[int, str]:
+    """The status of a request with these words, and the sentence of a refusal."""
+    status, answer = ask("POST", COMPLETIONS, {"prompt": "", "keepset": words}, key)
+    return status, answer["error"]["message"] if status >= 400 else ""
+
+
 def test_what_is_said_goes_on_signed_as_an_argument_of_vllm(folder: Path, tiny_model: PreTrainedModel) -> None:
     inner = Inner()
     ask = server(folder, tiny_model, inner)
@@ -116,43 +134,32 @@ def test_what_is_said_goes_on_signed_as_an_argument_of_vllm(folder: Path, tiny_m
         assert inner.bodies[-1] == {"prompt": "What?"}
 
 
-def test_why_the_engine_refuses_is_the_answer(
-    folder: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(stats.FOLDER, str(tmp_path))
-    stats._array.cache_clear()
-    pieces = [b'{"error": {"message": "Internal server error", "code": 500}}']
-    chunks = [
-        b'data: {"choices": []}\n\n',
-        b'data: {"error": {"message": "Internal server error"}}\n\n',
-        b"data: [DONE]",
-    ]
+def test_why_the_engine_refuses_is_the_answer(folder: Path, tiny_model: PreTrainedModel, counted: None) -> None:
+    error = b'{"error": {"message": "Internal server error", "code": 500}}'
+    chunks = [b'data: {"choices": []}\n\n', b"data: %b\n\n" % error, b"data: [DONE]"]
 
     def refuse(body: Any, status: int, pieces: list[bytes]) -> Any:
         ticket = from_signed(body["vllm_xargs"]["keepset"]).ticket
         stats.refused(ticket, f"Context {str(folder / 'saved' / 'one' / 'chat@12-ab.safetensors')!r} is too long.")
         return status, pieces
 
-    request = {"keepset": {"off": True}}
-    for status, said in ((500, pieces), (200, chunks[1:])):
+    for status, said in ((500, [error]), (200, chunks[1:])):
         ask = server(folder, tiny_model, Inner(partial(refuse, status=status, pieces=said)))
-        assert ask("POST", "/v1/completions", request)[0] == 400
-        assert ask("POST", "/v1/completions", request)[1]["error"]["message"] == "Context 'chat' is too long."
+        assert posted(ask, {"off": True}) == (400, "Context 'chat' is too long.")
     answers: list[Any] = []
     ask = server(folder, tiny_model, Inner(partial(refuse, status=200, pieces=chunks)), answers=answers)
     with pytest.raises(json.JSONDecodeError):
-        ask("POST", "/v1/completions", request)
+        posted(ask, {"off": True})
     assert [piece["type"] for piece in answers] == ["http.response.start"] + ["http.response.body"] * 2
     assert json.loads(answers[2]["body"].removeprefix(b"data: "))["error"]["message"] == "Context 'chat' is too long."
     assert answers[2]["more_body"] is False
     # An error that is not the engine's refusal stays what it is.
-    assert server(folder, tiny_model, Inner(lambda body: (500, pieces)))("POST", "/v1/completions", request)[0] == 500
-    stats._array.cache_clear()
+    assert posted(server(folder, tiny_model, Inner(lambda body: (500, [error]))), {"off": True})[0] == 500
 
 
 def test_no_client_sees_a_signature(folder: Path, tiny_model: PreTrainedModel) -> None:
     inner = Inner(lambda body: (400, [json.dumps(body).encode()]))
-    status, answer = server(folder, tiny_model, inner)("POST", "/v1/completions", {"keepset": {"off": True}})
+    status, answer = server(folder, tiny_model, inner)("POST", COMPLETIONS, {"keepset": {"off": True}})
     signature = inner.bodies[-1]["vllm_xargs"]["keepset"].split()[0]
     assert status == 400 and len(signature) == 64 and signature not in json.dumps(answer)
 
@@ -161,18 +168,8 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
     sealed = RequestOptions(save="a", owner="1" * 32).to_signed()
     assert from_signed(sealed) == RequestOptions(save="a", owner="1" * 32)
     signature, _, text = sealed.partition(" ")
-    forged = [
-        text,
-        f" {text}",
-        f"{signature} {text.replace('1', '2')}",
-        f"{signature[:-1]} {text}",
-        "",
-        7,
-        None,
-        [text],
-    ]
-    forged += [{"save": "a"}, "\ud800 " + text, signature]
-    for said in forged:
+    forged = [text, f" {text}", f"{signature} {text.replace('1', '2')}", f"{signature[:-1]} {text}", signature]
+    for said in (*forged, "", "\ud800 " + text, 7, None, [text], {"save": "a"}):
         with pytest.raises(KeepsetError, match="does not check it"):
             from_signed(said)
     for words in ({"save": "a", "owner": "1" * 32}, {"ticket": "a"}, json.dumps({"owner": "everybody"})):
@@ -195,13 +192,15 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
         ({"keep": float("nan")}, "64 bits"),
         ({"keep": "half"}, "give a number"),
         ({"keep": True}, "give a number"),
+        ({"off": 1}, "off is 1: give true or false"),
+        ({"context": 7}, "context is 7: give a name"),
+        ({"off": True, "keep": 3}, "with off nothing is dropped: leave keep and protect out"),
+        ({"context": "manual", "keep": 3}, "a context has a recipe of its own"),
+        *((said, "give one or more of") for said in ([1], 7, "[" * 5000, {"more": 1}, {}, None, "manual")),
         ({"protect": [[0, 2**63]]}, "no pair of tokens"),
         ({"protect": [[0, 1.5]]}, "no pair of tokens"),
         ({"protect": {}}, "give ranges of tokens"),
         ({"protect": 7}, "give ranges of tokens"),
-        ([1], "give one or more of"),
-        (7, "give one or more of"),
-        ("[" * 5000, "give one or more of"),
     ],
 )
 def test_a_request_says_no_more_than_is_right(said: Any, sentence: str) -> None:
@@ -212,24 +211,17 @@ def test_a_request_says_no_more_than_is_right(said: Any, sentence: str) -> None:
 
 def test_budgets_are_checked_against_the_servers_recipe(folder: Path, tiny_model: PreTrainedModel) -> None:
     plain, every = (server(folder, tiny_model, Inner(), recipe=recipe) for recipe in (None, "snapkv(keep=99, every=9)"))
-    assert (
-        "compresses no prompts" in plain("POST", "/v1/completions", {"keepset": {"keep": 0.5}})[1]["error"]["message"]
-    )
-    assert (
-        "does not go with every=9"
-        in every("POST", "/v1/completions", {"keepset": {"keep": 0.5}})[1]["error"]["message"]
-    )
-    assert every("POST", "/v1/completions", {"keepset": {"keep": 70, "protect": [[0, 5]]}})[0] == 200
+    assert "compresses no prompts" in posted(plain, {"keep": 0.5})[1]
+    assert "does not go with every=9" in posted(every, {"keep": 0.5})[1]
+    assert posted(every, {"keep": 70, "protect": [[0, 5]]})[0] == 200
 
 
 def test_nobody_says_whose_contexts_they_are(folder: Path, tiny_model: PreTrainedModel) -> None:
     ask = server(folder, tiny_model, Inner(), limit=10**6)
-    owner = owned.owner_of("secret")
-    assert ask("POST", "/v1/completions", {"keepset": {"save": "a", "owner": owner}})[0] == 400
-    assert ask("POST", "/v1/completions", {"vllm_xargs": {"keepset": '{"save": "a"}'}})[0] == 400
-    assert ask("POST", "/v1/completions", {"keepset": {"save": "../a"}})[0] == 400
-    assert ask("POST", "/v1/completions", {"keepset": {"save": "a"}})[0] == 200
-    assert server(folder, tiny_model, Inner())("POST", "/v1/completions", {"keepset": {"save": "a"}})[0] == 400
+    assert posted(ask, {"save": "a", "owner": owned.owner_of("secret")})[0] == 400
+    assert ask("POST", COMPLETIONS, {"vllm_xargs": {"keepset": '{"save": "a"}'}})[0] == 400
+    assert posted(ask, {"save": "../a"})[0] == 400
+    assert posted(ask, {"save": "a"})[0] == 200
 
 
 def test_a_key_sees_its_own(folder: Path, tiny_model: PreTrainedModel) -> None:
@@ -237,79 +229,62 @@ def test_a_key_sees_its_own(folder: Path, tiny_model: PreTrainedModel) -> None:
 
     inner = Inner()
     ask = server(folder, tiny_model, AuthenticationMiddleware(inner, tokens=["one", "two"]), limit=10**6)
-    one = owned.OwnedContexts(folder, owned.owner_of("one"))
-    path = one.unfinished("mine")
-    path.parent.mkdir(parents=True)
+    path = written(owned.OwnedContexts(folder, owned.owner_of("one")), "mine", 0)
     path.write_bytes((folder / "manual.safetensors").read_bytes())
-    one.commit(path, 10**6, ())
     names = {key: [each["id"] for each in ask("GET", "/v1/contexts", key=key)[1]["data"]] for key in ("one", "two")}
     assert "mine" in names["one"] and "mine" not in names["two"]
-    assert ask("POST", "/v1/completions", {"prompt": "", "keepset": {"save": "a"}}, key="one")[0] == 200
+    assert posted(ask, {"save": "a"}, key="one")[0] == 200
     assert inner.said() == RequestOptions(save="a", owner=owned.owner_of("one"))
-    refused = ask("POST", "/v1/completions", {"prompt": "", "keepset": {"context": "mine"}}, key="two")
-    assert refused[0] == 400 and "There is no context 'mine'" in refused[1]["error"]["message"]
-    assert ask("POST", "/v1/completions", {"prompt": "", "keepset": {"context": "mine"}}, key="one")[0] == 200
+    status, sentence = posted(ask, {"context": "mine"}, key="two")
+    assert status == 400 and "There is no context 'mine'" in sentence
+    assert posted(ask, {"context": "mine"}, key="one")[0] == 200
     assert inner.said() == RequestOptions(context="mine", owner=owned.owner_of("one"))
+    # Who has no key is told nothing.
+    assert ask("GET", "/v1/contexts")[0] == 401
+    assert ask("POST", COMPLETIONS, {"keepset": {"context": "nowhere"}})[0] == 401
+
+
+def written(who: Any, name: str, size: int, used: Any = ()) -> Path:
+    """A version of an owner's context, of so many bytes, and of 100 all together."""
+    path = who.unfinished(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(size))
+    who.commit(path, 100, used)
+    return who.folder / path.name
 
 
 def test_an_owners_contexts_stay_within_the_limit(tmp_path: Path) -> None:
     mine, other = (owned.OwnedContexts(tmp_path, owned.owner_of(key)) for key in ("one", "two"))
-
-    def save(who: Any, name: str, size: int, used: Any = ()) -> Path:
-        path = who.unfinished(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(size))
-        who.commit(path, 100, used)
-        return who.folder / path.name
-
-    first, second = save(mine, "a", 40), save(mine, "b", 40)
-    save(other, "a", 90)
+    first, second = written(mine, "a", 40), written(mine, "b", 40)
+    written(other, "a", 90)
     mine.touch(first)
-    third = save(mine, "c", 40)
+    third = written(mine, "c", 40)
     assert mine.newest() == {"a": first, "c": third} and not second.exists() and set(other.newest()) == {"a"}
-    again = save(mine, "a", 20, used={first})  # who loads the old version goes on loading it
+    again = written(mine, "a", 20, used={first})  # who loads the old version goes on loading it
     assert mine.newest()["a"] == again and first.exists()
+    mine.sweep(None, ())  # without a limit nothing is deleted
+    assert first.exists()
     mine.sweep(100, ())
     assert not first.exists() and mine.newest() == {"a": again, "c": third}
     with pytest.raises(KeepsetError, match="has 101 bytes"):
-        save(mine, "d", 101)
+        written(mine, "d", 101)
     assert mine.newest() == {"a": again, "c": third} and not list(again.parent.parent.glob(".unfinished/*"))
-
-
-def test_without_a_limit_nothing_is_deleted(tmp_path: Path) -> None:
-    mine = owned.OwnedContexts(tmp_path, owned.EVERYBODY)
-    for name in ("a", "a", "b", "c"):
-        path = mine.unfinished(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(bytes(40))
-        mine.folder.mkdir(exist_ok=True)
-        path.rename(mine.folder / path.name)
-    mine.sweep(None, ())
-    assert len(list(mine.folder.iterdir())) == 4
-    mine.sweep(1000, ())
-    assert len(list(mine.folder.iterdir())) == 3
 
 
 def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: Path) -> None:
     mine = owned.OwnedContexts(tmp_path, owned.EVERYBODY)
     names = ["team.newsletter-42", "a.new", "a.newer.new", "x.unfinished", "a-new-b"]
-    paths = []
     for name in names:
         owned.check_save(100, name)
-        path = mine.unfinished(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+    paths = [written(mine, name, 9) for name in names]
+    report, abandoned, fresh = tmp_path / "report.newest.safetensors", mine.unfinished("b"), mine.unfinished("c")
+    for path in (report, abandoned, fresh):
         path.write_bytes(bytes(9))
-        mine.commit(path, 100, ())
-        paths.append(mine.folder / path.name)
-    (tmp_path / "report.newest.safetensors").write_bytes(bytes(9))
-    abandoned, written = mine.unfinished("b"), mine.unfinished("c")
-    for path in (abandoned, written):
-        path.write_bytes(bytes(9))
-    for path in (*paths, abandoned, tmp_path / "report.newest.safetensors"):
+    for path in (*paths, abandoned, report):
         os.utime(path, (0, 0))
     mine.clear_unfinished(tmp_path)
-    assert set(mine.newest()) == set(names) and all(path.exists() for path in paths)
-    assert (tmp_path / "report.newest.safetensors").exists() and written.exists() and not abandoned.exists()
+    assert set(mine.newest()) == set(names) and all(path.exists() for path in (*paths, report, fresh))
+    assert not abandoned.exists()
 
 
 @pytest.mark.parametrize(
@@ -319,16 +294,9 @@ def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: 
         ({"context": "../manual"}, "There is no context '../manual' on this server"),
         ({"context": "flipped"}, "is damaged: build it again."),
         ({"context": "eight bits"}, "its entries are in 8 bits (leave int8(...) around its recipe out)"),
-        ({"context": 7}, "keepset: context is 7: give a name."),
-        ({"off": 1}, "keepset: off is 1: give true or false."),
-        ({"off": True, "keep": 3}, "with off nothing is dropped: leave keep and protect out."),
-        ({"context": "manual", "keep": 3}, "a context has a recipe of its own"),
         ({"save": "a"}, "This server saves no contexts: start it with --save-bytes."),
         ({"protect": [[3, 2]]}, "compresses no prompts"),
-        ({"more": 1}, "keepset is {'more': 1}: give"),
-        ({}, "keepset is {}: give"),
         (None, "keepset is None: give"),
-        ("manual", "keepset is 'manual': give"),
     ],
 )
 def test_what_is_wrong_is_answered_with_a_sentence(
@@ -340,66 +308,35 @@ def test_what_is_wrong_is_answered_with_a_sentence(
     assert not inner.bodies and str(folder) not in answer["error"]["message"]
 
 
-def test_the_listing_follows_the_folder(
-    folder: Path, tiny_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv(stats.FOLDER, str(tmp_path))
-    stats._array.cache_clear()
+def test_the_listing_follows_the_folder(folder: Path, tiny_model: PreTrainedModel, counted: None) -> None:
     stats.context_used("manual", loaded=True)
     stats.context_used("manual", loaded=False)
-    ask = server(folder, tiny_model, Inner())
-    (flipped_one, manual) = ask("GET", "/v1/contexts")[1]["data"]
-    path = folder / "manual.safetensors"
+    ask, path = server(folder, tiny_model, Inner()), folder / "manual.safetensors"
+    flipped_one, manual = ask("GET", "/v1/contexts")[1]["data"]
     assert manual == {
-        "id": "manual",
-        "object": "context",
-        "saved": False,
-        "tokens": 100,
-        "recipe": "knorm(keep=0.25)",
-        "kept": 0.25,
-        "bytes": path.stat().st_size,
-        "requests": 2,
-        "loads": 1,
+        **{"id": "manual", "object": "context", "saved": False, "tokens": 100, "recipe": "knorm(keep=0.25)"},
+        **{"kept": 0.25, "bytes": path.stat().st_size, "requests": 2, "loads": 1},
     }
     assert (flipped_one["id"], flipped_one["requests"]) == ("flipped", 0)
     (folder / "another.safetensors").write_bytes(path.read_bytes())
     assert [each["id"] for each in ask("GET", "/v1/contexts")[1]["data"]] == ["another", "flipped", "manual"]
     (folder / "another.safetensors").unlink()
-    assert ask("POST", "/v1/completions", {"keepset": {"context": "another"}})[0] == 400
-    stats._array.cache_clear()
+    assert posted(ask, {"context": "another"})[0] == 400
 
 
-def test_a_folder_is_no_context(tiny_model: PreTrainedModel, tmp_path: Path) -> None:
-    (tmp_path / "folder.safetensors").mkdir()
-    ask = server(tmp_path, tiny_model, Inner())
-    status, answer = ask("POST", "/v1/completions", {"keepset": {"context": "folder"}})
-    assert status == 400
-    assert answer["error"]["message"] == "There is no context 'folder' on this server; it has none."
-    assert ask("GET", "/v1/contexts")[1]["data"] == []
-
-
-def test_a_context_that_goes_while_it_is_read_is_no_context(
+def test_a_folder_is_no_context_and_neither_is_a_file_that_goes_while_it_is_read(
     folder: Path, tiny_model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, entries = tmp_path / "manual.safetensors", saved.entries
-    path.write_bytes((folder / "manual.safetensors").read_bytes())
+    (tmp_path / "folder.safetensors").mkdir()
+    ask = server(tmp_path, tiny_model, Inner())
+    assert posted(ask, {"context": "folder"}) == (400, "There is no context 'folder' on this server; it has none.")
+    assert ask("GET", "/v1/contexts")[1]["data"] == []
+    (tmp_path / "manual.safetensors").write_bytes((folder / "manual.safetensors").read_bytes())
+    entries = saved.entries
 
     def gone(path: Path, digest: str) -> Any:
         path.unlink()
         return entries(path, digest)
 
     monkeypatch.setattr(saved, "entries", gone)
-    ask = server(tmp_path, tiny_model, Inner())
-    status, answer = ask("POST", "/v1/completions", {"keepset": {"context": "manual"}})
-    assert status == 400
-    assert answer["error"]["message"] == "There is no context 'manual' on this server; it has none."
-
-
-def test_who_has_no_key_is_told_nothing(folder: Path, tiny_model: PreTrainedModel) -> None:
-    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
-
-    ask = server(folder, tiny_model, AuthenticationMiddleware(Inner(), tokens=["secret"]))
-    assert ask("GET", "/v1/contexts")[0] == 401
-    assert ask("POST", "/v1/completions", {"keepset": {"context": "nowhere"}})[0] == 401
-    assert ask("GET", "/v1/contexts", key="secret")[0] == 200
-    assert ask("POST", "/v1/completions", {"keepset": {"context": "nowhere"}}, key="secret")[0] == 400
+    assert posted(ask, {"context": "manual"}) == (400, "There is no context 'manual' on this server; it has none.")

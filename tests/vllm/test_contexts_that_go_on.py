@@ -10,18 +10,16 @@ from transformers import PreTrainedModel
 
 from tests.vllm.compared import answers_of, check_oracle, result
 from tests.vllm.contexts import ask, going_on, question, serving, write
-from tests.vllm.engine import Ask, Result, Scenario
+from tests.vllm.engine import Ask, Scenario
 from tests.vllm.oracle import Oracle
 
 pytestmark = pytest.mark.full
 
 RECIPES = {
     "equal": "snapkv(window=8, keep=40, every=16)",
-    "ragged": "adakv(snapkv(window=8), keep=48, every=12)",
     "segments": "ams(tova, window=16, keep=48, every=16)",
     "no queries": "keydiff(keep=50, every=7)",  # and no ties, as knorm has where words repeat
     "turmoil": "adakv(snapkv(window=8), keep=48, every=12)",
-    "apart": "snapkv(window=8, keep=40, every=16)",
 }
 FILES = {"long": (230, ""), "short": (70, ""), "wide": (200, "keep=64"), "still": (150, "still")}
 """Tokens, and what is other in the recipe; the last goes on without any compression."""
@@ -39,8 +37,7 @@ TURMOIL = [*ASKS, ask("long", 7, 30, 60, add=4, abort=25), ask("wide", 8, 30, 60
 
 def scenario(tiny: Path, folder: Path, name: str) -> Scenario:
     some, preempt = (TURMOIL, (13, 40)) if name == "turmoil" else ([PLAIN, *ASKS], ())
-    more: dict[str, Any] = {"preempt": preempt, "own_process": name == "apart", "read_at_once": True}
-    return serving(tiny, folder, some, RECIPES[name], save=10**7, **more)
+    return serving(tiny, folder, some, RECIPES[name], save=10**7, preempt=preempt, read_at_once=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,30 +57,22 @@ def engines(tiny: Path, folders: dict[str, Path]) -> dict[str, Any]:
     return answers_of({name: scenario(tiny, folders[name], name) for name in RECIPES})
 
 
-def check(name: str, engine: Result, folder: Path, model: PreTrainedModel, oracle: Oracle) -> None:
-    some = TURMOIL if name == "turmoil" else [PLAIN, *ASKS]
-    for index, one in enumerate(some):
-        tokens = engine.tokens[index] or []
-        assert one.abort is not None or len(tokens) == one.max_tokens
-        if one.extra is not None and engine.log:
-            path = folder / f"{one.extra['keepset']['context']}.safetensors"
-            assert going_on(model, path, one.ids, tokens, engine.steps_of(index)) == tokens
-            # Events came, and gave pages back.
-            assert bool(engine.events[index]) is (one.extra["keepset"]["context"] != "still" and bool(tokens))
-    if not engine.log:
-        return
-    if name == "turmoil":
-        assert min(engine.preemptions[:4]) == 2
-        engine.check_nothing_left()
-    else:
-        check_oracle(oracle, RECIPES[name], [PLAIN], engine)
-
-
-@pytest.mark.parametrize("name", list(RECIPES))
+@pytest.mark.parametrize("name", RECIPES)
 def test_questions_are_compressed_as_their_files_say(
     name: str, engines: dict[str, Any], folders: dict[str, Path], tiny_model: PreTrainedModel, tiny_oracle: Oracle
 ) -> None:
     engine = result(engines, name)
-    if name == "apart":  # where nobody watched
-        assert engine.tokens == result(engines, "equal").tokens
-    check(name, engine, folders[name], tiny_model, tiny_oracle)
+    for index, one in enumerate(TURMOIL if name == "turmoil" else [PLAIN, *ASKS]):
+        tokens = engine.tokens[index] or []
+        assert one.abort is not None or len(tokens) == one.max_tokens
+        if one.extra is not None:
+            context = one.extra["keepset"]["context"]
+            path = folders[name] / f"{context}.safetensors"
+            assert going_on(tiny_model, path, one.ids, tokens, engine.steps_of(index)) == tokens
+            # Events came, and gave pages back.
+            assert bool(engine.events[index]) is (context != "still" and bool(tokens))
+    if name == "turmoil":
+        assert min(engine.preemptions[:4]) == 2
+        engine.check_nothing_left()
+    else:
+        check_oracle(tiny_oracle, RECIPES[name], [PLAIN], engine)

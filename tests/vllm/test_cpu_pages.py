@@ -22,15 +22,10 @@ from tests.vllm.late import Late
 
 cpu_pages = Late("keepset.vllm.cpu_pages")
 
+kernels = Late("vllm._custom_ops")
+
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """Rounding of outputs of about 1; the kernel itself sums in float32."""
-
-
-def kernels() -> Any:
-    """vLLM's. Imported late: it takes seconds, of every process that collects tests."""
-    from vllm import _custom_ops
-
-    return _custom_ops
 
 
 def isa_of(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
@@ -43,7 +38,7 @@ def official_write(cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, i
     """Write as `CPUAttentionBackendImpl.do_kv_cache_update` does: keys `[tokens, heads, head_dim]`, slots of blocks."""
     blocks, kv_heads, block_size, _ = cache.shape
     key_cache, value_cache = cache.view(blocks, kv_heads, block_size * 2, -1).chunk(2, dim=2)
-    kernels().cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
+    kernels.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, isa)
 
 
 def official_attention(
@@ -52,7 +47,7 @@ def official_attention(
     """Causal attention by vLLM's own kernel, as `CPUAttentionBackendImpl.forward` calls it."""
     # The kernel goes by addresses: views of larger tensors would be read wrongly without an error.
     table, lengths, starts = (part.int().contiguous() for part in (table, lengths, starts))
-    plan = kernels().cpu_attn_get_scheduler_metadata(
+    plan = kernels.cpu_attn_get_scheduler_metadata(
         num_reqs=len(lengths),
         num_heads=query.shape[1],
         num_kv_heads=key_cache.shape[1],
@@ -66,7 +61,7 @@ def official_attention(
         enable_kv_split=True,
     )
     output = torch.empty_like(query)
-    kernels().cpu_attention_with_kv_cache(
+    kernels.cpu_attention_with_kv_cache(
         query=query,
         key_cache=key_cache,
         value_cache=value_cache,
@@ -97,9 +92,6 @@ def naive_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 def close(output: Tensor, expected: Tensor) -> bool:
     return bool((output.double() - expected).abs().max() < TOLERANCE[output.dtype])
-
-
-# --- reading and writing
 
 
 @pytest.mark.cross
@@ -172,16 +164,11 @@ def test_entries_may_be_views_of_larger_tensors() -> None:
     check_entries_may_be_views_of_larger_tensors(cpu_pages.CPUPages([torch.zeros(1, 1, 32, 64)], 0, "vec"))
 
 
-# --- the packing
-
-
 def test_packing_is_whatever_the_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a kernel that scatters both keys and values: no instruction set is like that."""
     key_order, value_order = (torch.randperm(32 * 16, generator=seeded(seed)) for seed in (3, 4))
 
-    def scatter(
-        keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, isa: str, **_: Any
-    ) -> None:
+    def scatter(keys: Any, values: Any, key_cache: Any, value_cache: Any, slots: Tensor, isa: str, **_: Any) -> None:
         for entry, slot in enumerate(slots.tolist()):
             for numbers, cache, order in ((keys, key_cache, key_order), (values, value_cache, value_order)):
                 page = torch.zeros(32 * 16, dtype=cache.dtype)
@@ -190,7 +177,7 @@ def test_packing_is_whatever_the_kernel_does(monkeypatch: pytest.MonkeyPatch) ->
                 page[at] = numbers[entry, 0]
                 cache[slot // 32] = page.view(1, 32, 16)
 
-    monkeypatch.setattr(kernels(), "cpu_attn_reshape_and_cache", scatter)
+    monkeypatch.setattr("vllm._custom_ops.cpu_attn_reshape_and_cache", scatter)
     pages = cpu_pages.CPUPages([torch.zeros(2, 3, 32, 32)], 0, "scattered")
     keys, values = (random(64, 16, dtype=torch.float32, generator=seeded(seed)) for seed in (5, 6))
     pages.write(keys, values, torch.arange(32, 96))
@@ -200,9 +187,7 @@ def test_packing_is_whatever_the_kernel_does(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("fault", ["drops a number", "doubles a number", "rounds"])
 def test_packing_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    def faulty(
-        keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor, isa: str, **_: Any
-    ) -> None:
+    def faulty(keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, *_: Any, **__: Any) -> None:
         key_cache[0, 0], value_cache[0, 0] = keys[:, 0], values[:, 0]
         if fault == "drops a number":
             value_cache[0, 0, 7, 3] = 0
@@ -211,7 +196,7 @@ def test_packing_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch
         else:
             key_cache.div_(2, rounding_mode="floor").mul_(2)
 
-    monkeypatch.setattr(kernels(), "cpu_attn_reshape_and_cache", faulty)
+    monkeypatch.setattr("vllm._custom_ops.cpu_attn_reshape_and_cache", faulty)
     with pytest.raises(
         KeepsetError, match=r"^vLLM packs KV cache pages of 32 x 48 torch.float32 for 'faulty' in a way"
     ):
@@ -220,7 +205,7 @@ def test_packing_that_loses_something_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_packing_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = cpu_pages.packing(32, 112, torch.float32, "vec16")
-    monkeypatch.delattr(kernels(), "cpu_attn_reshape_and_cache")
+    monkeypatch.delattr("vllm._custom_ops.cpu_attn_reshape_and_cache")
     assert cpu_pages.packing(32, 112, torch.float32, "vec16") is first
     cpu_pages.CPUPages([torch.zeros(1, 1, 32, 224)], 0, "vec16")
 
@@ -233,9 +218,6 @@ def test_what_the_kernel_would_not_notice_is_refused() -> None:
             pages.write(keys, values, first)
     with pytest.raises(KeepsetError, match="must be contiguous"):
         cpu_pages.CPUPages([torch.zeros(2, 32, 3, 128).transpose(1, 2)], 0, "vec")
-
-
-# --- attention after a compaction
 
 
 class Case:
@@ -305,49 +287,6 @@ CASES = [
 ]
 
 CaseArguments = tuple[torch.dtype, int, int, int, int]
-
-
-@pytest.mark.cross
-@pytest.mark.parametrize("arguments", CASES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 9])
-def test_uniform_compaction_is_attention_over_what_was_kept(arguments: CaseArguments, tokens: int) -> None:
-    """Survivors packed to the end of the blocks; vLLM's own call with the table shifted and the length shorter."""
-    lengths = [150, 97, 300]
-    case = Case(*arguments, lengths)
-    size, kv_heads = case.block_size, case.kv_heads
-    heads = torch.arange(kv_heads)
-    shifted, queries, new_lengths = torch.zeros_like(case.block_table), [], []
-    for row, (length, keep) in enumerate(zip(lengths, (40, 97, 33), strict=True)):
-        dropped = length - keep
-        skip = dropped // size
-        used = torch.arange(-(-length // size))
-        subpages = case.block_table[row, used] * kv_heads + heads[:, None]
-        keys, values = case.pages.read(subpages)
-        kept = torch.stack([case.keep(row, head, keep) for head in range(kv_heads)])
-        at = skip * size + torch.arange(keep)
-        place = (case.block_table[row, at // size].long() * kv_heads + heads[:, None]) * size + at % size
-        kept = kept[..., None].expand(-1, -1, case.head_dim)
-        case.pages.write(keys.gather(1, kept).flatten(0, 1), values.gather(1, kept).flatten(0, 1), place.flatten())
-        # Tokens that follow are written by vLLM's own call, `dropped % size` slots before their logical place.
-        new_keys, new_values = case.new(tokens), case.new(tokens)
-        at = torch.arange(length, length + tokens) - dropped % size
-        official_write(case.cache, new_keys, new_values, case.block_slots(row, at), case.isa)
-        case.append(row, new_keys, new_values)
-        shifted[row, : case.width - skip] = case.block_table[row, skip:]
-        queries.append(case.queries(tokens))
-        new_lengths.append(keep + tokens)
-    key_cache, value_cache = case.cache.view(-1, kv_heads, 2 * size, case.head_dim).chunk(2, dim=2)
-    output = official_attention(
-        torch.cat(queries).flatten(1, 2),
-        key_cache,
-        value_cache,
-        shifted,
-        torch.tensor(new_lengths),
-        torch.arange(len(lengths) + 1) * tokens,
-        case.isa,
-    )
-    for row, own in enumerate(output.view(len(lengths), tokens, kv_heads, case.group, case.head_dim)):
-        assert close(own, case.expected(row, queries[row]))
 
 
 @pytest.mark.cross

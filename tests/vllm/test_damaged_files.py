@@ -29,7 +29,7 @@ RECIPE = "adakv(snapkv(window=8), keep=40, every=16)"
 CONTEXTS = {"equal": "knorm(keep=0.5)", "ragged": "adakv(snapkv(window=8), keep=0.5)", "goes on": RECIPE}
 TEXT = list(range(300, 550))
 QUESTION, ANSWER = list(range(900, 910)), 4
-STEPS = 250
+STEPS = 100
 
 
 class Proof:

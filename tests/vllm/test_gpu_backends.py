@@ -1,67 +1,125 @@
-"""The backends for GPUs, whole but for their kernels, which plain torch stands in for."""
+"""The backends for GPUs, whole but for their kernels, which plain torch stands in for; and 8-bit caches on CPUs.
+
+In pretended CUDA graphs no layer is called. Every token and entry is the reference's.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
 
-from tests.vllm.compared import CHUNKED, asks, check_oracle, check_transformers
-from tests.vllm.engine import Ask, Scenario, run
+from tests.vllm.compared import CHUNKED, IDS, asks, check_oracle, check_transformers
+from tests.vllm.engine import BLOCK, Ask, Scenario, run
+from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
-from tests.vllm.test_life import IDS
+from tests.vllm.test_own_budgets import OWN
+from tests.vllm.test_own_budgets import asks as own_asks
+from tests.vllm.test_own_budgets import check as check_own
+from tests.vllm.test_tiny import EQUAL, FROM_DATA, LAYERS_DIFFER, MOMENTS, RAGGED
 
 pytestmark = pytest.mark.full
+settings = Late("keepset.vllm.settings")
 
-RECIPES = [
-    "snapkv(window=16, keep=96, every=24)",
-    "adakv(snapkv(window=16), keep=96, every=17)",
-    "expected_attention(keep=64, buffer=40, every=24)",
-    "mass(share=0.8)",
-    "pyramid(snapkv(window=16), keep=96)",
-]
-LAYOUTS = [RECIPES[0], RECIPES[1], RECIPES[-1]]
-BACKENDS = {
-    "FLASH_ATTN": ("FlashKeepImpl", "FlashAttentionImpl", RECIPES),
-    "TRITON_ATTN": ("TritonKeepImpl", "TritonAttentionImpl", LAYOUTS),
-    "FLASHINFER": ("FlashInferKeepImpl", "FlashInferImpl", LAYOUTS),
+BIASED = "match(snapkv(window=8), window=8, keep=40, every=12)"
+IMPLS = {"FLASH_ATTN": "FlashKeepImpl", "TRITON_ATTN": "TritonKeepImpl", "FLASHINFER": "FlashInferKeepImpl"}
+CALLED = {"FLASH_ATTN": [EQUAL, RAGGED], "TRITON_ATTN": [EQUAL], "FLASHINFER": [LAYERS_DIFFER]}
+REPLAYED = {
+    "FLASH_ATTN": [EQUAL, RAGGED, MOMENTS, FROM_DATA],
+    "TRITON_ATTN": [EQUAL, RAGGED],
+    "FLASHINFER": [EQUAL, RAGGED, LAYERS_DIFFER],
 }
-"""Of two a recipe of each layout: what it looks at is no concern of a backend."""
+"""FlashInfer plans on the host what a replay attends to, before each. What a recipe looks at is no concern of a
+backend."""
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend_for_gpus(backend: str, tiny: Path, tiny_oracle: Oracle) -> None:
-    own, vllms, recipes = BACKENDS[backend]
-    some, engine = asks(IDS, (300, 150, 517), 40), {"model": str(tiny), **CHUNKED}
-    results = run(*(Scenario(recipe, some, engine=engine, backend=backend) for recipe in (*recipes, None)))
-    for recipe, result in zip(recipes, results, strict=False):
-        assert result.classes == [own]
-        assert all(result.events)
-        check_oracle(tiny_oracle, recipe, some, result)
-    plain = results[-1]
-    assert plain.classes == [vllms]
-    assert not any(plain.stats.values())
-    check_oracle(tiny_oracle, None, some, plain)
+def engine(tiny: Path, **more: Any) -> dict[str, Any]:
+    return {"model": str(tiny), "max_num_seqs": 8, **CHUNKED, **more}
+
+
+@pytest.mark.parametrize("backend", IMPLS)
+def test_called_steps_are_the_reference(backend: str, tiny: Path, tiny_oracle: Oracle) -> None:
+    some, recipes = asks((130, 70, 230), 24), CALLED[backend]
+    results = run(*(Scenario(recipe, some, engine=engine(tiny), backend=backend) for recipe in recipes))
+    for recipe, each in zip(recipes, results, strict=True):
+        assert each.classes == [IMPLS[backend]]
+        assert all(each.events)
+        check_oracle(tiny_oracle, recipe, some, each)
+
+
+@pytest.mark.parametrize("backend", IMPLS)
+def test_replayed_steps_are_the_reference(
+    backend: str, tiny: Path, tiny_oracle: Oracle, tiny_model: PreTrainedModel
+) -> None:
+    """The last chunk of some prompts is one token, which may be replayed among decoding ones.
+
+    Groups of layers are told apart also after vLLM has measured graphs with a cache made for that. Of biases the
+    reference knows nothing: there the transformers runtime is it.
+    """
+    some = [*asks((129, 90, 200), 30), Ask(IDS[50:179], 30, add=5), Ask(IDS[9:100], 20, add=9)]
+    recipes, own, fitted = REPLAYED[backend], own_asks(OWN), asks((129, 90), 30)
+    scenarios = [Scenario(recipe, some, engine=engine(tiny)) for recipe in recipes]
+    if backend == "FLASH_ATTN":
+        connected = engine(tiny, kv_transfer_config=settings.CONNECTOR)
+        scenarios += [Scenario(EQUAL, own, engine=connected), Scenario(BIASED, fitted, engine=engine(tiny))]
+    results = run(*(Scenario(**vars(each) | {"backend": backend, "graphs": True}) for each in scenarios))
+    for each in results:
+        assert each.replays > 20 and any(each.events)
+    for recipe, each in zip(recipes, results, strict=False):
+        check_oracle(tiny_oracle, recipe, some, each)
+    if backend == "FLASH_ATTN":
+        check_own(EQUAL, own, results[-2], tiny_model, tiny_oracle)
+        check_transformers(tiny_model, BIASED, fitted, results[-1])
 
 
 def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle, tiny_model: PreTrainedModel) -> None:
-    """In Triton's interpreter, one at a time and beside prompts, after events and before, and preempted once.
-
-    Of biases the reference knows nothing: there the transformers runtime is it.
-    """
+    """In Triton's interpreter, one at a time and beside prompts, after events and before, and preempted once."""
     some = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
-    engine = {"model": str(tiny), "max_num_batched_tokens": 96, "block_size": 16}
-    recipe, biased = (
-        "adakv(snapkv(window=8), keep=40, every=12)",
-        "match(snapkv(window=8), window=8, keep=40, every=12)",
-    )
+    small: dict[str, Any] = engine(tiny, max_num_batched_tokens=96, block_size=16)
     plain, fitted = run(
-        Scenario(recipe, some, preempt=(14,), engine=engine, backend="FLASH_ATTN", triton=True),
-        Scenario(biased, some, engine=engine, backend="FLASH_ATTN", triton=True),
+        Scenario(RAGGED, some, preempt=(14,), engine=small, backend="FLASH_ATTN", triton=True),
+        Scenario(BIASED, some, engine=small, backend="FLASH_ATTN", triton=True),
     )
-    for result in (plain, fitted):
-        assert result.classes == ["FlashKeepImpl"] and all(result.events)
+    for each in (plain, fitted):
+        assert each.classes == ["FlashKeepImpl"] and all(each.events)
     assert sum(plain.preemptions) > 1
-    check_oracle(Oracle(tiny_oracle.model, 16), recipe, some, plain)
-    check_transformers(tiny_model, biased, some, fitted)
+    check_oracle(Oracle(tiny_oracle.model, 16), RAGGED, some, plain)
+    check_transformers(tiny_model, BIASED, some, fitted)
+
+
+def rounded(numbers: Tensor, kind: torch.dtype) -> Tensor:
+    """Round numbers to 8 bits, towards zero, as vLLM's kernel for CPUs does."""
+    numbers = numbers.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
+    nearest = numbers.to(kind)
+    beyond = nearest.float().abs() > numbers.abs()
+    # The next smaller one is the one before it, whatever its sign.
+    return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(kind).float()
+
+
+class Rounding(Oracle):
+    """Holds what 8 bits can hold: its keys and values are rounded when they are made."""
+
+    kind = torch.float8_e4m3fn
+
+    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super()._attend(module, query, rounded(key, self.kind), rounded(value, self.kind), *args, **kwargs)
+
+
+@pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM's kernels for CPUs read FP8 with AVX-512 or AMX alone",
+)
+def test_caches_of_8_bits(tiny: Path) -> None:
+    """Against a reference that holds what 8 bits can hold."""
+    some, model = asks((130, 90, 200), 30), LlamaForCausalLM.from_pretrained(tiny).eval()
+    cases = [("fp8_e4m3", EQUAL), ("fp8_e4m3", MOMENTS), ("fp8_e5m2", EQUAL)]
+    results = run(*(Scenario(recipe, some, engine=engine(tiny, kv_cache_dtype=kind)) for kind, recipe in cases))
+    for (kind, recipe), each in zip(cases, results, strict=True):
+        oracle = Rounding(model, BLOCK)
+        oracle.kind = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kind]
+        assert all(each.events)
+        check_oracle(oracle, recipe, some, each)

@@ -1,113 +1,220 @@
-"""Engines, and a server, under random load: lengths, closed connections, preemptions.
+"""Random requests of two tenants: contexts, saves, next turns, aborts, and files that are damaged, come and go.
 
-No page is lost, every answer comes.
+No page is lost, no answer is another's, and nobody goes on from what is not its own. KEEPSET_SOAK says how many.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
+import os
 import random
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import httpx2 as httpx
 import pytest
+import torch
+from transformers import PreTrainedModel
 
-from keepset.serving.metrics import parse_sample
-from tests.vllm.compared import answers_of, result
-from tests.vllm.engine import Ask, Scenario
-from tests.vllm.served import served
+import keepset
+from tests.hf.damage import flipped
+from tests.vllm.compared import IDS
+from tests.vllm.contexts import going_on, question, serving, write
+from tests.vllm.engine import Ask, Result, Scenario, run, sealed
+from tests.vllm.late import Late
 
 pytestmark = pytest.mark.full
+owned = Late("keepset.vllm.owned_contexts")
 
-RECIPES = ["snapkv(window=8, keep=40, every=24)", "adakv(tova, keep=64, every=48)"]
-REQUESTS = 120
-AT_ONCE = 40
-# So few blocks that requests wait and are preempted, as in the server's options.
-ENGINE = {"num_gpu_blocks_override": 48, "max_model_len": 384, "max_num_seqs": 24, "max_num_batched_tokens": 128}
-
-
-async def one(client: httpx.AsyncClient, rng: random.Random, gate: asyncio.Semaphore) -> bool:
-    """Sends a request; either reads its whole answer and checks its length, or hangs up on the way."""
-    prompt, tokens = rng.randint(1, 250), rng.randint(1, 120)
-    hang_up = rng.choice([None, None, None, None, 0, rng.randint(1, tokens)])
-    body: dict[str, Any] = {
-        "model": "tiny",
-        "prompt": [rng.randrange(3, 49000) for _ in range(prompt)],
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    async with gate:
-        seen = 0
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            assert answer.status_code == 200
-            async for line in answer.aiter_lines():
-                if hang_up is not None and seen >= hang_up:
-                    return False
-                data = line.removeprefix("data: ")
-                if line.startswith("data: {"):
-                    seen += 1
-                    usage = json.loads(data).get("usage")
-                    if usage:
-                        assert usage["completion_tokens"] == tokens
-                        assert usage["prompt_tokens"] == prompt
-                elif data == "[DONE]":
-                    return True
-    raise AssertionError("an answer ended early")
+REQUESTS = int(os.environ.get("KEEPSET_SOAK", "100"))
+TENANTS = ["1" * 32, "2" * 32]
+ONCE, EVERY = "adakv(snapkv(window=8), keep=48)", "snapkv(window=8, keep=40, every=8)"
+STEADY = {
+    "uniform": "snapkv(window=8, keep=40)",
+    "ragged": "adakv(snapkv(window=8), keep=0.3)",
+    "pooled": "pool(knorm, keep=0.3)",
+}
+GOING = {"whole": 128, "short": 40, "long": 190}
+ANSWER = 6
+CHATS, TURNS = 3, 3
 
 
-async def soak(url: str, seed: int) -> int:
-    rng, gate = random.Random(seed), asyncio.Semaphore(AT_ONCE)
-    async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=AT_ONCE)) as client:
-        return sum(await asyncio.gather(*(one(client, rng, gate) for _ in range(REQUESTS))))
+class Turn(NamedTuple):
+    """A turn of a chat, and its possible answers: computed whole, or gone on from any turn before."""
+
+    said: list[int]
+    answers: list[list[int]]
+    caches: list[keepset.Cache]
 
 
-def random_asks(rng: random.Random) -> list[Ask]:
-    """The same load for an engine: some requests come at once, some are aborted while they wait or run."""
-    asks = []
-    for number in range(REQUESTS):
-        tokens, add = rng.randint(1, 120), max(0, number - AT_ONCE) * 4
-        abort = rng.choice([None, None, None, None, add, add + rng.randint(1, 2 * tokens)])
-        asks.append(Ask([rng.randrange(3, 512) for _ in range(rng.randint(1, 250))], tokens, add, abort))
-    return asks
+@torch.no_grad()
+def turns(model: PreTrainedModel, start: int) -> list[Turn]:
+    """A chat, whose user goes on from what was answered to it first."""
+
+    def answered(inputs: dict[str, Any]) -> tuple[list[int], keepset.Cache]:
+        output = model.generate(**inputs, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)[0].tolist()
+        return output[-ANSWER:], inputs["past_key_values"]
+
+    chat: list[Turn] = []
+    said = IDS[start : start + 90]
+    for number in range(TURNS):
+        ways = [{"input_ids": torch.tensor([said]), "past_key_values": keepset.Cache(model, ONCE)}]
+        for before in [cache for turn in chat for cache in turn.caches]:
+            ways.append(before.ask(torch.tensor([said[before.get_seq_length() :]])))
+        both = [answered(way) for way in ways]
+        same = [cache for answer, cache in both if answer == both[-1][0]]
+        chat.append(Turn(said, [answer for answer, _ in both], same))
+        said = [*said, *both[-1][0], *IDS[start + 200 + 20 * number :][:12]]
+    return chat
 
 
 @pytest.fixture(scope="module")
-def engines(tiny: Path) -> dict[str, Any]:
-    some, engine = random_asks(random.Random(1)), ENGINE | {"model": str(tiny)}
-    return answers_of({recipe: Scenario(recipe, some, (90, 200), engine) for recipe in RECIPES})
+def chats(tiny_model: PreTrainedModel) -> dict[tuple[str, int], list[Turn]]:
+    return {
+        (tenant, number): turns(tiny_model, 700 * place + 150 * number)
+        for place, tenant in enumerate(TENANTS)
+        for number in range(CHATS)
+    }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_an_engine_loses_no_page_and_no_answer(recipe: str, engines: dict[str, Any]) -> None:
-    engine, asks = result(engines, recipe), random_asks(random.Random(1))
-    lengths = [len(tokens or []) for tokens in engine.tokens]
-    whole = [length == ask.max_tokens for ask, length in zip(asks, lengths, strict=True)]
-    assert all(ask.abort is not None or is_whole for ask, is_whole in zip(asks, whole, strict=True))
-    answered = sum(whole)
-    assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some aborted"
-    assert sum(engine.preemptions) > 0
-    assert engine.stats["events"] > 100 and engine.stats["blocks_freed"] > 100
+def scenario(tiny: Path, folder: Path, recipe: str, some: list[Ask], **more: Any) -> Scenario:
+    return serving(tiny, folder, some, recipe, save=260_000, engine={"num_gpu_blocks_override": 40}, **more)
+
+
+def aborted(draw: random.Random, add: int) -> int | None:
+    return draw.choice([None, None, None, None, add + draw.randrange(1, 9)])
+
+
+def mixed(draw: random.Random, chats: dict[tuple[str, int], list[Turn]]) -> list[tuple[Ask, Any]]:
+    """Requests, and what they are of: the name of a context, or a turn of a chat and who asks."""
+    some: list[tuple[Ask, Any]] = []
+    for number in range(REQUESTS):
+        add = number // 2
+        kind = draw.choice(["context", "chat", "chat", "stranger", "own"])
+        if kind == "context":
+            name = draw.choice([*STEADY, "coming", "flipped", "nowhere"])
+            options = {"context": name, "owner": draw.choice(TENANTS)}
+            asked, what = question(draw.randrange(8), draw.choice([1, 9, 33])), name
+        elif kind == "own":
+            asked, options, what = IDS[2000:2100], {"keep": draw.choice([30, 60]), "protect": [[0, 9]]}, kind
+        else:
+            owner, chat = draw.choice(list(chats))
+            place = draw.randrange(TURNS)
+            asked, what = chats[owner, chat][place].said, (kind, owner, chat, place)
+            asks = owner if kind == "chat" else next(tenant for tenant in TENANTS if tenant != owner)
+            options = {"owner": asks} | ({"save": f"chat{chat}"} if kind == "chat" else {})
+        some.append((Ask(asked, ANSWER, add=add, abort=aborted(draw, add), extra=sealed(**options)), what))
+    return some
+
+
+@torch.no_grad()
+def test_nothing_is_lost_and_nobody_mixed_up(
+    tiny: Path, tiny_model: PreTrainedModel, chats: dict[tuple[str, int], list[Turn]], tmp_path: Path
+) -> None:
+    folder, aside = tmp_path / "contexts", tmp_path / "aside"
+    folder.mkdir()
+    aside.mkdir()
+    for name, recipe in STEADY.items():
+        write(folder, tiny_model, name, recipe, 150)
+    coming = write(aside, tiny_model, "coming", STEADY["uniform"], 100)
+    (folder / "flipped.safetensors").write_bytes(flipped(coming.read_bytes(), "layers.1.columns.values"))
+    some = mixed(random.Random(0), chats)
+    place = folder / "coming.safetensors"
+    files = [(step, coming if step % 40 else None, place) for step in range(10, REQUESTS, 20)]
+    files += [(step, folder / "flipped.safetensors", place) for step in range(55, REQUESTS, 80)]
+    (engine,) = run(scenario(tiny, folder, ONCE, [one for one, _ in some], signed=True, files=files))
     engine.check_nothing_left()
+    check(tiny_model, folder, coming, some, engine, chats)
+    for tenant in TENANTS:
+        kept = owned.OwnedContexts(folder, tenant)
+        assert kept.newest().keys() <= {f"chat{number}" for number in range(CHATS)}
+        assert sum(path.stat().st_size for path in kept.folder.glob("*")) <= 260_000
+        assert set(kept.folder.glob("*")) == set(kept.newest().values())
 
 
-def test_a_server_loses_no_page_and_no_answer(tiny_and_tokenizer: Path) -> None:
-    with served(tiny_and_tokenizer, RECIPES[1]) as (server, client):
-        answered = asyncio.run(soak(server.url, seed=1))
-        assert REQUESTS * 0.5 < answered < REQUESTS, "some must have been answered, and some hung up"
-        for _ in range(60):
-            sample = parse_sample(client.get("/metrics").text, time.monotonic())
-            if sample.running == 0 and sample.waiting == 0 and sample.kv_usage == 0:
-                break
-            time.sleep(0.5)
-        server.check()
-    assert (sample.running, sample.waiting, sample.kv_usage) == (0, 0, 0)
-    assert sample.counters["events"] > 100
-    assert sample.counters["blocks_freed"] > 100
-    assert sample.counters["entries_dropped"] > 0
-    assert sample.counters["seconds"] > 0
+def check(
+    model: PreTrainedModel,
+    folder: Path,
+    coming: Path,
+    some: list[tuple[Ask, Any]],
+    engine: Result,
+    chats: dict[tuple[str, int], list[Turn]],
+) -> None:
+    known: dict[Any, list[int]] = {}
+    gone_on = served = 0
+    for index, (one, what) in enumerate(some):
+        tokens, cached, whole = engine.tokens[index] or [], engine.cached[index] or 0, one.abort is None
+        if isinstance(what, str) and what != "own":
+            if what == "nowhere":
+                assert not tokens
+            elif tokens:
+                # Pages are found by the digest that a file names: those of the undamaged one serve both.
+                path = coming if what in ("coming", "flipped") else folder / f"{what}.safetensors"
+                key = what, tuple(one.ids)
+                if key not in known:
+                    inputs = keepset.Cache.load(path, model).ask(torch.tensor([one.ids]))
+                    output = model.generate(**inputs, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
+                    known[key] = output[0, len(one.ids) :].tolist()
+                assert tokens == known[key][: len(tokens)] and (not whole or len(tokens) == ANSWER)
+                served += 1
+            else:
+                assert not whole or what in ("coming", "flipped")
+        elif what == "own":
+            assert len(tokens) == ANSWER or not whole
+        else:
+            kind, owner, chat, place = what
+            turn = chats[owner, chat][place]
+            assert len(tokens) == ANSWER or not whole
+            # Else it is what vLLM's own prefix cache has, full blocks that no compression wrote to.
+            saved = cached in [len(each.said) + ANSWER - 1 for each in chats[owner, chat][:place]]
+            assert saved or cached % 32 == 0
+            assert not (saved and kind == "stranger")
+            gone_on += saved
+            if engine.preemptions[index] == 0 and tokens:
+                assert any(tokens == answer[: len(tokens)] for answer in turn.answers[: None if saved else 1])
+    assert gone_on > REQUESTS // 20 and served > REQUESTS // 20
+
+
+@torch.no_grad()
+def test_branches_leave_what_they_share_alone(tiny: Path, tiny_model: PreTrainedModel, tmp_path: Path) -> None:
+    draw = random.Random(1)
+    for name, tokens in GOING.items():
+        write(tmp_path, tiny_model, name, EVERY, tokens)
+    write(tmp_path, tiny_model, "still", STEADY["uniform"], 150)
+    some = []
+    for number in range(REQUESTS // 2):
+        extra = draw.choice([None, *({"keepset": {"context": name}} for name in [*GOING, "still"])])
+        ids = question(draw.randrange(9), draw.choice([1, 20, 70]))
+        some.append(Ask(ids, draw.randrange(1, 20), add=number, abort=aborted(draw, number), extra=extra))
+    (engine,) = run(scenario(tiny, tmp_path, EVERY, some))
+    engine.check_nothing_left()
+    for index, one in enumerate(some):
+        tokens = engine.tokens[index] or []
+        assert one.abort is not None or len(tokens) == one.max_tokens
+        if one.extra == {"keepset": {"context": "still"}} and tokens:
+            path = tmp_path / f"{one.extra['keepset']['context']}.safetensors"
+            assert going_on(tiny_model, path, one.ids, tokens, engine.steps_of(index)) == tokens
+
+
+LOADED = ["snapkv(window=8, keep=40, every=24)", "adakv(tova, keep=64, every=48)"]
+
+
+def random_asks() -> list[Ask]:
+    """Some requests come at once, some are aborted while they wait or run."""
+    draw, some = random.Random(1), []
+    for number in range(REQUESTS):
+        tokens, add = draw.randint(1, 120), max(0, number - 30) * 4
+        abort = draw.choice([None, None, None, None, add, add + draw.randint(1, 2 * tokens)])
+        some.append(Ask([draw.randrange(3, 512) for _ in range(draw.randint(1, 250))], tokens, add, abort))
+    return some
+
+
+def test_an_engine_loses_no_page_and_no_answer(tiny: Path) -> None:
+    """Under random load, in so few blocks that requests wait and are preempted."""
+    some = random_asks()
+    engine = {"num_gpu_blocks_override": 48, "max_model_len": 384, "max_num_seqs": 24, "max_num_batched_tokens": 128}
+    for result in run(*(Scenario(recipe, some, (90, 200), engine | {"model": str(tiny)}) for recipe in LOADED)):
+        whole = [len(tokens or []) == ask.max_tokens for ask, tokens in zip(some, result.tokens, strict=True)]
+        assert all(ask.abort is not None or is_whole for ask, is_whole in zip(some, whole, strict=True))
+        assert REQUESTS * 0.5 < sum(whole) < REQUESTS, "some must have been answered, and some aborted"
+        assert sum(result.preemptions) > 0
+        assert result.stats["events"] > REQUESTS and result.stats["blocks_freed"] > REQUESTS
+        result.check_nothing_left()
