@@ -18,12 +18,7 @@ from keepset.vllm.engine_context import PlannedStep, active
 
 
 def eight_bits(layer: Any, kv_cache: Tensor) -> EightBits | None:
-    """Return how the numbers of a layer's cache are read; None if the cache is not quantised.
-
-    Args:
-        layer: vLLM's attention layer.
-        kv_cache: its cache.
-    """
+    """Return how the numbers of a layer's cache are read; None if the cache is not quantised."""
     if kv_cache.dtype.itemsize > 1:
         return None
     config = active().config  # type: ignore[union-attr]
@@ -59,13 +54,7 @@ class CompressedAttentionImpl:
         return False
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
-        """Return the cache of one of the layers that share block tables, as sub-pages.
-
-        Args:
-            layer: vLLM's attention layer.
-            caches: the caches of all these layers.
-            place: the layer's place among them.
-        """
+        """Return the cache of one of the layers that share block tables, as sub-pages."""
         return StridedPages(caches, place, eight_bits(layer, caches[place]))
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:

@@ -140,12 +140,7 @@ def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
 
 
 def all_layers(config: VllmConfig, layer_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the indices of the model's attention layers.
-
-    Args:
-        config: the engine's configuration.
-        layer_ids: those of this process, which may be one stage of a pipeline.
-    """
+    """Return the indices of the model's attention layers."""
     if config.parallel_config.pipeline_parallel_size == 1:
         return layer_ids
     return tuple(range(config.model_config.get_total_num_hidden_layers()))
@@ -164,11 +159,6 @@ def captured_tokens(config: VllmConfig) -> int:
 
 def rotary_table(model_type: str, head_dim: int, dtype: torch.dtype) -> RotaryTable:
     """Return the rotation of the model that this process has loaded, from vLLM's cache of rotary embeddings.
-
-    Args:
-        model_type: the type of the model, as its configuration says it.
-        head_dim: the size of a query.
-        dtype: the type of the model's numbers.
 
     Raises:
         UnsupportedModelError: it cannot be told which rotation the queries got.

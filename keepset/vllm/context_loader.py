@@ -49,12 +49,7 @@ class LoadJob:
 
 
 class ContextLoader:
-    """Loads contexts in one process.
-
-    Args:
-        context: has the process's layers.
-        cache: the cache of one of these layers.
-    """
+    """Loads contexts in one process."""
 
     def __init__(self, context: EngineContext, cache: Tensor) -> None:
         (self._group,), self._cache = context.groups.values(), cache
@@ -70,10 +65,7 @@ class ContextLoader:
     def start(self, jobs: Sequence[LoadJob], idle: bool, ended: Collection[str]) -> None:
         """Start to fill blocks of requests; those for which nothing has to be read are filled at once.
 
-        Args:
-            jobs: what is to be loaded.
-            idle: whether the step computes nothing, so that there is time to wait.
-            ended: requests of earlier jobs that have ended.
+        An `idle` step computes nothing, so that there is time to wait.
         """
         self._gone |= {job.request for job, _ in self._reading} & set(ended)
         for job in jobs:

@@ -24,11 +24,7 @@ logger = init_logger(__name__)
 
 
 def at_rest(recipe: str | None) -> str:
-    """Return the recipe of a saved file: all tokens so far are its prompt, and nothing of that is compressed.
-
-    Args:
-        recipe: the recipe that has kept the entries; None if all were kept.
-    """
+    """Return the recipe of a saved file: all tokens so far are its prompt, and nothing of that is compressed."""
     if recipe is None:
         return "streaming_llm(keep=1.0)"
     parsed = Recipe.parse(recipe)
@@ -60,11 +56,7 @@ class SaveJob:
 
 
 class ContextSaver:
-    """Saves requests in a process that computes. Of several ranks the first writes the heads of all.
-
-    Args:
-        context: has the process's layers.
-    """
+    """Saves requests in a process that computes. Of several ranks the first writes the heads of all."""
 
     def __init__(self, context: EngineContext) -> None:
         (self._group,) = context.groups.values()
@@ -73,12 +65,7 @@ class ContextSaver:
         self._writing: list[tuple[str, Future[None]]] = []
 
     def start(self, jobs: Sequence[SaveJob], idle: bool) -> None:
-        """Copy what requests have left, and start to write it.
-
-        Args:
-            jobs: the requests.
-            idle: whether the step computes nothing; then wait until everything is written.
-        """
+        """Copy what requests have left, and start to write it; an `idle` step waits until everything is written."""
         if jobs:
             self._events.run()
         for job in jobs:

@@ -91,10 +91,6 @@ class ContextLibrary:
     def named(self, name: str, owner: str) -> SavedContext:
         """Return the context of a name.
 
-        Args:
-            name: the name that a request has given.
-            owner: the owner whose request it is.
-
         Raises:
             KeepsetError: there is none, or it cannot be served to this model.
         """
@@ -109,10 +105,6 @@ class ContextLibrary:
 
     def checked(self, name: str, owner: str) -> SavedContext:
         """Return the context of a name, after the whole file was read once, so that damage is found.
-
-        Args:
-            name: the name that a request has given.
-            owner: the owner whose request it is.
 
         Raises:
             KeepsetError: there is none, it is damaged, or it cannot be served to this model.
@@ -133,10 +125,6 @@ class ContextLibrary:
         If the prompt begins with the context's tokens, that is what follows them. If not, it is the whole prompt,
         without the tokens that every message begins with. A context that a request has saved is only served to
         prompts that begin with its tokens.
-
-        Args:
-            context: the context.
-            prompt: the tokens of the prompt.
 
         Returns:
             The tokens after the context, and whether the prompt begins with the context's.
@@ -165,12 +153,7 @@ class ContextLibrary:
         return question, begins
 
     def beginning(self, tokens: Sequence[int], owner: str) -> SavedContext | None:
-        """Return the longest context that a prompt begins with, if there is one and a token is left to compute.
-
-        Args:
-            tokens: the tokens of the prompt.
-            owner: the owner whose request it is.
-        """
+        """Return the longest context that a prompt begins with, if there is one and a token is left to compute."""
         fitting = [each for each in self.all(owner) if each.contents.text and each.tokens < len(tokens)]
         longest, text, done = None, hashlib.sha256(), 0
         for context in sorted(fitting, key=lambda context: context.tokens):

@@ -125,11 +125,6 @@ def packing(
     How numbers are packed differs between instruction sets and types, and is documented nowhere. So the backend's own
     kernel is made to write numbers that tell where they came from.
 
-    Args:
-        block_size, head_dim: entries of a sub-page, and numbers of a key.
-        dtype: the type of the stored numbers.
-        isa: the instruction set.
-
     Returns:
         Two orders, each None if numbers are in their places.
 

@@ -66,12 +66,8 @@ class PlannedStep:
 class EngineContext:
     """State that keepset's classes share under one configuration with a recipe.
 
-    Args:
-        config: vLLM's configuration.
-        recipe: the recipe that it names.
-
     Attributes:
-        config, recipe: as given.
+        config, recipe: vLLM's configuration, and the recipe that it names.
         projections: how layers make queries, by the layers' names, where the recipe looks at hidden states.
         freed_blocks: what events have emptied, for the connector to fetch.
         events: plans the steps of all groups, and executes their events.
@@ -123,11 +119,7 @@ class EngineContext:
         return model.get_num_attention_heads(self.config.parallel_config), model.get_head_size(), model.dtype
 
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the kind of cache of the next layer: vLLM asks for one layer after another.
-
-        Args:
-            spec: the kind of cache that vLLM's backend has for it.
-        """
+        """Return the kind of cache of the next layer: vLLM asks for one layer after another."""
         if self._watch is not None:  # the model is built
             self._watch.remove()
         layer_ids = tuple(self.layers.values())
@@ -180,23 +172,13 @@ class EngineContext:
         return first
 
     def leave(self, layer: str, queries: Tensor) -> None:
-        """Copy the queries of a step that a graph may capture to the tape.
-
-        Args:
-            layer: the layer's name.
-            queries: the step's queries; those beyond the tape's length only pad the step.
-        """
+        """Copy the queries of a step that a graph may capture to the tape; those beyond its length pad the step."""
         if self._tape is not None:
             tape = self._tape[list(self.layers).index(layer)]
             tape[: len(queries)].copy_(queries[: len(tape)])
 
     def add(self, group: LayerGroup, layers: Sequence[str]) -> None:
-        """Add a group of layers, in place of an earlier one: that was of a cache with which vLLM measured graphs.
-
-        Args:
-            group: the group.
-            layers: the names of its layers.
-        """
+        """Add a group of layers, in place of an earlier one: that was of a cache with which vLLM measured graphs."""
         if (former := self.groups.get(layers[0])) is not None:
             self.events.steps.pop(former, None)
         self.groups[layers[0]] = group
@@ -207,10 +189,6 @@ class EngineContext:
 
     def step(self, layer: str, metadata: Any) -> PlannedStep | None:
         """Return the step that a layer computes; None in a run without metadata.
-
-        Args:
-            layer: the layer's name.
-            metadata: the metadata that vLLM has given it.
 
         Raises:
             UnsupportedEngineError: these are not the metadata that were made for the layer.

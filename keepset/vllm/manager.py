@@ -83,12 +83,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return self._own[request_id].schedule if request_id in self._own else self.schedule
 
     def settle(self, request_id: str, recipe: Recipe | None) -> None:
-        """Have a new request compressed by a recipe of its own.
-
-        Args:
-            request_id: the engine's name of the request.
-            recipe: its recipe, of the same method; None if it is never compressed.
-        """
+        """Have a new request compressed by a recipe of its own, of the same method; None if it never is."""
         self._own[request_id] = OwnSchedule(self.schedule.under(recipe))
 
     def due(self, request: Request, before: int, after: int) -> int:
@@ -193,15 +188,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         recipe: Recipe | None,
         prompt: int,
     ) -> None:
-        """Have a waiting request begin with a context.
-
-        Args:
-            request_id: the engine's name of the request.
-            block_hashes: the hashes of its blocks.
-            placement: where the context is in them.
-            recipe: by which the request is compressed further; None if it is not.
-            prompt: tokens after which that begins.
-        """
+        """Have a waiting request begin with a context, and be compressed by `recipe`, if any, after `prompt` tokens."""
         schedule, first = self.schedule.under(recipe, counted=False), block_hashes[0] if placement.own else None
         self._own[request_id] = OwnSchedule(schedule, prompt, placement, first)
         if first is not None:

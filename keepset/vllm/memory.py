@@ -47,25 +47,13 @@ class Shape:
 
 
 def column_bytes(numbers: int, pool: int, entry_bytes: int) -> int:
-    """Return the bytes of columns.
-
-    Args:
-        numbers: numbers of each entry.
-        pool: bytes for the cache and the columns together.
-        entry_bytes: bytes of an entry's key and value.
-    """
+    """Return the bytes of columns of so many numbers per entry; `pool` has the bytes of the cache and of them."""
     beside = numbers * COLUMN_BYTES
     return pool * beside // (entry_bytes + beside)
 
 
 def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
-    """Return the bytes that an event makes at most: of one of the longest prompts, or of several others.
-
-    Args:
-        recipe: the recipe that is served.
-        shape: the shape of the caches.
-        heads_differ: whether heads have pages of their own (`by_head`).
-    """
+    """Return the bytes that an event makes at most: of one of the longest prompts, or of several others."""
     entries = shape.longest * shape.kv_heads
     looked_at = shape.longest * shape.entry_bytes
     moved, keep = 0, recipe.budget.keep
@@ -78,27 +66,13 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
 
 
 def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
-    """Return the bytes of one request's private sums, which requests with one prefix and open windows need.
-
-    Args:
-        recipe: the recipe that is served.
-        group: query heads per KV head.
-        shape: the shape of the caches.
-    """
+    """Return the bytes of one request's private sums, which requests with one prefix and open windows need."""
     sums = sum(math.prod(feature.sums_of.shape(group)) for feature in recipe.method.traits.needs.of(WindowAttention))
     return sums * COLUMN_BYTES * shape.layers * shape.kv_heads * shape.longest
 
 
 def reserve(config: VllmConfig, recipe: Recipe, group: int, saves: bool, shape: Shape) -> Tensor | None:
-    """Return a tensor of so many bytes, to be dropped once vLLM has measured; None if vLLM measures nothing.
-
-    Args:
-        config: vLLM's configuration.
-        recipe: the recipe that is served.
-        group: query heads per KV head.
-        saves: whether requests are saved, which needs the positions of entries.
-        shape: the shape of the caches.
-    """
+    """Return a tensor of so many bytes, to be dropped once vLLM has measured; None if vLLM measures nothing."""
     cache = config.cache_config
     if not current_platform.is_cuda_alike() or cache.kv_cache_memory_bytes:
         return None

@@ -66,11 +66,6 @@ class MetadataAdapter(StepAdapter):
 def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) -> LayerGroup:
     """Return the group of vLLM's layers of these names.
 
-    Args:
-        context: of this process.
-        planner: the group's planner.
-        names: the names of the layers, which share block tables.
-
     Raises:
         UnsupportedModelError: the recipe needs the model's rotation, which cannot be told.
     """
@@ -98,13 +93,6 @@ def _pages(layer: Any) -> Pages:
 
 class KeepBuilder:
     """A mixin for metadata builders: they get metadata for what the cache holds, instead of what it has held.
-
-    Args:
-        kv_cache_spec: the kind of cache of the layers.
-        layer_names: the names of the layers, which share block tables.
-        vllm_config: vLLM's configuration.
-        device: the device of the cache.
-        kwargs: further arguments of vLLM's builder.
 
     Raises:
         UnsupportedEngineError: this vLLM divides blocks, or asks for layers in an unknown order.

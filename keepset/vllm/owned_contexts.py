@@ -77,13 +77,7 @@ class OwnedContexts:
         self.sweep(limit, used, finished)
 
     def sweep(self, limit: int | None, used: Collection[Path], last: Path | None = None) -> None:
-        """Delete versions that were replaced, and then others until the rest is within the limit.
-
-        Args:
-            limit: bytes, as for `commit`; with None nothing is deleted.
-            used: files that requests still need, which stay in any case.
-            last: the version that is deleted after all others.
-        """
+        """Delete versions that were replaced, and then others until the rest is within the limit."""
         if limit is None:
             return
         newest, stats = set(self.newest().values()), {}
@@ -116,11 +110,6 @@ class OwnedContexts:
 
 def check_save(limit: int | None, name: str, objection: str = "") -> None:
     """Check that a request can be saved.
-
-    Args:
-        limit: bytes that an owner's contexts may have; None if nothing is saved.
-        name: the name that the request has given.
-        objection: what a request must be to be saved, if it is not; else empty.
 
     Raises:
         KeepsetError: it cannot be saved.

@@ -50,9 +50,6 @@ class VLLMQueryProjection(QueryProjection):
 def watch_projections(projections: dict[str, VLLMQueryProjection]) -> RemovableHandle:
     """Collect the projection of every attention layer that a module registers from now on.
 
-    Args:
-        projections: is filled, by the names of the layers.
-
     Returns:
         A handle to stop collecting.
     """

@@ -122,9 +122,6 @@ class RequestOptions:
 def parse_options(said: Any) -> RequestOptions:
     """Return the options that a client gives.
 
-    Args:
-        said: an object, or its JSON; a client cannot set `owner` or `ticket`.
-
     Raises:
         KeepsetError: it is something else, or more than a request may say.
     """

@@ -77,14 +77,7 @@ def _shared_metrics() -> dict[str, Any]:
 
 
 def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:
-    """Note a request that ended or was preempted, as the first group of layers saw it.
-
-    Args:
-        name: the engine's name of the request.
-        prompt, tokens: tokens of its prompt, and tokens that it has had.
-        dropped: entries that the average head has lost.
-        blocks_freed: blocks that compressions have freed.
-    """
+    """Note a request that ended or was preempted, as the first group of layers saw it."""
     rows = _array("requests", _REQUEST, REQUESTS)
     number = int(rows["number"].max())
     rows[number % REQUESTS] = (number + 1, name.encode()[:96], prompt, tokens, dropped, blocks_freed)

@@ -30,10 +30,6 @@ _EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_e5m2")
 def check(config: VllmConfig, recipe: Recipe) -> None:
     """Refuse a recipe that cannot be served.
 
-    Args:
-        config: vLLM's configuration.
-        recipe: the recipe.
-
     Raises:
         UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
         UnsupportedModelError: the model is why.
@@ -46,11 +42,6 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
 
 def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
     """Refuse a layer that cannot be compressed.
-
-    Args:
-        name: the layer's name.
-        layer: vLLM's attention layer.
-        unseen: whether the recipe looks at hidden states, and the layer's were not found.
 
     Raises:
         UnsupportedModelError: the layer cannot be compressed.

@@ -108,7 +108,7 @@ MORE_LIFE = {
     "turmoil of what is remembered": turmoil(REMEMBERING),
     "turmoil of whole prompts": turmoil(WHOLE_PROMPTS, enable_prefix_caching=True),
     "turmoil across layers": turmoil(ACROSS),
-    "growing": Scenario("adakv(snapkv(window=8), keep=80, every=16)", GROWING, engine=few_blocks(12)),
+    "growing": Scenario("adakv(snapkv(window=8), keep=60, every=16)", GROWING, engine=few_blocks(12)),
     "urgent": Scenario(ONCE, URGENT, engine=few_blocks(12, scheduling_policy="priority")),
     "sharing of ragged heads": Scenario(RAGGED, SHARING, engine=SHARED),
     "sharing until it decodes": Scenario("snapkv(window=8, keep=40, every=16, prefill=False)", SHARING, engine=SHARED),
@@ -241,7 +241,7 @@ def test_prefixes_are_shared_as_far_as_nothing_writes_to_them(engine_of: EngineO
 
 @pytest.mark.full
 def test_prefixes_are_shared_under_other_recipes(engine_of: EngineOf) -> None:
-    assert engine_of("sharing of ragged heads").cached == [0, 96, 128, 128]
+    assert engine_of("sharing of ragged heads").cached == [0, 64, 128, 128]
     assert engine_of("sharing until it decodes").cached == [0, 128, 160, 160]
     assert not any(engine_of("turmoil of whole prompts").cached)
     together = engine_of("together")
