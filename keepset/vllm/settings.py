@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from keepset.errors import KeepsetError, RecipeError
 from keepset.paged.eviction_schedule import table_per_head
@@ -43,14 +43,20 @@ CONTEXT_CONNECTOR = {
 """The `kv_transfer_config` of an engine with contexts."""
 
 
+def _additional(config: VllmConfig | None) -> dict[str, Any]:
+    """Return the `additional_config` of a configuration, or nothing."""
+    additional = None if config is None else config.additional_config
+    return additional if isinstance(additional, dict) else {}
+
+
 def contexts_of(config: VllmConfig | None) -> Path | None:
     """Return the folder of saved contexts of a configuration, if it has one.
 
     Raises:
         KeepsetError: the configuration names something else.
     """
-    additional = None if config is None else config.additional_config
-    if not isinstance(additional, dict) or CONTEXTS not in additional:
+    additional = _additional(config)
+    if CONTEXTS not in additional:
         return None
     folder = additional[CONTEXTS]
     if not isinstance(folder, str) or not Path(folder).is_dir():
@@ -69,8 +75,8 @@ def save_limit_of(config: VllmConfig) -> int | None:
     Raises:
         KeepsetError: the configuration gives no number of bytes, or no folder to save to.
     """
-    additional = config.additional_config
-    if not isinstance(additional, dict) or SAVE_LIMIT not in additional:
+    additional = _additional(config)
+    if SAVE_LIMIT not in additional:
         return None
     limit = additional[SAVE_LIMIT]
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
@@ -86,8 +92,7 @@ def is_signed(config: VllmConfig) -> bool:
     Raises:
         KeepsetError: the configuration says neither true nor false.
     """
-    additional = config.additional_config
-    said = additional.get(SIGNED, False) if isinstance(additional, dict) else False
+    said = _additional(config).get(SIGNED, False)
     if not isinstance(said, bool):
         raise KeepsetError(f'additional_config["{SIGNED}"] is {said!r}: give true or false.')
     return said
@@ -95,7 +100,7 @@ def is_signed(config: VllmConfig) -> bool:
 
 def is_compressed(config: VllmConfig) -> bool:
     """Return whether a configuration has a recipe for requests without a context."""
-    return isinstance(config.additional_config, dict) and KEY in config.additional_config
+    return KEY in _additional(config)
 
 
 def recipe_of(config: VllmConfig | None) -> Recipe | None:
@@ -104,9 +109,7 @@ def recipe_of(config: VllmConfig | None) -> Recipe | None:
     Raises:
         KeepsetError: the recipe cannot be used.
     """
-    additional = None if config is None else config.additional_config
-    if not isinstance(additional, dict):
-        return None
+    additional = _additional(config)
     if contexts_of(config) is None and KEY not in additional:
         return None
     text = additional.get(KEY, _WHOLE)

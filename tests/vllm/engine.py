@@ -107,42 +107,20 @@ class Scenario:
             with registered():
                 if not Recipe.parse(self.recipe).method.traits.fixed_total:
                     engine["kv_transfer_config"] = CONNECTOR
-        return {
-            "engine": engine | self.engine,
-            "requests": [vars(ask) for ask in self.requests],
-            "preempt": list(self.preempt),
-            "layer_groups": self.layer_groups,
-            "own_process": self.own_process,
-            "stub_streams": self.stub_streams,
-            "backend": self.backend,
-            "runner_v2": self.runner_v2,
-            "graphs": self.graphs,
-            "triton": self.triton,
-            "files": [(step, source and str(source), str(place)) for step, source, place in self.files],
-            "read_at_once": self.read_at_once,
-        }
+        files = [(step, source and str(source), str(place)) for step, source, place in self.files]
+        own = {"engine": engine | self.engine, "requests": [vars(ask) for ask in self.requests], "files": files}
+        return {**vars(self), **own}
 
 
 @dataclass(frozen=True)
 class Result:
     """Everything that an engine did, request after request; watched parts are empty if nobody could watch it.
 
-    Attributes:
-        tokens: of the outputs; None for what was aborted before its first.
-        reasons: why each ended.
-        cached: prompt tokens that came from the prefix cache.
-        log: (step, first token, tokens) as scheduled.
-        events: `step`, `at`, `layers` (positions that each head of each layer keeps) and `left` (layers for whose
-            answer there were not enough pages).
-        preemptions: how often.
-        steps: free blocks, and numbers of running and waiting requests.
-        tables, footprints: requests that the managers of the groups of layers still knew at the end.
-        references: to blocks, at the end.
-        groups: of layers.
-        stats: what was counted.
-        classes: of the attention layers.
-        loads: of contexts by name, how often their pages were filled.
-        replays, calls: steps that were replayed from a graph, and steps in which the model was called.
+    `log` has (step, first token, tokens) as scheduled. `events` have `step`, `at`, `layers` (positions that heads of
+    layers keep) and `left` (layers for whose answer there were not enough pages). `steps` have free blocks, and numbers
+    of running and waiting requests. `tables` and `footprints` are the requests that the managers of the groups
+    of layers still knew at the end, `references` those to blocks. `loads` says by name how often a context's pages were
+    filled, `replays` and `calls` how many steps were replayed from a graph, and how many called the model.
     """
 
     tokens: list[list[int] | None]
@@ -216,11 +194,7 @@ class _Server:
 
     def __init__(self, runner_v2: bool) -> None:
         self._runner_v2 = runner_v2
-        more = {
-            "VLLM_USE_V2_MODEL_RUNNER": str(int(runner_v2)),
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "PYTHONPATH": str(ROOT),
-        }
+        more = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner_v2)), "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
         if runner_v2:  # and so in the processes that an engine starts, see `tests.vllm.interpreted`
             more["TRITON_INTERPRET"] = "1"
         environment = os.environ | SPARING | SIGNING | more

@@ -64,14 +64,7 @@ Expected = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Drawn:
-    """A request that was drawn.
-
-    Attributes:
-        kind: of the words in it.
-        path, body, headers: of the request.
-        expected: the statuses that may come back.
-        chunked: whether the body is sent in pieces, without its length.
-    """
+    """A request that was drawn."""
 
     kind: str
     path: str

@@ -79,12 +79,7 @@ def _noted(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Graphs:
-    """The captured graphs of a model runner.
-
-    Attributes:
-        replays: steps that were.
-        calls: of the model otherwise, since the graphs were captured.
-    """
+    """The captured graphs of a model runner."""
 
     def __init__(self, runner: Any, runner_v2: bool) -> None:
         self.replays, self.calls = 0, 0

@@ -61,13 +61,7 @@ class Layer:
 
 @dataclass
 class Replay:
-    """Everything that the reference did.
-
-    Attributes:
-        best: the best next token at every step that ended with a new token.
-        margin: the least lead of a best token over the second best.
-        events: (point, positions that each head of each layer kept, layers for whose answer pages did not suffice).
-    """
+    """Best next tokens, their least lead, and events: (point, positions that layers and heads kept, layers left)."""
 
     best: list[int] = field(default_factory=list)
     margin: float = float("inf")
@@ -97,14 +91,9 @@ class Oracle:
     def replay(
         self, recipe: Recipe | None, prompt: list[int], tokens: list[int], steps: Sequence[tuple[int, int]]
     ) -> Replay:
-        """Follows a request.
+        """Follow a request in the engine's steps (first token, number of tokens).
 
-        Args:
-            recipe: by which it is compressed.
-            prompt: its tokens.
-            tokens: that the engine made.
-            steps: first token and number of tokens of each step; one that does not follow the step before starts
-                the request again, at 0 or behind a prefix that was cached.
+        One that does not follow the step before starts the request again, at 0 or behind a prefix that was cached.
         """
         found, ids, done = Replay(), prompt + tokens, 0
         for run in _runs(steps):

@@ -21,11 +21,7 @@ owned = Late("keepset.vllm.owned_contexts")
 TOKENS = 20
 SHARED = {"equal": 64, "ragged": 64, "none": 128}
 """Tokens of the first prompt that no compression of it writes to: what vLLM's own prefix cache may have of it."""
-RECIPES = {
-    "equal": "snapkv(window=8, keep=40)",
-    "ragged": "adakv(snapkv(window=8), keep=48)",
-    "none": None,
-}
+RECIPES = {"equal": "snapkv(window=8, keep=40)", "ragged": "adakv(snapkv(window=8), keep=48)", "none": None}
 ONE, TWO = "1" * 32, "2" * 32
 FORGED: list[Any] = [
     {"save": "chat"},
