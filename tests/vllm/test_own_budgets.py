@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from keepset import Budget, Recipe
+from keepset import Recipe
 from tests.vllm.compared import IDS, answers_of, check_request, full, result
 from tests.vllm.engine import Ask, Result, Scenario
 from tests.vllm.late import Late
@@ -98,8 +98,8 @@ def own_recipe(engine: Recipe, ask: Ask) -> Recipe | None:
     said = json.loads(said) if isinstance(said, str) else said
     if said.get("off"):
         return None
-    keep = said.get("keep", engine.budget.keep)
-    return replace(engine, budget=replace(engine.budget, keep=keep, protect=said.get("protect", ())))
+    keep, ranges = said.get("keep", engine.budget.keep), (*engine.budget.protect, *said.get("protect", ()))
+    return replace(engine, budget=replace(engine.budget, keep=keep, protect=ranges))
 
 
 @torch.no_grad()
@@ -107,10 +107,13 @@ def check(recipe: str, some: list[Ask], engine: Result, model: PreTrainedModel, 
     """Each request's tokens and kept entries are those that its own recipe gives, in the same steps."""
     for index, ask in enumerate(some):
         own = own_recipe(Recipe.parse(recipe), ask)
-        check_request(oracle, own, ask, engine, index)
-        if own is None and (tokens := engine.tokens[index]):
-            logits = model(torch.tensor([ask.ids + tokens])).logits[0, len(ask.ids) - 1 : -1]
-            assert logits.argmax(-1).tolist() == tokens
+        if own is not None:
+            check_request(oracle, own, ask, engine, index)
+            continue
+        tokens = engine.tokens[index] or []
+        assert ask.abort is not None or len(tokens) == ask.max_tokens
+        logits = model(torch.tensor([ask.ids + tokens])).logits[0, len(ask.ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens and not engine.events[index]
     engine.check_nothing_left()
 
 
@@ -137,4 +140,4 @@ def test_in_other_engines(name: str, others: dict[str, Any], tiny_model: PreTrai
 
 def test_ranges_are_added_to_those_of_the_recipe() -> None:
     engine = Recipe.parse("snapkv(keep=0.5, protect=[(0, 4)])")
-    assert options.parse_options({"protect": [[9, 20]]}).recipe(engine).budget == Budget(0.5, protect=[(0, 4), (9, 20)])
+    assert options.parse_options({"protect": [[9, 20]]}).recipe(engine).budget.protect == ((0, 4), (9, 20))
