@@ -17,6 +17,7 @@ from keepset.core.feature import Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import OutputProjection, Perplexity
 from keepset.core.rope import RotaryTable
+from keepset.core.statistics import Statistics
 from keepset.core.statistics import save as save_statistics
 from keepset.core.tables import save
 from keepset.core.traits import Traits
@@ -223,7 +224,8 @@ def test_statistics_must_be_there_and_whole(tmp_path: Path) -> None:
     """Of heads that other processes hold there are none."""
     assert "run `keepset calibrate --model MODEL" in refused("adakv(qfilter, keep=96)")
     assert "There is no file 'absent'" in refused("triattention(stats='absent', keep=96)")
-    save_statistics(random_statistics(Shape((5,), 2, 3, 6, 4), (0, 1)), tmp_path / "stats")
+    layers = random_statistics(Shape((5,), 2, 3, 6, 4), (0, 1)).layers
+    save_statistics(Statistics(layers, {"model": {"name": "some", "layers": [0, 1]}, "seed": 3}), tmp_path / "stats")
     text = f"qfilter(stats={str(tmp_path / 'stats')!r}, keep=96)"
     assert "its statistics are of all heads" in refused(text, parallel_config__tensor_parallel_size=2)
 
