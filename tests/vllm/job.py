@@ -156,12 +156,13 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from keepset.kernels import dispatch
-    from keepset.paged import grouping
+    from keepset.paged import eviction_schedule
     from keepset.vllm import stats
 
     dispatch.INTERPRETED = scenario["triton"]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(scenario["own_process"]))
-    default_groups, grouping.GROUPS = grouping.GROUPS, scenario["layer_groups"] or grouping.GROUPS
+    default_groups = eviction_schedule.GROUPS
+    eviction_schedule.GROUPS = scenario["layer_groups"] or default_groups
     stop_waiting = wait_for_reads(scenario["read_at_once"])
     llm = LLM(**scenario["engine"])
     engine = llm.llm_engine
@@ -177,7 +178,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
             captured = graphs.Graphs(worker.worker.model_runner, scenario["runner_v2"])
         if worker is not None and not {"tensor_parallel_size", "pipeline_parallel_size"} & scenario["engine"].keys():
             undo = watch.watch_events(worker.worker.model_runner)
-    grouping.GROUPS = default_groups
+    eviction_schedule.GROUPS = default_groups
     layers = engine.vllm_config.compilation_config.static_forward_context.values()
     counted, loaded = stats.totals(), loads_of(stats.contexts())
     requests = scenario["requests"]
