@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -40,6 +41,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     stdout, stderr = Console(width=200), Console(width=200, stderr=True)
     monkeypatch.setattr(console, "stdout", lambda: stdout)
     monkeypatch.setattr(console, "stderr", lambda: stderr)
+    monkeypatch.setattr(console, "_SILENT", math.inf)  # a slow machine would write how long it still takes
 
     def run(*words: str) -> Done:
         monkeypatch.setattr(sys, "argv", ["keepset", *words])
