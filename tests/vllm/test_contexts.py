@@ -115,9 +115,10 @@ def many(tiny_model: PreTrainedModel, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def others(tiny: Path, folder: Path, many: None) -> dict[str, Any]:
+    few = {"num_gpu_blocks_override": 40}
     two_prompts = {"max_model_len": 2048, "num_gpu_blocks_override": 1 + 2 * (2048 // BLOCK)}
     scenarios = {
-        "soak": serving(tiny, folder, SOAK, preempt=(90, 200), engine={"num_gpu_blocks_override": 40}),
+        "soak": serving(tiny, folder, SOAK, preempt=(90, 200), engine=few, read_at_once=True),
         "in turn": serving(tiny, folder, IN_TURN, engine=two_prompts),
         "apart": serving(tiny, folder, EACH, own_process=True),
     }

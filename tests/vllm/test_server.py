@@ -28,7 +28,7 @@ pytestmark = pytest.mark.full
 
 Running = tuple[ServerProcess, httpx.Client, Path]
 Ask = Any
-STEPS = 100
+STEPS = 40
 REQUESTS, AT_ONCE = 80, 40
 
 
