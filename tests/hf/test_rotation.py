@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from functools import cache
 from typing import Any
@@ -139,3 +140,13 @@ def test_a_second_pass_after_an_image_begins_at_the_next_position(recipe: str) -
     hook.remove()
     assert torch.equal(said, expected)
     assert set(begun) == {0, *range(NEXT, NEXT + 4)}
+
+
+def test_what_inference_mode_found_serves_after_it() -> None:
+    """How a module rotates is found once, in whatever mode the first call is."""
+    model, ids = copy.deepcopy(tiny("llama")), prompt(1, 30)
+    with torch.inference_mode():
+        model(ids, past_key_values=keepset.Cache(model, "gvote"))
+    past = keepset.Cache(model, "gvote")
+    model(ids, past_key_values=past)
+    assert past.keep_set is not None
