@@ -75,9 +75,9 @@ class RotaryLayout:
         cos, sin = ((each * worth).sum(0).clamp(max=size - 1).masked_fill(still, 0) for each in (cos_bits, sin_bits))
         index = torch.arange(len(cos), device=cos.device)
         in_order = len(cos) == size and bool(((cos == index) & (sin == index) & ~still).all())
-        changes, found = scales or bool(sign.any()), (cos, sin, partner.masked_fill(still, 0), sign)
+        changes, partner = scales or bool(sign.any()), partner.masked_fill(still, 0)
         with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's inference mode
-            return cls(*(each.clone() for each in found), scales, changes, in_order)
+            return cls(cos.clone(), sin.clone(), partner.clone(), sign.clone(), scales, changes, in_order)
 
     def rotation(
         self,
