@@ -445,7 +445,10 @@ LOW, MID = ([float(base + entry) for entry in range(40)] for base in (0, 100))
         # an update cut does not come back.
         (given_scores([MID], [FEW], [LOW], [LOW]), 5, dict(interval=4), [7, 11, 1, 1]),
         (given_scores([MID], [FEW], [LOW], [LOW]), 5, dict(interval=2), [1, 17, 1, 1]),
-        *((given_scores(*[[[score] * 10] * 2] * 3), 4, dict(interval=1), [4] * 3) for score in (0, math.nan, math.inf)),
+        *(
+            (given_scores(*[[[score] * 10] * 2] * 3), 4, dict(interval=1), [4] * 3)
+            for score in (0.0, math.nan, math.inf)
+        ),
     ],
     ids=range(9),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_every_input_follows_the_model(
     monkeypatch.setattr(space, "scorers", lambda: keepset.Recipe.parse_list("tova, streaming_llm"))
     monkeypatch.setattr(space, "compositions", lambda best: [])
     # Tensors that pose are none of inference's.
-    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)
+    monkeypatch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else nullcontext())
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
     with Gpu(monkeypatch, computes=False) as gpu:
         on_gpu(model)

@@ -1,7 +1,7 @@
 """A small server that speaks as much of OpenAI's language as a load needs, with known delays.
 
-As a process of its own `--crash`, `--silent`, `--stubborn`, `--slow`, `--fail` and `--child` spoil it. It imports the
-standard library alone: many tests start it.
+As a process of its own `--crash`, `--silent`, `--late`, `--stubborn`, `--slow`, `--fail` and `--child` spoil it. It
+imports the standard library alone: many tests start it.
 """
 
 from __future__ import annotations
@@ -176,6 +176,8 @@ def main(words: list[str]) -> None:
         sys.exit(7)
     if "--silent" in words:
         time.sleep(600)
+    if "--late" in words:  # who waits for it must ask more than once
+        time.sleep(1.0)
     fake = Fake(first=0.05)
     if "--slow" in words:
         fake.first = 60.0

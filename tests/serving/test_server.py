@@ -44,7 +44,7 @@ def test_answers_inside_the_block_and_is_gone_after_it(monkeypatch: pytest.Monke
     ticks: list[float] = []
     sleep = time.sleep
     monkeypatch.setattr(module.time, "sleep", lambda seconds: (ticks.append(seconds), sleep(seconds)))
-    with start() as server:
+    with start("--late") as server:
         server.wait(30)
         assert httpx2.get(f"{server.url}/health", trust_env=False).status_code == 200
         server.check()
