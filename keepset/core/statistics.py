@@ -173,8 +173,9 @@ class Statistics:
             A tensor with an axis for the layers in front.
         """
         if (device, name) not in self._on_device:
-            together = torch.stack([getattr(layer, name) for layer in self.layers.values()])
-            self._on_device[device, name] = upload(together, device)
+            with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's mode
+                together = torch.stack([getattr(layer, name) for layer in self.layers.values()])
+                self._on_device[device, name] = upload(together, device)
         return self._on_device[device, name]
 
     @cached_property

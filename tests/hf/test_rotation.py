@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import keepset
 from keepset.core.features.attention import PromptQueryAttention
 from keepset.core.features.moments import QueryMoments
 from keepset.core.observation import Observation
-from tests.hf.models import generate, hidden_states, oracle_gap, prompt, refusal, rotated, tiny
+from tests.hf.models import generate, hidden_states, oracle_gap, prompt, refusal, rotated, statistics, tiny
 from tests.hf.test_refusals import random_model
 
 LENGTH = 30
@@ -142,11 +144,13 @@ def test_a_second_pass_after_an_image_begins_at_the_next_position(recipe: str) -
     assert set(begun) == {0, *range(NEXT, NEXT + 4)}
 
 
-def test_what_inference_mode_found_serves_after_it() -> None:
-    """How a module rotates is found once, in whatever mode the first call is."""
+@pytest.mark.parametrize("recipe", ["gvote", "triattention(stats={!r}, keep=10)", "qfilter(stats={!r}, keep=10)"])
+def test_what_inference_mode_found_serves_after_it(recipe: str, tmp_path: Path) -> None:
+    """How a module rotates, and a file's statistics, are found once, in whatever mode the first call is."""
     model, ids = copy.deepcopy(tiny("llama")), prompt(1, 30)
+    file = shutil.copy(statistics("llama"), tmp_path / "stats")
     with torch.inference_mode():
-        model(ids, past_key_values=keepset.Cache(model, "gvote"))
-    past = keepset.Cache(model, "gvote")
+        model(ids, past_key_values=keepset.Cache(model, recipe.format(str(file))))
+    past = keepset.Cache(model, recipe.format(str(file)))
     model(ids, past_key_values=past)
     assert past.keep_set is not None
