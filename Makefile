@@ -45,7 +45,7 @@ test: setup
 test-all: setup-vllm
 	$(PYTEST) --full -n 3
 
-# Tables and figures of the papers on the embedded model, but for the one that `test-all` has.
+# Tables and figures of the papers on the embedded model.
 test-papers: setup
 	$(PYTEST) --full --papers tests/cli/test_reproduce.py
 

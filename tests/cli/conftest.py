@@ -92,13 +92,13 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def tiny_model() -> LlamaForCausalLM:
+def tiny_model(layers: int = 2) -> LlamaForCausalLM:
     """A tiny random model for the embedded model's tokenizer."""
     config = LlamaConfig(
         vocab_size=49152,
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,

@@ -59,11 +59,11 @@ def test_essays_unless_texts_are_given(run: Run) -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("text", "tiny")
 def test_says_when_the_texts_are_shorter_than_asked(run: Run) -> None:
-    done = run("calibrate", "--out", "a", "--text", "text", "--length", "64")
+    done = run("calibrate", "--out", "a", "--text", "text", "--length", "64", "--gate-steps", "0")
     assert done.code == 0
     assert "fewer than the 16384 asked for" in done.err
     # What is left is too little for a passage.
-    done = run("calibrate", "--out", "b", "--text", "text", "--length", "64", "--tokens", "69")
+    done = run("calibrate", "--out", "b", "--text", "text", "--length", "64", "--tokens", "69", "--gate-steps", "0")
     assert (done.code, done.err) == (0, "") and "over 64 tokens in 1 passages" in done.out
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,11 @@ def test_row_that_fails(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_demo(run: Run, tmp_path: Path) -> None:
+def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a shorter text than the demo's own, which `make demo` has."""
+    command = sys.modules["keepset.cli.compare"]
+    monkeypatch.setattr(command, "_PROMPT_TOKENS", 320)
+    monkeypatch.setattr(command, "_CONTINUATION", 8)
     done = run("demo")
     assert done.code == 0 and done.err.endswith("report: keepset-demo.html\n")
     assert "Asked after compression: What is the secret number of Oslo?" in done.out

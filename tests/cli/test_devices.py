@@ -12,6 +12,7 @@ import torch
 import keepset
 from keepset import models
 from keepset.bench.tune import excerpts, space
+from keepset.offline.compile import cql
 from tests.cli.conftest import Run, tiny_model
 
 pytest.importorskip("triton")
@@ -57,13 +58,14 @@ COMMANDS = {
 def test_every_input_follows_the_model(
     run: Run, name: str, embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = tiny_model()
+    model = tiny_model(layers=1)
     (tmp_path / "text.txt").write_text("A text that goes on and on. " * 70, "utf-8")
     (tmp_path / "gsm8k.jsonl").write_text('{"question": "What is 1 plus 1?", "answer": "#### 2"}', "utf-8")
     # Of tune's race one round, of two.
     monkeypatch.setattr(excerpts, "PIECES", 2)
     monkeypatch.setattr(space, "scorers", lambda: keepset.Recipe.parse_list("tova, streaming_llm"))
     monkeypatch.setattr(space, "compositions", lambda best: [])
+    monkeypatch.setattr(cql, "STEPS", 20)
     # Tensors that pose are none of inference's.
     monkeypatch.setattr(torch, "inference_mode", lambda mode=True: torch.no_grad() if mode else nullcontext())
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
@@ -77,7 +79,7 @@ def test_every_input_follows_the_model(
 def test_a_saved_context_is_asked_where_the_model_lies(
     run: Run, embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = tiny_model()
+    model = tiny_model(layers=1)
     (tmp_path / "text.txt").write_text("A text that goes on and on. " * 20, "utf-8")
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
     with Gpu(monkeypatch, computes=False) as gpu:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from typer.main import get_command
 
 import keepset
 from keepset import METHODS, Recipe, models
-from keepset.bench.tune import space
+from keepset.bench import latency
+from keepset.bench.compare import text_task
+from keepset.bench.tune import excerpts, space
 from keepset.cli import app
 from keepset.texts import essay
 from tests.cli.conftest import Run, tiny_model
@@ -58,12 +61,17 @@ def test_recipes_can_be_read(document: Path) -> None:
 @pytest.mark.full
 def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another, as some go on with what others wrote; all but those that become servers."""
-    model = tiny_model()
+    model = tiny_model(layers=1)
     # As long, and with the embedded model's tokenizer beside it.
     for name in ("max_position_embeddings", "name_or_path"):
         setattr(model.config, name, getattr(embedded[0].config, name))
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
-    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("streaming_llm, snapkv"))  # of all to be tried
+    # Of tune's recipes, of its rounds and of an answer's tokens the least: the commands are what is tried.
+    monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("streaming_llm, snapkv"))
+    monkeypatch.setattr(space, "compositions", lambda best: [])
+    monkeypatch.setattr(excerpts, "PIECES", 2)
+    monkeypatch.setattr(text_task, "ANSWER_TOKENS", 2)
+    monkeypatch.setattr(latency, "latency", partial(_briefly, latency.latency))
     Path("report.txt").write_text(essay()[:6000] + " The contract ends on 31 March.", encoding="utf-8")
     shown = commands(README)
     assert len(shown) > 8
@@ -77,6 +85,11 @@ def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch
         "sweep.sqlite",
         "sweep.html",
     }
+
+
+def _briefly(measure: Any, model: Any, prompts: Any, recipes: Any, tokens: int, rounds: int) -> Any:
+    assert (tokens, rounds) == (64, 3)
+    return measure(model, prompts, recipes, 4, 1)
 
 
 def test_every_method_has_its_row_and_its_formula() -> None:

@@ -20,17 +20,11 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ([*SCRIPT, "compare", "--recipes", "snapvk"], "keepset: There is no method 'snapvk'; did you mean 'snapkv'?"),
-        ([*MODULE, "generate", " "], "keepset: The prompt is empty"),
-    ],
-)
-def test_refuses_without_a_trace_back(command: list[str], sentence: str, tmp_path: Path) -> None:
-    done = start(command, tmp_path)
+def test_refuses_without_a_trace_back(tmp_path: Path) -> None:
+    done = start([*SCRIPT, "compare", "--recipes", "snapvk"], tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(sentence) and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("keepset: There is no method 'snapvk'; did you mean 'snapkv'?")
+    assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -47,7 +47,8 @@ def test_json_and_report(run: Run) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("small")
-def test_table_with_facts(run: Run) -> None:
+def test_table_with_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_TOKENS", 1)
     done = run(*TUNE, "--keep", "64", "--retrieval", "--seed", "3")
     assert done.code == 0
     first, second, header, *rows = done.out.splitlines()
