@@ -32,7 +32,7 @@ def test_a_few_walks() -> None:
 
 @pytest.mark.full
 def test_many_walks() -> None:
-    counts = walked(2, range(150))
+    counts = walked(2, range(75))
     assert len([name for name in counts if name.startswith("model ")]) >= 20
     assert len([name for name in counts if name.startswith("operation ")]) >= 11
     assert counts["events"] > 100 and counts["replays"] > 30 and counts["ties"] <= 3
