@@ -175,20 +175,28 @@ def _embedded_statistics() -> Path:
         # A warning is shown even if logging is not set up. It takes half a minute.
         logger.warning("keepset: measuring the embedded model's statistics, once, into %s", path)
         model, tokenizer = load()
-        save(_with_embedded_gates(measure(model, default_corpus(tokenizer))), path)
+        save(_with_embedded_parts(measure(model, default_corpus(tokenizer))), path)
     return path
 
 
-def _with_embedded_gates(measured: "Statistics") -> "Statistics":
-    """Add the embedded model's gates as `keepset calibrate` has trained them, because that takes minutes."""
+def _with_embedded_parts(measured: "Statistics") -> "Statistics":
+    """Add the embedded model's gates and networks as `keepset calibrate` has made them, because that takes minutes."""
     import torch
+    from safetensors import safe_open
 
-    file = Path(__file__).parent / "offline" / "calibrate" / "embedded_gates.json"
-    trained = json.loads(file.read_text("utf-8"))
+    from keepset.core.predictor import PREDICTOR_FIELDS, Predictor
+
+    folder = Path(__file__).parent / "offline" / "calibrate"
+    trained = json.loads((folder / "embedded_gates.json").read_text("utf-8"))
     gates = {index: torch.tensor(trained["retrieval"][index]) for index in measured.layers}
-    return replace(
-        measured, retrieval=gates, provenance={**measured.provenance, "gates": trained["provenance"]["gates"]}
-    )
+    with safe_open(folder / "embedded_networks.safetensors", "pt") as file:
+        networks = {
+            index: Predictor(**{name: file.get_tensor(f"{index}.{name}").float() for name in PREDICTOR_FIELDS})
+            for index in measured.layers
+        }
+        fitted = json.loads(file.metadata()["provenance"])
+    parts = {"gates": trained["provenance"]["gates"], "predictors": fitted["predictors"]}
+    return replace(measured, retrieval=gates, predictors=networks, provenance={**measured.provenance, **parts})
 
 
 def _home() -> Path:

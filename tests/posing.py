@@ -19,6 +19,7 @@ from keepset.kernels.triton import (
     page_entries,
     paged,
     paged_window,
+    predictor,
     window,
 )
 
@@ -38,6 +39,7 @@ _KERNELS = {
     attention: ("_attend_part", "_merge_parts", "_pack", "_append"),
     columns: ("_columns", "_log_sum_exp"),
     window: ("_window_lse", "_add_received"),
+    predictor: ("_entry_scores",),
     page_entries: ("_read_pages", "_move_entries"),
     paged_window: ("_paged_lse", "_add_in_pages"),
     paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts", "_shift"),

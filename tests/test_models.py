@@ -298,7 +298,7 @@ def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
 ) -> None:
     pair, runs = models.load(str(tiny)), []
     monkeypatch.setattr(models, "load", lambda: runs.append(1) or pair)
-    monkeypatch.setattr(models, "_with_embedded_gates", lambda measured: measured)  # the tiny model has other heads
+    monkeypatch.setattr(models, "_with_embedded_parts", lambda measured: measured)  # the tiny model has other heads
     monkeypatch.setattr(corpus, "TOKENS", 64)
     home.mkdir()
     path = models._embedded_statistics()
@@ -316,6 +316,17 @@ def test_gates_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> Non
     gates = torch.tensor(found["retrieval"])
     assert gates.shape == (config.num_hidden_layers, config.num_key_value_heads)
     assert bool(((gates >= 0) & (gates <= 1)).all()) and gates.std() > 0.1
+
+
+def test_networks_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> None:
+    config = embedded[0].config
+    networks = load_file(Path(models.__file__).parent / "offline" / "calibrate" / "embedded_networks.safetensors")
+    heads, inputs = config.num_key_value_heads, 2 * config.head_dim
+    assert {name.partition(".")[0] for name in networks} == {str(index) for index in range(config.num_hidden_layers)}
+    for index in range(config.num_hidden_layers):
+        assert networks[f"{index}.linear"].shape == (heads, inputs)
+        assert networks[f"{index}.hidden"].shape[::2] == (heads, inputs)
+    assert all(each.isfinite().all() and each.std() > 0 for name, each in networks.items() if each.numel() > heads)
 
 
 def test_recipes_that_name_no_file_get_those_of_the_embedded_model(embedded: Embedded, tiny: Path) -> None:

@@ -1,12 +1,15 @@
 """`keepset calibrate`: statistics of a model, for methods that look at them."""
 
+import shutil
+import time
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 from typer import Option
 
 from keepset.cli.checks import check_tensor_file, check_whole
-from keepset.cli.console import counted, load, note, progress, say
+from keepset.cli.console import counted, duration, load, note, progress, say
 from keepset.cli.options import Force, takes_model
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
@@ -31,6 +34,24 @@ def calibrate(
             "trains on a text of 512 tokens, as DuoAttention's authors do, and costs about 4 forward passes."
         ),
     ] = 24,
+    teacher: Annotated[
+        list[str] | None,
+        Option(
+            metavar="<recipe>",
+            help="A recipe whose scores the networks of `distilled` learn, such as reread; may be given several times, "
+            "for their mean. [default: no networks]",
+        ),
+    ] = None,
+    imports: Annotated[
+        list[Path] | None,
+        Option(
+            "--import",
+            metavar="<path>",
+            help="A file or folder that others have published for this model: KVzap's modules, Fast KVzip's gates, "
+            "DuoAttention's patterns, Q-Filters, Expected Attention's or TriAttention's statistics. What it gives "
+            "replaces what is measured; may be given several times.",
+        ),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Measure a model's statistics, which some methods need.
@@ -40,6 +61,13 @@ def calibrate(
     duo_attention needs to know which heads retrieve. Gates between full and streaming attention are trained on
     passkeys that are hidden in the texts.
 
+    distilled needs networks that were fitted to another method's scores: --teacher reread, with --length as long as
+    most texts that you compress, and --tokens 49152 or more. What each passage gave is kept in a folder beside the file
+    until all is done, so an interrupted command goes on where it was.
+
+    kvzap and fast_kvzip need modules that their authors have published: --import. A .pt file is read without running
+    what it says.
+
     Any coherent text will do, except the one that you evaluate on. A recipe names the file:
     qfilter(stats='stats.safetensors', keep=0.25). The file fits this model alone.
     """
@@ -47,24 +75,58 @@ def calibrate(
     check_tensor_file(out, force)
     own_texts = [read(path) for path in text or []]
 
+    from keepset.core.features.attention import SecondPass
     from keepset.core.statistics import save
+    from keepset.offline.artefacts.read import read_artefact, with_artefact
     from keepset.offline.calibrate.corpus import SHORTEST, Corpus
+    from keepset.offline.calibrate.distil import STEPS, parse_teachers, with_predictors
     from keepset.offline.calibrate.gates import with_gates
     from keepset.offline.calibrate.measure import measure
-    from keepset.offline.corpus import default_texts
+    from keepset.offline.corpus import default_texts, texts_to_fit
 
-    texts = own_texts or default_texts()
+    teachers = parse_teachers(teacher or [])
+    texts = own_texts or (texts_to_fit() if teachers else default_texts())
     loaded, tokenizer = load(model)
     longest = context_length(loaded)
     if longest is not None and length > longest:
         raise KeepsetError(f"--length {length} is more than the model's context of {longest}: use {longest} or less.")
+    artefacts = {path: read_artefact(path, loaded) for path in imports or []}
     corpus = Corpus.draw(tokenizer, texts, tokens=tokens, length=length, seed=seed)
+    unfinished, began = out.with_name(f"{out.name}.unfinished"), time.monotonic()
     with progress() as bar:
         statistics = measure(loaded, corpus, counted(bar, "passages", len(corpus.passages)))
-        if gate_steps:
+        if teacher:
+            passages = len(corpus.passages)
+            passes = sum(2.5 if each.traits.needs.of(SecondPass) else 1.1 for each in teachers)
+            seconds = (time.monotonic() - began) * passes
+            note(f"{', '.join(teacher)} over {passages} passages: {duration(seconds)}; the fit comes after it.")
+            statistics = with_predictors(
+                statistics,
+                loaded,
+                corpus,
+                teacher,
+                folder=unfinished,
+                on_passage=counted(bar, "teacher", passages),
+                on_step=counted(bar, "fit", STEPS),
+            )
+        for path, artefact in artefacts.items():
+            statistics = with_artefact(statistics, artefact, path.name)
+        if gate_steps and not statistics.retrieval:
             advance = counted(bar, "gates", gate_steps)
             statistics = with_gates(statistics, loaded, tokenizer, corpus, steps=gate_steps, on_step=advance)
     save(statistics, out)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    for path, artefact in artefacts.items():
+        note(f"{path.name} is of {artefact.format} and gives: {', '.join(artefact.gives)}.")
+        if artefact.advice:
+            note(f"{path.name}: {artefact.advice}.")
+    if (made := statistics.provenance.get("predictors")) and made["held_out"]:
+        for name, by_layer in made["held_out"]["by_layer"].items():
+            worst = min(by_layer, key=by_layer.__getitem__)
+            note(
+                f"On passages held out, {name}: {fmean(by_layer.values()):.2f} on average, and least in layer "
+                f"{worst}, {by_layer[worst]:.2f}."
+            )
     if tokens - corpus.tokens >= SHORTEST:
         note(f"The texts had {corpus.tokens} tokens, fewer than the {tokens} asked for.")
     say(

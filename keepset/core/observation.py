@@ -19,6 +19,7 @@ from keepset.core.sizes import Sizes
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 from keepset.kernels.group_reduction import GroupReduction
+from keepset.kernels.predictor import Networks, entry_scores
 from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
 
@@ -180,6 +181,31 @@ class Observation:
         at_once = max(1, _AT_ONCE // max(batch * entries * self.head_dim, 1))
         parts = [look(slice(first, first + at_once)) for first in range(0, kv_heads, at_once)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def predicted(self, networks: Networks, known: Scores | None = None) -> Scores:
+        """Return the score of every entry by the networks of its layer and head, in float32; 0 for holes.
+
+        Args:
+            networks: of the observed layers.
+            known: the scores that were made before, 0 for entries that have none; these alone are read.
+        """
+        new = self.valid if known is None else self.valid & (known == 0)
+        scores = self._predicted_in_place(new, networks, known)
+        if scores is not None:
+            return scores
+
+        def look(heads: slice) -> Tensor:
+            told = None if known is None else known[:, heads]
+            parts = self.keys_of(heads), self.values_of(heads), self.positions[:, heads], new[:, heads]
+            return entry_scores(*parts, networks.of_heads(heads), told)
+
+        return self.over_heads(look)
+
+    def _predicted_in_place(
+        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
+    ) -> Scores | None:
+        """Return what `predicted` does, of entries where they lie; None if they have to be copied out for that."""
+        return None
 
     @property
     def head_dim(self) -> int:

@@ -13,12 +13,15 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from keepset.core.hidden_predictor import PREDICTOR_KINDS, HiddenPredictor
+from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, interpolated
 from keepset.core.shapes import Rows
 from keepset.core.tensor_file import TensorFile
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
+from keepset.kernels.predictor import Networks, turns_of
 
-FORMAT = 2
+FORMAT = 3
 """The version of the file format; raise it with every change to what is written."""
 _FILE = TensorFile(
     "keepset_statistics",
@@ -28,7 +31,7 @@ _FILE = TensorFile(
     "again.",
     damaged="{path} is damaged: run keepset calibrate again.",
 )
-_RETRIEVAL = "retrieval"
+_RETRIEVAL, _TURNS = "retrieval", "turns"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +94,10 @@ class RowStatistics:
         """Return `LayerStatistics.norm` of each row."""
         return self._take("norm")
 
+    def by_age(self, distances: Int[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch kv_heads entries"]:
+        """Return what distances from the end of the text add to the logarithm of a score; see `Predictor.age`."""
+        return interpolated(self._take("age"), distances)
+
     @cached_property
     def gain(self) -> Float[Tensor, "batch head_dim"]:
         """Return `LayerStatistics.gain` of each row."""
@@ -128,6 +135,28 @@ def _beside(numbers: Shaped[Tensor, "batch head_dim"], rows: Tensor) -> Shaped[T
     return numbers.view(len(numbers), *[1] * (rows.ndim - 2), -1)
 
 
+@dataclass(frozen=True)
+class HeadShare:
+    """Which of a model's heads a process of several has (tensor parallelism).
+
+    Query heads are divided, and so are KV heads. If there are more processes than KV heads, several have the same one.
+
+    Attributes:
+        rank: the process, from 0.
+        ranks: how many processes there are.
+        kv_heads: KV heads of a layer in the whole model.
+    """
+
+    rank: int
+    ranks: int
+    kv_heads: int
+
+    def of(self, heads: int) -> slice:
+        """Return which of so many heads the process has."""
+        first = self.rank * heads // self.ranks
+        return slice(first, first + max(1, heads // self.ranks))
+
+
 @dataclass(frozen=True, eq=False)
 class Statistics:
     """Measurements of the layers that can be compressed.
@@ -136,12 +165,18 @@ class Statistics:
         layers: statistics by the layer's index in the model.
         retrieval: for each of these layers, how much each KV head needs of the distant text, from 0 to 1; see
             `duo_attention`. Empty if it was not measured.
+        predictors: for each of these layers, networks that tell an entry's score from its key and value; see
+            `distilled`. Empty if none was fitted.
+        hidden: for each kind of module that was imported, the modules of these layers, which tell an entry's score from
+            its hidden state; see `kvzap` and `fast_kvzip`.
         provenance: model, texts and version of keepset that they come from; plain JSON.
         name: the recipe's name for them, for messages.
     """
 
     layers: Mapping[int, LayerStatistics]
     retrieval: Mapping[int, Float[Tensor, " kv_heads"]] = dataclasses.field(default_factory=dict, kw_only=True)
+    predictors: Mapping[int, Predictor] = dataclasses.field(default_factory=dict, kw_only=True)
+    hidden: Mapping[str, Mapping[int, HiddenPredictor]] = dataclasses.field(default_factory=dict, kw_only=True)
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
 
@@ -162,21 +197,79 @@ class Statistics:
                 f"{_shape(*ours)}. Make them for this model with keepset calibrate."
             )
 
+    def of_heads(self, share: HeadShare) -> Statistics:
+        """Return the statistics of the heads that a process has.
+
+        Args:
+            share: which heads these are.
+
+        Raises:
+            KeepsetError: if they were measured on a model with another number of KV heads.
+        """
+        layers = tuple(self.layers)
+        self.check(layers, share.kv_heads)
+        kv_heads = share.of(share.kv_heads)
+
+        def divided(layer: LayerStatistics) -> LayerStatistics:
+            own = share.of(len(layer.mean))
+            mean, covariance, norm = layer.mean[own], layer.covariance[own], layer.norm[own]
+            direction = layer.direction[kv_heads]
+            return dataclasses.replace(layer, direction=direction, mean=mean, covariance=covariance, norm=norm)
+
+        return dataclasses.replace(
+            self,
+            layers={index: divided(layer) for index, layer in self.layers.items()},
+            retrieval={index: gates[kv_heads] for index, gates in self.retrieval.items()},
+            predictors={index: predictor.of_heads(kv_heads) for index, predictor in self.predictors.items()},
+        )
+
     def on(self, device: torch.device, name: str) -> Tensor:
-        """Return one of the `FIELDS` of all layers, and keep it on the device.
+        """Return a field of all layers, and keep it on the device.
 
         Args:
             device: where the tensor is wanted.
-            name: the field's name.
+            name: the field's name, of the layers' statistics or of their predictors.
 
         Returns:
             A tensor with an axis for the layers in front.
         """
         if (device, name) not in self._on_device:
+            holders = self.predictors if name in PREDICTOR_FIELDS else self.layers
             with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's mode
-                together = torch.stack([getattr(layer, name) for layer in self.layers.values()])
+                together = torch.stack([getattr(holders[index], name) for index in self.layers])
                 self._on_device[device, name] = upload(together, device)
         return self._on_device[device, name]
+
+    def networks(self, device: torch.device) -> Networks:
+        """Return the predictors of all layers with the layers' rotations, and keep them on the device.
+
+        Raises:
+            KeepsetError: if no predictors were fitted.
+        """
+        if (device, _TURNS) not in self._on_device:
+            with torch.inference_mode(False):
+                turns = turns_of(torch.stack([layer.frequency for layer in self.layers.values()]))
+                self._on_device[device, _TURNS] = upload(turns, device)
+        names = (*(name for name in PREDICTOR_FIELDS if name != "age"), "partner", "gain")
+        return Networks(turns=self._on_device[device, _TURNS], **{name: self.on(device, name) for name in names})
+
+    def hidden_predictor(self, kind: str, layer: int, device: torch.device) -> HiddenPredictor:
+        """Return the module of a layer that reads hidden states, and keep it on the device.
+
+        Args:
+            kind: a kind of module that is there.
+            layer: the index of the layer.
+            device: where its weights are wanted.
+        """
+        place = kind, layer, device
+        if place not in self._hidden_on_device:
+            with torch.inference_mode(False):  # as in `on`
+                self._hidden_on_device[place] = self.hidden[kind][layer].on(device)
+        return self._hidden_on_device[place]
+
+    @cached_property
+    def _hidden_on_device(self) -> dict[tuple[str, int, torch.device], HiddenPredictor]:
+        return {}
 
     @cached_property
     def _on_device(self) -> dict[tuple[torch.device, str], Tensor]:
@@ -240,8 +333,8 @@ def _read(path: Path, modified: int, size: int) -> Statistics:
         layers = {index: _layer(file, index) for index in provenance["model"]["layers"]}
         if not layers:
             raise ValueError
-        retrieval = _retrieval(file, layers)
-    return Statistics(layers, provenance, str(path), retrieval=retrieval)
+        retrieval, predictors, hidden = _retrieval(file, layers), _predictors(file, layers), _hidden(file, layers)
+    return Statistics(layers, provenance, str(path), retrieval=retrieval, predictors=predictors, hidden=hidden)
 
 
 def _layer(file: Any, index: int) -> LayerStatistics:
@@ -277,6 +370,53 @@ def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Te
     return gates
 
 
+def _predictors(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Predictor]:
+    """Return the networks of all layers, or none."""
+    written = set(file.layout)
+    places = {index: {name: f"layers.{index}.{name}" for name in PREDICTOR_FIELDS} for index in layers}
+    if not any(written & set(names.values()) for names in places.values()):
+        return {}
+    predictors = {}
+    for index, names in places.items():
+        if not set(names.values()) <= written:
+            raise ValueError
+        predictor = Predictor(**{name: file[place].float() for name, place in names.items()})
+        heads, width = predictor.hidden_bias.shape
+        if (
+            heads != len(layers[index].direction)
+            or predictor.hidden.shape != (heads, width, predictor.linear.shape[-1])
+            or predictor.linear.shape[:-1] != (heads,)
+            or predictor.output.shape != (heads, width)
+            or predictor.output_bias.shape != (heads,)
+            or predictor.age.dim() != 2
+            or len(predictor.age) != heads
+            or not predictor.age.numel()
+            or not all(getattr(predictor, name).isfinite().all() for name in PREDICTOR_FIELDS)
+        ):
+            raise ValueError
+        predictors[index] = predictor
+    return predictors
+
+
+def _hidden(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[str, dict[int, HiddenPredictor]]:
+    """Return the modules on hidden states, by their kind; of a kind there are all layers' or none."""
+    found = {}
+    for kind, module in PREDICTOR_KINDS.items():
+        prefixes = {index: f"layers.{index}.{kind}." for index in layers}
+        named = {
+            index: {place.removeprefix(prefix): place for place in file.layout if place.startswith(prefix)}
+            for index, prefix in prefixes.items()
+        }
+        if not any(named.values()):
+            continue
+        found[kind] = {
+            index: module.of({name: file[place] for name, place in names.items()}) for index, names in named.items()
+        }
+        if any(made.kv_heads != len(layers[index].direction) for index, made in found[kind].items()):
+            raise ValueError
+    return found
+
+
 def save(statistics: Statistics, path: Path) -> None:
     """Write statistics to a file, whole or not at all; raise KeepsetError if it cannot be written."""
     # Cloned: layers may share tensors, and a file may not.
@@ -284,5 +424,11 @@ def save(statistics: Statistics, path: Path) -> None:
         f"layers.{index}.{name}": getattr(layer, name).clone(memory_format=torch.contiguous_format)
         for index, layer in statistics.layers.items()
         for name in FIELDS
-    } | {f"layers.{index}.{_RETRIEVAL}": gate.clone() for index, gate in statistics.retrieval.items()}
+    }
+    tensors |= {f"layers.{index}.{_RETRIEVAL}": gate.clone() for index, gate in statistics.retrieval.items()}
+    for index, predictor in statistics.predictors.items():
+        tensors |= {f"layers.{index}.{name}": getattr(predictor, name).clone() for name in PREDICTOR_FIELDS}
+    for kind, modules in statistics.hidden.items():
+        for index, module in modules.items():
+            tensors |= {f"layers.{index}.{kind}.{name}": each.clone() for name, each in module.tensors.items()}
     _FILE.write(path, tensors, {"format": FORMAT, **statistics.provenance})

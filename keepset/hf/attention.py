@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Never, ParamSpec, TypeVar, cast
@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 
+from keepset.core.features.hidden_scores import HiddenScores
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.layer_input import LayerInput, QueryProbe, Rotation
 from keepset.kernels.dispatch import upload
@@ -120,6 +121,7 @@ class AttentionInput:
         layer_input: input of the attention module, if somebody looks at it.
         rotation: rotation of the queries, if somebody looks at it.
         lse: log-sum-exp of every query's logits, request by request, if attention has computed it.
+        entry_scores: scores of the tokens' entries, by the features that score entries while they are written.
     """
 
     module: nn.Module
@@ -139,6 +141,7 @@ class AttentionInput:
     layer_input: LayerInput | None = None
     rotation: Rotation | None = None
     lse: list[Tensor] | None = None
+    entry_scores: Mapping[HiddenScores, Float[Tensor, "batch kv_heads n"]] = field(default_factory=dict)
 
     @property
     def valid(self) -> Bool[Tensor, "batch n"] | None:
@@ -181,6 +184,7 @@ class AttentionInput:
         some.end = some.start + some.length
         some.real = None if self.real is None else self.real.part(part)
         some.rotation = None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part])
+        some.entry_scores = {feature: scores[:, :, part] for feature, scores in self.entry_scores.items()}
         return some
 
     def split(self, end: int) -> tuple[AttentionInput, AttentionInput | None]:

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from keepset.core.features.runtime_features import Perplexity
+from keepset.core.shapes import HiddenStates
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionInput
-from keepset.hf.layer_input import LayerInput, ModuleCall
+from keepset.hf.layer_input import LayerInput, ModuleCall, hidden_states_of
 
 
 class ModelHooks(ABC):
@@ -115,14 +116,23 @@ class AttentionHooks(ModelHooks):
         copied._newest = _Calls()  # each sees every call of the model
         return copied
 
-    def layer_input(self, new: AttentionInput) -> LayerInput:
-        """Return the input of the attention module whose call is under way."""
-        module, seen = new.module, self._newest.attention
+    def hidden_states(self, new: AttentionInput) -> HiddenStates:
+        """Return the hidden states of new tokens, as they entered the attention module whose call is under way."""
+        return hidden_states_of(self._seen(new.module))[new.rows]
+
+    def _seen(self, module: nn.Module) -> ModuleCall:
+        seen = self._newest.attention
         if seen is None or seen.module is not module:
             raise UnsupportedModelError(
                 f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
                 "do not support this model."
             )
+        return seen
+
+    def layer_input(self, new: AttentionInput) -> LayerInput:
+        """Return the input of the attention module whose call is under way."""
+        module = new.module
+        seen = self._seen(module)
         rotary = None
         if (rotation := seen.kwargs.get("position_embeddings")) is not None:
             rotary = next((each for each in self._newest.rotary if each.output[0] is rotation[0]), None)

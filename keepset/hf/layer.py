@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from keepset.core.accumulator import Chunk, RequestKeys
 from keepset.core.feature import Accumulators, Feature, Needs
+from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
@@ -84,7 +85,7 @@ class LayerState(LogicalLayer):
         """Return whether an event will look at these tokens' queries, or lies among the tokens."""
         if self.prompt is not None:
             return True
-        return self.decoding is not None and self.decoding.looks_at(new)
+        return self.decoding is not None and (self.decoding.scores_entries or self.decoding.looks_at(new))
 
     def attend(
         self, new: AttentionInput
@@ -115,6 +116,7 @@ class LayerState(LogicalLayer):
             until = new if new.end >= self.prompt.length else None
         elif self.decoding is not None:
             self.store = self.store or _packed(new)
+            self._write_scores(new)
             if self.decoding.looks_at(new):
                 until, self.beyond = self.decoding.add(new, self.store)
         if until is None and self.store is None:
@@ -187,6 +189,7 @@ class LayerState(LogicalLayer):
             assert self.store is not None
             beyond, real = self.beyond, None if self.beyond.real is None else self.beyond.real.indices
             self.store.append(beyond.key, beyond.value, beyond.positions, real)
+            self._write_scores(beyond)
             if self.decoding is not None:
                 self.decoding.recorder.record(beyond, self.store, self.decoding.next)
             self.beyond = None
@@ -230,6 +233,13 @@ class LayerState(LogicalLayer):
         copied.prompt = None if self.prompt is None else self.prompt.fork()
         copied.decoding = None if self.decoding is None else self.decoding.fork()
         return copied
+
+    def _write_scores(self, new: AttentionInput) -> None:
+        """Write what was told of tokens that were just stored to columns of their entries, if a later event asks."""
+        if self.decoding is None or self.store is None:
+            return
+        for feature, scores in new.entry_scores.items():
+            self.store.write_newest(feature.column, scores, None if new.real is None else new.real.indices)
 
     def _room(self, start: int) -> int:
         """Return the number of tokens from a logical length to the next event; 0 if there is none."""
@@ -283,6 +293,7 @@ class PromptPhase:
             source=new.layer_input,
             start=start,
             host_positions=on_host,
+            entry_scores=new.entry_scores,
         )
         self._accumulators.add(chunk)
 
@@ -330,10 +341,12 @@ class DecodingPhase:
     Attributes:
         next: logical length of the next event; every token so far lies before it.
         recorder: records the queries before it.
+        scores_entries: whether every token's entry is scored while it is written.
     """
 
     def __init__(self, needs: Needs, every: int, next_event: int) -> None:
         self._newest, self._every = needs.newest, every
+        self.scores_entries = bool(needs.of(HiddenScores))
         self.next, self.recorder = next_event, QueryRecorder(needs, every)
         self._span = max(self.recorder.reach, 1)
 

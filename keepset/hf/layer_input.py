@@ -112,6 +112,12 @@ class ModuleCall:
         return *self.args, *self.kwargs.values()
 
 
+def hidden_states_of(call: ModuleCall) -> HiddenStates:
+    """Return the hidden states that an attention module was called with, `[batch, n, hidden]`."""
+    hidden: HiddenStates | None = call.kwargs.get("hidden_states")
+    return call.args[0] if hidden is None else hidden
+
+
 class QueryProbe:
     """Stands in the place of a mask: keepset's attention function then reports the queries and attends to nothing.
 
@@ -175,8 +181,7 @@ class LayerInput(QuerySource):
     @property
     def _all_hidden(self) -> HiddenStates:
         """Hidden states of all requests that the model was called with."""
-        hidden: HiddenStates | None = self._call.kwargs.get("hidden_states")
-        return self._call.args[0] if hidden is None else hidden
+        return hidden_states_of(self._call)
 
     def rotated_by(self, rotation: Rotation | None) -> LayerInput:
         """Return the same layer's input for queries of other forwards, which this rotation has rotated."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from keepset.core import statistics, tables
+from keepset.core import tables
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.nan_scores import NAN_MODEL
 from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
@@ -75,9 +76,9 @@ def head_dim_of(model: PreTrainedModel) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], file: str) -> Statistics:
+def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], wanted: ModelStatistics) -> Statistics:
     """Return the statistics in a file, or those that are offered for the model."""
-    measured = statistics.load(file, model.config.name_or_path or "")
+    measured = wanted.load(model.config.name_or_path or "")
     config = model.config.get_text_config(decoder=True)
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if layers:

@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
+from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.keep_set import KeepSet
 from keepset.core.observation import Observation
@@ -183,11 +184,11 @@ class ObservedCache(TransformersCache, KnowsText):
         self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
         self.compressed_layers = tuple(self.kept_layers)
         self._from_files: dict[Feature[Any], Any] = {
-            **{stats: statistics_for(model, self.compressed_layers, stats.file) for stats in needs.of(ModelStatistics)},
+            **{stats: statistics_for(model, self.compressed_layers, stats) for stats in needs.of(ModelStatistics)},
             **{tables: tables_for(model, len(self.kept_layers), tables.file) for tables in needs.of(ModelTables)},
         }
         self.progress: Progress | None = None
-        self._hooks = AttentionHooks(model, self) if needs.unrotated else None
+        self._hooks = AttentionHooks(model, self) if needs.unrotated or needs.hidden_states else None
         self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None
         self._perplexity = PerplexityHooks(model, self, needs.of(Perplexity)) if needs.of(Perplexity) else None
         self._waits_for_all_layers = self._second is not None
@@ -355,8 +356,7 @@ class ObservedCache(TransformersCache, KnowsText):
         new.positions, new.cache_valid = progress.positions.to(new.query.device), progress.valid
         new.start, new.end = layer.logical, layer.logical + new.query.shape[2]
         if self._hooks is not None and layer.looks_at(new):
-            new.layer_input = self._hooks.layer_input(new)
-            new.rotation = new.layer_input.rotation
+            self._look(layer, new)
         # Drafts of assisted generation that follow the prompt see what its compression has left.
         parts = (new, None) if layer.prompt is None else new.split(progress.prompt)
         outputs = []
@@ -368,6 +368,18 @@ class ObservedCache(TransformersCache, KnowsText):
         if layer.index == self.compressed_layers[-1]:
             progress.positions = None  # for a prompt this is a tensor as long as the prompt
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _look(self, layer: LayerState, new: AttentionInput) -> None:
+        """Add what is seen of the attention module's call to the tokens that it brings to its layer."""
+        assert self._hooks is not None
+        if self.needs.unrotated:
+            new.layer_input = self._hooks.layer_input(new)
+            new.rotation = new.layer_input.rotation
+        if features := self.needs.of(HiddenScores):
+            hidden = self._hooks.hidden_states(new)
+            new.entry_scores = {
+                each: each.scored(self._from_files[each.statistics], layer.index, hidden) for each in features
+            }
 
     def _advance(self, new: AttentionInput) -> None:
         """Count the tokens of a forward for all layers, before the first of them attends."""

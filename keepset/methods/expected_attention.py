@@ -61,7 +61,8 @@ class ExpectedAttention(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        moments = ModelStatistics(self.stats) if self.stats else QueryMoments(self.skip, max(self.buffer, 1))
+        measured = ModelStatistics(self.stats, covariances=self.covariance)
+        moments = measured if self.stats else QueryMoments(self.skip, max(self.buffer, 1))
         return Traits(needs=Needs(moments), sinks=self.skip)
 
     def score(self, observation: Observation) -> Scores:

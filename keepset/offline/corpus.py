@@ -10,11 +10,21 @@ from keepset.texts import adds_bos, essay, essays
 
 _LEFT_OUT = "worked"
 """The essay that `keepset compare` and the demo read. No measurement may have seen it."""
+_REPORTED = (
+    *("addiction", "aord", "apple", "avg", "before", "bias", "boss", "copy", "corpdev", "desres", "diff", "ecw"),
+    *("gap", "langdes", "philosophy", "useful"),
+)
+"""The essays that results are reported on; those of the facts are the first twelve by name."""
 
 
 def default_texts() -> list[str]:
     """Return the essays without the one that recipes are compared on; raise `KeepsetError` if none are installed."""
     return [essay(name) for name in essays() if name != _LEFT_OUT]
+
+
+def texts_to_fit() -> list[str]:
+    """Return the essays that networks may be fitted to: none that a result is reported on."""
+    return [essay(name) for name in essays() if name != _LEFT_OUT and name not in _REPORTED]
 
 
 def shuffled_passages(

@@ -106,7 +106,7 @@ def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries
     layers, entry_bytes, kv_heads = len(group.layers), group.pages_of(0).entry_bytes, group.kv_heads
     entries, needs = event.pages.width * len(event.rows), group.recipe.method.traits.needs
     together = max_layers_per_event(event.recipe, entries, kv_heads)
-    if bool(needs.of(QueryMoments)) or bool(needs.of(ModelStatistics)):  # their covariances take room
+    if needs.of(QueryMoments) or any(measured.covariances for measured in needs.of(ModelStatistics)):
         together = min(together, group.ring.layers_at_once(len(event.rows)))
     if event.at.device.type == "cpu":
         together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * entry_bytes)))

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.rope import RotaryTable
+from keepset.core.statistics import HeadShare
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
@@ -38,6 +39,7 @@ class LayerGroup:
         count: is told of every compression; of several ranks, one's counts.
         tape: where layers that are called while a graph captures them leave their queries, for steps that replay it.
         saves: whether it is asked where entries come from once their requests have ended.
+        share: which of the model's heads this process has; None: all of them.
 
     Attributes:
         planner, ring, count: as given.
@@ -59,6 +61,7 @@ class LayerGroup:
         count: CountEviction | None = None,
         tape: Float[Tensor, "layers tokens query_heads head_dim"] | None = None,
         saves: bool = False,
+        share: HeadShare | None = None,
     ) -> None:
         schedule = planner.schedule
         self.planner, self.layers, self.recipe = planner, planner.layers, schedule.recipe
@@ -66,7 +69,7 @@ class LayerGroup:
         self.ring, self.count = ring, count
         self._pages, self._tape, self._saves = pages, tape, saves
         needs = self.recipe.method.traits.needs
-        self.observer = Observer(needs, planner.recording, ring, scaling, rotary, projections)
+        self.observer = Observer(needs, planner.recording, ring, scaling, rotary, projections, share)
 
     def pages_of(self, place: int) -> Pages:
         """Return the cache of the layer at this place of the group."""

@@ -19,7 +19,7 @@ from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.core.features.window import WindowSums
 from keepset.core.rope import RotaryTable, matches_unrotated
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.core.statistics import load
+from keepset.core.statistics import HeadShare, Statistics
 from keepset.errors import UnsupportedModelError
 from keepset.kernels.moments import Moments
 from keepset.kernels.paged_arguments import ColumnTarget, RecordedQueries
@@ -43,12 +43,13 @@ class Observer:
         scaling: float,
         rotary: RotaryTable | None,
         projections: Sequence[QueryProjection],
+        share: HeadShare | None = None,
     ) -> None:
         self._needs, self._recording, self._ring = needs, recording, ring
         self._scaling, self._rotary, self._projections = scaling, rotary, projections
         self._checked: set[int] = set()
         self._from_files: dict[Feature[Any], Any] = {
-            **{stats: load(stats.file) for stats in needs.of(ModelStatistics)},
+            **{stats: _statistics(stats, share) for stats in needs.of(ModelStatistics)},
             **{compiled: tables.load(compiled.file) for compiled in needs.of(ModelTables)},
         }
 
@@ -204,6 +205,12 @@ class Observer:
                 "a method that does not look at hidden states, such as snapkv."
             )
         self._checked.add(place)
+
+
+def _statistics(wanted: ModelStatistics, share: HeadShare | None) -> Statistics:
+    """Return the statistics in a file, of this process's heads."""
+    measured = wanted.load()
+    return measured if share is None else measured.of_heads(share)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
+from keepset.kernels.dispatch import uses_triton
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_by, add_received_in_pages
+from keepset.kernels.predictor import Networks, entry_scores_in_pages
 
 if TYPE_CHECKING:
     from keepset.paged.engine import Pages
@@ -154,6 +157,23 @@ class PagedEntries:
     def _all(self) -> tuple[Tensor, Tensor]:
         return self.pages.read(self._subpages)
 
+    def predicted(
+        self,
+        positions: Int[Tensor, "layers_rows kv_heads some"],
+        new: Bool[Tensor, "layers_rows kv_heads some"],
+        networks: Networks,
+        known: Scores | None,
+    ) -> Scores | None:
+        """Return the scores of the first entries, read where they lie; None where pages have to be copied for that.
+
+        Args:
+            positions, new, networks, known: as in `entry_scores_in_pages`.
+        """
+        pages = self.pages
+        if self._scales or not isinstance(pages, StridedPages) or not uses_triton(pages.device):
+            return None
+        return entry_scores_in_pages(pages.caches, pages.place, self._subpages, positions, new, networks, known)
+
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
         """Return keys and values of entries of some heads, as they are stored."""
         if isinstance(self.pages, StridedPages):
@@ -197,6 +217,11 @@ class PagedObservation(Observation):
 
     def values_of(self, heads: slice) -> Float[Tensor, "batch heads entries value_dim"]:
         return self._entries.values(heads)[:, :, : self.valid.shape[2]]
+
+    def _predicted_in_place(
+        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
+    ) -> Scores | None:
+        return self._entries.predicted(self.positions, new, networks, known)
 
     @property
     def dtype(self) -> torch.dtype:

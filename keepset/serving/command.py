@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from keepset import models
-from keepset.core import statistics, tables
+from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.hf.fingerprint import sample_of, stores_other_weights
@@ -189,7 +189,7 @@ def check_recipe(recipe: Recipe | None, folder: str) -> None:
         return
     needs = recipe.method.traits.needs
     samples = {each.file: sample_of(tables.load(each.file)) for each in needs.of(ModelTables)}
-    samples |= {each.file: sample_of(statistics.load(each.file)) for each in needs.of(ModelStatistics)}
+    samples |= {each.file: sample_of(each.load()) for each in needs.of(ModelStatistics)}
     for sentence in objections(recipe):
         raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
     for file, sampled in samples.items():

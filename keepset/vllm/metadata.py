@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from keepset.core.statistics import HeadShare
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.engine import Pages, StepAdapter
 from keepset.paged.eviction_schedule import group_leader
@@ -79,11 +80,13 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
         dtype = cast(torch.dtype, config.model_config.dtype)
         rotary = rotary_table(config.model_config.hf_text_config.model_type, impl.head_size, dtype)
     projections = [context.projections[name] for name in names] if context.projections else ()
-    count = stats.count if get_tensor_model_parallel_rank() == 0 else None  # of several ranks, one counts
+    rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    share = HeadShare(rank, ranks, config.model_config.get_total_num_kv_heads()) if ranks > 1 else None
+    count = stats.count if rank == 0 else None  # of several ranks, one counts
     pages = [partial(_pages, layer) for layer in layers]
     tape, saves = context.tape(names), save_limit_of(config) is not None
     ring = context.ring(names)
-    return LayerGroup(planner, pages, ring, impl.scale, rotary, projections, count, tape, saves)
+    return LayerGroup(planner, pages, ring, impl.scale, rotary, projections, count, tape, saves, share)
 
 
 def _pages(layer: Any) -> Pages:

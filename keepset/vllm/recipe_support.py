@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from keepset.core import statistics, tables
+from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.recipe import Recipe, check_schedule
 
@@ -27,6 +27,6 @@ def objections(recipe: Recipe) -> Iterator[str]:
         )
     # Raises where there is no file: the engine's processes know no other statistics and tables.
     for measured in traits.needs.of(ModelStatistics):
-        statistics.load(measured.file)
+        measured.load()
     for compiled in traits.needs.of(ModelTables):
         tables.load(compiled.file)

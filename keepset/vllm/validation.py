@@ -186,8 +186,8 @@ def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     """Each process compresses its own heads (tensor parallelism) of its own layers (pipeline parallelism)."""
     heads, stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
-    if heads > 1 and recipe.method.traits.needs.of(ModelStatistics):
-        yield "its statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
+    if heads > 1 and recipe.method.traits.counts_from_files and recipe.method.traits.needs.of(ModelStatistics):
+        yield "it compares all heads, of which with tensor parallelism a process holds a part; use one GPU."
     if heads * stages > 1 and recipe.method.traits.across_layers:
         yield "it compares all heads of all layers, of which each of several GPUs holds a part; use one GPU."
     if stages > 1 and contexts_of(config) is not None:

@@ -18,7 +18,8 @@ from tests.tiers import examples
 WHOLE_ENTRIES = {"composite", "dynamic", "kvcompose", "zigzag"}
 """Methods that divide a number of entries per head among layers."""
 
-FILES = {ModelStatistics(""): random_statistics(Shape((1,), HEADS, 2, 4, 3), LAYERS)}
+MEASURED = random_statistics(Shape((1,), HEADS, 2, 4, 3), LAYERS)
+FILES = {ModelStatistics(""): MEASURED, ModelStatistics("", predictors=True): MEASURED}
 
 
 def test_it_is_made_or_refused_in_one_sentence() -> None:

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from keepset import texts
 from keepset.core.statistics import load
@@ -44,6 +47,31 @@ def test_gates_can_be_left_out(run: Run) -> None:
     assert load("a").retrieval == {} and "gates" not in provenance(Path("a"))
     done = run("generate", "Hello", "--recipe", "duo_attention(stats='a', keep=100)")
     assert (done.code, done.out) == (2, "") and "'a' do not say which heads retrieve" in done.err
+
+
+@pytest.mark.usefixtures("text")
+def test_imports_what_others_have_published(run: Run, tiny_folder: Path) -> None:
+    """Gates are not trained if they are imported, and several files make one."""
+    Path("pattern").mkdir()
+    Path("pattern", "full_attention_heads.tsv").write_text("0.5\t0.25\n1.0\t0.0\n")
+    Path("pattern", "config.json").write_text('{"sink_size": 128, "recent_size": 256}')
+    config = AutoConfig.from_pretrained(tiny_folder)
+    weights = {"weight": torch.ones(config.num_key_value_heads, config.hidden_size), "bias": torch.zeros(2)}
+    save_file(
+        {f"layers.{layer}.{name}": each.clone() for layer in (0, 1) for name, each in weights.items()}, "a.safetensors"
+    )
+    words = ("--model", str(tiny_folder), "--import", "pattern", "--import", "a.safetensors", "--out", "stats", *SMALL)
+    done = run("calibrate", *words)
+    assert done.code == 0 and "pattern: the gates were trained with duo_attention(sinks=128, recent=256)" in done.err
+    assert "a.safetensors is of KVzap and gives: kvzap." in done.err
+    statistics, written = load("stats"), provenance(Path("stats"))
+    assert statistics.retrieval[1].tolist() == [1.0, 0.0] and "gates" not in written
+    assert [each["format"] for each in written["imported"]] == ["DuoAttention", "KVzap"]
+    recipe = "kvzap(stats='stats', threshold=-1.0, recent=4)"
+    done = run("generate", "Hello", "--model", str(tiny_folder), "--recipe", recipe, "--output-tokens", "4")
+    assert done.code == 0 and "kvzap" in done.err
+    done = run("calibrate", *words[:2], "--import", "text", "--out", "b", *SMALL)
+    assert (done.code, done.out) == (2, "") and "holds nothing that keepset can import" in done.err
 
 
 @pytest.mark.full

@@ -59,7 +59,7 @@ KINDS = [
         "keepset_statistics",
         foreign="is no file of keepset calibrate",
         damaged="is damaged: run keepset calibrate again",
-        version="has format 7 of statistics, and this keepset reads format 2",
+        version="has format 7 of statistics, and this keepset reads format 3",
         absent="There is no file 'absent' with statistics",
     ),
     Kind(
@@ -214,8 +214,8 @@ def test_what_is_no_such_file(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        *((STATISTICS, said) for said in ("", "{", "[]", "{}", '{"format": 2}')),
-        (STATISTICS, '{"format": 2, "model": {"layers": []}}'),
+        *((STATISTICS, said) for said in ("", "{", "[]", "{}", '{"format": 3}')),
+        (STATISTICS, '{"format": 3, "model": {"layers": []}}'),
         *((TABLES, said) for said in ("", "{", "[]", "{}", "[" * 9999, '{"format": 1}')),
         (TABLES, '{"format": 1, "layers": 3, "query_heads": 5}'),
     ],
@@ -231,6 +231,12 @@ def gates(*other: float, **options: Any) -> dict[str, Tensor]:
     return {"layers.1.retrieval": torch.zeros(2), "layers.4.retrieval": torch.tensor(other, **options)}
 
 
+def networks(**damage: Tensor) -> dict[str, Tensor]:
+    made = random_statistics(Shape((5,), 2, 3, 6, 4), (1, 4)).predictors
+    parts = {f"layers.{index}.{name}": part for index, each in made.items() for name, part in vars(each).items()}
+    return parts | {f"layers.4.{name}": part for name, part in damage.items()}
+
+
 NAN = torch.nan
 DAMAGES: list[tuple[Kind, dict[str, Tensor]]] = [
     (STATISTICS, {"layers.1.mean": torch.zeros(6, 5)}),
@@ -242,6 +248,11 @@ DAMAGES: list[tuple[Kind, dict[str, Tensor]]] = [
     (STATISTICS, {"layers.1.retrieval": torch.zeros(2)}),  # of one layer of two
     *((STATISTICS, gates(*other)) for other in ((0, 0, 0.0), (0.5, 1.5), (0.5, NAN))),
     (STATISTICS, gates(0, 0, dtype=torch.float64)),
+    (STATISTICS, {"layers.1.linear": torch.zeros(2, 10)}),  # of one layer of two, and without its hidden layer
+    *((STATISTICS, networks(**part)) for part in ({"linear": torch.zeros(2, 9)}, {"output_bias": torch.zeros(3)})),
+    (STATISTICS, networks(hidden=torch.full((2, 6, 10), NAN))),
+    (STATISTICS, networks(output=torch.zeros(2, 5))),
+    *((STATISTICS, networks(age=torch.zeros(shape))) for shape in ((3, 4), (2, 0), (2,))),
     (TABLES, {"weights": torch.ones(2, 3, 5)}),
     (TABLES, {"weights": torch.ones(1, 3, 4)}),
     (TABLES, {"weights": torch.ones(2, 3, 4, dtype=torch.float16)}),
@@ -261,7 +272,7 @@ DAMAGES: list[tuple[Kind, dict[str, Tensor]]] = [
 def test_damaged_tensors(kind: Kind, damage: dict[str, Tensor], tmp_path: Path) -> None:
     path = written(kind, tmp_path)
     tensors, metadata = contents(path)
-    assert damage.keys() <= tensors.keys() or "retrieval" in str(damage)
+    assert damage.keys() <= tensors.keys() or any(part in str(damage) for part in ("retrieval", "linear"))
     safetensors.torch.save_file({**tensors, **damage}, path, metadata)
     assert kind.damaged in refusal(kind, path)
 
@@ -279,15 +290,19 @@ def test_missing_tensors(kind: Kind, name: str, tmp_path: Path) -> None:
 
 def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
     made = random_statistics(Shape((5,), 2, 3, 6, 4), (1, 4))
-    for retrieval in ({}, made.retrieval):
-        statistics.save(Statistics(made.layers, MODEL, retrieval=retrieval), tmp_path / "file")
+    for retrieval, predictors in (({}, {}), (made.retrieval, {}), (made.retrieval, made.predictors)):
+        whole = Statistics(made.layers, MODEL, retrieval=retrieval, predictors=predictors)
+        statistics.save(whole, tmp_path / "file")
         read = statistics.load(str(tmp_path / "file"))
-        assert list(read.layers) == [1, 4] and read.provenance == {"format": 2, **MODEL}
+        assert list(read.layers) == [1, 4] and read.provenance == {"format": 3, **MODEL}
         said = {name: json.loads(text) for name, text in contents(tmp_path / "file")[1].items()}
-        assert said == {"keepset_statistics": {"format": 2, **MODEL}}
+        assert said == {"keepset_statistics": {"format": 3, **MODEL}}
         for index, layer in read.layers.items():
             check_read(vars(layer), vars(made.layers[index]))
         check_read(read.retrieval, retrieval)
+        assert read.predictors.keys() == predictors.keys()
+        for index, predictor in predictors.items():
+            check_read(vars(read.predictors[index]), vars(predictor))
     assert torch.equal(read.gates(), torch.stack([made.retrieval[index] for index in (1, 4)]))
 
 

@@ -27,6 +27,7 @@ from keepset.core.method import Allocator
 from keepset.core.statistics import offer, save
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
+from tests.methods.naive import random_modules, random_predictor
 
 torch.set_num_threads(1)
 
@@ -141,7 +142,16 @@ def statistics(name: str) -> Path:
     measured = measure(tiny(name), Corpus([prompt(1, 30, seed)[0] for seed in (5, 6)], "0", 0))
     draw = torch.Generator().manual_seed(0)
     gates = {index: torch.rand(len(layer.direction), generator=draw) for index, layer in measured.layers.items()}
-    save(replace(measured, retrieval=gates), path)
+    predictors = {
+        index: random_predictor(*layer.direction.shape[:1], 2 * layer.direction.shape[1], draw)
+        for index, layer in measured.layers.items()
+    }
+    hidden_size = tiny(name).config.get_text_config(decoder=True).hidden_size
+    modules = {
+        index: random_modules(len(layer.direction), hidden_size, draw) for index, layer in measured.layers.items()
+    }
+    hidden = {kind: {index: each[kind] for index, each in modules.items()} for kind in ("kvzap", "fast_kvzip")}
+    save(replace(measured, retrieval=gates, predictors=predictors, hidden=hidden), path)
     return path
 
 
@@ -312,7 +322,7 @@ def recipe(method: str, keep: int | float) -> str:
     }.get(method, "")
     if issubclass(keepset.METHODS[method], Allocator):
         parameters = "snapkv(window=4), " + parameters
-    always = "sinks=2, recent=4, " if method in ("ams", "duo_attention") else ""
+    always = "sinks=2, recent=4, " if method in ("ams", "duo_attention", "kvzap", "fast_kvzip") else ""
     return f"{method}({parameters}{always}keep={keep})"
 
 

@@ -63,6 +63,8 @@ AGAIN = {
     "later": "tova(keep=8, prefill=False, every=6)",
     "protected": "snapkv(window=4, keep=20, every=3, protect_prompt=True)",
     "regions": "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12, every=4)",
+    "remembered": "adakv(distilled, keep=14, every=4)",
+    "first compressed after it was loaded": "distilled(keep=14, prefill=False, every=10)",
 }
 
 

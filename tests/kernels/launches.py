@@ -26,12 +26,14 @@ from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
+from keepset.kernels.predictor import Networks, entry_scores, entry_scores_in_pages, turns_of
 from keepset.kernels.triton import (
     attention,
     columns,
     page_entries,
     paged,
     paged_window,
+    predictor,
     window,
 )
 from keepset.kernels.window import add_received
@@ -43,12 +45,14 @@ _MODULES: tuple[ModuleType, ...] = (
     page_entries,
     paged,
     paged_window,
+    predictor,
     window,
 )
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.bool: "*i1",
     torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -99,9 +103,21 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
         for sums_of in GroupReduction if store is not eight_bits else [GroupReduction.MEAN]:
             column = torch.zeros(*bias.shape, *sums_of.shape(group))
             add_received(column, queries[:, :, :8], store, kv_heads, last[:, :8], 1.5, sums_of)
+    many = keys.repeat(LAYERS, 1, -(-long // 64), 1)
+    places = torch.arange(many.shape[2]).expand(many.shape[:3])
+    for known in torch.zeros(many.shape[:3]), None:
+        entry_scores(many, many, places, places >= 40, networks_of(kv_heads, head_dim), known)
     attention_columns(queries[0], keys[0], names=("sum", "max", "square"), group="mean")
     entries = {"keys": keys, "values": keys, "positions": positions[:, None].expand(-1, kv_heads, -1)}
     pack_entries(entries, torch.zeros(48 * kv_heads, dtype=torch.int64), torch.full((1, kv_heads), 48))
+
+
+def networks_of(kv_heads: int, head_dim: int, width: int = 64) -> Networks:
+    """Networks of the layers, as wide as a fit makes them."""
+    shapes = [(2 * head_dim,), (width, 2 * head_dim), (width,), (width,), ()]
+    weights = [torch.zeros(LAYERS, kv_heads, *shape) for shape in shapes]
+    rotation = torch.zeros(LAYERS, head_dim)
+    return Networks(*weights, rotation.long(), turns_of(rotation), rotation)
 
 
 def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int) -> None:
@@ -125,6 +141,10 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
         add_received_in_pages(caches, range(LAYERS), recorded, entries, received)
     shift_step(table, lengths.int(), torch.arange(3).int(), lengths, lengths, SIZE, table, lengths.int())
     read_pages(caches, 0, torch.zeros(kv_heads, 3, dtype=torch.int64))
+    networks, subpages = networks_of(kv_heads, head_dim), torch.zeros(2 * LAYERS, kv_heads, long // SIZE)
+    positions = torch.arange(long // SIZE * SIZE).expand(2 * LAYERS, kv_heads, -1)
+    for known in torch.zeros(positions.shape), None:
+        entry_scores_in_pages(caches, 0, subpages.long(), positions, positions > 40, networks, known)
     slots = torch.arange(48)
     write_entries(caches, *take_entries(caches, slots), slots)
 

@@ -22,6 +22,7 @@ from keepset.core.features.attention import PromptQueryAttention, SecondPass
 from keepset.core.features.moments import QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics, OutputProjection
 from keepset.core.statistics import LayerStatistics
+from keepset.methods.distilled import Distilled
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.h2o import H2O
 from keepset.methods.keydiff import KeyDiff
@@ -420,6 +421,34 @@ def expected_attention(observation: Observation, method: ExpectedAttention, requ
         return attention
     norms = [norm(value) for value in rows_of(observation.values, observation, request, head)]
     return [(weight + method.epsilon) * size for weight, size in zip(attention, norms, strict=True)]
+
+
+@formula(Distilled(), Distilled(threshold=0.3), exact=dict(rtol=1e-4, atol=1e-6))
+def distilled(observation: Observation, method: Distilled, request: int, head: int) -> list[float]:
+    """The network of an entry's un-rotated key and value, number by number."""
+    statistics = observation[ModelStatistics("", predictors=True)]
+    measured, networks = statistics.layers[observation.layer], statistics.predictors[observation.layer]
+    linear, hidden, hidden_bias, output, output_bias, age = (part[head].tolist() for part in vars(networks).values())
+    length = int(observation.lengths[request])
+    keys, values = (rows_of(states, observation, request, head) for states in (observation.keys, observation.values))
+    scores = []
+    for key, value, position in zip(keys, values, positions_of(observation, request, head), strict=True):
+        plain = [0.0] * len(key)
+        for first, second, frequency in _planes(measured):
+            point = complex(key[first], 0.0 if second is None else key[second])
+            point *= cmath.exp(-1j * frequency * position) / float(measured.gain[first])
+            plain[first] = point.real
+            if second is not None:
+                plain[second] = point.imag
+        inputs = [*plain, *value]
+        place = min(math.log2(length - position), len(age) - 1)
+        knot = min(int(place), len(age) - 2)
+        score = output_bias + dot(linear, inputs) + age[knot] + (place - knot) * (age[knot + 1] - age[knot])
+        for weights, bias, weight in zip(hidden, hidden_bias, output, strict=True):
+            unit = dot(weights, inputs) + bias
+            score += weight * unit * (1 + math.erf(unit / math.sqrt(2))) / 2
+        scores.append(math.exp(score))
+    return scores
 
 
 # Frequencies are float32 numbers, multiplied by up to 65536, on either side.

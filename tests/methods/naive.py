@@ -15,9 +15,12 @@ from torch import Tensor
 from keepset import METHODS, Budget, Method, Observation
 from keepset.core.feature import Feature
 from keepset.core.features.attention import AttentionColumns, PromptQueryAttention, SecondPass, SecondPassColumns
+from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics, OutputProjection
+from keepset.core.hidden_predictor import HiddenGate, HiddenNetwork, HiddenPredictor
 from keepset.core.method import Allocator
+from keepset.core.predictor import Predictor
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.kernels.columns import ColumnStatistic
 
@@ -142,7 +145,35 @@ def random_statistics(shape: Shape, layers: tuple[int, ...], gain: float = 1.3) 
 
     statistics = {index: layer() for index in layers}
     gates = {index: torch.rand(shape.kv_heads, generator=draw) for index in layers}
-    return Statistics(statistics, retrieval=gates)
+    predictors = {index: random_predictor(shape.kv_heads, size + shape.value_dim, draw) for index in layers}
+    return Statistics(statistics, retrieval=gates, predictors=predictors)
+
+
+def random_predictor(kv_heads: int, inputs: int, draw: torch.Generator, width: int = 6) -> Predictor:
+    """Networks with random weights, whose outputs are a few units apart."""
+    shapes = [(inputs,), (width, inputs), (width,), (width,), (), (4,)]  # ages up to 8
+    return Predictor(*(torch.randn(kv_heads, *shape, generator=draw) * 0.4 for shape in shapes))
+
+
+def random_modules(kv_heads: int, inputs: int, draw: torch.Generator, group: int = 2) -> dict[str, HiddenPredictor]:
+    """Modules on hidden states with random weights, one of each kind: an MLP of KVzap and a gate of Fast KVzip."""
+    width, dim, bases = 5, 3, 4
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=draw) * 0.5
+
+    queries, keys = kv_heads * group * dim, kv_heads * dim
+    network = HiddenNetwork(normal(kv_heads, width), normal(kv_heads), normal(width, inputs), normal(width))
+    gate = HiddenGate(
+        query_weight=normal(queries, inputs),
+        query_bias=normal(queries),
+        key_weight=normal(keys, inputs),
+        query_norm=1 + normal(dim),
+        key_norm=1 + normal(dim),
+        base=normal(kv_heads, bases, dim),
+        offset=normal(kv_heads, group),
+    )
+    return {"kvzap": network, "fast_kvzip": gate}
 
 
 def observe(
@@ -197,7 +228,9 @@ def observe(
         OutputProjection(): projection.to(dtype),
         **dict.fromkeys(of_methods(SecondPass), of_a_second_pass(columns)),
         **dict.fromkeys(of_methods(PromptQueryAttention), (columns / (1 + columns)).square()),
+        **dict.fromkeys(of_methods(HiddenScores), columns[:, : shape.kv_heads].log()),
         ModelStatistics(""): measured,
+        ModelStatistics("", predictors=True): measured,
     }
     options = dict(
         keys=keys,
@@ -276,7 +309,7 @@ def features_of(observation: Observation, requests: list[int], entries: slice = 
         if isinstance(value, SecondPassColumns):
             columns = {name: column[requests][..., entries] for name, column in value.statistics.items()}
             return SecondPassColumns(columns, value.tokens[requests])
-        of_entries = isinstance(feature, AttentionColumns | PromptQueryAttention)
+        of_entries = isinstance(feature, AttentionColumns | PromptQueryAttention | HiddenScores)
         return value[requests][..., entries] if of_entries else value
 
     return {feature: part(feature, value) for feature, value in observation.features.items()}

@@ -11,8 +11,9 @@ from keepset.core.method import Allocator
 from tests.methods.formulas import FORMULAS, naive_scores, observed
 from tests.methods.naive import DTYPES, SHAPES, Shape, check_scores
 
-BY_THEMSELVES = {"random", "gvote", "duo_attention", "compilerkv"}
-"""Scorers whose tests write out more than scores: chance, votes, quotas, and a choice for all layers together."""
+BY_THEMSELVES = {"random", "gvote", "duo_attention", "compilerkv", "kvzap", "fast_kvzip"}
+"""Scorers whose tests write out more than scores, or other things: chance, votes, quotas, a choice for all layers
+together, and modules on hidden states (`tests/core/test_hidden_predictor.py`)."""
 
 every_scorer = pytest.mark.parametrize(
     "method", [pytest.param(method, id=str(method)) for each in FORMULAS.values() for method in each.methods]

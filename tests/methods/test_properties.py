@@ -278,7 +278,8 @@ def test_layers_that_are_shown_as_one_batch_keep_what_they_keep_one_by_one(
             starts = mine.cu_seqlens[:: own.counts.shape[1] * batch]
             assert torch.equal(mine.packed_positions[starts[place] : starts[place + 1]], own.packed_positions)
             assert mine.state.keys() == own.state.keys()
-            assert all(torch.equal(mine.state[name][rows], column) for name, column in own.state.items())
+            for column, numbers in own.state.items():  # a product's sums may be added up in another order
+                torch.testing.assert_close(mine.state[column][rows], numbers, rtol=1e-5, atol=0)
 
 
 @every_method

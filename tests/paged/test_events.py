@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from keepset.core.statistics import save
+from keepset.kernels.predictor import entry_scores
 from keepset.paged import event_execution
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.layer_group import LayerGroup
@@ -16,6 +20,7 @@ from keepset.paged.pages import EightBits
 from keepset.paged.query_records import QueryAddition
 from keepset.paged.request_table import FreedBlocks
 from keepset.paged.step import StepPlan
+from tests.methods.naive import Shape, random_statistics
 from tests.paged.engine import Engine, Request
 from tests.paged.layers import Allocated, batch_of, layer_group
 
@@ -190,6 +195,31 @@ def test_a_prompt_of_131072_tokens(recipe: str) -> None:
 
 
 # --- what is added up before an event
+
+
+def test_scores_that_are_remembered_are_those_that_would_be_made_again(tmp_path: Path) -> None:
+    """After four events of a request, of each entry that was scored, at the position that it came from."""
+    indices, path = tuple(range(3)), tmp_path / "stats"
+    measured = random_statistics(Shape((1,), 2, 1, 8, 8), indices)
+    save(replace(measured, provenance={"model": {"layers": list(indices)}}), path)
+    caches = list(torch.randn(3, 30, 2, 4, 16, generator=torch.Generator().manual_seed(3)))
+    group = layer_group(f"adakv(distilled(stats='{path}'), recent=2, keep=10, every=3)", caches, 1)
+    queue = EventQueue(FreedBlocks())
+    for before, after in ((0, 18), (18, 21), (21, 24), (24, 27), (27, 28)):
+        queue.plan(group, batch_of([(18, before, after)], 30, 4))
+    queue.run()
+    counts = []
+    for index, left in group.export_request(list(range(30)), 28).items():
+        starts = [0, *left["counts"].cumsum(0).tolist()]
+        networks = measured.networks(caches[0].device).of_layers(slice(index, index + 1))
+        for head, (first, end) in enumerate(pairwise(starts)):
+            own = {name: left[name][None, None, first:end] for name in ("keys", "values", "positions", "worth")}
+            worth = own.pop("worth")
+            again = entry_scores(**own, new=worth != 0, networks=networks.of_heads(slice(head, head + 1)))
+            torch.testing.assert_close(worth, again, rtol=1e-5, atol=0)
+            assert 8 <= int((worth != 0).sum()) < end - first  # all but the token after the event
+            counts.append(end - first)
+    assert sum(counts) == 6 * 11 and len(set(counts)) > 1
 
 
 def additions(plan: StepPlan) -> list[QueryAddition]:

@@ -272,7 +272,7 @@ BY_LAYER = [
     *("random(keep=10)", "adakv(random, keep=10)", "qfilter(stats, keep=10)"),
     *("triattention(stats, horizon=8, keep=10)", "expected_attention(stats, future=4, keep=10)"),
     *("duo_attention(stats, keep=0.6, sinks=1, recent=2)", "gvote(samples=3, future=4)"),
-    "compilerkv(tables, window=5, elastic=False, keep=10)",
+    *("compilerkv(tables, window=5, elastic=False, keep=10)", "adakv(distilled(stats), recent=2, keep=10)"),
 ]
 """Methods that depend on the layer."""
 
@@ -304,6 +304,32 @@ def test_what_depends_on_the_layer_launches_the_same(
             counted.append((gpu.launches.total(), gpu.waits.total(), len(plan.events)))
     few, more = counted
     assert few == more and few[1] == few[2] and 0 < few[0] < 500, gpu.launches
+
+
+@pytest.mark.parametrize(
+    "recipe", ["distilled(stats, recent=2, keep=10, every=7)", "adakv(distilled(stats), recent=2, keep=10, every=7)"]
+)
+def test_new_entries_are_scored_in_one_launch(
+    recipe: str, files: Callable[[str, int], str], triton_interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all layers, at the first event and at a later one; what stays, and what is remembered, is the CPU's."""
+    text, right = files(recipe, 3), random_caches(3)
+    there = right.clone()
+    group, queue = group_of(text, right, plain)
+    for step in (FIRST, AGAIN):
+        queue.plan(group, batch_of(step, posing=False))
+    queue.run()
+    with Gpu(monkeypatch) as gpu:
+        statistics._read.cache_clear()  # which know what lies on the device already
+        posing, queue = group_of(text, there, Posing)
+        for step in (FIRST, AGAIN):
+            plan = queue.plan(posing, batch_of(step, posing=True))
+            gpu.reset()
+            queue.run()
+            assert gpu.launches["_entry_scores"] == len(plan.events) == gpu.waits.total()
+            assert "_read_pages" not in gpu.launches
+    assert torch.equal(right, there)
+    torch.testing.assert_close(held(posing.columns["worth"]), group.columns["worth"], rtol=1e-4, atol=0)
 
 
 def decoded(recipe: str, caches: Tensor, gpu: Gpu | None) -> tuple[LayerGroup, list[tuple[int, int, bool]]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -11,7 +13,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import keepset
 from keepset import Recipe
+from keepset.core.statistics import save
+from tests.methods.naive import Shape, random_statistics
 from tests.paged.reference import newest_event
+from tests.vllm.conftest import TINY
 from tests.vllm.engine import Ask, Result, Scenario, layers_of, raw
 from tests.vllm.oracle import Oracle
 
@@ -43,6 +48,15 @@ def result(answers: dict[Any, Any], key: object) -> Result:
     answer = answers[key]
     assert isinstance(answer, dict), answer
     return Result(**answer)
+
+
+def networks_file(folder: Path, layers: int) -> Path:
+    """Write a file of random statistics and networks for a model of so many layers with the tiny model's heads."""
+    indices = tuple(range(layers))
+    measured = random_statistics(Shape((1,), TINY.num_key_value_heads, 2, TINY.head_dim, TINY.head_dim), indices)
+    path = folder / "networks.safetensors"
+    save(replace(measured, provenance={"model": {"name": "tiny", "layers": list(indices)}}), path)
+    return path
 
 
 def run_in(env: dict[str, str], *scenarios: Scenario) -> list[Result]:

@@ -19,7 +19,9 @@ from transformers.models.llama.modeling_llama import rotate_half
 from keepset import Observation, Recipe
 from keepset.core.features.attention import AttentionColumns, PromptQueryAttention
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments, QueryDistribution, QueryMoments
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.features.window import WindowAttention
+from keepset.core.statistics import load
 from tests.paged.reference import blocks_gone, is_executed, newest_event
 
 NAME = "one_head_at_a_time"
@@ -219,6 +221,7 @@ class Oracle:
             of: self._moments(layer, of.skip, min(of.buffer, recipe.schedule.every or at), at, prompt)
             for of in needs.of(QueryMoments)
         }
+        features |= {of: load(of.file) for of in needs.of(ModelStatistics)}
         for columns in needs.of(AttentionColumns):
             attention = self._columns(layer, at)
             statistic = attention.sum(1) if columns.statistic == "sum" else attention.amax(1)

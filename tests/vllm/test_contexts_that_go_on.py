@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from tests.vllm.compared import answers_of, check_oracle, result
+from tests.vllm.compared import answers_of, check_oracle, networks_file, result
 from tests.vllm.contexts import ask, going_on, question, serving, write
 from tests.vllm.engine import Ask, Scenario
 from tests.vllm.oracle import Oracle
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 RECIPES = {
     "equal": "snapkv(window=8, keep=40, every=16)",
     "segments": "ams(tova, window=16, keep=48, every=16)",
-    "no queries": "keydiff(keep=50, every=7)",  # and no ties, as knorm has where words repeat
+    "no queries": "distilled(stats='FILE', keep=50, every=7)",  # and no ties, as knorm has where words repeat
     "turmoil": "adakv(snapkv(window=8), keep=48, every=12)",
 }
 FILES = {"long": (230, ""), "short": (70, ""), "wide": (200, "keep=64"), "still": (150, "still")}
@@ -35,16 +35,23 @@ PLAIN = Ask(question(6, 150), 50)
 TURMOIL = [*ASKS, ask("long", 7, 30, 60, add=4, abort=25), ask("wide", 8, 30, 60, add=9, abort=11)]
 
 
+def recipe_of(name: str, folder: Path) -> str:
+    return RECIPES[name].replace("FILE", str(folder.parent / "networks.safetensors"))
+
+
 def scenario(tiny: Path, folder: Path, name: str) -> Scenario:
     some, preempt = (TURMOIL, (13, 40)) if name == "turmoil" else ([PLAIN, *ASKS], ())
-    return serving(tiny, folder, some, RECIPES[name], save=10**7, preempt=preempt, read_at_once=True)
+    return serving(tiny, folder, some, recipe_of(name, folder), save=10**7, preempt=preempt, read_at_once=True)
 
 
 @pytest.fixture(scope="module")
 def folders(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folders = {}
-    for name, recipe in RECIPES.items():
-        folders[name] = tmp_path_factory.mktemp("goes on")
+    folders, whole = {}, tmp_path_factory.mktemp("goes on")
+    networks_file(whole, tiny_model.config.num_hidden_layers)
+    for name in RECIPES:
+        folders[name] = whole / name
+        folders[name].mkdir()
+        recipe = recipe_of(name, folders[name])
         keep = recipe[recipe.index("keep=") : recipe.index(", every")]
         for file, (tokens, other) in FILES.items():
             text = "snapkv(window=8, keep=33)" if other == "still" else recipe.replace(keep, other or keep)
@@ -75,4 +82,4 @@ def test_questions_are_compressed_as_their_files_say(
         assert min(engine.preemptions[:4]) == 2
         engine.check_nothing_left()
     else:
-        check_oracle(tiny_oracle, RECIPES[name], [PLAIN], engine)
+        check_oracle(tiny_oracle, recipe_of(name, folders[name]), [PLAIN], engine)

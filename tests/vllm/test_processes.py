@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keepset import Recipe
-from tests.vllm.compared import IDS, NO_BINDING, asks, run_in
+from tests.vllm.compared import IDS, NO_BINDING, asks, networks_file, run_in
 from tests.vllm.conftest import TINY
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle
@@ -47,18 +47,19 @@ def check(oracle: Oracle, recipe: str, some: list[Ask], engine: Result) -> int:
     return count
 
 
-def test_parts_in_other_processes(tiny: Path, tiny_oracle: Oracle) -> None:
+def test_parts_in_other_processes(tiny: Path, tiny_oracle: Oracle, tmp_path: Path) -> None:
     """A scheduler and a worker in others, and ranks that share the heads, of which one counts."""
-    ranks = engine(tiny, tensor_parallel_size=2)
+    ranks, file = engine(tiny, tensor_parallel_size=2), networks_file(tmp_path, TINY.num_hidden_layers)
+    shared_by = (FROM_DATA, "gvote", f"distilled(stats='{file}', keep=40, every=16)")
     apart, *shared = run_in(
         NO_BINDING,
         Scenario(FROM_DATA, ASKS, engine=engine(tiny), own_process=True),
-        *(Scenario(recipe, ASKS, engine=ranks) for recipe in (FROM_DATA, "gvote")),
+        *(Scenario(recipe, ASKS, engine=ranks) for recipe in shared_by),
     )
     assert not apart.log  # nobody watched
     check(tiny_oracle, FROM_DATA, ASKS, apart)
     assert apart.stats["events"] > 0 and apart.stats["blocks_freed"] > 0
-    for recipe, each in zip((FROM_DATA, "gvote"), shared, strict=True):
+    for recipe, each in zip(shared_by, shared, strict=True):
         assert each.stats["events"] == check(tiny_oracle, recipe, ASKS, each)
 
 

@@ -136,6 +136,11 @@ REFUSED = [
     ("gvote", SERVED | {"model_config__enforce_eager": False}, "compiled code does not show the hidden states"),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__tensor_parallel_size": 2}, "it compares all heads of all"),
     ("pool(snapkv, keep=96)", SERVED | {"parallel_config__pipeline_parallel_size": 2}, "it compares all heads of all"),
+    (
+        "kvzap(keep=256)",
+        {},
+        "kvzap scores entries by their hidden states as they are written, which vLLM does not show",
+    ),
     ("int8(snapkv, keep=96)", {}, "int8 stores entries in 8 bits, which vLLM's pages do not: leave int8(...) around"),
     ("compilerkv(keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
 ]
@@ -221,13 +226,14 @@ def test_what_compiled_tables_can_do(tmp_path: Path) -> None:
 
 
 def test_statistics_must_be_there_and_whole(tmp_path: Path) -> None:
-    """Of heads that other processes hold there are none."""
+    """A process takes those of its own heads; methods that compare all heads need all."""
     assert "run `keepset calibrate --model MODEL" in refused("adakv(qfilter, keep=96)")
     assert "There is no file 'absent'" in refused("triattention(stats='absent', keep=96)")
     layers = random_statistics(Shape((5,), 2, 3, 6, 4), (0, 1)).layers
     save_statistics(Statistics(layers, {"model": {"name": "some", "layers": [0, 1]}, "seed": 3}), tmp_path / "stats")
-    text = f"qfilter(stats={str(tmp_path / 'stats')!r}, keep=96)"
-    assert "its statistics are of all heads" in refused(text, parallel_config__tensor_parallel_size=2)
+    named, two = f"stats={str(tmp_path / 'stats')!r}", {"parallel_config__tensor_parallel_size": 2}
+    validation.check(config(**two), Recipe.parse(f"qfilter({named}, keep=96)"))
+    assert "it compares all heads" in refused(f"duo_attention({named}, keep=0.5)", **SERVED | two)
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from keepset import Recipe
-from tests.vllm.compared import IDS, answers_of, result
+from tests.vllm.compared import IDS, answers_of, networks_file, result
 from tests.vllm.conftest import DEEP, TINY
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_own_budgets import OWN, own_recipe
 from tests.vllm.test_own_budgets import asks as own_asks
-from tests.vllm.test_tiny import FROM_DATA, LAYERS_DIFFER, RAGGED
+from tests.vllm.test_tiny import FROM_DATA, LAYERS_DIFFER, NETWORKS, RAGGED
 
 pytestmark = pytest.mark.full
 settings = Late("keepset.vllm.settings")
 
-RECIPES = [RAGGED, FROM_DATA, "gvote"]
+RECIPES = [RAGGED, FROM_DATA, "gvote", NETWORKS]
 """Of seven layers of which the data say how much each keeps, the first two share a block table, and are in two
 stages."""
 SPLIT = "1,6"
@@ -40,11 +40,18 @@ def engine(model: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def engines(deep: Path) -> dict[str, Any]:
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return networks_file(tmp_path_factory.mktemp("statistics"), DEEP)
+
+
+@pytest.fixture(scope="module")
+def engines(deep: Path, file: Path) -> dict[str, Any]:
     # Blocks that hold about as much, whatever a block holds.
-    blocks = {recipe: 40 if recipe == RAGGED else 40 * DEEP for recipe in RECIPES}
+    blocks = {recipe: 40 if recipe in (RAGGED, NETWORKS) else 40 * DEEP for recipe in RECIPES}
     scenarios = {
-        recipe: Scenario(recipe, asks(), engine=engine(deep, num_gpu_blocks_override=blocks[recipe]))
+        recipe: Scenario(
+            recipe.replace("FILE", str(file)), asks(), engine=engine(deep, num_gpu_blocks_override=blocks[recipe])
+        )
         for recipe in RECIPES
     }
     return answers_of(scenarios, env={"VLLM_PP_LAYER_PARTITION": SPLIT})
@@ -66,8 +73,10 @@ def check(served: Result, some: list[Ask], recipe: str, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_tokens_and_freed_pages_are_the_reference(recipe: str, engines: dict[str, Any], deep_oracle: Oracle) -> None:
-    check(result(engines, recipe), asks(), recipe, deep_oracle)
+def test_tokens_and_freed_pages_are_the_reference(
+    recipe: str, engines: dict[str, Any], file: Path, deep_oracle: Oracle
+) -> None:
+    check(result(engines, recipe), asks(), recipe.replace("FILE", str(file)), deep_oracle)
 
 
 def test_steps_overlap(engines: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from keepset import texts
 from keepset.core.statistics import save
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
+from tests.methods.naive import random_predictor
 from tests.vllm.compared import CHUNKED, IDS, Embedded, answers_of, check_oracle, check_transformers, full, result
 from tests.vllm.engine import BLOCK, Ask, Result, Scenario, raw, run
 from tests.vllm.oracle import Oracle
@@ -30,10 +31,11 @@ FROM_DATA = "mass(share=0.8, every=16)"
 MOMENTS = "expected_attention(keep=40, buffer=40, every=20)"
 ACROSS = "pool(snapkv(window=8), keep=48, every=16)"
 ONCE, WHOLE_PROMPTS = "snapkv(window=8, keep=40)", "h2o(keep=0.3)"
+NETWORKS = "adakv(distilled(stats='FILE'), keep=40, every=12)"
 SEGMENTS = "ams(tova, window=16, keep=48, every=16)"
 REMEMBERING = "loud(keep=40, every=12)"
 RECIPES = [
-    *(EQUAL, RAGGED, LAYERS_DIFFER, FROM_DATA, ACROSS, SEGMENTS, WHOLE_PROMPTS, REMEMBERING, "gvote"),
+    *(EQUAL, RAGGED, LAYERS_DIFFER, FROM_DATA, ACROSS, SEGMENTS, WHOLE_PROMPTS, REMEMBERING, NETWORKS, "gvote"),
     "compilerkv(window=8, threshold='mean', keep=60)",
     "expected_attention(keep=40, buffer=24, every=16)",  # of so few queries moments would weigh more than they
 ]
@@ -47,8 +49,10 @@ MORE = [
     "triattention(stats='FILE', keep=40, every=12)",
     "adakv(qfilter(stats='FILE'), keep=0.3, recent=8)",
     "expected_attention(stats='FILE', keep=40, every=12)",
+    "distilled(stats='FILE', threshold=1.5, keep=70, every=16)",
+    "pool(distilled(stats='FILE'), keep=0.25)",
 ]
-"""`FILE` holds statistics of the model."""
+"""`FILE` holds statistics of the model, with random networks."""
 FITTED = [
     "match(adakv(snapkv(window=8)), window=8, keep=40, every=12)",
     "match(snapkv(window=8), biases=False, keep=40)",
@@ -106,11 +110,13 @@ MORE_LIFE = {
     "turmoil of moments": turmoil(MOMENTS),
     "turmoil of segments": turmoil(SEGMENTS),
     "turmoil of what is remembered": turmoil(REMEMBERING),
+    "turmoil of networks": turmoil(NETWORKS),
     "turmoil of whole prompts": turmoil(WHOLE_PROMPTS, enable_prefix_caching=True),
     "turmoil across layers": turmoil(ACROSS),
     "growing": Scenario("adakv(snapkv(window=8), keep=60, every=16)", GROWING, engine=few_blocks(12)),
     "urgent": Scenario(ONCE, URGENT, engine=few_blocks(12, scheduling_policy="priority")),
     "sharing of ragged heads": Scenario(RAGGED, SHARING, engine=SHARED),
+    "sharing of networks": Scenario("distilled(stats='FILE', keep=40, every=16)", SHARING, engine=SHARED),
     "sharing until it decodes": Scenario("snapkv(window=8, keep=40, every=16, prefill=False)", SHARING, engine=SHARED),
     "together": Scenario(ONCE, TOGETHER, engine=SHARED | {"max_num_batched_tokens": 512}),
 }
@@ -131,7 +137,10 @@ GROUPS = [
 @pytest.fixture(scope="module")
 def file(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("statistics") / "stats.safetensors"
-    save(measure(tiny_model, Corpus(list(torch.tensor(IDS[1024:2048]).view(4, 256)), "0", 0)), path)
+    measured = measure(tiny_model, Corpus(list(torch.tensor(IDS[1024:2048]).view(4, 256)), "0", 0))
+    draw = torch.Generator().manual_seed(0)
+    networks = {index: random_predictor(2, 64, draw) for index in measured.layers}
+    save(replace(measured, predictors=networks), path)
     return path
 
 
@@ -165,8 +174,7 @@ def test_it_is_the_reference(
     assert all(engine.events) and engine.stats["entries_dropped"] > 0
     assert max(tokens for log in engine.log for _, _, tokens in log) < max(LENGTHS)  # in chunks
     recipe = recipe.replace("FILE", str(file))
-    if str(file) not in recipe:  # of statistics the reference knows nothing
-        check_oracle(tiny_oracle, recipe, UNDISTURBED, engine)
+    check_oracle(tiny_oracle, recipe, UNDISTURBED, engine)
     check_transformers(tiny_model, recipe, UNDISTURBED, engine)
 
 
@@ -208,9 +216,10 @@ def test_without_the_plug_in_and_where_everything_may_stay_nothing_is_other(tiny
 
 
 @pytest.mark.parametrize("name", [*LIFE, *full(MORE_LIFE)])
-def test_whatever_happens_it_is_the_reference(name: str, engine_of: EngineOf, tiny_oracle: Oracle) -> None:
+def test_whatever_happens_it_is_the_reference(name: str, engine_of: EngineOf, file: Path, tiny_oracle: Oracle) -> None:
     engine, scenario = engine_of(name), (LIFE | MORE_LIFE)[name]
-    check_oracle(tiny_oracle, scenario.recipe, list(scenario.requests), engine)
+    assert scenario.recipe is not None
+    check_oracle(tiny_oracle, scenario.recipe.replace("FILE", str(file)), list(scenario.requests), engine)
     if name.startswith("turmoil"):
         assert engine.preemptions[:3] == [2, 2, 2] and engine.preemptions[5] == 1
         assert engine.tokens[3] and len(engine.tokens[3]) < TURMOIL[3].max_tokens

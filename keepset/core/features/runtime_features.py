@@ -9,12 +9,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from keepset.core import statistics
 from keepset.core.feature import Feature
 from keepset.core.observation import Observation
 from keepset.core.sizes import Sizes
 from keepset.core.statistics import RowStatistics, Statistics
 from keepset.core.tables import Tables
+from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import CACHE_BLOCK, block_size, upload
+from keepset.kernels.predictor import Networks
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,39 @@ class ModelStatistics(Feature[Statistics]):
 
     Attributes:
         file: the file that holds them; "" for the statistics that are offered for the model.
+        predictors: whether the networks of `distilled` are asked for.
+        covariances: whether covariances are looked at, which take room: paged runtimes then show fewer layers at once.
+        modules: the kind of modules on hidden states that are asked for, as in `Statistics.hidden`; "" for none.
     """
 
     label = "statistics of the model"
 
     file: str
+    predictors: bool = False
+    modules: str = ""
+    covariances: bool = field(default=False, compare=False)
+
+    def load(self, model: str = "") -> Statistics:
+        """Return the statistics in the file, or those that are offered for a model.
+
+        Args:
+            model: the model's name.
+
+        Raises:
+            KeepsetError: if there are none, or they lack what is asked for.
+        """
+        measured = statistics.load(self.file, model)
+        if self.predictors and not measured.predictors:
+            raise KeepsetError(
+                f"The statistics {measured.name!r} hold no networks for distilled: make them again with keepset "
+                "calibrate --teacher reread."
+            )
+        if self.modules and self.modules not in measured.hidden:
+            raise KeepsetError(
+                f"The statistics {measured.name!r} hold no modules of {self.modules}: make them again with keepset "
+                "calibrate --import and what its authors have published for this model."
+            )
+        return measured
 
     def repeat_per_request(self, observation: Observation) -> RowStatistics:
         """Return the statistics of each row's layer, on the keys' device.
@@ -127,6 +158,18 @@ class ModelStatistics(Feature[Statistics]):
         measured, device = self.checked(observation), observation.valid.device
         observed = slice(observation.first, observation.first + len(observation.layer_ids))
         return RowStatistics(lambda name: observation.repeat_per_request(measured.on(device, name)[observed]))
+
+    def networks(self, observation: Observation) -> Networks:
+        """Return the networks that score entries in the observed layers, on the keys' device.
+
+        Args:
+            observation: one or several layers.
+
+        Raises:
+            KeepsetError: if nobody gave the statistics, they are of another model, or no networks were fitted.
+        """
+        networks = self.checked(observation).networks(observation.valid.device)
+        return networks.of_layers(slice(observation.first, observation.first + len(observation.layer_ids)))
 
     def checked(self, observation: Observation) -> Statistics:
         """Return the statistics.

@@ -1,0 +1,91 @@
+"""`Predictor`: a layer's small networks, which tell an entry's score from the entry's own key and value."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from keepset.kernels.predictor import log_scores
+
+
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """A network with one hidden layer for each KV head of a layer.
+
+    With x an entry's key before rotation followed by its value, the network gives the logarithm of the entry's score,
+    `linear . x + output . gelu(hidden x + hidden_bias) + output_bias`. The weights contain the scales of the inputs.
+
+    Most heads look less at what is far from the end of the text, whatever it holds. So what an entry's distance from
+    the end is worth is added: `age` has it for the distances 1, 2, 4, ..., and between them it is interpolated linearly
+    in the logarithm of the distance. Beyond the last of them it stays as it is.
+
+    Attributes:
+        linear: the weights from the inputs to the output.
+        hidden: the weights of the hidden layer.
+        hidden_bias: the biases of the hidden layer.
+        output: the weights of the output.
+        output_bias: the bias of the output.
+        age: what the distances 1, 2, 4, ... from the end of the text add.
+    """
+
+    linear: Float[Tensor, "*rows kv_heads inputs"]
+    hidden: Float[Tensor, "*rows kv_heads width inputs"]
+    hidden_bias: Float[Tensor, "*rows kv_heads width"]
+    output: Float[Tensor, "*rows kv_heads width"]
+    output_bias: Float[Tensor, "*rows kv_heads"]
+    age: Float[Tensor, "*rows kv_heads knots"]
+
+    def of_heads(self, heads: slice) -> Predictor:
+        """Return the networks of some KV heads."""
+        return Predictor(
+            self.linear[..., heads, :],
+            self.hidden[..., heads, :, :],
+            self.hidden_bias[..., heads, :],
+            self.output[..., heads, :],
+            self.output_bias[..., heads],
+            self.age[..., heads, :],
+        )
+
+    def log_scores(
+        self, heads: slice, inputs: Float[Tensor, "*rows heads entries inputs"]
+    ) -> Float[Tensor, "*rows heads entries"]:
+        """Return the logarithm of each entry's score, without what its age adds.
+
+        Args:
+            heads: the KV heads that the inputs are of.
+            inputs: each entry's key before rotation, followed by its value.
+        """
+        own = self.of_heads(heads)
+        return log_scores(inputs, own.linear, own.hidden, own.hidden_bias, own.output, own.output_bias)
+
+
+def interpolated(
+    age: Float[Tensor, "*rows kv_heads knots"], distances: Int[Tensor, "*rows #kv_heads entries"]
+) -> Float[Tensor, "*rows kv_heads entries"]:
+    """Return what some distances from the end of the text add; see `Predictor.age`.
+
+    Args:
+        age: the numbers at the knots.
+        distances: of entries from the end of the text; 1 for the newest token.
+    """
+    last = age.shape[-1] - 1
+    places = distances.clamp(min=1).float().log2().clamp(max=last).expand(*age.shape[:-1], -1)
+    low = places.long()
+    return age.gather(-1, low).lerp(age.gather(-1, (low + 1).clamp(max=last)), places - low)
+
+
+def knot_weights(distances: Int[Tensor, " entries"], knots: int) -> Float[Tensor, "entries knots"]:
+    """Return the weights of the knots at some distances: `interpolated` is linear in its numbers.
+
+    Args:
+        distances: of entries from the end of the text.
+        knots: how many knots there are.
+    """
+    return interpolated(torch.eye(knots, device=distances.device), distances[None]).T
+
+
+PREDICTOR_FIELDS = tuple(field.name for field in dataclasses.fields(Predictor))

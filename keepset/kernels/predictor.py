@@ -1,0 +1,202 @@
+"""Scores of entries by small networks that read an entry's key before rotation and its value, a network per KV head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size, launched_on, uses_triton
+from keepset.kernels.page_entries import addresses_of
+
+SMALLEST = 1e-30
+"""The least score of an entry that was scored; an entry that was not has 0."""
+TURN = 2.0**64
+"""Parts of a full turn: 64-bit integers count them, and wrap as angles do."""
+
+
+class Networks(NamedTuple):
+    """The networks of some layers, with the layers' rotation of keys.
+
+    With x an entry's key before rotation followed by its value, the logarithm of its score is
+    `linear . x + output . gelu(hidden x + hidden_bias) + output_bias`. All tensors are contiguous in each layer.
+
+    Attributes:
+        linear, hidden, hidden_bias, output, output_bias: the weights.
+        partner: the number that each number of a key rotates with; its own for a number that is not rotated.
+        turns: the angle per position of each number's rotation, in parts of a turn (`turns_of`).
+        gain: the factor of each number's rotation.
+    """
+
+    linear: Float[Tensor, "layers kv_heads inputs"]
+    hidden: Float[Tensor, "layers kv_heads width inputs"]
+    hidden_bias: Float[Tensor, "layers kv_heads width"]
+    output: Float[Tensor, "layers kv_heads width"]
+    output_bias: Float[Tensor, "layers kv_heads"]
+    partner: Int[Tensor, "layers head_dim"]
+    turns: Int[Tensor, "layers head_dim"]
+    gain: Float[Tensor, "layers head_dim"]
+
+    def of_layers(self, layers: slice) -> Networks:
+        """Return the networks of some of these layers."""
+        return Networks(*(part[layers] for part in self))
+
+    def of_heads(self, heads: slice) -> Networks:
+        """Return the networks of some KV heads."""
+        return self._replace(**{name: getattr(self, name)[:, heads] for name in _WEIGHTS})
+
+
+_WEIGHTS = ("linear", "hidden", "hidden_bias", "output", "output_bias")
+
+
+def turns_of(frequency: Float[Tensor, "*layers head_dim"]) -> Int[Tensor, "*layers head_dim"]:
+    """Return angles in parts of a full turn, as signed 64-bit integers.
+
+    Multiplied by a position, they wrap where the angle does. So the angle at every position is exact to `position`
+    times the rounding of a float64, and no device has to compute in float64.
+
+    Args:
+        frequency: angles in radians.
+    """
+    turns = frequency.double() / (2 * torch.pi)
+    return ((turns - turns.round()) * TURN).clamp(-(2.0**63), 2.0**63 - 1024).long()
+
+
+def entry_scores(
+    keys: Float[Tensor, "layers_rows kv_heads entries head_dim"],
+    values: Float[Tensor, "layers_rows kv_heads entries value_dim"],
+    positions: Int[Tensor, "layers_rows kv_heads entries"],
+    new: Bool[Tensor, "layers_rows kv_heads entries"],
+    networks: Networks,
+    known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
+) -> Float[Tensor, "layers_rows kv_heads entries"]:
+    """Return the score of every entry, `exp(network)` but at least `SMALLEST`, in float32.
+
+    Each new entry is read once, and no other.
+
+    Args:
+        keys: keys after rotation, as cached; layer after layer, each with all requests.
+        values: values, as cached.
+        positions: the position of every entry.
+        new: which entries have no score yet.
+        networks: of the layers.
+        known: the scores of the other entries; zero by default.
+    """
+    if not uses_triton(keys.device):
+        return _in_blocks(keys, values, positions, new, networks, known)
+    from keepset.kernels.triton import predictor  # loads Triton
+
+    with launched_on(keys.device):
+        return predictor.entry_scores(keys, values, positions, new, networks, known)
+
+
+def entry_scores_in_pages(
+    caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]],
+    place: int,
+    subpages: Int[Tensor, "layers_rows kv_heads pages"],
+    positions: Int[Tensor, "layers_rows kv_heads entries"],
+    new: Bool[Tensor, "layers_rows kv_heads entries"],
+    networks: Networks,
+    known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
+) -> Float[Tensor, "layers_rows kv_heads entries"]:
+    """Return the score of every entry, read where it lies in its page; see `entry_scores`. Only in Triton.
+
+    Args:
+        caches, place, subpages: as in `read_pages`.
+        positions, new, networks, known: as in `entry_scores`.
+    """
+    from keepset.kernels.triton import predictor  # loads Triton
+
+    with launched_on(positions.device):
+        return predictor.entry_scores_in_pages(
+            caches[0], addresses_of(caches), place, subpages, positions, new, networks, known
+        )
+
+
+def log_scores(
+    inputs: Float[Tensor, "*rows entries inputs"],
+    linear: Float[Tensor, "*#rows inputs"],
+    hidden: Float[Tensor, "*#rows width inputs"],
+    hidden_bias: Float[Tensor, "*#rows width"],
+    output: Float[Tensor, "*#rows width"],
+    output_bias: Float[Tensor, "*#rows"],
+) -> Float[Tensor, "*rows entries"]:
+    """Return the logarithm of each entry's score.
+
+    Args:
+        inputs: each entry's key before rotation, followed by its value.
+        linear, hidden, hidden_bias, output, output_bias: the weights, as in `Networks`.
+    """
+    # One product for the hidden layer and the linear part.
+    weights, bias = torch.cat([hidden, linear[..., None, :]], -2), torch.cat([hidden_bias, output_bias[..., None]], -1)
+    units = inputs @ weights.transpose(-1, -2) + bias[..., None, :]
+    return (F.gelu(units[..., :-1]) @ output[..., None]).squeeze(-1) + units[..., -1]
+
+
+def cos_and_sin(
+    positions: Int[Tensor, "layers *rows entries"], turns: Int[Tensor, "layers head_dim"]
+) -> tuple[Float[Tensor, "layers *rows entries head_dim"], Float[Tensor, "layers *rows entries head_dim"]]:
+    """Return cosines and sines of a layer's rotation at positions.
+
+    Args:
+        positions: positions.
+        turns: the angles per position, as in `Networks`.
+    """
+    steps = turns.view(len(turns), *[1] * (positions.ndim - 1), -1)
+    angles = (positions[..., None] * steps).float() * (2 * torch.pi / TURN)
+    return angles.cos(), angles.sin()
+
+
+def _in_blocks(
+    keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, known: Tensor | None
+) -> Float[Tensor, "layers_rows kv_heads entries"]:
+    """Compute `entry_scores` in PyTorch, in blocks."""
+    (rows, heads), layers = new.shape[:2], len(networks.hidden)
+    scores = torch.zeros(new.shape, device=new.device) if known is None else known.clone()
+    if not new.numel():
+        return scores
+    some = _new_entries(new)
+    chosen = [part[some] for part in (keys, values, positions, new)]
+    if new.device.type == "cpu" and bool((chosen[2] == chosen[2][:, :1]).all()):
+        chosen[2] = chosen[2][:, :1]  # as nearly always; heads that hold the same positions share the angles
+    numbers = rows * heads * max(networks.hidden.shape[2:])
+    size = max(1, block_size(new.device, PRODUCT_BLOCK) // numbers)
+    by_layer = [part.unflatten(0, (layers, -1)).transpose(1, 2).split(size, 3) for part in chosen[:3]]
+    made = [_of_block(key, value, at, networks) for key, value, at in zip(*by_layer, strict=True)]
+    fresh = torch.cat(made, 3).transpose(1, 2).flatten(0, 1).exp_().clamp_(min=SMALLEST)
+    scores[some] = fresh.where(chosen[3], scores[some])
+    return scores
+
+
+def _of_block(
+    keys: Float[Tensor, "layers heads rows entries head_dim"],
+    values: Float[Tensor, "layers heads rows entries value_dim"],
+    positions: Int[Tensor, "layers #heads rows entries"],
+    networks: Networks,
+) -> Float[Tensor, "layers heads rows entries"]:
+    """Return the logarithms of entries' scores."""
+    cos, sin = cos_and_sin(positions, networks.turns)
+    partner, gain = (part[:, None, None, None] for part in (networks.partner, networks.gain))
+    plain, dim = keys / gain, keys.shape[-1]
+    inputs = plain.new_empty(*keys.shape[:4], networks.hidden.shape[-1])
+    inputs[..., :dim] = plain * cos - plain.gather(-1, partner.expand_as(plain)) * sin
+    inputs[..., dim:] = values
+    return log_scores(inputs.flatten(2, 3), *networks[:5]).view(keys.shape[:4])
+
+
+def _new_entries(new: Bool[Tensor, "rows heads entries"]) -> tuple[slice | Tensor, ...]:
+    """Return an index of the entries of each head that are read: all new ones, filled up with others.
+
+    Off the CPU these are all entries, because looking for the new ones would wait for the device.
+    """
+    if new.device.type != "cpu":
+        return slice(None), slice(None), slice(None)
+    most, places = int(new.sum(-1).max()), new.flatten(0, 1).any(0).nonzero()[:, 0].tolist()
+    if not places or places[-1] - places[0] < most:
+        return slice(None), slice(None), slice(places[0], places[-1] + 1) if places else slice(0)
+    rows, heads = (torch.arange(length) for length in new.shape[:2])
+    return rows[:, None, None], heads[:, None], new.int().topk(most, -1).indices.sort(-1).values

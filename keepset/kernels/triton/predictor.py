@@ -1,0 +1,167 @@
+"""Scores of entries by small networks: one program for each block of a head's entries, in one launch for all layers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from keepset.kernels.triton.softmax import rows_of
+
+_WIDTH = 64
+"""Numbers of the hidden layer that a program computes at a time: those of `WIDTH` in a fit of the default size."""
+_INPUTS = 32
+"""Numbers of an input that a program multiplies at a time."""
+
+
+def entry_scores(keys, values, positions, new, networks, known):
+    """Compute `keepset.kernels.predictor.entry_scores` in one launch, without a host sync."""
+    keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
+    strides = (*keys.stride()[:3], *values.stride()[:3])
+    return _launch(keys, values, None, None, strides, (1, 1, 0, 1), positions, new, networks, known, False)
+
+
+def entry_scores_in_pages(kind, addresses, place, subpages, positions, new, networks, known):
+    """Compute `keepset.kernels.predictor.entry_scores_in_pages` in one launch, without a host sync."""
+    blocks, kv_heads, size, _ = kind.shape
+    strides, pool = (*kind.stride()[:3], 0, 0, 0), (kv_heads, blocks, place, len(addresses.on_device))
+    return _launch(
+        kind, kind, addresses.on_device, subpages.contiguous(), strides, pool, positions, new, networks, known,
+        addresses.aligned, size,
+    )  # fmt: skip
+
+
+def _launch(  # type: ignore[no-untyped-def]
+    keys, values, addresses, subpages, strides, pool, positions, new, networks, known, aligned, size=1
+):
+    rows, heads, entries = new.shape
+    layers, _, width, inputs = networks.hidden.shape
+    head_dim = networks.partner.shape[1]
+    known = None if known is None else known.contiguous()
+    scores = torch.empty(rows, heads, entries, dtype=torch.float32, device=new.device)
+    if not scores.numel():
+        return scores
+    inputs_block = max(16, min(_INPUTS, triton.next_power_of_2(max(head_dim, inputs - head_dim))))
+    block = rows_of(inputs_block, torch.float32)
+    _entry_scores[(rows * heads, triton.cdiv(entries, block))](
+        keys, values, addresses, subpages, positions, new, known, scores, *(part.contiguous() for part in networks),
+        *strides, *pool, *positions.stride(), *new.stride(), entries, rows // layers,
+        0 if subpages is None else subpages.shape[2],
+        HEADS=heads, HEAD_DIM=head_dim, VALUE_DIM=inputs - head_dim, WIDTH=width, SIZE=size, BLOCK=block,
+        WIDTH_BLOCK=max(16, min(_WIDTH, triton.next_power_of_2(width))), INPUTS_BLOCK=inputs_block,
+        PAGED=subpages is not None, KNOWN=known is not None, ALIGNED=aligned, SMALLEST=1e-30,
+    )  # fmt: skip
+    return scores
+
+
+@triton.jit
+def _cos_and_sin(angles):
+    """Return cosine and sine of angles in parts of a full turn, which 64-bit integers count.
+
+    The quarter of the turn is known exactly, so two short polynomials are enough (those of Cephes).
+    """
+    part = (angles >> 32).to(tl.int32)  # to 1.5e-9 radians
+    quarter = (part + 536870912) >> 30
+    x = (part - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-9  # 2 pi / 2**32; at most pi / 4
+    y = x * x
+    sin = ((-1.9515295891e-4 * y + 8.3321608736e-3) * y - 1.6666654611e-1) * y * x + x
+    cos = ((2.443315711809948e-5 * y - 1.388731625493765e-3) * y + 4.166664568298827e-2) * y * y - 0.5 * y + 1.0
+    odd = (quarter & 1) != 0
+    sin, cos = tl.where(odd, cos, sin), tl.where(odd, -sin, cos)
+    half = (quarter & 2) != 0
+    return tl.where(half, -cos, cos), tl.where(half, -sin, sin)
+
+
+@triton.jit
+def _unrotated(key, exists, positions, partner, turns, gain, dims, HEAD_DIM: tl.constexpr):
+    """Return some numbers of a block of keys as they were before rotation.
+
+    Args:
+        key: where each entry's key begins.
+        dims: which numbers.
+    """
+    real = dims < HEAD_DIM
+    other = tl.load(partner + dims, mask=real, other=0)
+    mask = exists[:, None] & real[None, :]
+    x = tl.load(key[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(key[:, None] + other[None, :], mask=mask, other=0.0).to(tl.float32)
+    x *= (1 / tl.load(gain + dims, mask=real, other=1.0))[None, :]
+    y *= (1 / tl.load(gain + other, mask=real, other=1.0))[None, :]
+    cos, sin = _cos_and_sin(positions[:, None] * tl.load(turns + dims, mask=real, other=0)[None, :])  # which wraps
+    return x * cos - y * sin
+
+
+@triton.jit(do_not_specialize=["first", "at_row", "at_head", "new_row", "new_head", "entries", "requests", "pages"])
+def _entry_scores(
+    keys, values, addresses, subpages, positions, new, known, scores,
+    linear, hidden, hidden_bias, output, output_bias, partner, turns, gain,
+    key_row, key_head, key_entry, value_row, value_head, value_entry, kv_heads, blocks, first, layers,
+    at_row, at_head, at_entry, new_row, new_head, new_entry, entries, requests, pages,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, INPUTS_BLOCK: tl.constexpr, PAGED: tl.constexpr,
+    KNOWN: tl.constexpr, ALIGNED: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    """Score the new entries among a block of a head's entries; program axes: (head, block)."""
+    whole = tl.program_id(0).to(tl.int64)
+    row, head = whole // HEADS, whole % HEADS
+    entry = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    stored = entry < entries
+    unknown = tl.load(new + row * new_row + head * new_head + entry * new_entry, mask=stored, other=0) != 0
+    result = tl.zeros([BLOCK], tl.float32)
+    if KNOWN:
+        result = tl.load(known + whole * entries + entry, mask=stored, other=0.0)
+    if tl.sum(unknown.to(tl.int32), 0) > 0:
+        if PAGED:
+            subpage = tl.load(subpages + whole * pages + entry // SIZE, mask=unknown, other=0).to(tl.int64)
+            through = subpage // kv_heads
+            cache = tl.load(addresses + (first + through // blocks) % layers).to(keys.dtype)
+            if ALIGNED:
+                cache = tl.multiple_of(cache, 16)
+            key = cache + through % blocks * key_row + subpage % kv_heads * key_head + entry % SIZE * key_entry
+            value = key + HEAD_DIM
+        else:
+            key = keys + row * key_row + head * key_head + entry * key_entry
+            value = values + row * value_row + head * value_head + entry * value_entry
+        at = tl.load(positions + row * at_row + head * at_head + entry * at_entry, mask=unknown, other=0).to(tl.int64)
+        layer = row // requests
+        network = layer * HEADS + head
+        partner += layer * HEAD_DIM
+        turns += layer * HEAD_DIM
+        gain += layer * HEAD_DIM
+        linear += network * (HEAD_DIM + VALUE_DIM)
+        hidden += network * WIDTH * (HEAD_DIM + VALUE_DIM)
+        total = tl.zeros([BLOCK], tl.float32) + tl.load(output_bias + network)
+        for start in range(0, WIDTH, WIDTH_BLOCK):
+            unit = start + tl.arange(0, WIDTH_BLOCK)
+            real = unit < WIDTH
+            sums = tl.zeros([BLOCK, WIDTH_BLOCK], tl.float32)
+            for begin in range(0, HEAD_DIM, INPUTS_BLOCK):
+                dims = begin + tl.arange(0, INPUTS_BLOCK)
+                x = _unrotated(key, unknown, at, partner, turns, gain, dims, HEAD_DIM)
+                weights = tl.load(
+                    hidden + unit[None, :] * (HEAD_DIM + VALUE_DIM) + dims[:, None],
+                    mask=real[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
+                )  # fmt: skip
+                sums += tl.dot(x, weights, input_precision="ieee")
+                if start == 0:
+                    total += tl.sum(x * tl.load(linear + dims, mask=dims < HEAD_DIM, other=0.0)[None, :], 1)
+            for begin in range(0, VALUE_DIM, INPUTS_BLOCK):
+                dims = begin + tl.arange(0, INPUTS_BLOCK)
+                x = tl.load(
+                    value[:, None] + dims[None, :], mask=unknown[:, None] & (dims < VALUE_DIM)[None, :], other=0.0
+                ).to(tl.float32)
+                weights = tl.load(
+                    hidden + unit[None, :] * (HEAD_DIM + VALUE_DIM) + HEAD_DIM + dims[:, None],
+                    mask=real[None, :] & (dims < VALUE_DIM)[:, None], other=0.0,
+                )  # fmt: skip
+                sums += tl.dot(x, weights, input_precision="ieee")
+                if start == 0:
+                    of_value = tl.load(linear + HEAD_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
+                    total += tl.sum(x * of_value[None, :], 1)
+            sums += tl.load(hidden_bias + network * WIDTH + unit, mask=real, other=0.0)[None, :]
+            active = 0.5 * sums * (1 + tl.erf(sums * 0.7071067811865476))
+            total += tl.sum(active * tl.load(output + network * WIDTH + unit, mask=real, other=0.0)[None, :], 1)
+        score = tl.exp(total)
+        score = tl.where(score < SMALLEST, SMALLEST, score)  # NaN stays NaN
+        result = tl.where(unknown, score, result)
+    tl.store(scores + whole * entries + entry, result, mask=stored)

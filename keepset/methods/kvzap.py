@@ -1,0 +1,70 @@
+"""KVzap: keep what a small module, fitted to KVzip's scores, finds in the hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from keepset.core.feature import Needs
+from keepset.core.features.hidden_scores import HiddenScores
+from keepset.core.hidden_predictor import HiddenNetwork
+from keepset.core.keep_set import LayerKeepSet
+from keepset.core.method import Method, parameter
+from keepset.core.observation import Observation
+from keepset.core.select import Ranking
+from keepset.core.shapes import Scores
+from keepset.core.traits import Traits
+
+
+@dataclass(frozen=True)
+class KVzap(Method):
+    """Scores an entry by a module on the hidden state that enters its layer (Jegou and Jeblick 2026, arXiv:2601.07891).
+
+    Each layer has one linear map, or two with GELU between them, from a token's hidden state to one number per KV head:
+    the logarithm of the score that KVzip+ would give the entry. The authors publish such modules, and `keepset
+    calibrate --import` reads them. An entry is scored once, as it is written.
+
+    With a `threshold`, entries with a lower score go, whatever their number, unless they are among the `recent` newest;
+    `keep` is then a cap. The authors use a threshold alone, with a window of the newest 128 tokens; -4 is the example
+    in their program. There an entry is judged when it leaves the window; here at every event (`every=`). Their program
+    computes in the model's precision; here it is float32. Formulas are those of the program (kvpress
+    0.5.5, `KVzapModel` and `DMSPress`), because the paper's text was not at hand.
+
+    Attributes:
+        threshold: the lowest score that stays, below 0; 0 for a budget alone.
+        stats: a file of `keepset calibrate --import`.
+    """
+
+    name = "kvzap"
+    paper = "arXiv:2601.07891"
+
+    threshold: float = parameter(0.0, maximum=0.0)
+    stats: str = parameter("")
+
+    @cached_property
+    def traits(self) -> Traits:
+        budget = self.threshold == 0
+        return Traits(
+            needs=Needs(self._scores.statistics, self._scores),
+            recent=128,
+            state_names=(self._scores.column,),
+            equal_heads=budget,
+            needs_budget=budget,
+            counts_from_data=not budget,
+        )
+
+    @property
+    def _scores(self) -> HiddenScores:
+        return HiddenScores(self.stats, HiddenNetwork.kind)
+
+    def score(self, observation: Observation) -> Scores:
+        return observation[self._scores]
+
+    def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
+        return {self._scores.column: scores.where(observation.valid, 0)}
+
+    def choose(self, ranking: Ranking) -> LayerKeepSet:
+        return ranking.best_from(self.threshold) if self.threshold else ranking.best()

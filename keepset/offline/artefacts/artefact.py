@@ -1,0 +1,115 @@
+"""`Artefact`: what a published file says of a model, and `Found`: what lies in a file or folder before it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepset.core.hidden_predictor import HiddenPredictor
+from keepset.hf.model_support import head_dim_of
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model that an artefact has to fit.
+
+    Attributes:
+        layers: all layers, also those that keepset does not compress.
+        query_heads: query heads of a layer.
+        kv_heads: KV heads of a layer.
+        head_dim: numbers per key.
+        hidden: numbers of a hidden state.
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """Return the sizes of a model, as its configuration has them."""
+        config = model.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return cls(config.num_hidden_layers, heads, kv_heads, head_dim_of(model), config.hidden_size)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers, {self.query_heads} query and {self.kv_heads} KV heads of size {self.head_dim}, and "
+            f"hidden states of size {self.hidden}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What lies in a file or folder.
+
+    Attributes:
+        tensors: tensors of a safetensors file, by their names; empty if there is none.
+        config: the JSON object beside it; empty if there is none.
+        unpickled: what a `.pt` file holds; None if there is none.
+        table: the numbers of a `.tsv` file, row by row; empty if there is none.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    unpickled: Any = None
+    table: Sequence[Sequence[float]] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Artefact:
+    """What an artefact gives, for all layers of a model.
+
+    Attributes:
+        format: whose format it is.
+        fields: fields of `LayerStatistics` by their names, with an axis for the layers in front.
+        retrieval: how much each KV head retrieves.
+        modules: modules on hidden states.
+        partner: which number each number of a head rotates with, if the fields depend on it.
+        made: what the file says of how it was made or is used; plain JSON.
+        advice: what to write in a recipe to use it as its authors do; "" if defaults do so.
+    """
+
+    format: str
+    fields: Mapping[str, Float[Tensor, "layers heads *rest"]] = field(default_factory=dict)
+    retrieval: Float[Tensor, "layers kv_heads"] | None = None
+    modules: Sequence[HiddenPredictor] = ()
+    partner: Int[Tensor, " head_dim"] | None = None
+    made: Mapping[str, Any] = field(default_factory=dict)
+    advice: str = ""
+
+    @property
+    def gives(self) -> list[str]:
+        """Return the names of what it gives."""
+        retrieval = [] if self.retrieval is None else ["retrieval"]
+        return [*self.fields, *retrieval, *({module.kind for module in self.modules})]
+
+    def fits(self, shape: ModelShape) -> bool:
+        """Return whether it is of a model of this shape."""
+        layers, heads, kv_heads, dim = shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim
+        wanted = {
+            "direction": (layers, kv_heads, dim),
+            "mean": (layers, heads, dim),
+            "covariance": (layers, heads, dim, dim),
+            "norm": (layers, heads, dim),
+        }
+        return (
+            all(each.shape == wanted[name] for name, each in self.fields.items())
+            and (self.retrieval is None or self.retrieval.shape == (layers, kv_heads))
+            and (not self.modules or len(self.modules) == layers)
+            and all((each.kv_heads, each.inputs) == (kv_heads, shape.hidden) for each in self.modules)
+        )
+
+    @property
+    def finite(self) -> bool:
+        """Return whether all its numbers are finite."""
+        numbers = [*self.fields.values(), *([] if self.retrieval is None else [self.retrieval])]
+        return all(bool(each.isfinite().all()) for each in numbers)

@@ -1,0 +1,161 @@
+"""Read what others have published for a model, and put it into the model's statistics."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from keepset.core.statistics import Statistics
+from keepset.core.tensor_file import opened, parse_json
+from keepset.errors import KeepsetError
+from keepset.offline.artefacts import duo_attention, expected_attention, fast_kvzip, kvzap, qfilters, triattention
+from keepset.offline.artefacts.artefact import Artefact, Found, ModelShape
+
+_FORMATS: Sequence[Callable[[Found], Artefact | None]] = (
+    kvzap.read,
+    fast_kvzip.read,
+    duo_attention.read,
+    qfilters.read,
+    expected_attention.read,
+    triattention.read,
+)
+_CONFIG, _TENSORS = "config.json", "model.safetensors"
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, EOFError)
+"""What reading damaged contents raises. PyTorch's errors are RuntimeErrors."""
+_RECONSTRUCT = np.zeros(1).__reduce__()[0]
+_PLAIN: list[Any] = [
+    *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in (np.float32, np.float64)),
+]
+"""What a `.pt` file may hold beside tensors and plain data: arrays of numbers, as Fast KVzip's training curves are."""
+
+
+def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
+    """Return what a published file or folder says of a model.
+
+    Args:
+        path: a file, or the folder that a hub's repository was copied to.
+        model: the model that it should be of.
+
+    Raises:
+        KeepsetError: if it is of no known format, damaged, or of a model of another shape.
+    """
+    try:
+        found = _found(path)
+        artefact = next((made for read in _FORMATS if (made := read(found)) is not None), None)
+        if artefact is not None and not artefact.finite:
+            raise ValueError("numbers are not finite")
+    except KeepsetError:
+        raise
+    except OSError as error:
+        raise KeepsetError(f"{str(path)!r} cannot be read ({error.strerror or error}).") from None
+    except _DAMAGED:
+        raise KeepsetError(f"{str(path)!r} is damaged, or its format has changed: download it again.") from None
+    if artefact is None:
+        raise KeepsetError(
+            f"{str(path)!r} holds nothing that keepset can import: give a file or folder as KVzap, Fast KVzip, "
+            "DuoAttention, Q-Filters, Expected Attention (kvpress) or TriAttention publish it."
+        )
+    shape = ModelShape.of(model)
+    if not artefact.fits(shape):
+        raise KeepsetError(
+            f"{str(path)!r} ({artefact.format}) is of another model: this one has {shape}. Give what was published for "
+            "this model."
+        )
+    return artefact
+
+
+def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") -> Statistics:
+    """Return statistics in which everything that an artefact gives stands in place of what was measured.
+
+    Args:
+        statistics: of the layers that keepset compresses.
+        artefact: of the same model.
+        name: of the file that the artefact was read from.
+
+    Raises:
+        KeepsetError: if it is of a model that has other layers, or rotates its heads in another way.
+    """
+    layers = {}
+    for index, measured in statistics.layers.items():
+        fields = {field: numbers[index].contiguous() for field, numbers in artefact.fields.items()}
+        kv_heads = len(measured.direction)
+        others = [*(artefact.modules[index : index + 1])]
+        gates = None if artefact.retrieval is None else artefact.retrieval[index]
+        fits = (
+            all(numbers.shape == getattr(measured, field).shape for field, numbers in fields.items())
+            and (gates is None or len(gates) == kv_heads)
+            and all(module.kv_heads == kv_heads for module in others)
+        )
+        if not fits:
+            raise KeepsetError(
+                f"{name!r} ({artefact.format}) does not fit layer {index}, whose heads are of another kind."
+            )
+        if artefact.partner is not None and not torch.equal(artefact.partner, measured.partner):
+            raise KeepsetError(
+                f"{name!r} ({artefact.format}) pairs the numbers of a head otherwise than layer {index} of this model "
+                "rotates them, so it cannot be used: measure this model with keepset calibrate alone."
+            )
+        layers[index] = replace(measured, **fields)
+    retrieval = statistics.retrieval
+    if artefact.retrieval is not None:
+        retrieval = {index: artefact.retrieval[index].contiguous() for index in layers}
+    hidden = dict(statistics.hidden)
+    if artefact.modules:
+        hidden[artefact.modules[0].kind] = {index: artefact.modules[index] for index in layers}
+    told = {"format": artefact.format, "file": name, "gives": artefact.gives, **artefact.made}
+    imported = [*statistics.provenance.get("imported", []), told]
+    provenance = {**statistics.provenance, "imported": imported}
+    return replace(statistics, layers=layers, retrieval=retrieval, hidden=hidden, provenance=provenance)
+
+
+def _found(path: Path) -> Found:
+    """Return what lies in a file or folder; raise ValueError or OSError if it cannot be read."""
+    if path.is_dir():
+        named = [path / name for name in (_TENSORS, duo_attention.TABLE) if (path / name).is_file()]
+        return _found(named[0]) if len(named) == 1 else Found()
+    config = path.with_name(_CONFIG)
+    said = _config(config) if config.is_file() else {}
+    if path.suffix == ".pt":
+        return Found(unpickled=_unpickled(path))
+    if path.suffix == ".tsv":
+        lines = path.read_text("utf-8").splitlines()
+        return Found(config=said, table=[[float(number) for number in line.split("\t")] for line in lines if line])
+    if path.suffix == ".safetensors":
+        with opened(path) as tensors:
+            return Found({name: tensors[name] for name in tensors.layout}, said)
+    path.stat()  # raises if there is no such file
+    return Found()
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    said = parse_json(path.read_bytes())
+    if not isinstance(said, dict):
+        raise ValueError("no JSON object")
+    return said
+
+
+def _unpickled(path: Path) -> Any:
+    """Return what a `.pt` file holds, without running anything that it says."""
+    path.open("rb").close()  # what is raised later is of its contents
+    try:
+        with torch.serialization.safe_globals(_PLAIN):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise ValueError("the archive ends early") from None
+    except pickle.UnpicklingError:
+        raise KeepsetError(
+            f"{str(path)!r} is damaged, or asks to run code, which keepset does not do. If you trust it, keep its "
+            'tensors alone: python -c "import sys, torch; whole = torch.load(sys.argv[1], weights_only=False); '
+            "torch.save({name: whole[name] for name in ('module', 'metadata', 'stats') if name in whole}, "
+            f'sys.argv[2])" {path.name} plain.pt'
+        ) from None

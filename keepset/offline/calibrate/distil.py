@@ -1,0 +1,323 @@
+"""Networks that tell a teacher's score of an entry from its key and value, fitted over passages (`distilled`).
+
+Every passage is prefilled once for all teachers. A fixed number of its entries is kept: keys before rotation, values,
+and what the teachers say, so memory does not grow with the texts. Then all heads' networks are fitted side by side.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from keepset.core.feature import Needs
+from keepset.core.method import Method
+from keepset.core.observation import Observation
+from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, interpolated, knot_weights
+from keepset.core.statistics import LayerStatistics, Statistics
+from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.prompt_session import Recorder
+from keepset.offline.calibrate.corpus import Corpus
+from keepset.offline.calibrate.measure import SKIP
+from keepset.recipe import Recipe
+
+WIDTH, ROWS, STEPS, BATCH = 64, 24576, 500, 512
+"""Numbers of the hidden layer, entries of each head that are fitted to, steps, and entries of a step."""
+_RATE, _DECAY, _FLOOR = 2e-3, 0.05, 5e-3
+"""AdamW's learning rate and weight decay; the share of a passage's mean score that is added before the logarithm."""
+_RIDGE = 1.0
+"""What is added to the diagonal of the least squares' equations, of inputs that have variance 1."""
+_HELD_OUT = 8
+"""One of this many passages is not fitted to: it says how well the networks rank."""
+_HEADS_AT_ONCE, _ENTRIES_AT_ONCE = 128, 4096
+_KEEP = 0.25
+"""The share of a head's entries that the teacher's choice and the networks' are compared at."""
+CORRELATION, SHARE = "rank correlation with the teacher", f"share of the teacher's choice at keep={_KEEP}"
+"""The names of what is said of held-out passages."""
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Entries of passages with what the teachers say of them.
+
+    Attributes:
+        inputs: each entry's key before rotation, followed by its value.
+        wanted: the logarithm of the teachers' scores, times the length of the passage.
+        ages: how many tokens lie between an entry and the end of its passage; 1 for the last entry.
+    """
+
+    inputs: Float[Tensor, "heads entries inputs"]
+    wanted: Float[Tensor, "heads entries"]
+    ages: Int[Tensor, " entries"]
+
+
+def parse_teachers(texts: Sequence[str]) -> list[Method]:
+    """Return the methods that recipe texts name.
+
+    Raises:
+        KeepsetError: if a text is no recipe, or names `distilled`.
+    """
+    methods = [Recipe.parse(text).method for text in texts]
+    for text in texts:
+        if "distilled" in text:
+            raise KeepsetError(f"The teacher {text!r} looks at what it would teach: name another one, such as reread.")
+    return methods
+
+
+def with_predictors(
+    statistics: Statistics,
+    model: PreTrainedModel,
+    corpus: Corpus,
+    teachers: Sequence[str],
+    *,
+    folder: Path | None = None,
+    width: int = WIDTH,
+    on_passage: Callable[[], None] = lambda: None,
+    on_step: Callable[[], None] = lambda: None,
+) -> Statistics:
+    """Fit networks to the teachers' scores, and return the statistics with them.
+
+    Args:
+        statistics: of the model's layers; their rotation is undone.
+        model: the model.
+        corpus: the passages.
+        teachers: recipe texts; of several, the mean of their logarithms is fitted.
+        folder: where what each passage gave is kept until everything is done, so that an interrupted run goes on;
+            None to keep it in memory.
+        width: numbers of each network's hidden layer.
+        on_passage: called after each passage.
+        on_step: called after each step of the fit, `STEPS` times.
+
+    Raises:
+        KeepsetError: a teacher cannot be used on this model.
+        UnsupportedModelError: scores are not finite.
+    """
+    methods = parse_teachers(teachers)
+    passages = corpus.passages
+    held = max(1, len(passages) // _HELD_OUT) if len(passages) > 1 else 0
+    each = max(1, ROWS // max(1, len(passages) - held))
+    key = _key(statistics, corpus, teachers, each)
+    parts: list[Samples] = []
+    for number, passage in enumerate(passages):
+        part = _kept(folder, key, number)
+        if part is None:
+            part = _sampled(model, statistics, passage, methods, each, corpus.seed + number)
+            _keep(folder, key, number, part)
+        parts.append(part)
+        on_passage()
+    fitted, rest = _together(parts[: len(parts) - held]), parts[len(parts) - held :]
+    fitted = replace(fitted, wanted=fitted.wanted - fitted.wanted.mean())  # so that 1 is an entry as most are
+    predictor = fit(fitted, width=width, seed=corpus.seed, device=model.device, on_step=on_step)
+    heads = len(next(iter(statistics.layers.values())).direction)
+    predictors = {
+        index: _part(predictor, slice(place * heads, (place + 1) * heads))
+        for place, index in enumerate(statistics.layers)
+    }
+    made = {
+        "teachers": list(teachers),
+        "passages": len(passages) - held,
+        "entries": fitted.inputs.shape[1],
+        "longest": int(fitted.ages.max()),
+        "width": width,
+        "held_out": _quality(predictor, _together(rest), heads, list(statistics.layers)) if rest else None,
+    }
+    return replace(statistics, predictors=predictors, provenance={**statistics.provenance, "predictors": made})
+
+
+def _sampled(
+    model: PreTrainedModel, statistics: Statistics, ids: Tensor, teachers: Sequence[Method], count: int, seed: int
+) -> Samples:
+    """Return some entries of one passage; the first, which always stay, are left out."""
+    needs = reduce(or_, (teacher.traits.needs for teacher in teachers), Needs())
+    recorder = Recorder(model, needs).prefill(ids.to(model.device)[None])
+    order = torch.randperm(len(ids) - SKIP, generator=torch.Generator().manual_seed(seed))
+    places = SKIP + order[:count].sort().values
+    wanted = torch.stack([_wanted(teacher, recorder.observations) for teacher in teachers]).mean(0)
+    inputs = [_inputs(each, statistics.layers[each.layer], places) for each in recorder.observations]
+    if not wanted.isfinite().all():
+        raise UnsupportedModelError("Some of the teachers' scores are not finite numbers: nothing can be fitted.")
+    return Samples(torch.cat(inputs), wanted[:, places], len(ids) - places)
+
+
+def _wanted(teacher: Method, observations: Sequence[Observation]) -> Float[Tensor, "heads entries"]:
+    """Return a teacher's scores of all heads as logarithms; if some are negative, as they are but in one scale."""
+    scores = torch.cat([teacher.score(each)[0].float().cpu() for each in observations])
+    counted = scores[:, SKIP:]
+    if bool((counted < 0).any()):
+        return (scores - counted.mean()) / counted.std().clamp(min=1e-12)
+    # Attention is divided among all entries, so in a text of twice the length each has half.
+    return (scores + _FLOOR * counted.mean()).log() + math.log(scores.shape[1])
+
+
+def _inputs(
+    observation: Observation, layer: LayerStatistics, places: Int[Tensor, " count"]
+) -> Float[Tensor, "kv_heads count inputs"]:
+    keys, values = (part[0].float().cpu()[:, places] for part in (observation.keys, observation.values))
+    angles = places[:, None].double() * layer.frequency.double()
+    plain = keys / layer.gain
+    plain = plain * angles.cos().float() - plain[..., layer.partner] * angles.sin().float()
+    return torch.cat([plain, values], -1).half()
+
+
+def fit(
+    samples: Samples, *, width: int, seed: int, device: torch.device, on_step: Callable[[], None] = lambda: None
+) -> Predictor:
+    """Fit one network per head by the mean square of the logarithms' errors; all heads side by side.
+
+    The linear part and what an entry's age is worth are fitted by least squares together. The hidden layer is fitted to
+    what they leave.
+
+    Args:
+        samples: the entries of all heads.
+        width: numbers of the hidden layer.
+        seed: of the first weights and of the order of entries.
+        device: where the fit runs.
+        on_step: called `STEPS` times.
+
+    Returns:
+        The networks of all heads, as those of one layer.
+    """
+    heads = range(0, len(samples.inputs), _HEADS_AT_ONCE)
+    parts, told = [], 0
+    for number, first in enumerate(heads):
+        few = slice(first, first + _HEADS_AT_ONCE)
+
+        def step(done: int, number: int = number) -> None:
+            nonlocal told
+            while told < (number * STEPS + done) // len(heads):
+                told += 1
+                on_step()
+
+        part = Samples(*(each.to(device) for each in (samples.inputs[few], samples.wanted[few], samples.ages)))
+        parts.append(_fitted(part, width, seed + first, step))
+    return Predictor(*(torch.cat([getattr(part, name) for part in parts]) for name in PREDICTOR_FIELDS))
+
+
+@torch.enable_grad()
+def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], None]) -> Predictor:
+    """Fit the networks of some heads, on the samples' device; the entries are read in blocks."""
+    chance, device = torch.Generator().manual_seed(seed), samples.inputs.device
+    heads, entries, size = samples.inputs.shape
+    centre, scale = _mean_and_spread(samples.inputs)
+    mean, spread = _mean_and_spread(samples.wanted[..., None])
+    knots = knot_weights(samples.ages, math.ceil(math.log2(int(samples.ages.max()))) + 1)
+    usual = knots.mean(0)
+
+    def block(entries: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inputs, wanted = samples.inputs[:, entries].float(), samples.wanted[:, entries, None]
+        return (inputs - centre) / scale, (knots[entries] - usual).expand(heads, -1, -1), (wanted - mean) / spread
+
+    blocks = [slice(first, first + _ENTRIES_AT_ONCE) for first in range(0, entries, _ENTRIES_AT_ONCE)]
+    linear, age = _least_squares(block(each) for each in blocks).split([size, knots.shape[1]], 1)
+
+    def weights(*shape: int, fan: int) -> Tensor:
+        return ((torch.rand(shape, generator=chance) * 2 - 1) / math.sqrt(fan)).to(device).requires_grad_()
+
+    hidden, bias = weights(heads, size, width, fan=size), weights(heads, 1, width, fan=size)
+    output, last = (torch.zeros(heads, *shape, device=device, requires_grad=True) for shape in ((width, 1), (1, 1)))
+    optimizer = torch.optim.AdamW([hidden, bias, output, last], _RATE, weight_decay=_DECAY)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for step in range(STEPS):
+        inputs, by_age, wanted = block(torch.randint(entries, (min(BATCH, entries),), generator=chance).to(device))
+        left = wanted - inputs @ linear - by_age @ age
+        loss = (F.gelu(inputs @ hidden + bias) @ output + last - left).square().mean(1).sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        on_step(step + 1)
+    with torch.no_grad():
+        straight = (linear / scale.transpose(1, 2))[..., 0] * spread[..., 0]
+        folded = (hidden / scale.transpose(1, 2)).transpose(1, 2).contiguous()
+        shifted = bias[:, 0] - (folded @ centre.transpose(1, 2))[..., 0]
+        constant = (last * spread + mean)[:, 0, 0] - (straight * centre[:, 0]).sum(1)
+        by_age = (age[..., 0] - usual @ age) * spread[..., 0]
+        parts = straight, folded, shifted, output[..., 0] * spread[..., 0], constant, by_age
+        return Predictor(*(part.detach().cpu() for part in parts))
+
+
+def _mean_and_spread(
+    rows: Float[Tensor, "heads entries size"],
+) -> tuple[Float[Tensor, "heads 1 size"], Float[Tensor, "heads 1 size"]]:
+    """Return mean and standard deviation over the entries, computed head by head."""
+    means = torch.stack([head.float().mean(0, keepdim=True) for head in rows])
+    return means, torch.stack([head.float().std(0, keepdim=True) for head in rows]).clamp(min=1e-6)
+
+
+def _least_squares(blocks: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Float[Tensor, "heads weights 1"]:
+    """Return the weights of inputs and knots that come closest to what is wanted, over blocks of entries."""
+    total: Tensor | None = None
+    for inputs, knots, wanted in blocks:
+        both = torch.cat([inputs, knots], 2)
+        sums = both.transpose(1, 2) @ torch.cat([both, wanted], 2)
+        total = sums if total is None else total + sums
+    assert total is not None
+    products, goals = total[:, :, :-1], total[:, :, -1:]
+    return torch.linalg.solve(products + _RIDGE * torch.eye(products.shape[1], device=products.device), goals)
+
+
+def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[int]) -> dict[str, Any]:
+    """Return how the networks rank held-out entries, layer by layer: rank correlation, and share of the choice."""
+    told = predictor.log_scores(slice(None), held.inputs.float()) + interpolated(predictor.age, held.ages[None])
+    ranks = [part.argsort(-1).argsort(-1).float() for part in (told, held.wanted)]
+    centred = [part - part.mean(-1, keepdim=True) for part in ranks]
+    correlation = F.cosine_similarity(centred[0], centred[1], dim=-1)
+    count = max(1, round(_KEEP * told.shape[1]))
+    chosen = [torch.zeros_like(told).scatter(1, part.topk(count, 1).indices, 1) for part in (told, held.wanted)]
+    shared = (chosen[0] * chosen[1]).sum(1) / count
+    by_layer = [part.view(-1, heads).mean(1).tolist() for part in (correlation, shared)]
+    return {
+        "by_layer": {
+            said: dict(zip(map(str, layers), numbers, strict=True))
+            for said, numbers in zip((CORRELATION, SHARE), by_layer, strict=True)
+        },
+        "entries": told.shape[1],
+    }
+
+
+def _together(parts: Sequence[Samples]) -> Samples:
+    inputs, wanted = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("inputs", "wanted"))
+    return Samples(inputs, wanted, torch.cat([part.ages for part in parts]))
+
+
+def _part(predictor: Predictor, heads: slice) -> Predictor:
+    return Predictor(*(part[heads].clone() for part in vars(predictor).values()))
+
+
+def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], each: int) -> str:
+    """Return a text that differs where a passage's part would."""
+    said: Mapping[str, Any] = {
+        "model": statistics.provenance["model"],
+        "corpus": [corpus.sha256, corpus.seed, [len(passage) for passage in corpus.passages]],
+        "teachers": list(teachers),
+        "entries": each,
+    }
+    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _kept(folder: Path | None, key: str, number: int) -> Samples | None:
+    if folder is None or not (path := folder / f"{key}-{number}.safetensors").is_file():
+        return None
+    return Samples(**load_file(path))
+
+
+def _keep(folder: Path | None, key: str, number: int, part: Samples) -> None:
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    unfinished = folder / f"{key}-{number}.unfinished"
+    save_file({name: tensor.contiguous() for name, tensor in vars(part).items()}, unfinished)
+    unfinished.replace(folder / f"{key}-{number}.safetensors")

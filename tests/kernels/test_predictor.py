@@ -1,0 +1,143 @@
+"""Scores of entries by small networks, against the formula entry by entry in float64; in stores and in pages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset.kernels import predictor
+from keepset.kernels.page_entries import _table
+from keepset.kernels.predictor import SMALLEST, Networks, entry_scores, entry_scores_in_pages, turns_of
+
+LAYERS, ROWS, HEADS, LONGEST = 2, 2, 3, 2**17
+TOLERANCE = dict(rtol=2e-4, atol=0.0)
+"""Of a sum of some hundred float32 products of numbers about 1, after the exponential."""
+
+
+def random_networks(head_dim: int, value_dim: int, width: int, draw: torch.Generator) -> tuple[Networks, Tensor]:
+    """Networks whose outputs are a few units apart, and the frequencies; an odd last number is not rotated."""
+    half, inputs = head_dim // 2, head_dim + value_dim
+    itself = torch.arange(head_dim)
+    partner = torch.cat([itself[half : 2 * half], itself[:half], itself[2 * half :]])
+    angle = torch.logspace(0, -5, half)
+    frequency = torch.cat([-angle, angle, torch.zeros(head_dim - 2 * half)]).repeat(LAYERS, 1)
+    frequency[1] *= 0.7  # layers differ
+    gain = torch.where(frequency == 0, 1.0, torch.tensor([[1.3], [0.8]]))
+    shapes = [(inputs,), (width, inputs), (width,), (width,), ()]
+    weights = [torch.randn(LAYERS, HEADS, *shape, generator=draw) * inputs**-0.5 for shape in shapes]
+    return Networks(*weights, partner.repeat(LAYERS, 1), turns_of(frequency), gain), frequency
+
+
+def expected(
+    keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, frequency: Tensor, known: Tensor
+) -> Tensor:
+    """The formula, one entry after another."""
+    scores = known.double()
+    for row, head, entry in new.nonzero().tolist():
+        layer = row // ROWS
+        linear, hidden, hidden_bias, output, output_bias = (part[layer, head].double() for part in networks[:5])
+        angles = int(positions[row, head, entry]) * frequency[layer].double()
+        plain = keys[row, head, entry].double() / networks.gain[layer].double()
+        plain = plain * angles.cos() - plain[networks.partner[layer]] * angles.sin()
+        inputs = torch.cat([plain, values[row, head, entry].double()])
+        units = hidden @ inputs + hidden_bias
+        score = linear @ inputs + output @ (units * (1 + torch.erf(units / math.sqrt(2))) / 2) + output_bias
+        scores[row, head, entry] = max(math.exp(score), SMALLEST)
+    return scores
+
+
+def entries_of(
+    head_dim: int, value_dim: int, entries: int, dtype: torch.dtype, draw: torch.Generator
+) -> dict[str, Tensor]:
+    """Heads whose first entries have a score and whose last are holes, as many as the head's number says."""
+    shape = LAYERS * ROWS, HEADS, entries
+    index, heads = torch.arange(entries), torch.arange(LAYERS * ROWS * HEADS).view(-1, HEADS, 1)
+    valid, scored = index < entries - heads % 3, index < 7 * heads
+    known = torch.rand(shape, generator=draw) + 0.1
+    return {
+        "keys": torch.randn(*shape, head_dim, generator=draw).to(dtype),
+        "values": torch.randn(*shape, value_dim, generator=draw).to(dtype),
+        "positions": torch.randint(LONGEST, shape, generator=draw).sort().values,
+        "new": valid & ~scored,
+        "known": known.where(valid & scored, 0),
+    }
+
+
+CASES = [
+    (5, 5, 6, 70, torch.float32),
+    (6, 11, 70, 9, torch.float32),
+    (80, 80, 20, 66, torch.bfloat16),
+    pytest.param(64, 64, 64, 70, torch.float16, marks=pytest.mark.full),
+    pytest.param(128, 128, 70, 20, torch.bfloat16, marks=pytest.mark.full),
+    pytest.param(256, 256, 32, 20, torch.float32, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "width", "entries", "dtype"), CASES)
+def test_scores_are_the_formulas(
+    implementation: str, head_dim: int, value_dim: int, width: int, entries: int, dtype: torch.dtype
+) -> None:
+    """At positions up to 131,072; what has a score keeps it, and holes get none."""
+    draw = torch.Generator().manual_seed(head_dim)
+    networks, frequency = random_networks(head_dim, value_dim, width, draw)
+    given = entries_of(head_dim, value_dim, entries, dtype, draw)
+    right = expected(networks=networks, frequency=frequency, **given)
+    torch.testing.assert_close(entry_scores(networks=networks, **given).double(), right, **TOLERANCE)
+    at_prompt = given | {"positions": given["positions"][:, :1].expand(-1, HEADS, -1), "known": None}
+    at_prompt["keys"] = at_prompt["keys"].transpose(1, 2).contiguous().transpose(1, 2)  # as layers make them
+    right = expected(networks=networks, frequency=frequency, **at_prompt | {"known": torch.zeros_like(given["known"])})
+    torch.testing.assert_close(entry_scores(networks=networks, **at_prompt).double(), right, **TOLERANCE)
+
+
+@pytest.mark.parametrize(("head_dim", "size", "dtype"), [(5, 4, torch.float32), (80, 16, torch.bfloat16)])
+def test_scores_of_pages_are_those_of_stores(
+    triton_interpreted: None, head_dim: int, size: int, dtype: torch.dtype
+) -> None:
+    """Layer after layer from the second of three on, whose blocks lie anywhere."""
+    _table.cache_clear()
+    draw = torch.Generator().manual_seed(1)
+    networks, _ = random_networks(head_dim, head_dim, 20, draw)
+    given, pages = entries_of(head_dim, head_dim, 30, dtype, draw), -(-30 // size)
+    blocks = ROWS * pages + 3
+    caches = [torch.full((blocks, HEADS, size, 2 * head_dim), math.nan).to(dtype) for _ in range(3)]
+    subpages = torch.empty(LAYERS * ROWS, HEADS, pages, dtype=torch.int64)
+    for layer in range(LAYERS):
+        free = torch.randperm(blocks * HEADS, generator=draw).tolist()
+        for row in range(layer * ROWS, layer * ROWS + ROWS):
+            for head in range(HEADS):
+                own = [free.pop() for _ in range(pages)]
+                subpages[row, head] = torch.tensor(own) + layer * blocks * HEADS
+                both = torch.cat([given["keys"], given["values"]], -1)[row, head]
+                for page, part in zip(own, both.split(size), strict=True):
+                    caches[1 + layer][page // HEADS, page % HEADS, : len(part)] = part
+    parts = {name: given[name] for name in ("positions", "new", "known")}
+    for known in (given["known"], None):
+        made = entry_scores_in_pages(caches, 1, subpages, networks=networks, **parts | {"known": known})
+        right = entry_scores(networks=networks, **given | {"known": known})
+        torch.testing.assert_close(made, right, rtol=1e-5, atol=0)
+
+
+def test_what_has_a_score_is_not_read(implementation: str) -> None:
+    """Nor is a number that is none in one entry anything to its neighbours."""
+    draw = torch.Generator().manual_seed(2)
+    networks, _ = random_networks(8, 8, 6, draw)
+    given = entries_of(8, 8, 70, torch.float32, draw)
+    for part in (given["keys"], given["values"]):
+        part.masked_fill_(~given["new"][..., None], math.nan)
+    assert entry_scores(networks=networks, **given).isfinite().all()
+    given["keys"][0, 0, 40] = math.nan
+    spoilt = entry_scores(networks=networks, **given).isnan()
+    assert spoilt[0, 0, 40] and spoilt.sum() == 1
+
+
+def test_angles_are_exact_where_float32_would_not_be() -> None:
+    frequency = torch.tensor([1.0, -1.0, 0.7353, 1e-5, 0.0, math.pi, 100.0])
+    at = torch.tensor([1, 999, 2**17 - 1])
+    angles = (at[:, None] * turns_of(frequency)).float() * (2 * math.pi / predictor.TURN)
+    exact: Any = at[:, None] * frequency.double()
+    assert torch.allclose(angles.double().cos(), exact.cos(), atol=4e-7, rtol=0)
+    assert torch.allclose(angles.double().sin(), exact.sin(), atol=4e-7, rtol=0)

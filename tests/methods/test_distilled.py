@@ -1,0 +1,68 @@
+"""`distilled`: what it remembers, its threshold, and keys far into a text; `formulas.py` has its formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from keepset import Budget, Observation
+from keepset.core.features.runtime_features import ModelStatistics
+from keepset.methods.distilled import Distilled
+from tests.methods.naive import Shape, observe
+
+STATISTICS = ModelStatistics("", predictors=True)
+SHAPE = Shape((20, 13), 2, 3, 6, 4)
+
+
+def test_what_was_scored_once_is_not_scored_again() -> None:
+    observation, method = observe(SHAPE), Distilled()
+    scores = method.score(observation)
+    told = {name: column.clone() for name, column in method.remember(observation, scores).items()}
+    (column,) = told.values()
+    assert column.isfinite().all() and (column[1, :, 13:] == 0).all()
+    column[:, :, :9] *= 3  # as nothing that is computed now
+    column[:, 0, 11:] = 0  # not scored yet, in one head
+    again = method.score(replace(observation, state=told))
+    expected = torch.cat([3 * scores[:, :, :9], scores[:, :, 9:]], 2)
+    torch.testing.assert_close(again[observation.valid], expected[observation.valid])
+
+
+@pytest.mark.parametrize("keep", [None, 5])
+def test_a_threshold_keeps_what_reaches_it(keep: int | None) -> None:
+    """And what always stays, however low; a budget is a cap."""
+    observation = observe(SHAPE)
+    scores = Distilled().score(observation)
+    threshold = float(scores[0, 0].quantile(0.6))
+    kept = Distilled(threshold=threshold).select(observation, Budget(keep, sinks=1, recent=2))
+    for request, length in enumerate(SHAPE.lengths):
+        for head in range(2):
+            always = {0, length - 2, length - 1}
+            row = {entry: float(scores[request, head, entry]) for entry in range(length) if entry not in always}
+            best = sorted((entry for entry in row if row[entry] >= threshold), key=lambda entry: -row[entry])
+            expected = sorted(always | set(best if keep is None else best[: keep - 3]))
+            assert kept.positions(0, request, head).tolist() == expected
+
+
+def test_a_keys_place_does_not_matter() -> None:
+    """The same key and value, rotated for other positions, up to ones far beyond what any network was fitted to."""
+    near = observe(SHAPE)
+    rotated = rotated_by(near, 131_000)
+    torch.testing.assert_close(
+        Distilled().score(rotated)[near.valid], Distilled().score(near)[near.valid], rtol=1e-4, atol=1e-6
+    )
+
+
+def rotated_by(observation: Observation, distance: int) -> Observation:
+    """All entries so many positions later."""
+    layer = observation[STATISTICS].layers[0]
+    angles = distance * layer.frequency.double()
+    keys = observation.keys.double()
+    keys = keys * angles.cos() + keys[..., layer.partner] * angles.sin()
+    return replace(
+        observation,
+        keys=keys.float(),
+        positions=observation.positions + distance,
+        lengths=observation.lengths + distance,
+    )

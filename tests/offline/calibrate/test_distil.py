@@ -1,0 +1,108 @@
+"""Networks fitted to a teacher's scores: what they learn, that it repeats, and that an interrupted run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset import KeepsetError, Method, Observation
+from keepset.core.predictor import PREDICTOR_FIELDS, Predictor
+from keepset.core.statistics import Statistics, load, save
+from keepset.offline.calibrate import distil
+from keepset.offline.calibrate.corpus import Corpus
+from keepset.offline.calibrate.distil import with_predictors
+from keepset.offline.calibrate.measure import measure
+from tests.hf.models import prompt, tiny
+
+MODEL = "llama"
+CORPUS = Corpus(list(prompt(8, 60, seed=1)), "0", 0)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Statistics:
+    return measure(tiny(MODEL), CORPUS)
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distil, "STEPS", 10)
+
+
+@dataclass(frozen=True)
+class Linear(Method):
+    """A teacher whose logarithm is linear in values and in the logarithm of the distance from the text's end."""
+
+    name = "linear"
+
+    def score(self, observation: Observation) -> Tensor:
+        weights = torch.linspace(-0.2, 0.2, observation.values.shape[-1])
+        distances = observation.lengths[:, None, None] - observation.positions
+        return (observation.values.float() @ weights).exp() / distances**0.7
+
+
+def equal(left: Statistics, right: Statistics) -> bool:
+    pairs = [(left.predictors[index], right.predictors[index]) for index in left.layers]
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for a, b in pairs for name in PREDICTOR_FIELDS)
+
+
+def test_a_linear_teacher_is_recovered(measured: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On passages that it was not fitted to; a small floor, so that its logarithm is linear indeed."""
+    monkeypatch.setattr(distil, "parse_teachers", lambda texts: [Linear()])
+    monkeypatch.setattr(distil, "_FLOOR", 1e-6)
+    held = with_predictors(measured, tiny(MODEL), CORPUS, ["linear"]).provenance["predictors"]["held_out"]
+    assert min(held["by_layer"][distil.CORRELATION].values()) > 0.99
+    assert min(held["by_layer"][distil.SHARE].values()) > 0.93
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_seed_repeats_and_an_interrupted_run_goes_on(measured: Statistics, tmp_path: Path) -> None:
+    whole = with_predictors(measured, tiny(MODEL), CORPUS, ["prompt_queries", "knorm"], width=3)
+    calls = 0
+
+    def interrupt() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"folder": tmp_path / "kept", "width": 3}
+    with pytest.raises(KeyboardInterrupt):
+        with_predictors(measured, tiny(MODEL), CORPUS, ["prompt_queries", "knorm"], on_passage=interrupt, **options)
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()}
+    assert len(kept) == 3
+    again = with_predictors(measured, tiny(MODEL), CORPUS, ["prompt_queries", "knorm"], **options)
+    assert equal(again, whole)
+    assert all(path.stat().st_mtime_ns == when for path, when in kept.items())
+    other = with_predictors(measured, tiny(MODEL), CORPUS, ["knorm"], **options)  # takes nothing of another teacher's
+    assert not equal(other, whole)
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_a_file_holds_what_was_fitted(measured: Statistics, tmp_path: Path) -> None:
+    fitted = with_predictors(measured, tiny(MODEL), CORPUS, ["knorm"], width=3)
+    save(fitted, tmp_path / "stats.safetensors")
+    read = load(str(tmp_path / "stats.safetensors"))
+    assert equal(read, fitted)
+    assert read.provenance["predictors"]["teachers"] == ["knorm"]
+    assert read.provenance["predictors"]["entries"] == 7 * 56  # seven of eight passages, without the first four tokens
+
+
+def test_folding_scales_changes_nothing() -> None:
+    """The network with standardised inputs, in float64, beside the one with scales in its weights."""
+    torch.manual_seed(0)
+    inputs, wanted = torch.randn(2, 40, 5) * 3 + 1, torch.randn(2, 40)
+    predictor = distil._fitted(distil.Samples(inputs, wanted, torch.arange(40) + 1), 4, 0, lambda _: None)
+    told = predictor.log_scores(slice(None), inputs)
+    error = (told - wanted).square().mean()
+    assert error < 0.9 * wanted.var()  # it has learnt something of forty points by heart
+    assert torch.allclose(Predictor(*vars(predictor).values()).log_scores(slice(1, 2), inputs[1:]), told[1:])
+
+
+def test_it_does_not_teach_itself() -> None:
+    with pytest.raises(KeepsetError, match="looks at what it would teach"):
+        distil.parse_teachers(["pool(distilled)"])
