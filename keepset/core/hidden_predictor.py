@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from keepset.kernels.dispatch import upload
+
 _BLOCK = 2**12
 """The most tokens that a module reads at a time."""
 _EPSILON = 1e-6
@@ -53,7 +55,7 @@ class HiddenPredictor(ABC):
 
     def on(self, device: torch.device) -> Self:
         """Return the module on a device."""
-        return type(self)(**{name: weights.to(device) for name, weights in self.tensors.items()})
+        return type(self)(**{name: upload(weights, device) for name, weights in self.tensors.items()})
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -22,6 +22,9 @@ COMPOSED = ["match(pool(knorm), keep=12)", "int8(match(knorm), keep=12)", "adakv
 QUICK = ["knorm", "snapkv", "h2o", "expected_attention", "second_pass", "gvote", "adakv", "ams"]
 """Of everything that is looked at, and of every layout, one; the full tier has all methods."""
 
+OF_A_MODULE = {"fast_kvzip": 21}
+"""What a layer launches besides for each decoded token, where a method's own module reads its hidden state."""
+
 
 def step(model: Any, cache: Any, tokens: Tensor) -> None:
     model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -65,7 +68,7 @@ def test_waits_and_launches(
             gpu.reset()
             step(model, cache, tokens[:, :1])
             assert not gpu.waits
-        assert gpu.launches.total() <= launches + 3 * layers, gpu.launches
+        assert gpu.launches.total() <= launches + (3 + OF_A_MODULE.get(method, 0)) * layers, gpu.launches
         assert of_event.total() <= 1 + more_waits(method, layers, len(ids)), of_event
 
 

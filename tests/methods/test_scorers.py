@@ -82,8 +82,8 @@ def test_parameters_that_are_refused(refused: Callable[[], object], because: str
     [
         ("gvote(skip=2)", "HiddenMoments(skip=2)"),
         ("expected_attention(skip=3)", "QueryMoments(skip=3"),
-        ("qfilter(stats='other')", "ModelStatistics(file='other', predictors=False)"),
-        ("duo_attention(stats='mine')", "ModelStatistics(file='mine', predictors=False)"),
+        ("qfilter(stats='other')", "ModelStatistics(file='other')"),
+        ("duo_attention(stats='mine')", "ModelStatistics(file='mine')"),
     ],
 )
 def test_what_is_missing_is_asked_for(text: str, feature: str) -> None:

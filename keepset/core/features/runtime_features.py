@@ -120,9 +120,9 @@ class ModelStatistics(Feature[Statistics]):
     label = "statistics of the model"
 
     file: str
-    predictors: bool = False
-    modules: str = ""
-    covariances: bool = field(default=False, compare=False)
+    predictors: bool = field(default=False, repr=False)
+    modules: str = field(default="", repr=False)
+    covariances: bool = field(default=False, compare=False, repr=False)
 
     def load(self, model: str = "") -> Statistics:
         """Return the statistics in the file, or those that are offered for a model.
