@@ -123,7 +123,7 @@ def with_predictors(
     predictor = fit(fitted, width=width, seed=corpus.seed, device=model.device, on_step=on_step)
     heads = len(next(iter(statistics.layers.values())).direction)
     predictors = {
-        index: _part(predictor, slice(place * heads, (place + 1) * heads))
+        index: predictor.of_heads(slice(place * heads, (place + 1) * heads))
         for place, index in enumerate(statistics.layers)
     }
     made = {
@@ -291,10 +291,6 @@ def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[i
 def _together(parts: Sequence[Samples]) -> Samples:
     inputs, wanted = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("inputs", "wanted"))
     return Samples(inputs, wanted, torch.cat([part.ages for part in parts]))
-
-
-def _part(predictor: Predictor, heads: slice) -> Predictor:
-    return Predictor(*(part[heads].clone() for part in vars(predictor).values()))
 
 
 def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], each: int) -> str:
