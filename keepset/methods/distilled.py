@@ -61,6 +61,10 @@ class Distilled(Method):
             counts_from_data=not budget,
         )
 
+    @property
+    def chooses(self) -> bool:
+        return self.threshold != 0
+
     def score(self, observation: Observation) -> Scores:
         networks = self._statistics.networks(observation)
         return observation.predicted(networks, observation.state.get(_WORTH)) * self._by_age(observation)

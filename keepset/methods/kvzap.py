@@ -60,6 +60,10 @@ class KVzap(Method):
     def _scores(self) -> HiddenScores:
         return HiddenScores(self.stats, HiddenNetwork.kind)
 
+    @property
+    def chooses(self) -> bool:
+        return self.threshold != 0
+
     def score(self, observation: Observation) -> Scores:
         return observation[self._scores]
 

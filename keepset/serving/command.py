@@ -18,8 +18,9 @@ from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.hf.fingerprint import sample_of, stores_other_weights
 from keepset.recipe import Recipe
+from keepset.vllm.engine_args import as_words, engine_args
 from keepset.vllm.recipe_support import objections
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT, SIGNED
+from keepset.vllm.settings import KEY, SIGNED
 
 _ADDITIONAL = "--additional-config"
 _MIDDLEWARE = "keepset.serving.context_api.ContextMiddleware"
@@ -103,46 +104,26 @@ def command(
         KeepsetError: options do not go together, or there is no such folder.
     """
     additional, rest = _additional(options)
-    if recipe is not None:
-        additional[KEY] = str(recipe)
-    if contexts is not None:
-        if not contexts.is_dir():
-            raise KeepsetError(f"There is no folder {str(contexts)!r}: make it, and put contexts there at any time.")
-        additional[CONTEXTS] = str(contexts.resolve())
-    if save_bytes:
-        if contexts is None:
-            raise KeepsetError("--save-bytes is for contexts that requests save: name their folder with --contexts.")
-        additional[SAVE_LIMIT] = save_bytes
-    if recipe is not None or contexts is not None:
-        additional[SIGNED] = True
+    if save_bytes and contexts is None:
+        raise KeepsetError("--save-bytes is for contexts that requests save: name their folder with --contexts.")
+    args: dict[str, Any] = {"additional_config": additional} if additional else {}
+    with_keepset = recipe is not None or contexts is not None
+    if with_keepset:
+        args = engine_args(recipe, contexts=contexts, save_bytes=save_bytes)
+        args["additional_config"] = additional | args["additional_config"] | {SIGNED: True}
     if has_option(rest, "--model"):
         raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")
     place = folder(model)
     words = _program(place)
     if place != model and not has_option(rest, "--served-model-name"):
         words += ["--served-model-name", models.EMBEDDED]
-    if additional:
-        words += [_ADDITIONAL, json.dumps(additional)]
-    if recipe is not None:
-        words += _required_options(recipe, rest, contexts is not None)
-    if recipe is not None or contexts is not None:
-        connector = CONNECTOR if contexts is None else CONTEXT_CONNECTOR
-        words += ["--kv-transfer-config", json.dumps(connector), "--middleware", _MIDDLEWARE]
+    words += as_words(args)
+    if with_keepset:
+        words += ["--middleware", _MIDDLEWARE]
     if not has_option(rest, "--host"):
         words += ["--host", "127.0.0.1"]
     # Of two options of one name vLLM takes the last.
     return [*words, *rest, *forced]
-
-
-def _required_options(recipe: Recipe, options: Sequence[str], shares: bool) -> list[str]:
-    """Return the options that the plug-in would ask for with this recipe."""
-    words, method = [], recipe.method
-    one_table = method.traits.fixed_total and method.traits.equal_layers
-    if not (one_table or shares or has_option(options, "--no-enable-prefix-caching")):
-        words.append("--no-enable-prefix-caching")
-    if method.traits.needs.hidden_states and not has_option(options, "--enforce-eager"):
-        words.append("--enforce-eager")
-    return words
 
 
 def has_option(options: Sequence[str], name: str) -> bool:

@@ -17,14 +17,15 @@ def objections(recipe: Recipe) -> Iterator[str]:
     """
     method, traits = recipe.method, recipe.method.traits
     check_schedule(recipe)
-    for feature in traits.needs:
-        if feature.transformers_only:
-            yield f"{method.name} {feature.transformers_only.format(engine='vLLM')}."
+    unseen = [feature for feature in traits.needs if feature.transformers_only]
+    yield from (f"{method.name} {feature.transformers_only.format(engine='vLLM')}." for feature in unseen)
     if traits.across_layers and traits.fixed_total and not traits.equal_layers:
         yield (
             f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "
             "its traits must say that counts come from the data (counts_from_data)."
         )
+    if unseen:
+        return  # whatever its files are
     # Raises where there is no file: the engine's processes know no other statistics and tables.
     for measured in traits.needs.of(ModelStatistics):
         measured.load()

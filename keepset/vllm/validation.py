@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +17,9 @@ from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
+from keepset.vllm.engine_args import serve_options
 from keepset.vllm.recipe_support import objections
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, by_head, contexts_of
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, by_head, contexts_of, is_compressed
 
 _WHOLE = ("auto", "float16", "bfloat16", "float32")
 _EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_e5m2")
@@ -34,10 +33,21 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
         UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
         UnsupportedModelError: the model is why.
     """
-    for sentence in chain(_of_version(), objections(recipe), _of_config(config, recipe), _of_ranks(config, recipe)):
-        raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
-    for sentence in _of_model(config):
-        raise UnsupportedModelError(f"keepset cannot serve {recipe}: {sentence}")
+    if changes := list(_of_version()):  # the rest goes by this version's configuration
+        raise UnsupportedEngineError(_joined(recipe, changes))
+    reasons = [*objections(recipe), *_of_config(config, recipe), *_of_ranks(config, recipe)]
+    if lacking := list(_lacking(config, recipe)):
+        reasons += [*lacking, _how_to_start(config, recipe)]
+    if reasons:
+        raise UnsupportedEngineError(_joined(recipe, reasons))
+    if reasons := list(_of_model(config)):
+        raise UnsupportedModelError(_joined(recipe, reasons))
+
+
+def _joined(recipe: Recipe, reasons: Sequence[str]) -> str:
+    """Return one message with all reasons why a recipe is not served."""
+    first, *others = reasons
+    return " ".join([f"keepset cannot serve {recipe}: {first}", *(other[0].upper() + other[1:] for other in others)])
 
 
 def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
@@ -88,33 +98,27 @@ def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
 def _of_version() -> Iterator[str]:
     served = " or ".join(f"vllm=={version}.*" for version in SUPPORTED)
     if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
-        yield f"vLLM {vllm.__version__} is not among the versions that it is tested with; install {served}"
+        yield f"vLLM {vllm.__version__} is not among the versions that it is tested with; install {served}."
     for name in changed():
-        yield f"{name} of vLLM {vllm.__version__} is not what it knows; install {served}"
+        yield f"{name} of vLLM {vllm.__version__} is not what it knows; install {served}."
 
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    parallel, cache = config.parallel_config, config.cache_config
+    parallel = config.parallel_config
     yield from _of_drafts(config, recipe)
     connector = config.kv_transfer_config
     if contexts_of(config) is not None:
         yield from _of_contexts(config, recipe)
     elif connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
         yield "KV connectors move whole caches; leave kv_transfer_config out."
-    elif connector is None and not recipe.method.traits.fixed_total:
-        yield f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
-    if recipe.method.traits.needs.hidden_states and not config.model_config.enforce_eager:
-        yield "compiled code does not show the hidden states that it looks at; give --enforce-eager."
     yield from _of_cache_dtype(config, recipe)
     if config.attention_config.use_non_causal:
         yield "attention that is not causal is not supported; leave use_non_causal out."
     yield from _of_graphs(config, recipe)
-    if cache.enable_prefix_caching and not one_table(recipe) and contexts_of(config) is None:
-        yield "its layers keep different numbers of entries; turn prefix caching off (--no-enable-prefix-caching)."
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
 
@@ -159,12 +163,38 @@ def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if recipe.method.traits.biased:
         yield "contexts have no biases for attention to add: give its match biases=False."
     connector = config.kv_transfer_config
-    if connector is None or connector.kv_connector_module_path != CONTEXT_CONNECTOR["kv_connector_module_path"]:
-        yield f"there are contexts to serve; give kv_transfer_config {json.dumps(CONTEXT_CONNECTOR)}."
-    elif connector.kv_load_failure_policy != "fail":
+    if connector is not None and connector.kv_load_failure_policy != "fail":
         yield "there is nothing to compute a context from that cannot be loaded; leave kv_load_failure_policy out."
-    if not config.cache_config.enable_prefix_caching:
-        yield "requests share contexts as they share prefixes; leave --no-enable-prefix-caching out."
+
+
+def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    """Yield what the configuration lacks of the arguments that `engine_args` returns."""
+    connector, caches_prefixes = config.kv_transfer_config, config.cache_config.enable_prefix_caching
+    if contexts_of(config) is not None:
+        if connector is None or connector.kv_connector_module_path != CONTEXT_CONNECTOR["kv_connector_module_path"]:
+            yield "contexts are loaded by a KV connector, which is not given."
+        if not caches_prefixes:
+            yield "requests share contexts as they share prefixes, and prefix caching is off."
+    else:
+        if connector is None and not recipe.method.traits.fixed_total:
+            yield "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given."
+        if caches_prefixes and not one_table(recipe):
+            yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
+    if recipe.method.traits.needs.hidden_states and not config.model_config.enforce_eager:
+        yield "compiled code does not show the hidden states that it looks at."
+
+
+def _how_to_start(config: VllmConfig, recipe: Recipe) -> str:
+    """Return a sentence with what to write instead."""
+    contexts = contexts_of(config)
+    own = None if contexts is not None and not is_compressed(config) else recipe
+    said = ", ".join(
+        [*([repr(str(own))] if own is not None else []), *([f"contexts={str(contexts)!r}"] if contexts else [])]
+    )
+    return (
+        f"write LLM(model, **keepset.vllm.engine_args({said})), or start vllm serve MODEL with "
+        f"{serve_options(own, contexts=contexts)}"
+    )
 
 
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from keepset import Budget, Observation
+from keepset import Budget, Observation, Recipe
 from keepset.core.features.runtime_features import ModelStatistics
+from keepset.errors import RecipeError
 from keepset.methods.distilled import Distilled
 from tests.methods.naive import Shape, observe
 
@@ -43,6 +44,15 @@ def test_a_threshold_keeps_what_reaches_it(keep: int | None) -> None:
             best = sorted((entry for entry in row if row[entry] >= threshold), key=lambda entry: -row[entry])
             expected = sorted(always | set(best if keep is None else best[: keep - 3]))
             assert kept.positions(0, request, head).tolist() == expected
+
+
+def test_what_divides_budgets_wraps_it_unless_it_has_a_threshold() -> None:
+    """With a threshold it says itself how many entries a head keeps."""
+    for name in ("adakv", "ams", "chunkkv"):
+        assert Recipe.parse(f"{name}(distilled, keep=64)").method.scorer == Distilled()  # type: ignore[attr-defined]
+    for name in ("ams", "chunkkv"):
+        with pytest.raises(RecipeError, match="distilled"):
+            Recipe.parse(f"{name}(distilled(threshold=0.5), keep=64)")
 
 
 def test_a_keys_place_does_not_matter() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +21,10 @@ from keepset.core.statistics import Statistics
 from keepset.core.statistics import save as save_statistics
 from keepset.core.tables import save
 from keepset.core.traits import Traits
+from keepset.errors import UnsupportedEngineError
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
+from keepset.vllm.engine_args import engine_args, serve_options
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, recipe_of
 from tests.core.test_tables import random_tables
 from tests.methods.naive import Shape, random_statistics
@@ -30,6 +32,7 @@ from tests.paged.methods import Mass
 from tests.vllm.late import Late
 
 compat, validation = Late("keepset.vllm.compat"), Late("keepset.vllm.validation")
+arguments, parsers = Late("vllm.engine.arg_utils"), Late("vllm.utils.argparse_utils")
 modes, specs = Late("vllm.config"), Late("vllm.v1.kv_cache_interface")
 
 
@@ -75,8 +78,14 @@ def connector(path: str | None) -> Any:
     return SimpleNamespace(kv_connector_module_path=path)
 
 
+PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager")
+"""How a message ends that tells what to write."""
+
 UNIFORM, RAGGED = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)"
-GIVE_CARRIER = f"how much it keeps depends on the data; give kv_transfer_config {json.dumps(CONNECTOR)}."
+GIVE_CARRIER = (
+    "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given. Write "
+    "LLM(model, **keepset.vllm.engine_args('"
+)
 
 NGRAM = SimpleNamespace(method="ngram")
 SERVED = {
@@ -116,7 +125,11 @@ REFUSED = [
         {"cache_config__cache_dtype": "fp8_e4m3"},
         "it rewrites values, which a",
     ),
-    ("pyramid(snapkv, keep=128)", {}, "its layers keep different numbers of entries; turn prefix caching off"),
+    (
+        "pyramid(snapkv, keep=128)",
+        {},
+        "its layers keep different numbers of entries, so that requests",
+    ),
     ("mass", {"kv_transfer_config": SERVED["kv_transfer_config"]}, "its layers keep different numbers of entries"),
     (UNIFORM, {"scheduler_config__disable_hybrid_kv_cache_manager": True}, "it needs vLLM's hybrid KV-cache manager"),
     (UNIFORM, {"model_config__runner_type": "pooling"}, "only models that generate text have a cache to compress"),
@@ -150,7 +163,46 @@ REFUSED = [
 def test_a_configuration_that_is_refused(recipe: str, changes: dict[str, Any], sentence: str) -> None:
     message = refused(recipe, **changes)
     assert message.startswith(f"keepset cannot serve {Recipe.parse(recipe)}: {sentence}")
-    assert message.endswith(".") and "\n" not in message
+    assert message.endswith((".", *PASTED)) and "\n" not in message
+
+
+def test_all_that_is_missing_is_said_at_once() -> None:
+    message = refused(
+        "gvote", model_config__enforce_eager=False, scheduler_config__disable_hybrid_kv_cache_manager=True
+    )
+    reasons = ("it needs vLLM's hybrid", "How much it keeps", "Its layers keep", "Compiled code does not show")
+    places = [message.index(reason) for reason in reasons]
+    assert places == sorted(places)
+    assert message.endswith(f"start vllm serve MODEL with {serve_options('gvote')}")
+
+
+@pytest.mark.parametrize("recipe", [UNIFORM, RAGGED, "mass", "pyramid(snapkv, keep=128)", "gvote", None])
+@pytest.mark.parametrize("shares", [False, True])
+def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: bool, tmp_path: Path) -> None:
+    contexts = tmp_path if shares else None
+    if not (recipe or shares):
+        with pytest.raises(KeepsetError, match="nothing to serve: give a recipe, or a folder"):
+            engine_args()
+        return
+    args = engine_args(recipe, contexts=contexts)
+    words = shlex.split(serve_options(recipe, contexts=contexts))
+    parsed = arguments.EngineArgs.add_cli_args(parsers.FlexibleArgumentParser()).parse_args(words)
+    assert parsed.additional_config == args["additional_config"]
+    assert parsed.enable_prefix_caching == args.get("enable_prefix_caching")
+    assert parsed.enforce_eager == args.get("enforce_eager", False)
+    connector = parsed.kv_transfer_config
+    assert {name: getattr(connector, name) for name in args["kv_transfer_config"]} == args["kv_transfer_config"]
+    made = config(
+        additional_config=args["additional_config"],
+        kv_transfer_config=connector,
+        cache_config__enable_prefix_caching=args.get("enable_prefix_caching", True),
+        model_config__enforce_eager=args.get("enforce_eager", False),
+    )
+    if shares and recipe in ("mass", "pyramid(snapkv, keep=128)", "gvote"):  # for which no argument helps
+        with pytest.raises(UnsupportedEngineError, match="share contexts as they share prefixes, for which all layers"):
+            validation.check(made, Recipe.parse(recipe))
+    else:
+        validation.check(made, recipe_of(made))
 
 
 @pytest.mark.parametrize(
