@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from keepset.core.budget import KEEP_HELP, Budget
+from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
+from keepset.core.traits import FULL_BYTES
 from keepset.errors import BudgetError, RecipeError
 from keepset.registry import METHODS, find
 
@@ -51,8 +52,8 @@ class Recipe:
     """A method, a budget and a schedule: what to keep, how much of it, and when.
 
     The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its parameters, then the
-    options of the budget (`keep`, `sinks`, `recent`, `protect_prompt`, `protect`) and of the schedule (`prefill`,
-    `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
+    options of the budget (`keep` or `bytes`, `sinks`, `recent`, `protect_prompt`, `protect`) and of the schedule
+    (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
 
     Attributes:
         method: decides what to keep.
@@ -68,10 +69,12 @@ class Recipe:
     schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self) -> None:
-        if self.schedule.every is not None and isinstance(self.budget.keep, float):
+        share = self.budget.keep if self.budget.bytes is None else self.budget.bytes
+        if self.schedule.every is not None and isinstance(share, float):
+            name = "keep" if self.budget.bytes is None else "bytes"
             raise BudgetError(
-                f"keep={self.budget.keep!r} does not go with every={self.schedule.every}, because a fraction of what "
-                "is left would shrink at every event: use a whole number of entries such as 512."
+                f"{name}={share!r} does not go with every={self.schedule.every}, because a share of what is left would "
+                "shrink at every event: use a whole number of entries such as keep=512."
             )
         if self.budget.protect_prompt:
             if self.schedule.every is None:
@@ -88,6 +91,7 @@ class Recipe:
         method: Method,
         *,
         keep: int | float | None = None,
+        bytes: float | None = None,
         sinks: int | None = None,
         recent: int | None = None,
         protect_prompt: bool = False,
@@ -100,6 +104,7 @@ class Recipe:
         Args:
             method: the method with its parameters.
             keep: see `Budget`.
+            bytes: see `Budget`.
             sinks: see `Budget`; None for the method's own.
             recent: see `Budget`; None for the method's own.
             protect_prompt: see `Budget`.
@@ -112,7 +117,8 @@ class Recipe:
         """
         sinks = method.traits.sinks if sinks is None else sinks
         recent = method.traits.recent if recent is None else recent
-        return cls(method, Budget(keep, sinks, recent, protect_prompt, protect), Schedule(prefill, every))
+        budget = Budget(keep, sinks, recent, protect_prompt, protect, bytes=bytes)
+        return cls(method, budget, Schedule(prefill, every))
 
     @classmethod
     def parse(cls, text: str) -> Recipe:
@@ -150,18 +156,19 @@ class Recipe:
         return [cls.parse(ast.unparse(element)) for element in node.elts]
 
     def __str__(self) -> str:
-        return self.text(self.budget.keep)
+        return self.text(self.budget.keep, self.budget.bytes)
 
-    def text(self, keep: int | float | None) -> str:
-        """Return the recipe's text with another `keep`, whether that suits the recipe or not.
+    def text(self, keep: int | float | None = None, bytes: float | None = None) -> str:
+        """Return the recipe's text with another `keep` or `bytes`, whether that suits the recipe or not.
 
         Args:
             keep: see `Budget`; None leaves it out.
+            bytes: see `Budget`; None leaves it out.
         """
-        return _short(self.method, {**vars(self.budget), **vars(self.schedule), "keep": keep})
+        return _short(self.method, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
     def with_keep(self, keep: int | float) -> Recipe:
-        """Return the same recipe with another `keep`.
+        """Return the same recipe with this `keep`, and without `bytes`.
 
         Args:
             keep: see `Budget`.
@@ -169,7 +176,18 @@ class Recipe:
         Raises:
             BudgetError: if it does not suit the recipe.
         """
-        return replace(self, budget=replace(self.budget, keep=keep))
+        return replace(self, budget=replace(self.budget, keep=keep, bytes=None))
+
+    def with_bytes(self, share: float) -> Recipe:
+        """Return the same recipe with this `bytes`, and without `keep`.
+
+        Args:
+            share: see `Budget.bytes`.
+
+        Raises:
+            BudgetError: if it does not suit the recipe.
+        """
+        return replace(self, budget=replace(self.budget, keep=None, bytes=share))
 
     def with_always(self, sinks: int, recent: int) -> Recipe:
         """Return the same recipe with at least so many tokens that always stay.
@@ -189,8 +207,8 @@ class Recipe:
         return replace(self, budget=replace(budget, sinks=sinks, recent=recent))
 
     def without_budget(self) -> Recipe:
-        """Return the same recipe without its `keep`, as a common name for different budgets."""
-        return replace(self, budget=replace(self.budget, keep=None))
+        """Return the same recipe without its `keep` or `bytes`, as a common name for different budgets."""
+        return replace(self, budget=replace(self.budget, keep=None, bytes=None))
 
     @property
     def advice(self) -> str:
@@ -209,7 +227,25 @@ class Recipe:
             BudgetError: if the method needs a budget and the recipe has none.
             KeepsetError: if the observation lacks something that the method needs.
         """
-        return self.require_budget().method.select(observation, self.budget)
+        return self.require_budget().method.select(observation, self.budget_for([observation]))
+
+    def budget_for(self, observations: Sequence[Observation]) -> Budget:
+        """Return the budget in entries: `bytes` is the share of entries that fit those bytes.
+
+        Args:
+            observations: the layers that one choice is about. All are given the same share.
+        """
+        return self.budget_of_sizes([(each.head_dim, each.value_dim) for each in observations])
+
+    def budget_of_sizes(self, sizes: Iterable[tuple[int, int]]) -> Budget:
+        """Return what `budget_for` does, where there are no observations yet.
+
+        Args:
+            sizes: numbers of a key and of a value, for each layer.
+        """
+        sizes = tuple(sizes)
+        full = sum(FULL_BYTES * (key_size + value_size) for key_size, value_size in sizes)
+        return self.budget.in_entries(full, sum(self.method.traits.entry_bytes(*each) for each in sizes))
 
     def require_budget(self) -> Recipe:
         """Return this recipe.
@@ -217,11 +253,14 @@ class Recipe:
         Raises:
             BudgetError: if its method needs a budget and it has none.
         """
-        if self.method.traits.needs_budget and self.budget.keep is None:
+        if self.method.traits.needs_budget and not self.budget.is_given:
+            entries = self.text(max(512, self.budget.sinks + self.budget.recent))
             if self.schedule.every is not None:
-                example = self.text(max(512, self.budget.sinks + self.budget.recent))
-                raise BudgetError(f"{self} says not how much to keep: write {example}.")
-            raise BudgetError(f"{self} says not how much to keep: write {self.with_keep(0.25)}; for keep, {KEEP_HELP}.")
+                raise BudgetError(f"{self} says not how much to keep: write {entries}.")
+            raise BudgetError(
+                f"{self} says not how much to keep: write {self.with_bytes(0.25)}, a share of a full 16-bit cache's "
+                f"bytes, or {entries}, entries per KV head."
+            )
         return self
 
 
@@ -317,7 +356,7 @@ def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
 def _implied(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of budget and schedule that hold if a text does not name them."""
     own = method.traits
-    implied = {"keep": None, "sinks": own.sinks, "recent": own.recent, "protect_prompt": False}
+    implied = {"keep": None, "bytes": None, "sinks": own.sinks, "recent": own.recent, "protect_prompt": False}
     return implied | {"protect": (), "prefill": not options.get("protect_prompt", False), "every": None}
 
 

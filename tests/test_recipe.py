@@ -81,7 +81,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
     keep = draw(st.none() | number if every and sinks + recent < 2**63 else st.none() if every else fraction | number)
     protect_prompt = draw(st.booleans()) if every else False
     protect = draw(st.just([]) | st.lists(st.tuples(st.integers(0, 9), st.integers(10, 2**63 - 1)), max_size=2))
-    return Recipe(method, Budget(keep, sinks, recent, protect_prompt, protect), Schedule(prefill, every))
+    share = draw(st.none() | fraction) if keep is None and not every else None
+    return Recipe(method, Budget(keep, sinks, recent, protect_prompt, protect, bytes=share), Schedule(prefill, every))
 
 
 @examples(300, derandomize=False)
@@ -291,6 +292,13 @@ def test_refuses_what_is_no_recipe(text: str, says: str) -> None:
         ("knorm(keep=True)", "keep=True"),
         ("knorm(keep=None)", "leave keep out"),
         ("knorm(keep='half')", "keep='half'"),
+        ("knorm(bytes=0)", "bytes=0"),
+        ("knorm(bytes=25)", "bytes=25 is out of range"),
+        ("knorm(bytes='half')", "bytes='half'"),
+        ("knorm(bytes=None)", "leave bytes out"),
+        ("knorm(bytes=0.5, keep=0.5)", "keep=0.5 and bytes=0.5 both say how much stays"),
+        ("knorm(bytes=0.5, every=8)", "bytes=0.5 does not go with every=8"),
+        ("int8(knorm(bytes=0.5))", "no parameter 'bytes' inside another method"),
         ("knorm(every=None)", "leave every out"),
         ("knorm(every=0)", "every=0"),
         ("knorm(every=2.0)", "every=2.0"),
@@ -473,7 +481,8 @@ def test_a_damaged_recipe_is_a_recipe_or_refused(recipe: Recipe, data: st.DataOb
 def test_select_needs_a_budget() -> None:
     observation = Observation(keys=torch.ones(1, 1, 8, 2), values=torch.ones(1, 1, 8, 2))
     assert Recipe.parse("knorm(keep=0.5)").select(observation).counts.tolist() == [[[4]]]
-    with pytest.raises(KeepsetError, match=r"knorm says not how much to keep: write knorm\(keep=0.25\)"):
+    both = r"knorm says not how much to keep: write knorm\(bytes=0.25\), .* or knorm\(keep=512\)"
+    with pytest.raises(KeepsetError, match=both):
         Recipe.parse("knorm").select(observation)
     with pytest.raises(KeepsetError, match=r"says not how much to keep: write snapkv\(keep=512, every=8\)\.$"):
         Recipe.parse("snapkv(every=8)").select(observation)
@@ -483,9 +492,12 @@ def test_what_follows_from_a_recipe_is_checked_too() -> None:
     recipe = Recipe.parse("knorm(every=8, keep=1)")
     assert str(recipe.without_budget()) == "knorm(every=8)"
     assert str(recipe.with_keep(7)) == "knorm(keep=7, every=8)"
-    with pytest.raises(KeepsetError, match="a fraction of what is left"):
+    share = Recipe.parse("knorm(bytes=0.5, sinks=3)")
+    assert str(share.without_budget()) == "knorm(sinks=3)" and str(share.with_keep(7)) == "knorm(keep=7, sinks=3)"
+    assert share.with_bytes(0.5) == share == Recipe.parse("knorm(sinks=3)").with_keep(3).with_bytes(0.5)
+    with pytest.raises(KeepsetError, match="a share of what is left"):
         recipe.with_keep(0.5)
-    with pytest.raises(KeepsetError, match="a fraction of what is left"):
+    with pytest.raises(KeepsetError, match="a share of what is left"):
         Recipe.of(Knorm(), keep=0.5, every=8)
 
 

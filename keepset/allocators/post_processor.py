@@ -13,7 +13,7 @@ from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.method import Allocator
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking
-from keepset.core.traits import Traits
+from keepset.core.traits import FULL_BYTES, Traits
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ class Int8(PostProcessor):
 
     name = "int8"
     stage = 2
-    own_traits = Traits(needs=Needs(Int8Entries()), needs_budget=False)
+    own_traits = Traits(
+        needs=Needs(Int8Entries()), needs_budget=False, key_bits=8, value_bits=8, extra_bytes=2 * FULL_BYTES
+    )
 
     def processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
         itemsize = observation.dtype.itemsize

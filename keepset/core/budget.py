@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Int
@@ -24,7 +24,10 @@ class Budget:
 
     Attributes:
         keep: a float in (0, 1] is a fraction of the entries, an int is entries per KV head, and None leaves the
-            number to the method.
+            number to `bytes` or to the method.
+        bytes: in place of `keep`, the share in (0, 1] that the entries may take of a full 16-bit cache of the same
+            tokens, keys and values alone. `Traits.entry_bytes` says what an entry takes. A recipe makes `keep` of it
+            once the size of a head is known (`Recipe.budget_for`).
         sinks: first tokens that always stay; they count towards `keep`.
         recent: newest tokens that always stay; they count towards `keep`. Where a fraction of a short text is fewer
             entries than sinks and recent tokens together, all of these stay.
@@ -38,6 +41,7 @@ class Budget:
     """
 
     keep: int | float | None = None
+    bytes: float | None = field(default=None, kw_only=True)
     sinks: int = 0
     recent: int = 0
     protect_prompt: bool = False
@@ -51,6 +55,8 @@ class Budget:
         if not isinstance(self.protect_prompt, bool):
             raise BudgetError(f"protect_prompt={self.protect_prompt!r} is neither True nor False.")
         object.__setattr__(self, "protect", _joined(self.protect))
+        if self.bytes is not None:
+            self._check_bytes(self.bytes)
         if self.keep is None:
             return
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float):
@@ -63,6 +69,16 @@ class Budget:
                 f"(sinks={self.sinks}, recent={self.recent}): raise keep, or lower those."
             )
 
+    def _check_bytes(self, share: object) -> None:
+        """Raise BudgetError if `bytes` is no share, or stands beside `keep`; make a float of 1."""
+        if isinstance(share, bool) or not isinstance(share, int | float):
+            raise BudgetError(f"bytes={share!r} is not a number: {BYTES_HELP}.")
+        if not 0 < share <= 1:
+            raise BudgetError(f"bytes={share!r} is out of range: {BYTES_HELP}.")
+        if self.keep is not None:
+            raise BudgetError(f"keep={self.keep!r} and bytes={share!r} both say how much stays: leave one of them out.")
+        object.__setattr__(self, "bytes", float(share))
+
     def __eq__(self, other: object) -> bool:
         # keep=1 is one entry and keep=1.0 is everything, though 1 == 1.0.
         return isinstance(other, Budget) and self._key == other._key
@@ -72,14 +88,35 @@ class Budget:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return type(self.keep), self.keep, self.sinks, self.recent, self.protect_prompt, self.protect
+        return type(self.keep), self.keep, self.bytes, self.sinks, self.recent, self.protect_prompt, self.protect
+
+    @property
+    def is_given(self) -> bool:
+        """Return whether the budget says how much stays."""
+        return self.keep is not None or self.bytes is not None
+
+    def in_entries(self, full: int, stored: int) -> Budget:
+        """Return the same budget with `keep` in place of `bytes`.
+
+        Args:
+            full: bytes of an entry in a full 16-bit cache.
+            stored: bytes of an entry as it is stored once compressed.
+        """
+        if self.bytes is None:
+            return self
+        return replace(self, keep=min(1.0, self.bytes * full / stored), bytes=None)
 
     def quotas(self, sizes: Sizes) -> Quotas:
         """Return how many entries each KV head keeps: at least one, and all where there are fewer than asked for.
 
         Args:
             sizes: lengths and entry counts of the rows.
+
+        Raises:
+            BudgetError: if the budget is still in bytes.
         """
+        if self.bytes is not None:
+            raise BudgetError(f"bytes={self.bytes} says nothing of entries yet: take Recipe.budget_for's budget.")
         if self.keep is None:
             return sizes.entries
         always = self.always(sizes)[:, None]
@@ -165,3 +202,6 @@ LIMIT = 2**63
 
 KEEP_HELP = "use a fraction in (0, 1] such as 0.25, or a whole number of entries from 1 such as 512"
 """The explanation of `keep` in errors."""
+
+BYTES_HELP = "use a share of the bytes of a full 16-bit cache, in (0, 1], such as 0.25"
+"""The explanation of `bytes` in errors."""

@@ -213,6 +213,11 @@ class Observation:
         return self.keys.shape[-1]
 
     @property
+    def value_dim(self) -> int:
+        """Return the numbers per value."""
+        return self.values.shape[-1]
+
+    @property
     def dtype(self) -> torch.dtype:
         """Return the type of keys and values."""
         return self.keys.dtype

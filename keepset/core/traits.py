@@ -27,6 +27,9 @@ class Traits:
         prefill_only: names of the steps that do nothing at events after the prompt.
         memory_factor: about how many numbers per entry the method computes at a time. At an event a paged
             runtime divides the entries that it shows together by this number.
+        key_bits: bits of a number of a stored key.
+        value_bits: bits of a number of a stored value.
+        extra_bytes: bytes that an entry stores beside key, value, position and `state_names`, such as scales.
     """
 
     needs: Needs = field(default_factory=Needs)
@@ -41,6 +44,24 @@ class Traits:
     needs_budget: bool = True
     prefill_only: tuple[str, ...] = ()
     memory_factor: int = 1
+    key_bits: int = 16
+    value_bits: int = 16
+    extra_bytes: int = 0
+
+    def entry_bytes(self, key_size: int, value_size: int) -> int:
+        """Return the bytes that `Budget.bytes` counts for one stored entry of one KV head.
+
+        This is what the transformers runtime allocates for a model of 16 bits: key, value, position, the method's own
+        numbers and `extra_bytes`. It is counted for models of every type and under every runtime, so that the same
+        recipe keeps the same entries everywhere. Paged runtimes store no position where no event follows, and a model
+        of 32 bits takes more.
+
+        Args:
+            key_size: numbers of a key.
+            value_size: numbers of a value.
+        """
+        stored = -(-self.key_bits * key_size // 8) + -(-self.value_bits * value_size // 8)
+        return stored + self.extra_bytes + COLUMN_BYTES * (1 + len(self.state_names))
 
     @property
     def layout(self) -> Layout:
@@ -91,4 +112,14 @@ def combine(outer: Traits, inner: Traits) -> Traits:
         needs_budget=inner.needs_budget or outer.needs_budget,
         prefill_only=(*outer.prefill_only, *inner.prefill_only),
         memory_factor=max(inner.memory_factor, outer.memory_factor),
+        key_bits=min(inner.key_bits, outer.key_bits),
+        value_bits=min(inner.value_bits, outer.value_bits),
+        extra_bytes=inner.extra_bytes + outer.extra_bytes,
     )
+
+
+FULL_BYTES = 2
+"""Bytes of a number in a full 16-bit cache, of which `Budget.bytes` is a share."""
+
+COLUMN_BYTES = 4
+"""Bytes of a number that an entry has beside key and value: its position, and each of `state_names`."""

@@ -290,11 +290,13 @@ class Cache(ObservedCache):
             lengths = [heads[0] for heads in held]
         if method.traits.fixed_total:  # the average head says the same of a layer
             held = [[sum(heads) // len(heads)] * len(heads) for heads in held]
-        # Of all layers at once, since they hold the same, unless the event before has left them different numbers.
+        # Of all layers at once, since they hold the same: unless the event before has left them different numbers, or
+        # their heads have other sizes.
         layers = self.compressed_layers
-        basis = held, lengths, progress.prompt_tokens, layers, layers
+        budget = self.recipe.budget_of_sizes([(until.key.shape[-1], until.value.shape[-1])])
+        basis = budget, held, lengths, progress.prompt_tokens, layers, layers
         if self._forecast is None or self._forecast[0] != basis:
-            quotas = forecast_quotas(method, self.recipe.budget, *basis, self._from_files)
+            quotas = forecast_quotas(method, *basis, self._from_files)
             self._forecast = basis, quotas.unflatten(0, (len(layers), -1)).flatten(1).tolist()
         return self._forecast[1][layers.index(layer.index)]
 
@@ -303,7 +305,7 @@ class Cache(ObservedCache):
         if not observations:
             return
         assert self.progress is not None and self.progress.compressed_at is not None
-        method, budget, length = self.recipe.method, self.recipe.budget, self.progress.compressed_at
+        method, length = self.recipe.method, self.progress.compressed_at
         parts = self._unfinished.setdefault(length, [])
         for group in [observations] if method.traits.across_layers else [[observation] for observation in observations]:
             counts = [observation.count for observation in group]
@@ -311,7 +313,7 @@ class Cache(ObservedCache):
             before = self.keep_set
             stored = [each if before is None else before.layer(each.layer) for each in group]
             nbytes = sum(count * each.entry_bytes for count, each in zip(counts, stored, strict=True))
-            start = time.perf_counter()
+            budget, start = self.recipe.budget_for(group), time.perf_counter()
             keep_set = method.select_all(group, budget)
             if method.traits.across_layers:
                 keep_set.count()

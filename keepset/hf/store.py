@@ -430,6 +430,10 @@ class StoredObservation(Observation):
         return self.store.heads.keys.shape[-1]
 
     @property
+    def value_dim(self) -> int:
+        return self.store.heads.values.shape[-1]
+
+    @property
     def entry_bytes(self) -> int:
         heads = self.store.heads
         return (heads.keys.shape[-1] + heads.values.shape[-1]) * heads.dtype.itemsize

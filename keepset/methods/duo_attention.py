@@ -57,7 +57,7 @@ class DuoAttention(Method):
         gates = ModelStatistics(self.stats).retrieval(sizes)
         existing, lengths, heads = sizes.entries, sizes.lengths, gates.numel()
         if budget.keep is None:
-            return existing
+            return budget.quotas(sizes)
         if isinstance(budget.keep, float):
             lengths = existing.amax(-1)
             always = budget.always(sizes).clamp(min=1).minimum(lengths) * heads

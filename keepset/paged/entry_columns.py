@@ -16,8 +16,6 @@ from keepset.recipe import Recipe
 
 POSITION = "position"
 """The column of original positions: int32, stored as float32 bits."""
-COLUMN_BYTES = 4
-"""Bytes of one number."""
 _ROOM = 64
 """Entries by which a request's private column grows, at least."""
 

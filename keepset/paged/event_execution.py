@@ -56,8 +56,9 @@ class EventEntries(NamedTuple):
 
 def compress(group: LayerGroup, event: EvictionEvent) -> None:
     """Execute an event in all layers of a group, as many layers together as there is room for."""
-    method, budget, start = event.recipe.method, event.recipe.budget, time.perf_counter()
+    method, start = event.recipe.method, time.perf_counter()
     for entries in read_event(group, event):
+        budget = event.recipe.budget_for([entries.observation])
         kept = method.select(entries.observation, budget).layer(entries.observation.layer_ids[0])
         assignment = _assign(event, entries, kept)
         LazyHostInts.read([kept.heads, *assignment.host_reads])
@@ -84,7 +85,8 @@ def compress_across(due: Sequence[tuple[LayerGroup, EvictionEvent]]) -> None:
         raise RuntimeError("keepset lost count of the requests of an event that looks across layers.")
     parts = [(group, event, entries) for group, event in due for entries in read_event(group, event)]
     parts.sort(key=lambda part: part[2].observation.layer_ids)
-    chosen = recipe.method.select_all([entries.observation for _, _, entries in parts], recipe.budget)
+    observations = [entries.observation for _, _, entries in parts]
+    chosen = recipe.method.select_all(observations, recipe.budget_for(observations))
     kept = [chosen.layer(entries.observation.layer_ids[0]) for _, _, entries in parts]
     assignments = [_assign(event, entries, own) for (_, event, entries), own in zip(parts, kept, strict=True)]
     reads = [[own.heads, *pages.host_reads] for own, pages in zip(kept, assignments, strict=True)]

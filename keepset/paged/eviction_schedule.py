@@ -27,6 +27,7 @@ class EvictionSchedule:
         layer: the layer, by its index in the model.
         layers: all layers of the model that are compressed.
         kv_heads: KV heads of each layer, in this process.
+        head_dim: numbers of a key, and of a value, of this layer.
         block_size: tokens per page.
         off: whether nothing is ever compressed.
         per_head: whether heads are attended as if they kept different numbers of entries, even if they do not.
@@ -46,6 +47,7 @@ class EvictionSchedule:
         layer: int,
         layers: tuple[int, ...],
         kv_heads: int,
+        head_dim: int,
         block_size: int,
         *,
         off: bool = False,
@@ -56,7 +58,8 @@ class EvictionSchedule:
         self.fixed = recipe.method.traits.fixed_total and counted
         self.ragged = per_head or not (self.fixed and recipe.method.traits.equal_heads) or recipe.method.traits.biased
         self.whole_prompt = bool(Accumulators(recipe.method.traits.needs))
-        self._layer, self.layers, self.kv_heads = layer, layers, kv_heads
+        self._layer, self.layers, self.kv_heads, self._head_dim = layer, layers, kv_heads, head_dim
+        self._budget = recipe.budget_of_sizes([(head_dim, head_dim)])
         self._kept: dict[tuple[int, int], int] = {}
         self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
 
@@ -68,7 +71,7 @@ class EvictionSchedule:
         if len(self._others) > _OTHERS:
             self._others.clear()
         if (recipe, counted) not in self._others:
-            own = recipe or self.recipe, self._layer, self.layers, self.kv_heads, self.block_size
+            own = recipe or self.recipe, self._layer, self.layers, self.kv_heads, self._head_dim, self.block_size
             self._others[recipe, counted] = EvictionSchedule(
                 *own, off=recipe is None, per_head=self.ragged, counted=counted
             )
@@ -180,11 +183,12 @@ class EvictionSchedule:
 
     def _quota(self, entries: int, prompt: int, length: int) -> int:
         """Return how many of so many entries the average head may keep, whatever they hold."""
-        budget = self.recipe.budget
-        if budget.keep is None:
+        if self._budget.keep is None:
             return entries
         held = [[entries] * self.kv_heads]
-        quotas = forecast_quotas(self.recipe.method, budget, held, [length], [prompt], (self._layer,), self.layers)
+        quotas = forecast_quotas(
+            self.recipe.method, self._budget, held, [length], [prompt], (self._layer,), self.layers
+        )
         return -(-int(quotas.sum()) // self.kv_heads)
 
 

@@ -232,5 +232,9 @@ class PagedObservation(Observation):
         return self._entries.pages.head_dim
 
     @property
+    def value_dim(self) -> int:
+        return self._entries.pages.head_dim
+
+    @property
     def entry_bytes(self) -> int:
         return self._entries.pages.entry_bytes

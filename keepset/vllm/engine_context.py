@@ -129,7 +129,7 @@ class EngineContext:
         if self._ring is None:  # vLLM has not measured memory yet
             self._ring = self._room(len(layer_ids))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
-            shape = Shape(len(layer_ids), spec.num_kv_heads, entry_bytes, longest)
+            shape = Shape(len(layer_ids), spec.num_kv_heads, spec.head_size, entry_bytes, longest)
             saves = save_limit_of(self.config) is not None
             self._reserve = reserve(self.config, self.recipe, self.recording.group, saves, shape)
             self._tape = self._make_tape(len(layer_ids))

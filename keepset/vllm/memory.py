@@ -17,7 +17,8 @@ from vllm.platforms import current_platform
 
 from keepset.allocators.post_processor import PostProcessor
 from keepset.core.features.window import WindowAttention
-from keepset.paged.entry_columns import COLUMN_BYTES, columns_of
+from keepset.core.traits import COLUMN_BYTES
+from keepset.paged.entry_columns import columns_of
 from keepset.paged.eviction_event import MAX_ENTRIES
 from keepset.paged.pages import WORKSPACE
 from keepset.recipe import Recipe
@@ -36,12 +37,14 @@ class Shape:
 
     Attributes:
         layers, kv_heads: the number of layers, and of KV heads of each.
+        head_dim: numbers of a key, and of a value.
         entry_bytes: bytes of an entry's key and value in one head.
         longest: tokens of a request, at most.
     """
 
     layers: int
     kv_heads: int
+    head_dim: int
     entry_bytes: int
     longest: int
 
@@ -56,7 +59,7 @@ def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
     """Return the bytes that an event makes at most: of one of the longest prompts, or of several others."""
     entries = shape.longest * shape.kv_heads
     looked_at = shape.longest * shape.entry_bytes
-    moved, keep = 0, recipe.budget.keep
+    moved, keep = 0, recipe.budget_of_sizes([(shape.head_dim, shape.head_dim)]).keep
     if isinstance(recipe.method, PostProcessor):
         looked_at = entries * shape.entry_bytes
     elif heads_differ:  # all that stays is copied out of the pages at once

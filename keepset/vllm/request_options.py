@@ -26,8 +26,8 @@ MAX_NAME = 255
 
 _FRONT_END = ("owner", "ticket")
 _ADVICE = (
-    'give one or more of "context": NAME, "save": NAME, "keep": 0.5, "off": true and "protect": [[0, 512]], or leave '
-    "it out"
+    'give one or more of "context": NAME, "save": NAME, "bytes": 0.5, "keep": 512, "off": true and "protect": '
+    "[[0, 512]], or leave it out"
 )
 
 
@@ -38,6 +38,7 @@ class RequestOptions:
     Attributes:
         context: the name of the context that it goes on from.
         keep: another budget than that of the engine's recipe; see `Budget`.
+        bytes: the same as a share of bytes; see `Budget`.
         off: whether it is not compressed at all.
         protect: ranges of its tokens that always stay, besides those of the recipe.
         save: the name of the context that it leaves.
@@ -50,6 +51,7 @@ class RequestOptions:
 
     context: str | None = None
     keep: int | float | None = None
+    bytes: float | None = None
     off: bool = False
     protect: Any = ()
     save: str | None = None
@@ -58,7 +60,7 @@ class RequestOptions:
 
     def __post_init__(self) -> None:
         names = dict.fromkeys(("context", "save", "owner", "ticket"), (str, "a name"))
-        numbers = {"keep": (int | float, "a number")}
+        numbers = dict.fromkeys(("keep", "bytes"), (int | float, "a number"))
         for name, (kind, right) in {**names, **numbers, "off": (bool, "true or false")}.items():
             value = getattr(self, name)
             wrong = not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))
@@ -66,13 +68,15 @@ class RequestOptions:
                 raise KeepsetError(f"{KEY}: {name} is {shortened(value)}: give {right}.")
             if isinstance(value, str) and len(value) > MAX_NAME:
                 raise KeepsetError(f"{KEY}: {name} has {len(value)} characters: give at most {MAX_NAME}.")
-        if self.keep is not None and not abs(self.keep) < LIMIT:
-            raise KeepsetError(f"{KEY}: keep is no number of 64 bits: give a fraction, or a number of entries.")
+        for name, right in (("keep", "a fraction, or a number of entries"), ("bytes", "a share such as 0.25")):
+            value = getattr(self, name)
+            if value is not None and not abs(value) < LIMIT:
+                raise KeepsetError(f"{KEY}: {name} is no number of 64 bits: give {right}.")
         self._check_ranges()
-        if self.off and (self.keep is not None or self.protect):
-            raise KeepsetError(f"{KEY}: with off nothing is dropped: leave keep and protect out.")
+        if self.off and (self.has_budget or self.protect):
+            raise KeepsetError(f"{KEY}: with off nothing is dropped: leave keep, bytes and protect out.")
         if self.context is not None and self.is_own:
-            raise KeepsetError(f"{KEY}: a context has a recipe of its own: leave keep, off and protect out.")
+            raise KeepsetError(f"{KEY}: a context has a recipe of its own: leave keep, bytes, off and protect out.")
 
     def _check_ranges(self) -> None:
         """Raise KeepsetError if `protect` has too many ranges, or something that is no range."""
@@ -93,7 +97,12 @@ class RequestOptions:
     @property
     def is_own(self) -> bool:
         """True if the request is compressed in another way than the engine's recipe says."""
-        return self.off or self.keep is not None or bool(self.protect)
+        return self.off or self.has_budget or bool(self.protect)
+
+    @property
+    def has_budget(self) -> bool:
+        """True if the request gives a budget in place of the recipe's."""
+        return self.keep is not None or self.bytes is not None
 
     def to_signed(self) -> str:
         """Return the options as a signed text, which every interface of vLLM passes on and the engine accepts."""
@@ -110,13 +119,15 @@ class RequestOptions:
             KeepsetError: the recipe does not go with these options.
         """
         if engine is None and not self.off:
-            raise KeepsetError(f"{KEY}: this server compresses no prompts: start it with a recipe, or leave keep out.")
+            raise KeepsetError(
+                f"{KEY}: this server compresses no prompts: start it with a recipe, or leave keep and bytes out."
+            )
         if self.off or engine is None:
             return None
         budget = engine.budget
-        keep = budget.keep if self.keep is None else self.keep
-        ranges = (*budget.protect, *self.protect)
-        return replace(engine, budget=replace(budget, keep=keep, protect=ranges)).require_budget()
+        if self.has_budget:
+            budget = replace(budget, keep=self.keep, bytes=self.bytes)
+        return replace(engine, budget=replace(budget, protect=(*budget.protect, *self.protect))).require_budget()
 
 
 def parse_options(said: Any) -> RequestOptions:

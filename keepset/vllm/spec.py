@@ -49,7 +49,13 @@ class KeepSpec(FullAttentionSpec):
         """The schedule by which this group's requests are compressed."""
         recipe = Recipe.parse(self.recipe)
         return EvictionSchedule(
-            recipe, self.layer, self.layers, self.num_kv_heads, self.block_size, per_head=self.per_head
+            recipe,
+            self.layer,
+            self.layers,
+            self.num_kv_heads,
+            self.head_size,
+            self.block_size,
+            per_head=self.per_head,
         )
 
     @cached_property

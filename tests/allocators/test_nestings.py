@@ -118,7 +118,7 @@ def check_entries(nesting: Nesting, prompt: int, budget: Budget, every: int, see
     """Check the prompt's end, unless it is protected, and two events after it, if the method works there."""
     method, cap = made(nesting), nesting[-1] in CAPS
     recipe = Recipe(method, budget, Schedule(every=every))
-    schedules = [EvictionSchedule(recipe, layer, LAYERS, HEADS, 1) for layer in LAYERS]
+    schedules = [EvictionSchedule(recipe, layer, LAYERS, HEADS, 4, 1) for layer in LAYERS]
     held, length = Held.of_prompt(prompt), prompt
     events = 1 if any(feature.prompt_only for feature in method.traits.needs) else 3
     for event in range(events):

@@ -60,7 +60,7 @@ REFUSED = [
     ("demo --html absent/page.html", PLACE),
     ("generate ' \n\t'", "The prompt is empty"),
     ("generate \udcff", "The prompt is not UTF-8"),
-    ("generate Hello --recipe tova", "says not how much to keep: write tova(keep=0.25)"),
+    ("generate Hello --recipe tova", "says not how much to keep: write tova(bytes=0.25)"),
     ("generate Hello --output-tokens 0", "--output-tokens 0 is not a number of tokens"),
     ("generate Hello --temperature -1", "--temperature -1.0 is out of range"),
     ("generate Hello --temperature nan", "--temperature nan is out of range"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset import Budget, KeepsetError, Observation
+from keepset import Budget, KeepsetError, Observation, Recipe
 from tests.tiers import examples
 
 numbers = st.lists(st.integers(1, 60), min_size=1, max_size=4)
@@ -57,8 +57,45 @@ def test_counts(budget: Budget, counts: dict[int, int]) -> None:
     assert budget.quotas(observation(*counts).sizes).tolist() == [[count] * 2 for count in counts.values()]
 
 
+@examples(100)
+@given(
+    length=st.integers(1, 300) | st.integers(1, 200_000),
+    part=st.integers(1, 1000),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 256)),
+    text=st.sampled_from(["knorm", "int8(knorm)", "match(knorm)", "int8(match(knorm))", "match(knorm, biases=False)"]),
+)
+def test_a_share_of_bytes_is_rounded_down_exactly(length: int, part: int, sizes: tuple[int, int], text: str) -> None:
+    numbers = sum(sizes)
+    entry = {
+        "knorm": 2 * numbers + 4,
+        "int8(knorm)": numbers + 4 + 4,
+        "match(knorm)": 2 * numbers + 4 + 4,
+        "int8(match(knorm))": numbers + 4 + 4 + 4,
+        "match(knorm, biases=False)": 2 * numbers + 4,
+    }[text]
+    budget = Recipe.parse(text).with_bytes(part / 1000).budget_of_sizes([sizes])
+    (quotas,) = budget.quotas(observation(length).sizes).tolist()
+    assert quotas == [min(max(1, math.floor(length * Fraction(part, 1000) * 2 * numbers / entry)), length)] * 2
+
+
+def test_layers_of_several_sizes_that_share_a_budget_are_given_their_share_together() -> None:
+    budget = Recipe.parse("pool(knorm, bytes=0.25)").budget_of_sizes([(16, 16), (32, 8), (16, 16)])
+    assert budget == Budget(0.25 * 2 * (32 + 40 + 32) / (2 * (32 + 40 + 32) + 3 * 4))
+
+
+def test_bytes_without_a_recipe_say_nothing_of_entries() -> None:
+    for method in ("knorm", "pyramid(knorm)", "pool(knorm)", "dynamic(knorm)"):
+        with pytest.raises(KeepsetError, match=r"take Recipe\.budget_for"):
+            Recipe.parse(method).method.select(observation(9), Budget(bytes=0.25))
+
+
 def test_one_entry_is_not_the_same_as_everything() -> None:
     assert Budget(1) != Budget(1.0)
+
+
+def test_shares_of_bytes_are_budgets_of_their_own() -> None:
+    assert Budget(bytes=1) == Budget(bytes=1.0) != Budget(1.0) != Budget()
+    assert len({Budget(bytes=0.25), Budget(bytes=0.25), Budget(0.25), Budget(bytes=0.5)}) == 3
 
 
 def test_sinks_and_suffix_belong_to_each_request() -> None:
@@ -111,6 +148,10 @@ def test_ranges_that_meet_are_one() -> None:
     [
         ("from 1", [dict(keep=0), dict(keep=-3)]),
         ("fraction in (0, 1]", [dict(keep=keep) for keep in (0.0, 1.5, -0.5, math.nan, math.inf)]),
+        ("in (0, 1], such as 0.25", [dict(bytes=share) for share in (0, 0.0, 1.5, 2, -0.5, math.nan, math.inf)]),
+        ("bytes='half' is not a number", [dict(bytes="half")]),
+        ("bytes=True is not a number", [dict(bytes=True)]),
+        ("both say how much stays: leave one of them out", [dict(bytes=0.5, keep=keep) for keep in (0.5, 3)]),
         ("not a number", [dict(keep=True), dict(keep="half")]),
         ("sinks=-1", [dict(sinks=-1)]),
         ("sinks=1.0", [dict(sinks=1.0)]),

@@ -28,7 +28,7 @@ from keepset.paged.request_table import FreedBlocks
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
-from tests.paged.reference import blocks_gone, is_executed, newest_event
+from tests.paged.reference import blocks_gone, budget_of, is_executed, newest_event
 
 LAYERS, KV_HEADS, GROUP, DIM, BLOCK = (0, 1, 2), 2, 2, 8, 4
 SCALING = DIM**-0.5
@@ -82,7 +82,7 @@ class Group:
     def __init__(self, recipe: Recipe, leader: int, freed: FreedBlocks, caches: dict[int, Tensor]):
         self.leader = leader
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
-        self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, BLOCK)
+        self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, DIM, BLOCK)
         recording = Recording.of_recipe(recipe, GROUP, DIM, 4)
         planner = Planner(self.schedule, recording, self.layers, REQUESTS, len(caches[leader]), freed)
         shape = len(self.layers), slots_for(REQUESTS), KV_HEADS * GROUP, DIM
@@ -242,7 +242,7 @@ class Engine:
         if not at:
             return
         observations = [observe(request, layer, recipe, at) for layer in LAYERS]
-        chosen = recipe.method.select_all(observations, recipe.budget)
+        chosen = recipe.method.select_all(observations, budget_of(recipe, DIM))
         for layer in LAYERS:
             held = [[position for position in head if position < at] for head in request.kept[layer]]
             answer = [chosen.positions(layer, 0, head).tolist() for head in range(KV_HEADS)]

@@ -44,7 +44,7 @@ def planner_of(
 ) -> Planner:
     """A planner of so many layers, with so many query heads to a KV head, in a pool of so many blocks."""
     parsed = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
-    schedule = EvictionSchedule(parsed, 0, tuple(range(layers)), kv_heads, block_size)
+    schedule = EvictionSchedule(parsed, 0, tuple(range(layers)), kv_heads, head_dim, block_size)
     recording = Recording.of_recipe(parsed, group, head_dim, itemsize)
     return Planner(schedule, recording, range(layers), requests, blocks, FreedBlocks())
 

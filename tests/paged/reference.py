@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from keepset import Recipe
+from keepset import Budget, Recipe
+
+
+def budget_of(recipe: Recipe, size: int) -> Budget:
+    """The budget in entries of 16 bits whose keys and values have `size` numbers: each has a position, and columns."""
+    budget, full = recipe.budget, 2 * 2 * size
+    if budget.bytes is None:
+        return budget
+    beside = 4 + 4 * len(recipe.method.traits.state_names)
+    return replace(budget, bytes=None, keep=budget.bytes * full / (full + beside))
 
 
 def newest_event(recipe: Recipe, prompt: int, start: int, stop: int) -> int:

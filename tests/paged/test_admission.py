@@ -24,7 +24,7 @@ BUDGETS = [
 
 
 def schedule_of(text: str, block_size: int) -> EvictionSchedule:
-    return EvictionSchedule(Recipe.parse(text), 0, LAYERS, 3, block_size)
+    return EvictionSchedule(Recipe.parse(text), 0, LAYERS, 3, 4, block_size)
 
 
 KNORM = schedule_of("knorm(keep=16, every=16)", 4)

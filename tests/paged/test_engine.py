@@ -10,7 +10,7 @@ from keepset import Recipe
 from tests.paged.engine import BLOCK, Engine, Request
 
 RECIPES = [
-    "dated(keep=13)",
+    "dated(bytes=0.6)",
     "dated(keep=9, every=5, protect_prompt=True)",
     "streaming_llm(keep=10, every=7, prefill=False)",
     "adakv(snapkv(window=4, kernel=3), floor=0, keep=10, every=9)",

@@ -100,7 +100,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 
 
 def timeline_of(recipe: Recipe, layer: int, block: int, per_head: bool = False) -> EvictionSchedule:
-    return EvictionSchedule(recipe, layer, LAYERS, KV_HEADS, block, per_head=per_head)
+    return EvictionSchedule(recipe, layer, LAYERS, KV_HEADS, 16, block, per_head=per_head)
 
 
 @examples(150)

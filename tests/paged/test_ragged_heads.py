@@ -24,7 +24,8 @@ WIDTH = 16
 
 
 def tables_of(layers: int, kv_heads: int, block_size: int, blocks: int, requests: int) -> RaggedHeadTables:
-    schedule = EvictionSchedule(Recipe.parse("adakv(knorm, keep=8)"), 0, tuple(range(layers)), kv_heads, block_size)
+    recipe = Recipe.parse("adakv(knorm, keep=8)")
+    schedule = EvictionSchedule(recipe, 0, tuple(range(layers)), kv_heads, 4, block_size)
     table = RequestTable(layers, kv_heads, block_size, blocks, requests)
     return RaggedHeadTables(schedule, table, PageGroup(range(layers), layers, blocks), requests, FreedBlocks())
 

@@ -22,7 +22,7 @@ from keepset.core.features.moments import HiddenDistribution, HiddenMoments, Que
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.features.window import WindowAttention
 from keepset.core.statistics import load
-from tests.paged.reference import blocks_gone, is_executed, newest_event
+from tests.paged.reference import blocks_gone, budget_of, is_executed, newest_event
 
 NAME = "one_head_at_a_time"
 _REMEMBERED = 6
@@ -182,7 +182,7 @@ class Oracle:
         left: list[int] = []
         method = recipe.method
         observations = [self._observe(recipe, index, layer, at, prompt) for index, layer in enumerate(self._layers)]
-        chosen = method.select_all(observations, recipe.budget)
+        chosen = method.select_all(observations, budget_of(recipe, observations[0].head_dim))
         for index, layer in enumerate(self._layers):
             old = [[position for position in head.positions if position < at] for head in layer.heads]
             answer = [chosen.positions(index, 0, number).tolist() for number in range(len(old))]

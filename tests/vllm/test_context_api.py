@@ -191,10 +191,16 @@ def test_only_the_front_ends_signature_counts(monkeypatch: pytest.MonkeyPatch) -
         ({"keep": float("inf")}, "64 bits"),
         ({"keep": float("nan")}, "64 bits"),
         ({"keep": "half"}, "give a number"),
+        ({"bytes": 10**30}, "bytes is no number of 64 bits"),
+        ({"bytes": float("nan")}, "bytes is no number of 64 bits"),
+        ({"bytes": "half"}, "bytes is 'half': give a number"),
+        ({"bytes": [0.5]}, "give a number"),
+        ({"off": True, "bytes": 0.5}, "with off nothing is dropped: leave keep, bytes and protect out"),
+        ({"context": "manual", "bytes": 0.5}, "a context has a recipe of its own: leave keep, bytes,"),
         ({"keep": True}, "give a number"),
         ({"off": 1}, "off is 1: give true or false"),
         ({"context": 7}, "context is 7: give a name"),
-        ({"off": True, "keep": 3}, "with off nothing is dropped: leave keep and protect out"),
+        ({"off": True, "keep": 3}, "with off nothing is dropped: leave keep, bytes and protect out"),
         ({"context": "manual", "keep": 3}, "a context has a recipe of its own"),
         *((said, "give one or more of") for said in ([1], 7, "[" * 5000, {"more": 1}, {}, None, "manual")),
         ({"protect": [[0, 2**63]]}, "no pair of tokens"),
@@ -213,6 +219,9 @@ def test_budgets_are_checked_against_the_servers_recipe(folder: Path, tiny_model
     plain, every = (server(folder, tiny_model, Inner(), recipe=recipe) for recipe in (None, "snapkv(keep=99, every=9)"))
     assert "compresses no prompts" in posted(plain, {"keep": 0.5})[1]
     assert "does not go with every=9" in posted(every, {"keep": 0.5})[1]
+    assert "does not go with every=9" in posted(every, {"bytes": 0.5})[1]
+    assert "both say how much stays" in posted(every, {"bytes": 0.5, "keep": 9})[1]
+    assert "bytes=1.5 is out of range" in posted(every, {"bytes": 1.5})[1]
     assert posted(every, {"keep": 70, "protect": [[0, 5]]})[0] == 200
 
 

@@ -30,7 +30,7 @@ OWN: list[dict[str, Any] | None] = [
     {"keep": 500},
     {"keep": 30, "protect": [[2 * i, 2 * i + 1] for i in range(1024)]},
 ]
-FRACTIONS = [None, {"keep": 0.5}, {"off": True}, {"protect": [[3, 60]]}, {"keep": 0.25, "protect": [[0, 9]]}]
+FRACTIONS = [None, {"keep": 0.5}, {"off": True}, {"protect": [[3, 60]]}, {"bytes": 0.25, "protect": [[0, 9]]}]
 MANY = {"protect": [[2 * i, 2 * i + 1] for i in range(2000)]}
 REFUSED = [
     Ask(IDS[:40], 5, extra={"keepset": request})
@@ -98,8 +98,9 @@ def own_recipe(engine: Recipe, ask: Ask) -> Recipe | None:
     said = json.loads(said) if isinstance(said, str) else said
     if said.get("off"):
         return None
-    keep, ranges = said.get("keep", engine.budget.keep), (*engine.budget.protect, *said.get("protect", ()))
-    return replace(engine, budget=replace(engine.budget, keep=keep, protect=ranges))
+    ranges = (*engine.budget.protect, *said.get("protect", ()))
+    own = {"keep": said.get("keep"), "bytes": said.get("bytes")} if said.keys() & {"keep", "bytes"} else {}
+    return replace(engine, budget=replace(engine.budget, **own, protect=ranges))
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ LAYERS_DIFFER = "pyramid(snapkv(window=8), keep=48, every=8)"
 FROM_DATA = "mass(share=0.8, every=16)"
 MOMENTS = "expected_attention(keep=40, buffer=40, every=20)"
 ACROSS = "pool(snapkv(window=8), keep=48, every=16)"
-ONCE, WHOLE_PROMPTS = "snapkv(window=8, keep=40)", "h2o(keep=0.3)"
+ONCE, WHOLE_PROMPTS = "snapkv(window=8, keep=40)", "h2o(bytes=0.3)"
 NETWORKS = "adakv(distilled(stats='FILE'), keep=40, every=12)"
 SEGMENTS = "ams(tova, window=16, keep=48, every=16)"
 REMEMBERING = "loud(keep=40, every=12)"
@@ -42,7 +42,7 @@ RECIPES = [
 """Undisturbed: heads and layers that keep equally many or not, counts that the data decide, and what is looked at."""
 MORE = [
     *(ONCE, MOMENTS, "knorm(keep=60, sinks=2, recent=7)", "random(keep=0.3)", "r_kv(keep=40, every=5)"),
-    *("adakv(expected_attention, keep=0.2)", "glance(keep=0.25)", "kvcompose(task='self', keep=0.25)"),
+    *("adakv(expected_attention, bytes=0.2)", "glance(keep=0.25)", "kvcompose(task='self', keep=0.25)"),
     "tova(keep=50, prefill=False, every=12)",
     "snapkv(window=8, keep=40, every=16, protect_prompt=True)",
     "compilerkv(window=8, elastic=False, global_mean=False, keep=40, every=16)",
@@ -50,7 +50,7 @@ MORE = [
     "adakv(qfilter(stats='FILE'), keep=0.3, recent=8)",
     "expected_attention(stats='FILE', keep=40, every=12)",
     "distilled(stats='FILE', threshold=1.5, keep=70, every=16)",
-    "pool(distilled(stats='FILE'), keep=0.25)",
+    "pool(distilled(stats='FILE'), bytes=0.25)",
 ]
 """`FILE` holds statistics of the model, with random networks."""
 FITTED = [

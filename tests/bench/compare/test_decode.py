@@ -140,7 +140,7 @@ def test_what_fails_is_a_row_and_the_others_go_on() -> None:
     rows = list(one.run(grid(recipes, [3, 20], 8)))
     says = {
         "h2o(keep=20, every=8)": "looks at the attention of the whole prompt",
-        "tova(keep=0.5, every=8)": "a fraction of what is left",
+        "tova(keep=0.5, every=8)": "a share of what is left",
         "snapkv(window=5, keep=3, every=8)": "below the 5 entries",
         "snapkv(window=5, keep=20, every=8)": "",
         "knorm(keep=20, every=3)": "",

@@ -1,0 +1,132 @@
+"""Budgets in bytes against bytes that are really allocated: never more than the share, and no entry less than fits."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import keepset
+from keepset.hf.store import EntryStore
+from tests.hf.models import prompt, recipe, statistics, tiny
+
+HALF = [torch.bfloat16, torch.float16]
+ENTRY = {
+    "snapkv(window=2)": lambda k, v: 2 * k + 2 * v + 4,
+    "adakv(snapkv(window=2))": lambda k, v: 2 * k + 2 * v + 4,
+    "int8(snapkv(window=2))": lambda k, v: k + v + 2 + 2 + 4,
+    "match(snapkv(window=2))": lambda k, v: 2 * k + 2 * v + 4 + 4,
+    "int8(match(snapkv(window=2)))": lambda k, v: k + v + 2 + 2 + 4 + 4,
+    "int8(match(pool(distilled(stats='FILE'))))": lambda k, v: k + v + 2 + 2 + 4 + 4 + 4,
+    "adakv(distilled(stats='FILE'))": lambda k, v: 2 * k + 2 * v + 4 + 4,
+}
+"""Bytes of an entry on a model of 16 bits: key and value, scales, position, bias, what `distilled` remembers."""
+
+
+@cache
+def model_of(architecture: str, dtype: torch.dtype) -> Any:
+    """A tiny model's copy in another type."""
+    model = tiny(architecture)
+    copy = AutoModelForCausalLM.from_config(model.config, dtype=dtype).eval()
+    copy.load_state_dict(model.state_dict())
+    copy.config.name_or_path = model.config.name_or_path
+    return copy
+
+
+def compressed(text: str, share: float, architecture: str, length: int, dtype: torch.dtype) -> keepset.Cache:
+    named = text.replace("FILE", str(statistics(architecture))) if "FILE" in text else text
+    model = model_of(architecture, dtype)
+    cache = keepset.Cache(model, keepset.Recipe.parse(named).with_bytes(share))
+    with torch.no_grad():
+        model(prompt(1, length), past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def stores_of(cache: keepset.Cache, text: str) -> list[tuple[EntryStore, int, int]]:
+    """Every layer's store, the bytes of its entries, and those of an entry in a full 16-bit cache."""
+    found = []
+    for layer in cache.kept_layers.values():
+        store = layer.store
+        assert store is not None
+        sizes = store.heads.keys.shape[-1], store.heads.values.shape[-1]
+        allocated = sum(column.nbytes for column in store._columns.values())
+        assert allocated == store.entries * ENTRY[text](*sizes)
+        found.append((store, allocated, 2 * sum(sizes)))
+    return found
+
+
+def always_of(recipe: keepset.Recipe, length: int) -> int:
+    return max(1, min(recipe.budget.sinks + recipe.budget.recent, length))
+
+
+ONE_BY_ONE, TOGETHER = [text for text in ENTRY if "pool" not in text], [text for text in ENTRY if "pool" in text]
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("text", ONE_BY_ONE)
+@pytest.mark.parametrize("share", [0.25, 0.1, 1.0])
+@pytest.mark.parametrize("length", [40, 1, 3, 97])
+@pytest.mark.parametrize("architecture", ["llama", "llama_odd_head", "llama_mqa"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_every_layer_takes_its_share_and_no_more(
+    text: str, share: float, length: int, architecture: str, dtype: torch.dtype
+) -> None:
+    check_every_layer(text, share, architecture, length, dtype)
+
+
+@pytest.mark.parametrize("text", ["int8(match(snapkv(window=2)))", "adakv(snapkv(window=2))"])
+def test_heads_of_another_size_than_the_model_says(text: str) -> None:
+    check_every_layer(text, 0.25, "gemma4", 40, torch.bfloat16)
+
+
+def check_every_layer(text: str, share: float, architecture: str, length: int, dtype: torch.dtype) -> None:
+    cache = compressed(text, share, architecture, length, dtype)
+    always = always_of(cache.recipe, length)
+    for store, allocated, full in stores_of(cache, text):
+        allowed = Fraction(str(share)) * store.kv_heads * length * full
+        each, rest = divmod(store.entries, store.kv_heads)
+        assert not rest and always <= each <= length
+        assert each == always or allocated <= allowed
+        assert each == length or allocated + store.kv_heads * allocated / store.entries > allowed
+
+
+@pytest.mark.parametrize("text", TOGETHER)
+@pytest.mark.parametrize(("share", "length"), [(0.25, 97), (0.1, 40), (1.0, 40), (0.25, 1), (0.5, 3)])
+def test_layers_that_share_a_budget_take_their_share_together(text: str, share: float, length: int) -> None:
+    cache = compressed(text, share, "llama", length, torch.bfloat16)
+    stores, always = stores_of(cache, text), always_of(cache.recipe, length)
+    entries, allocated = sum(store.entries for store, *_ in stores), sum(nbytes for _, nbytes, _ in stores)
+    heads = sum(store.kv_heads for store, *_ in stores)
+    allowed = Fraction(str(share)) * length * sum(store.kv_heads * full for store, _, full in stores)
+    assert entries == heads * always or allocated <= allowed
+    assert entries == heads * length or allocated + allocated / entries > allowed
+
+
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+@pytest.mark.parametrize("method", keepset.METHODS)
+def test_what_an_entry_is_said_to_take_is_what_it_takes(method: str) -> None:
+    model = model_of("llama", torch.bfloat16)
+    cache = keepset.Cache(model, recipe(method, 24))
+    with torch.no_grad():
+        model(prompt(1, 40), past_key_values=cache, logits_to_keep=1)
+    for layer in cache.kept_layers.values():
+        assert layer.store is not None
+        assert layer.store.entry_bytes == cache.recipe.method.traits.entry_bytes(16, 16)
+
+
+@pytest.mark.parametrize("text", ENTRY)
+def test_models_of_32_bits_keep_the_same_number(text: str) -> None:
+    counts = [compressed(text, 0.3, "llama", 40, dtype).keep_set for dtype in (torch.float32, *HALF)]
+    numbers = [kept.entries for kept in counts if kept is not None]
+    assert len(numbers) == 3 and len(set(numbers)) == 1
+
+
+def test_a_saved_file_goes_on_in_bytes(tmp_path: Any) -> None:
+    cache = compressed("int8(snapkv(window=2))", 0.25, "llama", 40, torch.float32)
+    cache.save(tmp_path / "context.safetensors")
+    again = keepset.Cache.load(tmp_path / "context.safetensors", model_of("llama", torch.float32))
+    assert again.recipe == cache.recipe and str(again.recipe) == "int8(snapkv(window=2), bytes=0.25)"
