@@ -275,7 +275,7 @@ class EntryStore:
         they are stored as 8-bit integers. Places without an entry are zero, never uninitialised: 0 x NaN is NaN.
         """
         columns = {name: self._rectangle(flat) for name, flat in self._columns.items()}
-        return _dequantized(columns), self.exists
+        return dequantized(columns), self.exists
 
     @property
     def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:
@@ -304,7 +304,7 @@ class EntryStore:
 
     def _looked_at(self, name: str) -> Tensor:
         columns = {each: self._columns[each] for each in (name, _SCALES[name]) if each in self._columns}
-        return _dequantized({each: self._rectangle(flat) for each, flat in columns.items()})[name]
+        return dequantized({each: self._rectangle(flat) for each, flat in columns.items()})[name]
 
     def _rectangle(self, flat: Shaped[Tensor, "places *rest"]) -> Shaped[Tensor, "batch kv_heads entries *rest"]:
         """Return a column head by head; a view if all heads have equally many entries."""
@@ -383,7 +383,7 @@ def _starts(runs: Sequence[HeadRun]) -> list[int]:
     return [run.start + i * run.capacity for run in runs for i in range(run.heads)]
 
 
-def _dequantized(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+def dequantized(columns: dict[str, Tensor]) -> dict[str, Tensor]:
     """Replace 8-bit integers and their scales by keys and values as attention takes them."""
     for name, scale in _SCALES.items():
         if scale in columns:

@@ -20,17 +20,26 @@ _ROOM = 64
 """Entries by which a request's private column grows, at least."""
 
 
-def columns_of(recipe: Recipe, group: int, saves: bool = False) -> dict[str, tuple[int, ...]]:
+def columns_of(
+    recipe: Recipe, group: int, *, contexts: bool = False, saves: bool = False
+) -> dict[str, tuple[int, ...]]:
     """Return the name of each column under a recipe, and the shape of an entry's numbers in it.
 
-    With `saves` it is asked at the end where entries come from.
+    Args:
+        recipe: what requests are compressed by.
+        group: query heads per KV head.
+        contexts: whether requests can begin with saved contexts, whose entries may have biases.
+        saves: whether it is asked at the end where entries come from.
     """
     method: Method = recipe.method
     sums = {feature.column: feature.sums_of.shape(group) for feature in method.traits.needs.of(WindowAttention)}
-    # Without a later event nobody asks where an entry came from; but attention asks for its bias.
-    biases = (BIAS,) if method.traits.biased else ()
-    single = (*biases, *([POSITION] if saves else []))
-    return dict.fromkeys(single if recipe.schedule.every is None else (POSITION, *method.traits.state_names), ()) | sums
+    single = [BIAS] if method.traits.biased or contexts else []
+    # Without a later event nobody asks where an entry came from, or what was remembered of it.
+    if recipe.schedule.every is not None:
+        single += [POSITION, *method.traits.state_names]
+    elif saves:
+        single.append(POSITION)
+    return dict.fromkeys(single, ()) | sums
 
 
 class EntryColumns:
@@ -58,7 +67,7 @@ class EntryColumns:
     ) -> None:
         self._columns = {name: torch.zeros(layers, slots, *shape, device=device) for name, shape in columns.items()}
         self._private: dict[tuple[int, str], Tensor] = {}
-        self._kv_heads, self._block_size = kv_heads, block_size
+        self._kv_heads, self._block_size, self._biased = kv_heads, block_size, False
 
     def __getitem__(self, name: str) -> Float[Tensor, "layers slots *rest"]:
         return self._columns[name]
@@ -68,8 +77,8 @@ class EntryColumns:
 
     @property
     def bias(self) -> Float[Tensor, "layers slots"] | None:
-        """What attention adds to the logits of packed entries; None if there is no bias."""
-        return self._columns.get(BIAS)
+        """What attention adds to the logits of packed entries; None as long as no entry has had a bias."""
+        return self[BIAS] if self._biased else None
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +114,13 @@ class EntryColumns:
 
     def write(self, name: str, slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]) -> None:
         """Write number `i` to `slots[i]`."""
+        self._biased |= name == BIAS
         self[name].view(-1)[slots] = numbers.to(self[name].dtype)
+
+    def write_no_bias(self, slots: Int[Tensor, " n"]) -> None:
+        """Take the biases away that earlier entries have left in some slots."""
+        if self._biased:
+            self[BIAS].view(-1)[slots] = 0
 
     def positions(
         self, occupied: OccupiedPages, lengths: Int[Tensor, " layers_rows"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from keepset.core.features.moments import QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.keep_set import LayerKeepSet, LazyHostInts
-from keepset.core.observation import Observation
+from keepset.core.observation import BIAS, Observation
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 from keepset.paged.eviction_event import EvictionEvent, PageAssignment, max_layers_per_event
@@ -202,6 +202,8 @@ def _write_state(
 ) -> None:
     """Write the method's own numbers that a later event reads; entries behind those that it saw have none."""
     method, columns = group.recipe.method, group.columns
+    if BIAS not in kept.state:
+        columns.write_no_bias(slots)
     for name, column in kept.state.items():
         if name in columns:
             width = column.shape[-1]

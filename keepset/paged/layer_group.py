@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from keepset.core.observation import BIAS
 from keepset.core.rope import RotaryTable
 from keepset.core.statistics import HeadShare
 from keepset.paged.engine import Pages, QueryProjection
@@ -38,7 +39,7 @@ class LayerGroup:
         projections: of the layers, where the recipe looks at hidden states.
         count: is told of every compression; of several ranks, one's counts.
         tape: where layers that are called while a graph captures them leave their queries, for steps that replay it.
-        saves: whether it is asked where entries come from once their requests have ended.
+        columns: the numbers of entries beside key and value, as `columns_of` returns them; None for the recipe's alone.
         share: which of the model's heads this process has; None: all of them.
 
     Attributes:
@@ -60,14 +61,15 @@ class LayerGroup:
         projections: Sequence[QueryProjection] = (),
         count: CountEviction | None = None,
         tape: Float[Tensor, "layers tokens query_heads head_dim"] | None = None,
-        saves: bool = False,
+        columns: Mapping[str, tuple[int, ...]] | None = None,
         share: HeadShare | None = None,
     ) -> None:
         schedule = planner.schedule
         self.planner, self.layers, self.recipe = planner, planner.layers, schedule.recipe
         self.all_layers, self.kv_heads, self.block_size = schedule.layers, schedule.kv_heads, schedule.block_size
         self.ring, self.count = ring, count
-        self._pages, self._tape, self._saves = pages, tape, saves
+        self._pages, self._tape = pages, tape
+        self._columns = columns_of(self.recipe, planner.recording.group) if columns is None else columns
         needs = self.recipe.method.traits.needs
         self.observer = Observer(needs, planner.recording, ring, scaling, rotary, projections, share)
 
@@ -78,8 +80,8 @@ class LayerGroup:
     @cached_property
     def columns(self) -> EntryColumns:
         """The numbers of entries, once there is a cache."""
-        pages, columns = self.pages_of(0), columns_of(self.recipe, self.planner.recording.group, self._saves)
-        return EntryColumns(columns, len(self.layers), self.kv_heads, pages.slots, self.block_size, pages.device)
+        pages = self.pages_of(0)
+        return EntryColumns(self._columns, len(self.layers), self.kv_heads, pages.slots, self.block_size, pages.device)
 
     def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
         """Do what a step's plan says of its queries, once these layers have attended."""
@@ -123,6 +125,8 @@ class LayerGroup:
         for name in self._state_columns:
             if name in columns:
                 self.columns.write(name, slots, columns[name])
+        if BIAS not in columns:
+            self.columns.write_no_bias(slots)
 
     def export_request(self, blocks: Sequence[int], length: int) -> dict[int, dict[str, Tensor]]:
         """Return what a request that has ended left in its blocks, once all events that are due are over.
@@ -151,5 +155,6 @@ class LayerGroup:
 
     @property
     def _state_columns(self) -> list[str]:
-        """The names of what the method remembers of entries, where it is written down."""
-        return [name for name in self.recipe.method.traits.state_names if name in self.columns]
+        """The names of what the method remembers of entries, where it is written down, and of biases."""
+        names = dict.fromkeys((*self.recipe.method.traits.state_names, BIAS))
+        return [name for name in names if name in self.columns]

@@ -11,16 +11,22 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 
 from keepset.errors import KeepsetError
 from keepset.hf import saved
+from keepset.hf.store import dequantized
 from keepset.kernels.page_layout import PageLayout
 from keepset.paged.contexts import ContextPlacement, EntryPlaces, context_places
 from keepset.vllm.contexts import SavedContext
 from keepset.vllm.engine_context import EngineContext
 
+logger = init_logger(__name__)
+
 _TAILS = 256
 """How many contexts' last entries are cached, because every request gets a copy of them."""
+
+_ENTRIES = ("keys", "values", "positions")
 
 _PATIENCE = 0.01
 """Seconds that a step without tokens waits for files, so that the engine's idle loop leaves time for reading."""
@@ -93,7 +99,10 @@ class ContextLoader:
         return done, failed
 
     def _read(self, job: LoadJob) -> ContextColumns:
-        layers = saved.entries(job.context.path, job.context.digest)
+        stored = saved.entries(job.context.path, job.context.digest)
+        if any(columns["keys"].dtype == torch.int8 for columns in stored.values()):
+            logger.info("The context %s is in 8 bits; its pages hold it in %s.", job.context.name, self._cache.dtype)
+        layers = {index: dequantized(columns) for index, columns in stored.items()}
         before = job.context.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
         own = self._counts(job).sum(1).tolist()
         totals = dict(zip(self._group.layers, job.context.counts.sum(1).tolist(), strict=True))
@@ -103,8 +112,8 @@ class ContextLoader:
             (layers[index], slice(start, start + size))
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
-        names = ("keys", "values", "positions", *self._group.recipe.method.traits.state_names)
-        return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names if name in parts[0][0]}
+        names = [name for name in parts[0][0] if name in _ENTRIES or name in self._group.columns]
+        return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names}
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:
         """Return the entries of this process's heads."""

@@ -15,12 +15,17 @@ from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.logger import init_logger
 
+from keepset.core.observation import BIAS
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.recipe import Recipe, Schedule
 from keepset.vllm.engine_context import EngineContext
 
 logger = init_logger(__name__)
+
+
+_BIASED = "match(streaming_llm, keep=1.0)"
+"""The recipe of a file whose entries have biases and are compressed no further."""
 
 
 def at_rest(recipe: str | None) -> str:
@@ -105,7 +110,14 @@ class ContextSaver:
             for layer, columns in whole[0].items()
         }
         job.path.parent.mkdir(parents=True, exist_ok=True)
-        saved.save_entries(job.path, job.recipe, job.model, job.fingerprint, job.tokens, layers)
+        recipe = job.recipe
+        if not Recipe.parse(recipe).method.traits.biased:  # its entries have biases only if a context had some
+            biases = [columns.pop(BIAS) for columns in layers.values() if BIAS in columns]
+            if any(bias.any() for bias in biases):
+                recipe = _BIASED
+                for columns, bias in zip(layers.values(), biases, strict=True):
+                    columns[BIAS] = bias
+        saved.save_entries(job.path, recipe, job.model, job.fingerprint, job.tokens, layers)
 
 
 _LOST = "lost"

@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.observation import BIAS
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.fingerprint import difference, make, stored_weights
@@ -245,8 +244,6 @@ class ContextLibrary:
         reasons = {
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,
-            "it adds biases to attention (give its match biases=False)": BIAS in contents.columns,
-            "its entries are in 8 bits (leave int8(...) around its recipe out)": "key_scale" in contents.columns,
             f"its requests are compressed further, for which the server's recipe must have its method and every= "
             f"({contents.header.recipe})": contents.goes_on and not self._goes_on(contents),
             "not all layers of its model are compressed": len(contents.counts) != contents.layers,

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
+from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.eviction_schedule import group_leader
 from keepset.paged.layer_group import LayerGroup
@@ -118,6 +119,12 @@ class EngineContext:
         assert isinstance(model.dtype, torch.dtype)
         return model.get_num_attention_heads(self.config.parallel_config), model.get_head_size(), model.dtype
 
+    @cached_property
+    def columns(self) -> dict[str, tuple[int, ...]]:
+        """The numbers of entries beside key and value; see `columns_of`."""
+        contexts, saves = contexts_of(self.config) is not None, save_limit_of(self.config) is not None
+        return columns_of(self.recipe, self.recording.group, contexts=contexts, saves=saves)
+
     def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
         """Return the kind of cache of the next layer: vLLM asks for one layer after another."""
         if self._watch is not None:  # the model is built
@@ -130,8 +137,7 @@ class EngineContext:
             self._ring = self._room(len(layer_ids))
             entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
             shape = Shape(len(layer_ids), spec.num_kv_heads, spec.head_size, entry_bytes, longest)
-            saves = save_limit_of(self.config) is not None
-            self._reserve = reserve(self.config, self.recipe, self.recording.group, saves, shape)
+            self._reserve = reserve(self.config, self.recipe, self.recording.group, self.columns, shape)
             self._tape = self._make_tape(len(layer_ids))
         scheduler, layers = self.config.scheduler_config, all_layers(self.config, layer_ids)
         return KeepSpec.wrap(

@@ -8,6 +8,7 @@ events. While vLLM measures, as many bytes are held as these can take.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,6 @@ from vllm.platforms import current_platform
 from keepset.allocators.post_processor import PostProcessor
 from keepset.core.features.window import WindowAttention
 from keepset.core.traits import COLUMN_BYTES
-from keepset.paged.entry_columns import columns_of
 from keepset.paged.eviction_event import MAX_ENTRIES
 from keepset.paged.pages import WORKSPACE
 from keepset.recipe import Recipe
@@ -74,14 +74,16 @@ def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
     return sums * COLUMN_BYTES * shape.layers * shape.kv_heads * shape.longest
 
 
-def reserve(config: VllmConfig, recipe: Recipe, group: int, saves: bool, shape: Shape) -> Tensor | None:
+def reserve(
+    config: VllmConfig, recipe: Recipe, group: int, columns: Mapping[str, tuple[int, ...]], shape: Shape
+) -> Tensor | None:
     """Return a tensor of so many bytes, to be dropped once vLLM has measured; None if vLLM measures nothing."""
     cache = config.cache_config
     if not current_platform.is_cuda_alike() or cache.kv_cache_memory_bytes:
         return None
     free, total = torch.cuda.mem_get_info()
     pool = max(0, int(cache.gpu_memory_utilization * total) - (total - free))
-    numbers = sum(map(math.prod, columns_of(recipe, group, saves).values()))
+    numbers = sum(map(math.prod, columns.values()))
     needed = column_bytes(numbers, pool, shape.entry_bytes) + event_bytes(recipe, shape, by_head(config, recipe))
     if cache.enable_prefix_caching:
         needed += own_bytes(recipe, group, shape)

@@ -22,7 +22,6 @@ from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.vllm import stats
 from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host, rotary_table
 from keepset.vllm.engine_context import EngineContext, PlannedStep, active
-from keepset.vllm.settings import save_limit_of
 from keepset.vllm.spec import KeepSpec
 
 
@@ -84,9 +83,8 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     share = HeadShare(rank, ranks, config.model_config.get_total_num_kv_heads()) if ranks > 1 else None
     count = stats.count if rank == 0 else None  # of several ranks, one counts
     pages = [partial(_pages, layer) for layer in layers]
-    tape, saves = context.tape(names), save_limit_of(config) is not None
-    ring = context.ring(names)
-    return LayerGroup(planner, pages, ring, impl.scale, rotary, projections, count, tape, saves, share)
+    ring, tape = context.ring(names), context.tape(names)
+    return LayerGroup(planner, pages, ring, impl.scale, rotary, projections, count, tape, context.columns, share)
 
 
 def _pages(layer: Any) -> Pages:

@@ -160,8 +160,6 @@ def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
             "requests share contexts as they share prefixes, for which all layers must keep as many entries, whatever "
             "the data: take a recipe such as adakv(snapkv, keep=512)."
         )
-    if recipe.method.traits.biased:
-        yield "contexts have no biases for attention to add: give its match biases=False."
     connector = config.kv_transfer_config
     if connector is not None and connector.kv_load_failure_policy != "fail":
         yield "there is nothing to compute a context from that cannot be loaded; leave kv_load_failure_policy out."

@@ -37,7 +37,7 @@ def signing_key(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tiny_model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("contexts")
-    for name, recipe in (("manual", "knorm(keep=0.25)"), ("eight bits", "int8(knorm, keep=0.25)")):
+    for name, recipe in (("manual", "knorm(keep=0.25)"), ("goes on", "knorm(keep=40, every=8)")):
         cache = keepset.Cache(tiny_model, recipe)
         with torch.no_grad():
             tiny_model(torch.arange(100)[None], past_key_values=cache)
@@ -299,10 +299,13 @@ def test_only_unfinished_files_that_nobody_writes_to_are_cleared_away(tmp_path: 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"context": "nowhere"}, "There is no context 'nowhere' on this server; it has eight bits, flipped, manual."),
+        ({"context": "nowhere"}, "There is no context 'nowhere' on this server; it has flipped, goes on, manual."),
         ({"context": "../manual"}, "There is no context '../manual' on this server"),
         ({"context": "flipped"}, "is damaged: build it again."),
-        ({"context": "eight bits"}, "its entries are in 8 bits (leave int8(...) around its recipe out)"),
+        (
+            {"context": "goes on"},
+            "its requests are compressed further, for which the server's recipe must have its method",
+        ),
         ({"save": "a"}, "This server saves no contexts: start it with --save-bytes."),
         ({"protect": [[3, 2]]}, "compresses no prompts"),
         (None, "keepset is None: give"),

@@ -29,6 +29,8 @@ CONTEXTS = {
     "short": ("adakv(snapkv(window=8), keep=20)", 27),
     "token": ("knorm(keep=1.0)", 1),
     "values": ("match(adakv(snapkv(window=8)), biases=False, window=8, keep=64)", 200),
+    "biases": ("match(adakv(snapkv(window=8)), window=8, keep=64)", 210),
+    "eight bits": ("int8(match(pool(snapkv(window=8))), keep=0.3)", 190),
 }
 SIZES = (5, 33, 70, 1)
 
