@@ -30,7 +30,7 @@ ONCE, EVERY = "adakv(snapkv(window=8), keep=48)", "snapkv(window=8, keep=40, eve
 STEADY = {
     "uniform": "snapkv(window=8, keep=40)",
     "ragged": "adakv(snapkv(window=8), keep=0.3)",
-    "pooled": "pool(knorm, keep=0.3)",
+    "biased": "match(pool(knorm), keep=0.3)",
 }
 GOING = {"whole": 128, "short": 40, "long": 190}
 ANSWER = 6
