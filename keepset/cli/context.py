@@ -41,8 +41,7 @@ def build(
     """Compress a text into a file.
 
     A model runs over the text, and its cache is compressed. The text is put where keepset generate --text puts it: in a
-    user's message, before the question. A vLLM server takes recipes such as reread(keep=0.25), without the 8 bits and
-    the biases of the default.
+    user's message, before the question. A vLLM server gives the file to any number of requests: keepset serve --contexts.
     """
     from keepset.recipe import Recipe
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from keepset import Recipe
+from keepset.paged.entry_columns import columns_of
 from tests.vllm.late import Late
 
 memory = Late("keepset.vllm.memory")
@@ -59,15 +60,16 @@ def test_of_what_vllm_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("keepset.vllm.memory.current_platform", there)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 * GB, 80 * GB))
     recipe = Recipe.parse("snapkv(keep=0.25)")
-    held = memory.reserve(configured(0.9, None), recipe, 4, False, shape())
+    held = memory.reserve(configured(0.9, None), recipe, 4, columns_of(recipe, 4), shape())
     assert held.nbytes == int(56 * GB) * 4 // 516 + 256 * MB
-    held = memory.reserve(configured(0.8, None), recipe, 4, False, shape())
+    held = memory.reserve(configured(0.8, None), recipe, 4, columns_of(recipe, 4), shape())
     assert held.nbytes == int(48 * GB) * 4 // 516 + 256 * MB + 131072 * 8 * 32 * 4
     of_each_head = Recipe.parse("compilerkv(global_mean=False, elastic=False, keep=512, every=64)")
-    held = memory.reserve(configured(0.8, None), of_each_head, 4, False, shape())
+    held = memory.reserve(configured(0.8, None), of_each_head, 4, columns_of(of_each_head, 4), shape())
     assert held.nbytes == int(48 * GB) * 20 // 532 + 256 * MB + 4 * 131072 * 8 * 32 * 4
-    assert memory.reserve(configured(0.9, 10 * GB), recipe, 4, False, shape()) is None
+    assert memory.reserve(configured(0.9, 10 * GB), recipe, 4, columns_of(recipe, 4), shape()) is None
 
 
 def test_a_cpu_measures_nothing() -> None:
-    assert memory.reserve(configured(0.9, None), Recipe.parse("snapkv(keep=0.25)"), 4, False, shape()) is None
+    recipe = Recipe.parse("snapkv(keep=0.25)")
+    assert memory.reserve(configured(0.9, None), recipe, 4, columns_of(recipe, 4), shape()) is None
