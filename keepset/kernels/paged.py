@@ -7,7 +7,7 @@ tables are made, and launches depend on the number of tokens alone, so that a CU
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +16,13 @@ from torch import Tensor
 
 from keepset.kernels import page_layout
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.page_entries import addresses_of, read_pages
+from keepset.kernels.page_entries import LayerPages, addresses_of, read_pages
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
+
+_QUERIES = 128
+"""Queries of one request that attend at a time in PyTorch, so that the mask stays small."""
 
 
 def follow_layouts(
@@ -64,13 +68,14 @@ def follow_layouts(
 
 def paged_attention(
     queries: Float[Tensor, "tokens query_heads head_dim"],
-    caches: Sequence[Float[Tensor, "blocks kv_heads block_size two_head_dim"]],
+    caches: Sequence[LayerPages],
     place: int,
     tokens: PagedTokens,
     layout: PageLayout,
     scaling: float,
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
+    format: PageFormat | None = None,
 ) -> None:
     """Compute the attention of some tokens, on a GPU in two launches for all heads of all requests.
 
@@ -87,6 +92,7 @@ def paged_attention(
         output: where results go, contiguous; zero for a token that sees nothing.
         bias: for each slot `(block * kv_heads + head) * block_size + offset` of each layer, added to the logits of the
             entries that were kept at the newest event.
+        format: how the layer's cache is read if it is quantised.
     """
     if uses_triton(queries.device):
         from keepset.kernels.triton import paged  # loads Triton
@@ -98,6 +104,8 @@ def paged_attention(
 
     def read(table: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = read_pages(caches, place, table).chunk(2, -1)
+        if format is not None:
+            return format.decode(keys, format.key_scale), format.decode(values, format.value_scale)
         return keys, values
 
     attend_pages(queries, read, caches[0].shape[2], tokens, layout, group, scaling, output, bias)
@@ -116,45 +124,50 @@ def attend_pages(
 ) -> None:
     """Do the same as `paged_attention` in PyTorch, request by request, for pages that `read` knows to read."""
     kv_heads, members = layout.counts.shape[-1], defaultdict[int, list[tuple[int, int]]](list)
-    for index, length in enumerate(tokens.lengths.tolist()):
-        place, row = _whose(tokens, index)
+    for place, row, length in _listed(tokens):
         if length:
             members[row].append((place, length))
         else:
             output[place] = 0
     for row, of_row in members.items():
-        places, lengths = torch.tensor(of_row, device=queries.device).unbind(1)
         longest = max(length for _, length in of_row)
         table, entries = _pages(tokens, layout, row, longest, block_size, group)
         keys, values = read(table)
         entry = torch.arange(keys.shape[1], device=keys.device)
         exists = (entry < entries[:, None])[..., None]
-        keys, values = (part.where(exists, 0) for part in (keys, values))  # a page held anything before
-        mask = queries.new_zeros(1, 1, len(entry))
+        keys, values = (part.where(exists, 0)[:, None] for part in (keys, values))  # a page held anything before
+        added = queries.new_zeros(1, len(entry))
         if bias is not None:
             slots = (table * block_size)[..., None] + torch.arange(block_size, device=table.device)
             kept, through = entry < layout.counts[row, 0, :, None], group.places[0] * bias.shape[1] + slots.flatten(1)
-            mask = bias.view(-1)[through % bias.numel()].to(mask.dtype).where(kept, 0)[:, None]
-        seen = entry < (entries[:, None] - (longest - lengths))[..., None]
-        mask = mask.where(seen, float("-inf"))[:, None]
-        grouped = queries[places].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        attended = F.scaled_dot_product_attention(grouped, keys[:, None], values[:, None], mask, scale=scaling)
-        output[places] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+            added = bias.view(-1)[through % bias.numel()].to(added.dtype).where(kept, 0)
+        most = int(entries.max())
+        for first in range(0, len(of_row), _QUERIES):
+            places, lengths = torch.tensor(of_row[first : first + _QUERIES], device=queries.device).unbind(1)
+            width = most - longest + int(lengths.max())  # what comes behind is seen by none of them
+            seen = entry[:width] < (entries[:, None] - (longest - lengths))[..., None]
+            mask = added[:, None, :width].where(seen, float("-inf"))[:, None]
+            grouped = queries[places].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+            # Expanded, because SDPA would multiply what it has to broadcast itself: three times as slow.
+            own_keys, own_values = (part[:, :, :width].expand(-1, len(grouped[0]), -1, -1) for part in (keys, values))
+            attended = F.scaled_dot_product_attention(grouped, own_keys, own_values, mask, scale=scaling)
+            output[places] = attended.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def append_to_pages(
     keys: Float[Tensor, "tokens kv_heads head_dim"],
     values: Float[Tensor, "tokens kv_heads head_dim"],
-    cache: Float[Tensor, "blocks kv_heads block_size two_head_dim"],
+    cache: LayerPages,
     tokens: PagedTokens,
     layout: PageLayout,
+    format: PageFormat | None = None,
 ) -> None:
     """Write the entries of some tokens behind those of their heads, on a GPU in one launch.
 
     Args:
         keys, values: of the step; each one's numbers are contiguous.
         cache: cache of the layer; pages that other requests share are not written to.
-        tokens, layout: as in `paged_attention`.
+        tokens, layout, format: as in `paged_attention`.
     """
     if uses_triton(keys.device):
         from keepset.kernels.triton import paged  # loads Triton
@@ -163,21 +176,23 @@ def append_to_pages(
             paged.append(keys, values, cache, tokens, layout)
         return
     kv_heads, size, _ = cache.shape[1:]
-    for index, length in enumerate(tokens.lengths.tolist()):
+    if format is not None:
+        keys, values = (rows.view(cache.dtype) for rows in format.encode_entries(keys, values))
+    for index, (place, row, length) in enumerate(_listed(tokens)):
         if not length or (tokens.slots is not None and tokens.slots[index] < 0):
             continue
-        place, row = _whose(tokens, index)
         table, entries = _pages(tokens, layout, row, length, size)
         newest = entries - 1
         page = table.gather(1, (newest // size)[:, None])[:, 0]
         cache[page // kv_heads, page % kv_heads, newest % size] = torch.cat((keys[place], values[place]), -1)
 
 
-def _whose(tokens: PagedTokens, index: int) -> tuple[int, int]:
-    """Return which of the step's tokens this is, and its row."""
+def _listed(tokens: PagedTokens) -> Iterator[tuple[int, int, int]]:
+    """Yield for each token which of the step's it is, its row, and the tokens of its request up to and with it."""
+    lengths = tokens.lengths.tolist()
     if tokens.places is None or tokens.rows is None:
-        return index, index
-    return int(tokens.places[index]), int(tokens.rows[index])
+        return zip(range(len(lengths)), range(len(lengths)), lengths, strict=True)
+    return zip(tokens.places.tolist(), tokens.rows.tolist(), lengths, strict=True)
 
 
 def _pages(

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.paged.pages import EightBits
+from keepset.kernels.page_format import PageFormat
 from keepset.paged.step import StepBatch, StepPlan
 
 
@@ -39,11 +39,11 @@ class Pages(Protocol):
 
     @property
     def entry_bytes(self) -> int:
-        """The bytes of an entry's key and value."""
+        """The bytes of an entry's key and value, as they are stored."""
 
     @property
-    def eight_bits(self) -> EightBits | None:
-        """How the cache's numbers are read if they have 8 bits, else None."""
+    def format(self) -> PageFormat | None:
+        """How the cache's keys and values are read and written if it is quantised, else None."""
 
     @property
     def device(self) -> torch.device:
@@ -53,8 +53,8 @@ class Pages(Protocol):
     def block_size(self) -> int:
         """The number of entries of a sub-page."""
 
-    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Return keys alone, in their own type.
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
+        """Return keys alone, as they are stored.
 
         Args:
             subpages: the numbers of whole sub-pages, in the order of the entries.
@@ -62,20 +62,18 @@ class Pages(Protocol):
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
+    ) -> tuple[Shaped[Tensor, "*rows entries row"], Shaped[Tensor, "*rows entries row"]]:
         """Return the keys and values of whole sub-pages, each row's pages joined.
 
         Args:
             subpages: their numbers, in the order of the entries.
 
         Returns:
-            Keys and values as they are stored, `entries` being `pages * block_size`. Behind a head's own entries is
-            whatever the page held before.
+            Keys and values as they are stored: whole numbers, or rows of a `PageFormat`. `entries` is
+            `pages * block_size`. Behind a head's own entries is whatever the page held before.
         """
 
-    def write(
-        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
-    ) -> None:
+    def write(self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n row"], slots: Int[Tensor, " n"]) -> None:
         """Write entry `i` to `slots[i]`.
 
         Args:

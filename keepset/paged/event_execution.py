@@ -122,8 +122,7 @@ def _read_layers(group: LayerGroup, event: EvictionEvent, places: range) -> Even
     subpages, packed, entries = occupied
     width = event.pages.width - event.newer if event.equal_heads else subpages.shape[-1] * group.block_size
     parts = group.observer.parts(event, places, occupied, columns, width)
-    scales = [scale for place in places if (scale := group.pages_of(place).eight_bits) is not None]
-    paged = PagedEntries(group.pages_of(0), subpages, scales)
+    paged = PagedEntries(group.pages_of(0), subpages, group.formats(places))
     index = torch.arange(paged.shape[2], device=subpages.device)
     at, prompts, positions, state = event.at.repeat(layers), event.prompts.repeat(layers), None, {}
     if event.compressed:
@@ -178,8 +177,8 @@ def execute(
     for some, part in _workspaces(sizes, 1 if event.equal_heads else kv_heads, pages.entry_bytes):
         moved_keys, moved_values = paged.take(some, index[part])
         if kept.values is not None and values is not None:
-            fitted = kept.values[values[part].clamp(min=0)]
-            moved_values = fitted.where(seen[part, None], moved_values)
+            fitted = paged.encoded_values(kept.values[values[part].clamp(min=0)], heads[part])
+            moved_values = fitted.view(moved_values.dtype).where(seen[part, None], moved_values)
         pages.write(moved_keys, moved_values, slots[part])
         del moved_keys, moved_values  # before the next ones are there
     positions = place if entries.positions is None else entries.positions.reshape(-1)[index]

@@ -12,6 +12,7 @@ from torch import Tensor
 from keepset.core.observation import BIAS
 from keepset.core.rope import RotaryTable
 from keepset.core.statistics import HeadShare
+from keepset.kernels.page_format import PageFormat, encode_layers
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
@@ -77,6 +78,10 @@ class LayerGroup:
         """Return the cache of the layer at this place of the group."""
         return self._pages[place]()
 
+    def formats(self, places: range) -> list[PageFormat]:
+        """Return how the caches of some layers are read and written; an empty list if they are not quantised."""
+        return [known for place in places if (known := self.pages_of(place).format) is not None]
+
     @cached_property
     def columns(self) -> EntryColumns:
         """The numbers of entries, once there is a cache."""
@@ -118,9 +123,11 @@ class LayerGroup:
             layers: the layer of each entry, by its place in the group.
             slots: the slot of each entry; numbers go on into the caches of the layers that follow.
         """
-        pages = self.pages_of(0)
+        pages, keys, values = self.pages_of(0), columns["keys"], columns["values"]
         slots = (layers * pages.slots + slots) % (len(self.layers) * pages.slots)
-        pages.write(columns["keys"], columns["values"], slots)
+        if formats := self.formats(range(len(self.layers))):
+            keys, values = (encode_layers(formats, part, layers, part is values) for part in (keys, values))
+        pages.write(keys, values, slots)
         self.columns.write_positions(slots, columns["positions"])
         for name in self._state_columns:
             if name in columns:
@@ -141,6 +148,8 @@ class LayerGroup:
         for place, layer in enumerate(self.layers):
             occupied = pages.occupied(range(place, place + 1))
             keys, values = self.pages_of(0).read(occupied.subpages[0])
+            if (format := self.pages_of(place).format) is not None:
+                keys, values = format.decode(keys, format.key_scale), format.decode(values, format.value_scale)
             lengths = occupied.entries.new_tensor([length])
             index = torch.arange(keys.shape[1], device=keys.device)
             exists = index < occupied.entries[0, :, None]

@@ -26,7 +26,7 @@ from keepset.kernels.paged_arguments import ColumnTarget, RecordedQueries
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
 from keepset.paged.eviction_event import EvictionEvent, OccupiedPages
-from keepset.paged.pages import add_received
+from keepset.paged.pages import add_received, decoded_keys
 from keepset.paged.query_records import PromptChunk, QueryAddition
 from keepset.recording.features import Recording, SummedFeature
 from keepset.recording.ring import QueryRing, of_step
@@ -67,7 +67,7 @@ class Observer:
             self.check(place, source.undo(rows[:, :, few], positions[:, few]), source.hidden[:, few])
 
         def entries() -> RequestKeys:
-            keys = pages.read_keys(chunk.subpages)
+            keys = decoded_keys(pages, chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
         step = Chunk(rows, entries, positions, None, self._scaling, source=source, start=chunk.position)

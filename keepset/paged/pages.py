@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 from keepset.kernels.dispatch import uses_triton
-from keepset.kernels.page_entries import read_pages, take_entries, write_entries
+from keepset.kernels.page_entries import LayerPages, read_pages, take_entries, write_entries
+from keepset.kernels.page_format import PageFormat, decode_layers, encode_layers
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_by, add_received_in_pages
@@ -24,66 +24,47 @@ if TYPE_CHECKING:
     from keepset.paged.engine import Pages
 
 
-@dataclass(frozen=True, eq=False)
-class EightBits:
-    """How a layer's numbers of 8 bits are read.
-
-    Attributes:
-        kind: the type of the stored numbers.
-        keys, values: the scales of keys and of values. They are looked up whenever the cache is read.
-        dtype: the type that they are read as.
-    """
-
-    kind: torch.dtype
-    keys: Float[Tensor, ""]
-    values: Float[Tensor, ""]
-    dtype: torch.dtype
-
-    def read(self, numbers: Tensor, scale: Float[Tensor, "*shape"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Return what stored numbers stand for."""
-        return numbers.view(self.kind).to(self.dtype).mul_(scale)
-
-
 class StridedPages:
     """Pages of backends that keep an entry's numbers in order, at any strides: those for GPUs.
 
     Attributes:
-        caches, place, eight_bits: as given.
+        caches, place, format: as given.
         kv_heads, block_size, head_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages` has them.
     """
 
     def __init__(
         self,
-        caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]],
+        caches: Sequence[LayerPages],
         place: int = 0,
-        eight_bits: EightBits | None = None,
+        format: PageFormat | None = None,
     ) -> None:
-        self.caches, self.place, self.eight_bits, cache = caches, place, eight_bits, caches[place]
+        self.caches, self.place, self.format, cache = caches, place, format, caches[place]
         blocks, self.kv_heads, self.block_size, width = cache.shape
-        self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
+        self.slots = blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.device = width * cache.itemsize, cache.device
-        self.dtype = cache.dtype if eight_bits is None else eight_bits.dtype
+        self.head_dim = width // 2 if format is None else format.head_dim
+        self.dtype = cache.dtype if format is None else format.dtype
 
-    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-        """Return the keys of whole sub-pages."""
-        keys = read_pages([cache[..., : self.head_dim] for cache in self.caches], self.place, subpages)
-        return keys if self.eight_bits is None else self.eight_bits.read(keys, self.eight_bits.keys)
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
+        """Return the keys of whole sub-pages, as they are stored."""
+        half = self.caches[0].shape[3] // 2
+        return read_pages([cache[..., :half] for cache in self.caches], self.place, subpages)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
-    ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
+    ) -> tuple[Shaped[Tensor, "*rows entries row"], Shaped[Tensor, "*rows entries row"]]:
         """Return keys and values of whole sub-pages, as they are stored: halves of one tensor."""
         keys, values = read_pages(self.caches, self.place, subpages).chunk(2, dim=-1)
         return keys, values
 
-    def write(
-        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
-    ) -> None:
-        """Write entry `i` to `slots[i]`."""
+    def write(self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n row"], slots: Int[Tensor, " n"]) -> None:
+        """Write entry `i` to `slots[i]`. Quantised rows may be bytes, whatever the type of the cache."""
+        if self.format is not None:
+            keys, values = (rows.view(self.caches[0].dtype) for rows in (keys, values))
         write_entries(self.caches, keys, values, self._through(slots))
 
-    def take(self, slots: Int[Tensor, " n"]) -> tuple[Shaped[Tensor, "n head_dim"], Shaped[Tensor, "n head_dim"]]:
-        """Return the key and value of the entry at each of these slots."""
+    def take(self, slots: Int[Tensor, " n"]) -> tuple[Shaped[Tensor, "n row"], Shaped[Tensor, "n row"]]:
+        """Return the key and value of the entry at each of these slots, as they are stored."""
         return take_entries(self.caches, self._through(slots))
 
     def _through(self, slots: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
@@ -91,17 +72,35 @@ class StridedPages:
         return (self.place * self.slots + slots) % (len(self.caches) * self.slots)
 
 
+def decoded_keys(pages: Pages, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+    """Return the keys of whole sub-pages of a layer, in their own type."""
+    keys, format = pages.read_keys(subpages), pages.format
+    return keys if format is None else format.decode(keys, format.key_scale)
+
+
+def decoded_entries(
+    pages: Pages, subpages: Int[Tensor, "*rows pages"]
+) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
+    """Return the keys and values of whole sub-pages of a layer, in their own type."""
+    (keys, values), format = pages.read(subpages), pages.format
+    if format is None:
+        return keys, values
+    return format.decode(keys, format.key_scale), format.decode(values, format.value_scale)
+
+
 def add_received(
     pages: Sequence[Pages], places: range, queries: RecordedQueries, entries: EntriesInPages, received: ColumnTarget
 ) -> None:
     """Add the attention that entries get from queries, in some neighbouring layers."""
     first = pages[0]
-    if isinstance(first, StridedPages) and first.eight_bits is None:
+    if isinstance(first, StridedPages) and first.format is None:
         add_received_in_pages(first.caches, places, queries, entries, received)
         return
     kv_heads = entries.packed.shape[2]
     group = PageGroup(places, len(received.column), first.slots // (kv_heads * first.block_size))
-    add_received_by([layer.read_keys for layer in pages], first.block_size, group, queries, entries, received)
+    add_received_by(
+        [partial(decoded_keys, layer) for layer in pages], first.block_size, group, queries, entries, received
+    )
 
 
 WORKSPACE = 1 << 26
@@ -114,7 +113,7 @@ class PagedEntries:
     Args:
         pages: the cache of the group's first layer, from which on sub-pages are numbered.
         subpages: the sub-pages of each head, in the order of its entries.
-        scales: how each layer is read, where numbers have 8 bits.
+        formats: how each layer is read, if the cache is quantised.
 
     Attributes:
         pages: as given.
@@ -122,36 +121,38 @@ class PagedEntries:
     """
 
     def __init__(
-        self, pages: Pages, subpages: Int[Tensor, "layers_rows kv_heads pages"], scales: Sequence[EightBits] = ()
+        self, pages: Pages, subpages: Int[Tensor, "layers_rows kv_heads pages"], formats: Sequence[PageFormat] = ()
     ) -> None:
-        self.pages, self._subpages, self._scales = pages, subpages, scales
+        self.pages, self._subpages, self._formats = pages, subpages, formats
         rows, kv_heads, number = subpages.shape
         self.shape = torch.Size((rows, kv_heads, number * pages.block_size))
         self._few = self.shape.numel() * pages.entry_bytes <= WORKSPACE
 
     def keys(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
         """Return the keys of some KV heads. If all heads fit the workspace, they are read once."""
-        if self._few or self._scales:
-            return self._meant(self._stored(heads)[0], [one.keys for one in self._scales])
-        return self.pages.read_keys(self._subpages[:, heads])
+        stored = self._all[0][:, heads] if self._few else self.pages.read_keys(self._subpages[:, heads])
+        return self._decoded(stored, values=False)
 
     def values(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
         """Return the values of some KV heads."""
-        return self._meant(self._stored(heads)[1], [one.values for one in self._scales])
+        stored = self._all[1][:, heads] if self._few else self.pages.read(self._subpages[:, heads])[1]
+        return self._decoded(stored, values=True)
 
-    def _stored(self, heads: slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are stored."""
-        if not self._few:
-            return self.pages.read(self._subpages[:, heads])
-        keys, values = self._all
-        return keys[:, heads], values[:, heads]
+    def encoded_values(self, values: Float[Tensor, "n head_dim"], heads: Int[Tensor, " n"]) -> Shaped[Tensor, "n row"]:
+        """Return values as the cache stores them, as bytes if it is quantised.
 
-    def _meant(self, stored: Tensor, scales: Sequence[Tensor]) -> Tensor:
-        """Return stored keys or values in their own type; each layer has its scale."""
-        if not scales:
-            return stored
-        of_rows = torch.stack(list(scales)).repeat_interleave(len(stored) // len(scales))
-        return self._scales[0].read(stored, of_rows[:, None, None, None])
+        Args:
+            values: in the type that values are read as.
+            heads: the head of each, counted through all layers and rows.
+        """
+        if not self._formats:
+            return values
+        of_layer = self._subpages.shape[:2].numel() // len(self._formats)
+        return encode_layers(self._formats, values, heads // of_layer, values=True)
+
+    def _decoded(self, stored: Tensor, values: bool) -> Tensor:
+        """Return stored keys or values in the type that they are read as."""
+        return decode_layers(self._formats, stored, values) if self._formats else stored
 
     @cached_property
     def _all(self) -> tuple[Tensor, Tensor]:
@@ -170,7 +171,7 @@ class PagedEntries:
             positions, new, networks, known: as in `entry_scores_in_pages`.
         """
         pages = self.pages
-        if self._scales or not isinstance(pages, StridedPages) or not uses_triton(pages.device):
+        if self._formats or not isinstance(pages, StridedPages) or not uses_triton(pages.device):
             return None
         return entry_scores_in_pages(pages.caches, pages.place, self._subpages, positions, new, networks, known)
 
@@ -237,4 +238,4 @@ class PagedObservation(Observation):
 
     @property
     def entry_bytes(self) -> int:
-        return self._entries.pages.entry_bytes
+        return 2 * self.head_dim * self.dtype.itemsize

@@ -8,22 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
-from vllm.platforms import current_platform
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.engine import LayerAdapter, Pages
-from keepset.paged.pages import EightBits, StridedPages
+from keepset.paged.pages import StridedPages
 from keepset.vllm.engine_context import PlannedStep, active
-
-
-def eight_bits(layer: Any, kv_cache: Tensor) -> EightBits | None:
-    """Return how the numbers of a layer's cache are read; None if the cache is not quantised."""
-    if kv_cache.dtype.itemsize > 1:
-        return None
-    config = active().config  # type: ignore[union-attr]
-    kind = torch.float8_e5m2 if config.cache_config.cache_dtype == "fp8_e5m2" else current_platform.fp8_dtype()
-    return EightBits(kind, layer._k_scale, layer._v_scale, cast(torch.dtype, config.model_config.dtype))
+from keepset.vllm.formats import format_of
 
 
 class CompressedAttentionImpl:
@@ -55,7 +46,7 @@ class CompressedAttentionImpl:
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
         """Return the cache of one of the layers that share block tables, as sub-pages."""
-        return StridedPages(caches, place, eight_bits(layer, caches[place]))
+        return StridedPages(caches, place, format_of(layer, cast(torch.dtype, self._context.config.model_config.dtype)))
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """Return the layer's cache as sub-pages, which are made once."""
@@ -88,7 +79,8 @@ class CompressedAttentionImpl:
         """Write each head's new entries to its own place."""
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
-        append_to_pages(key, value, kv_cache, ragged.tokens, ragged.of_layer(step.places[layer.layer_name]))
+        pages, layout = self.pages(layer, kv_cache), ragged.of_layer(step.places[layer.layer_name])
+        append_to_pages(key, value, kv_cache, ragged.tokens, layout, pages.format)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Compute the attention of each head over entries of its own."""
@@ -98,7 +90,7 @@ class CompressedAttentionImpl:
         tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias
         pages = self.pages(layer, kv_cache)
         assert isinstance(pages, StridedPages)
-        paged_attention(query, pages.caches, place, tokens, layout, self.scale, output, bias)
+        paged_attention(query, pages.caches, place, tokens, layout, self.scale, output, bias, pages.format)
 
     def _whole(self, layer: Any, query: Tensor) -> Tensor:
         """Return queries as events look at them: some backends get them in 8 bits."""

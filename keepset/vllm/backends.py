@@ -18,10 +18,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
-from keepset.kernels.paged import attend_pages
-from keepset.vllm.attention import CompressedAttentionImpl, eight_bits
+from keepset.vllm.attention import CompressedAttentionImpl
 from keepset.vllm.cpu_pages import CPUPages
+from keepset.vllm.cpu_rows import RowsImpl, RowsMetadataBuilder, RowsMixin, attend_ragged
 from keepset.vllm.engine_context import PlannedStep, activate, active
+from keepset.vllm.formats import WHOLE, with_row_scales
 from keepset.vllm.metadata import KeepBuilder
 from keepset.vllm.settings import recipe_of
 
@@ -36,7 +37,7 @@ class CPUMixin(CompressedAttentionImpl):
     logits_soft_cap: float
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> CPUPages:
-        return CPUPages(caches, place, layer.isa, eight_bits(layer, caches[place]))
+        return CPUPages(caches, place, layer.isa)
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         per_head, heads = step.per_head, self.num_kv_heads
@@ -48,14 +49,9 @@ class CPUMixin(CompressedAttentionImpl):
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Compute attention by the backend's own kernel, which is the quickest, unless entries have biases."""
-        place = step.places[layer.layer_name]
-        pages, bias = self.pages(layer, kv_cache), step.group.columns.bias
-        if bias is not None:
-            ragged = step.plan.ragged
-            assert ragged is not None and ragged.tokens is not None
-            group = ragged.group._replace(places=range(place, place + 1))
-            layout = ragged.of_layer(place)
-            attend_pages(query, pages.read, ragged.block_size, ragged.tokens, layout, group, self.scale, output, bias)
+        place, pages = step.places[layer.layer_name], self.pages(layer, kv_cache)
+        if step.group.columns.bias is not None:
+            attend_ragged(step, place, pages, query, output, self.num_kv_heads, self.scale)
             return
         per_head, heads = step.per_head, self.num_kv_heads
         batch, buffer = per_head.batch(place), per_head.output_buffer(output, heads)
@@ -111,12 +107,14 @@ class KeepBackend(AttentionBackend):
         registered: vLLM's name of the backend.
         plain: vLLM's own backend.
         impl, builder: keepset's layer and metadata builder; None for backends that keepset does not know.
+        of_rows: these two for quantised caches, if they are others.
     """
 
     registered: ClassVar[str]
     plain: ClassVar[type[AttentionBackend]]
     impl: ClassVar[type[Any] | None]
     builder: ClassVar[type[Any] | None]
+    of_rows: ClassVar[tuple[type[Any], type[Any]] | None]
     supports_kv_cache_update_bypass = False  # of vLLM 0.33: the model itself would write to the cache
 
     @classmethod
@@ -140,16 +138,21 @@ class KeepBackend(AttentionBackend):
                 f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "
                 f"choose one of {others} (--attention-backend) or, on CPUs, CPU_ATTN."
             )
-        return cls.impl
+        return cls.impl if cls.of_rows is None or context.cache_dtype in WHOLE else cls.of_rows[0]
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:  # type: ignore[override]
-        return cls.plain.get_builder_cls() if active() is None or cls.builder is None else cls.builder
+        context = active()
+        if context is None or cls.builder is None:
+            return cls.plain.get_builder_cls()
+        return cls.builder if cls.of_rows is None or context.cache_dtype in WHOLE else cls.of_rows[1]
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         spec = super().customize_spec(spec)
         context = active()
+        if context is not None and cls.of_rows is not None:
+            spec = with_row_scales(spec)
         return spec if context is None else context.spec_of_next_layer(spec)
 
     @classmethod
@@ -170,10 +173,13 @@ def _backend(name: str) -> type[AttentionBackend]:
     """Return vLLM's backend with keepset's mixins. Its classes are of this module, where vLLM looks them up by name."""
     plain = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
     place = {"__module__": __name__}
-    classes: dict[str, Any] = {"registered": name, "plain": plain, "impl": None, "builder": None}
+    classes: dict[str, Any] = {"registered": name, "plain": plain, "impl": None, "builder": None, "of_rows": None}
     if name in _LAYERS:
         impl, builder = plain.get_impl_cls(), plain.get_builder_cls()
         own = impl.__name__.replace("Attention", "").replace("Backend", "").replace("Impl", "KeepImpl")
         classes["impl"] = type(own, (_LAYERS[name], impl), place)
         classes["builder"] = type(f"Keep{builder.__name__}", (KeepBuilder, builder), place)
+        if name == "CPU_ATTN":
+            of_rows = type("CPURowsKeepImpl", (RowsMixin, RowsImpl, impl), place)
+            classes["of_rows"] = of_rows, type("KeepRowsBuilder", (KeepBuilder, RowsMetadataBuilder), place)
     return type(name, (KeepBackend, plain), place | classes)

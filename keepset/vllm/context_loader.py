@@ -136,9 +136,10 @@ class ContextLoader:
     def _put(self, job: LoadJob, entries: ContextColumns) -> None:
         """Write a context's entries to the request's blocks: all of them, or those of its own blocks."""
         self._events.run()  # due events may still read freed pages that are this request's now
-        device, to = self._cache.device, self._cache
+        device, dtype = self._cache.device, self._group.pages_of(0).dtype
         _, layers, slots = self._places(job, job.whole)
-        columns = {name: column.to(to if name in ("keys", "values") else device) for name, column in entries.items()}
+        columns = {name: column.to(device) for name, column in entries.items()}
+        columns |= {name: columns[name].to(dtype) for name in ("keys", "values")}
         self._group.write_context(columns, layers.to(device), slots.to(device))
         layout = job.placement.layout(self._counts(job), self._block_size)
         newest = job.blocks[(job.placement.tokens - 1) // self._block_size]

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 from vllm import _custom_ops as ops
 
 from keepset.errors import KeepsetError, UnsupportedEngineError
-from keepset.paged.pages import EightBits
 
 
 class CPUPages:
@@ -21,10 +20,10 @@ class CPUPages:
         caches: the caches of the layers that share block tables.
         place: the layer's place among them.
         isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
-        eight_bits: how the cache is read, if its numbers have 8 bits.
 
     Attributes:
-        isa, eight_bits: as given.
+        isa: as given.
+        format: None, because the cache is not quantised.
         kv_heads, block_size, head_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages` has them.
         folded: keys and values of all these layers for the backend's kernels, `[subpages, 1, block_size, head_dim]`:
             every sub-page is a block of one KV head. So a page table has one row for each (request, head), and each row
@@ -36,31 +35,28 @@ class CPUPages:
         caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]],
         place: int,
         isa: str,
-        eight_bits: EightBits | None = None,
     ) -> None:
         kv_cache = _joined(caches)
         blocks, self.kv_heads, self.block_size, width = caches[place].shape
         self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.isa = width * kv_cache.itemsize, isa
-        self._cache, self.device, self.eight_bits = kv_cache, kv_cache.device, eight_bits
-        self.dtype = kv_cache.dtype if eight_bits is None else eight_bits.dtype
+        self._cache, self.device, self.format = kv_cache, kv_cache.device, None
+        self.dtype = kv_cache.dtype
         self._before, self._all = place * blocks * self.kv_heads, len(caches) * blocks * self.kv_heads
         # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
         # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
+        bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
         self._rows = kv_cache.view(bits).view(-1, self.block_size * self.head_dim)
         keys, values = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
         self.folded = keys, values
-        kind = kv_cache.dtype if eight_bits is None else eight_bits.kind
-        self._key_order, self._value_order = packing(self.block_size, self.head_dim, kind, isa)
+        self._key_order, self._value_order = packing(self.block_size, self.head_dim, kv_cache.dtype, isa)
 
-    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries head_dim"]:
         """Return the keys of whole sub-pages, unpacked."""
         *rows, pages = subpages.shape
         key_rows = 2 * ((subpages.flatten() + self._before) % self._all)
         keys = _unpacked(self._rows.index_select(0, key_rows), self._key_order)
-        keys = keys.view(*rows, pages * self.block_size, self.head_dim).view(self._cache.dtype)
-        return keys if self.eight_bits is None else self.eight_bits.read(keys, self.eight_bits.keys)
+        return keys.view(*rows, pages * self.block_size, self.head_dim).view(self._cache.dtype)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
@@ -84,7 +80,7 @@ class CPUPages:
     ) -> None:
         """Write entry `i` to `slots[i]`, counted from the first layer's slots on.
 
-        The backend's own kernel writes them, except numbers of 8 bits, which it would scale again.
+        The backend's own kernel writes them.
 
         Raises:
             KeepsetError: keys or values have another type than the cache.
@@ -92,13 +88,7 @@ class CPUPages:
         if keys.dtype != self._cache.dtype or values.dtype != self._cache.dtype:
             # The kernel goes by the dtype of the keys alone and would scribble over the pool.
             raise KeepsetError(f"The KV cache holds {self._cache.dtype}: keys and values must have the same dtype.")
-        if self.eight_bits is None:
-            _pack(keys, values, *self.folded, slots, self.isa)
-            return
-        for part, (entries, order) in enumerate(((keys, self._key_order), (values, self._value_order))):
-            rows, within = 2 * (slots // self.block_size) + part, slots % self.block_size
-            places = within[:, None] * self.head_dim + torch.arange(self.head_dim)
-            self._rows[rows[:, None], places if order is None else order[places]] = entries
+        _pack(keys, values, *self.folded, slots, self.isa)
 
 
 def _joined(caches: Sequence[Tensor]) -> Shaped[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
@@ -134,16 +124,13 @@ def packing(
     numbers = block_size * head_dim
     home = torch.arange(numbers)
     came_from = torch.zeros(2, numbers, dtype=torch.int64)
-    # Whole numbers up to 256 are exact in every dtype, bfloat16 included, and up to 8 in those of 8 bits.
-    scale, base, eight_bits = 1, 8 if dtype.itemsize == 1 else 256, dtype.itemsize == 1
+    # Whole numbers up to 256 are exact in every dtype, bfloat16 included.
+    scale, base = 1, 256
     while scale < numbers:
-        digits = (home // scale % base).to(torch.bfloat16 if eight_bits else dtype).view(block_size, head_dim)
+        digits = (home // scale % base).to(dtype).view(block_size, head_dim)
         page = torch.zeros(1, 1, 2 * block_size, head_dim, dtype=dtype)
         key_cache, value_cache = page.chunk(2, dim=2)
-        cache_dtype = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}.get(dtype, "auto")
-        if eight_bits:
-            key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-        _pack(digits, digits, key_cache, value_cache, torch.arange(block_size), isa, cache_dtype)
+        _pack(digits, digits, key_cache, value_cache, torch.arange(block_size), isa)
         came_from += page.view(2, numbers).float().long() * scale
         scale *= base
     if not torch.equal(came_from.sort(-1).values, home.expand(2, -1)):
@@ -162,12 +149,11 @@ def _pack(
     value_cache: Shaped[Tensor, "subpages 1 block_size head_dim"],
     slots: Int[Tensor, " n"],
     isa: str,
-    cache_dtype: str = "auto",
 ) -> None:
     # The kernel reads slots by address, as 64-bit numbers, and expects the last axis of entries to be dense.
     new = keys.contiguous().unsqueeze(1), values.contiguous().unsqueeze(1)
     slots = slots.long().contiguous()
-    ops.cpu_attn_reshape_and_cache(*new, key_cache, value_cache, slots, isa, kv_cache_dtype=cache_dtype)
+    ops.cpu_attn_reshape_and_cache(*new, key_cache, value_cache, slots, isa)
 
 
 def _unpacked(

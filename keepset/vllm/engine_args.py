@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from keepset.core.features.runtime_features import Int8Entries
 from keepset.errors import KeepsetError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, INT8, KEY, SAVE_LIMIT
 
 
 def engine_args(
@@ -38,6 +39,8 @@ def engine_args(
         args["enable_prefix_caching"] = False
     if parsed.method.traits.needs.hidden_states:
         args["enforce_eager"] = True
+    if parsed.method.traits.needs.of(Int8Entries):
+        args["kv_cache_dtype"] = INT8
     return args
 
 

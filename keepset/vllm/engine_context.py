@@ -96,6 +96,11 @@ class EngineContext:
         self._tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
 
+    @property
+    def cache_dtype(self) -> str:
+        """vLLM's name of the cache's type."""
+        return self.config.cache_config.cache_dtype
+
     @cached_property
     def layers(self) -> dict[str, int]:
         """The indices of the model's attention layers that this process has, by their names."""
@@ -135,8 +140,9 @@ class EngineContext:
         ask_for_prompt_lengths(self.config)
         if self._ring is None:  # vLLM has not measured memory yet
             self._ring = self._room(len(layer_ids))
-            entry_bytes, longest = 2 * spec.head_size * spec.dtype.itemsize, self.config.model_config.max_model_len
-            shape = Shape(len(layer_ids), spec.num_kv_heads, spec.head_size, entry_bytes, longest)
+            longest, (_, head_dim, dtype) = self.config.model_config.max_model_len, self._queries
+            stored, bytes_read = spec.state_content_size_bytes, 2 * head_dim * dtype.itemsize
+            shape = Shape(len(layer_ids), spec.num_kv_heads, head_dim, stored, bytes_read, longest)
             self._reserve = reserve(self.config, self.recipe, self.recording.group, self.columns, shape)
             self._tape = self._make_tape(len(layer_ids))
         scheduler, layers = self.config.scheduler_config, all_layers(self.config, layer_ids)

@@ -38,7 +38,8 @@ class Shape:
     Attributes:
         layers, kv_heads: the number of layers, and of KV heads of each.
         head_dim: numbers of a key, and of a value.
-        entry_bytes: bytes of an entry's key and value in one head.
+        entry_bytes: bytes of an entry's key and value in one head, as they are stored.
+        bytes_read: the same, as they are read.
         longest: tokens of a request, at most.
     """
 
@@ -46,6 +47,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     entry_bytes: int
+    bytes_read: int
     longest: int
 
 
@@ -58,10 +60,10 @@ def column_bytes(numbers: int, pool: int, entry_bytes: int) -> int:
 def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
     """Return the bytes that an event makes at most: of one of the longest prompts, or of several others."""
     entries = shape.longest * shape.kv_heads
-    looked_at = shape.longest * shape.entry_bytes
+    looked_at = shape.longest * shape.bytes_read
     moved, keep = 0, recipe.budget_of_sizes([(shape.head_dim, shape.head_dim)]).keep
     if isinstance(recipe.method, PostProcessor):
-        looked_at = entries * shape.entry_bytes
+        looked_at = entries * shape.bytes_read
     elif heads_differ:  # all that stays is copied out of the pages at once
         share = keep if isinstance(keep, float) else min(1.0, (keep or shape.longest) / shape.longest)
         moved = int((share if recipe.method.traits.fixed_total else 1.0) * entries * shape.entry_bytes)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 KEY = "keepset"
 """The key of `additional_config` for the recipe's text."""
 
+INT8 = "int8_per_token_head"
+"""The `kv_cache_dtype` that a recipe int8(...) asks for."""
+
 CONNECTOR = {
     "kv_connector": "BlockCountConnector",
     "kv_role": "kv_both",

@@ -9,21 +9,18 @@ import torch
 import vllm
 from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVQuantMode
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from keepset.allocators.post_processor import PostProcessor
-from keepset.core.features.runtime_features import ModelStatistics
+from keepset.core.features.runtime_features import Int8Entries, ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
+from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
 from keepset.vllm.recipe_support import objections
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, by_head, contexts_of, is_compressed
-
-_WHOLE = ("auto", "float16", "bfloat16", "float32")
-_EIGHT_BITS = ("fp8", "fp8_e4m3", "fp8_e5m2")
-"""Types of caches with one scale for a layer's keys, and one for its values."""
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, INT8, by_head, contexts_of, is_compressed
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
@@ -83,10 +80,7 @@ def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
         f"is of the kind {type(spec).__name__}": type(spec) is not FullAttentionSpec,
         "is attended to in both directions": getattr(spec, "non_causal", False),
         "has values of another size than keys": spec.head_size_v != spec.head_size,
-        "is quantized or packed": (
-            spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
-            or (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state) != (None, None, 1)
-        ),
+        "is quantized or packed in a way that keepset does not know": packed_otherwise(spec),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -124,18 +118,14 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    dtype = config.cache_config.cache_dtype
-    if dtype in _WHOLE:
-        return
-    if dtype not in _EIGHT_BITS:
-        yield f"a KV cache of kind {dtype} cannot be taken apart into entries; use kv_cache_dtype auto or fp8."
-    elif by_head(config, recipe):
+    dtype, served = config.cache_config.cache_dtype, (*WHOLE, *LAYER_SCALES, *ROW_SCALES)
+    if dtype not in served:
+        yield f"a KV cache of kind {dtype} is none that it takes apart; use kv_cache_dtype {', '.join(served)}."
+    elif dtype not in WHOLE and by_head(config, recipe) and not current_platform.is_cpu():
         yield (
-            f"heads that keep different entries are attended by keepset's own kernels, which do not read {dtype}; use "
-            "kv_cache_dtype auto, or a recipe whose heads keep equally many and no contexts."
+            f"heads that keep different entries are attended by keepset's own kernels, which do not read {dtype} on "
+            "GPUs; use kv_cache_dtype auto, or a recipe whose heads keep equally many and no contexts."
         )
-    elif isinstance(recipe.method, PostProcessor):
-        yield f"it rewrites values, which a KV cache of kind {dtype} would round again; use kv_cache_dtype auto."
 
 
 def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
@@ -178,6 +168,8 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
             yield "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given."
         if caches_prefixes and not one_table(recipe):
             yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
+    if recipe.method.traits.needs.of(Int8Entries) and config.cache_config.cache_dtype != INT8:
+        yield f"it stores entries in 8 bits, and the KV cache is of kind {config.cache_config.cache_dtype}."
     if recipe.method.traits.needs.hidden_states and not config.model_config.enforce_eager:
         yield "compiled code does not show the hidden states that it looks at."
 

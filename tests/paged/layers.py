@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 from keepset import Recipe
 from keepset.core.rope import RotaryTable
 from keepset.kernels import page_entries
+from keepset.kernels.page_format import PageFormat
 from keepset.paged.engine import QueryProjection
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.pages import EightBits, StridedPages
+from keepset.paged.pages import StridedPages
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
 from keepset.paged.request_table import FreedBlocks
@@ -53,22 +54,22 @@ def layer_group(
     recipe: str,
     caches: list[Tensor],
     group: int,
-    eight_bits: list[EightBits] | None = None,
+    formats: Sequence[PageFormat] = (),
     rotary: RotaryTable | None = None,
     projections: Sequence[QueryProjection] = (),
 ) -> LayerGroup:
-    """Layers with these caches `[blocks, kv_heads, size, 2 * head_dim]`, with so many query heads to a KV head."""
+    """Layers with these caches `[blocks, kv_heads, size, width]`, with so many query heads to a KV head."""
     page_entries._table.cache_clear()  # of caches that lay there before
     blocks, kv_heads, size, width = caches[0].shape
-    dtype = caches[0].dtype if eight_bits is None else eight_bits[0].dtype
+    dtype, head_dim = (formats[0].dtype, formats[0].head_dim) if formats else (caches[0].dtype, width // 2)
     planner = planner_of(
-        recipe, len(caches), kv_heads, size, group, width // 2, dtype.itemsize, blocks=blocks, requests=REQUESTS
+        recipe, len(caches), kv_heads, size, group, head_dim, dtype.itemsize, blocks=blocks, requests=REQUESTS
     )
-    shape = len(caches), slots_for(REQUESTS), kv_heads * group, width // 2
+    shape = len(caches), slots_for(REQUESTS), kv_heads * group, head_dim
     ring = QueryRing(planner.recording, *shape, dtype, caches[0].device)
-    how = eight_bits or [None] * len(caches)
+    how = formats or [None] * len(caches)
     pages = [partial(StridedPages, caches, place, one) for place, one in enumerate(how)]
-    return LayerGroup(planner, pages, ring, (width // 2) ** -0.5, rotary, projections)
+    return LayerGroup(planner, pages, ring, head_dim**-0.5, rotary, projections)
 
 
 def batch_of(

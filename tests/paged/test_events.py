@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,15 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from keepset.core.rope import RotaryTable
 from keepset.core.statistics import save
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.predictor import entry_scores
 from keepset.paged import event_execution
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.layer_group import LayerGroup
-from keepset.paged.pages import EightBits
 from keepset.paged.query_records import QueryAddition
 from keepset.paged.request_table import FreedBlocks
 from keepset.paged.step import StepPlan
+from tests.kernels.quantised import format_of, meant, random_rows
 from tests.methods.naive import Shape, random_statistics
 from tests.paged.engine import Engine, Request
 from tests.paged.layers import Allocated, batch_of, layer_group
@@ -151,17 +153,59 @@ def test_heads_one_by_one_are_as_all_together(recipe: str, monkeypatch: pytest.M
     assert not torch.equal(together, random_caches()) and torch.equal(together, apart)
 
 
-@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("recipe", RECIPES[:3])
-def test_entries_of_eight_bits_are_those_that_they_stand_for(recipe: str, kind: torch.dtype) -> None:
-    """Moved bit for bit; chosen as if a cache in float32 held what they mean, with each layer's own scales."""
-    scales = torch.tensor([[0.5, 0.25], [0.3, 2.0]])
-    stored = (random_caches() / 0.4).to(kind)
-    factors = scales.repeat_interleave(DIM, 1)[:, None, None, None]
-    meant, held, before = stored.float() * factors, stored.view(torch.uint8), stored.view(torch.uint8).clone()
-    run(layer_group(recipe, list(held), GROUP, [EightBits(kind, *of_layer, torch.float32) for of_layer in scales]))
-    run(layer_group(recipe, list(meant), GROUP))
-    assert not torch.equal(held, before) and torch.equal(held.view(kind).float() * factors, meant)
+FORMATS = [("fp8", True), ("fp8_e5m2", True), ("fp8", False), ("int8", False)]
+"""Kinds of numbers, and whether a layer has one scale for all keys and one for all values."""
+SCALES = [(0.5, 0.25), (0.3, 2.0)]
+
+
+def quantised(kind: str, per_layer: bool) -> tuple[list[PageFormat], Tensor, Callable[[Tensor], Tensor]]:
+    """The formats of layers, caches of them, and what such caches mean in float32."""
+    formats = [format_of(kind, DIM, torch.float32, scales if per_layer else None) for scales in SCALES]
+    draw = torch.Generator().manual_seed(3)
+    places = LAYERS, len(STEPS[0]) * WIDTH, HEADS, BLOCK, 2
+    held = random_rows(*places, kind=kind, head_dim=DIM, own_scales=not per_layer, draw=draw).flatten(-2)
+
+    def floats(caches: Tensor) -> Tensor:
+        layers = [
+            [meant(part, kind, DIM, scale if per_layer else None) for part, scale in zip(parts, scales, strict=True)]
+            for parts, scales in zip((cache.chunk(2, -1) for cache in caches), SCALES, strict=True)
+        ]
+        return torch.stack([torch.cat(parts, -1).float() for parts in layers])
+
+    return formats, held, floats
+
+
+@pytest.mark.parametrize(("kind", "per_layer"), FORMATS)
+@pytest.mark.parametrize("recipe", RECIPES[:4])
+def test_quantised_entries_are_those_that_they_stand_for(recipe: str, kind: str, per_layer: bool) -> None:
+    """Moved bit for bit with their scales; chosen as if a cache in float32 held what they mean."""
+    formats, held, floats = quantised(kind, per_layer)
+    whole, before = floats(held), held.clone()
+    run(layer_group(recipe, list(held), GROUP, formats))
+    run(layer_group(recipe, list(whole), GROUP))
+    assert not torch.equal(held, before) and torch.equal(floats(held), whole)
+    known = {tuple(row) for row in before.flatten(0, -2).tolist()}
+    assert {tuple(row) for row in held.flatten(0, -2).tolist()} <= known
+
+
+@pytest.mark.parametrize(("kind", "per_layer"), FORMATS)
+def test_fitted_values_are_rounded_once(kind: str, per_layer: bool) -> None:
+    """All others are moved, and keys as well."""
+    formats, held, floats = quantised(kind, per_layer)
+    whole, recipe = floats(held), "match(adakv(snapkv(window=4)), biases=False, keep=11)"
+    before = whole.clone()
+    angles = torch.arange(80)[:, None] * torch.logspace(0, -2, DIM // 2)
+    rotary = RotaryTable(torch.cat([angles.cos(), angles.sin()], 1), halves=True)
+    run(layer_group(recipe, list(held), GROUP, formats, rotary=rotary))
+    run(layer_group(recipe, list(whole), GROUP, rotary=rotary))
+    (keys, values), (right, fitted) = (caches.chunk(2, -1) for caches in (floats(held), whole))
+    assert torch.equal(keys, right)
+    changed = (fitted[..., None, :] != before.chunk(2, -1)[1].flatten(1, 3)[:, None, None, None]).any(-1).all(-1)
+    assert changed.any() and torch.equal(values[~changed], fitted[~changed])
+    for layer, how in enumerate(formats):
+        scale = None if how.value_scale is None else how.value_scale.expand(int(changed[layer].sum()))
+        rounded = how.decode(how.encode(fitted[layer][changed[layer]], scale), scale)
+        assert torch.equal(values[layer][changed[layer]], rounded)
 
 
 @pytest.mark.full

@@ -49,12 +49,16 @@ def test_words() -> None:
         ("pyramid(snapkv, keep=64)", ["--kv-transfer-config", "--no-enable-prefix-caching"]),
         ("pool(snapkv, keep=64)", ["--kv-transfer-config", "--no-enable-prefix-caching"]),
         ("gvote", ["--kv-transfer-config", "--no-enable-prefix-caching", "--enforce-eager"]),
+        ("int8(snapkv, keep=64)", ["--kv-transfer-config", "--kv-cache-dtype", "int8_per_token_head"]),
     ],
 )
 def test_vllm_is_told_what_a_recipe_needs(recipe: str, needed: list[str]) -> None:
-    options = ["--no-enable-prefix-caching", "--kv-transfer-config", "--enforce-eager"]
+    options = ["--no-enable-prefix-caching", "--kv-transfer-config", "--enforce-eager", "--kv-cache-dtype"]
+    options.append("int8_per_token_head")
     words = command("a/model", Recipe.parse(recipe), [])
     assert [word for word in words if word in options] == needed
+    words = command("a/model", Recipe.parse("int8(snapkv, keep=64)"), ["--kv-cache-dtype=fp8"])
+    assert words[-1] == "--kv-cache-dtype=fp8"  # which the engine refuses in a sentence
 
 
 def test_contexts_take_a_connector_and_middleware(tmp_path: Path) -> None:

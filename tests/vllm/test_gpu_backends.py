@@ -1,4 +1,4 @@
-"""The backends for GPUs, whole but for their kernels, which plain torch stands in for; and 8-bit caches on CPUs.
+"""The backends for GPUs, whole but for their kernels, which plain torch stands in for.
 
 In pretended CUDA graphs no layer is called. Every token and entry is the reference's.
 """
@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.vllm.compared import CHUNKED, IDS, asks, check_oracle, check_transformers
-from tests.vllm.engine import BLOCK, Ask, Scenario, run
+from tests.vllm.engine import Ask, Scenario, run
 from tests.vllm.late import Late
 from tests.vllm.oracle import Oracle
 from tests.vllm.test_own_budgets import OWN
@@ -89,37 +87,3 @@ def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle, t
     assert sum(plain.preemptions) > 1
     check_oracle(Oracle(tiny_oracle.model, 16), RAGGED, some, plain)
     check_transformers(tiny_model, BIASED, some, fitted)
-
-
-def rounded(numbers: Tensor, kind: torch.dtype) -> Tensor:
-    """Round numbers to 8 bits, towards zero, as vLLM's kernel for CPUs does."""
-    numbers = numbers.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)
-    nearest = numbers.to(kind)
-    beyond = nearest.float().abs() > numbers.abs()
-    # The next smaller one is the one before it, whatever its sign.
-    return (nearest.view(torch.uint8) - beyond.to(torch.uint8)).view(kind).float()
-
-
-class Rounding(Oracle):
-    """Holds what 8 bits can hold: its keys and values are rounded when they are made."""
-
-    kind = torch.float8_e4m3fn
-
-    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super()._attend(module, query, rounded(key, self.kind), rounded(value, self.kind), *args, **kwargs)
-
-
-@pytest.mark.skipif(
-    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
-    reason="vLLM's kernels for CPUs read FP8 with AVX-512 or AMX alone",
-)
-def test_caches_of_8_bits(tiny: Path) -> None:
-    """Against a reference that holds what 8 bits can hold."""
-    some, model = asks((130, 90, 200), 30), LlamaForCausalLM.from_pretrained(tiny).eval()
-    cases = [("fp8_e4m3", EQUAL), ("fp8_e4m3", MOMENTS), ("fp8_e5m2", EQUAL)]
-    results = run(*(Scenario(recipe, some, engine=engine(tiny, kv_cache_dtype=kind)) for kind, recipe in cases))
-    for (kind, recipe), each in zip(cases, results, strict=True):
-        oracle = Rounding(model, BLOCK)
-        oracle.kind = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kind]
-        assert all(each.events)
-        check_oracle(oracle, recipe, some, each)

@@ -19,7 +19,7 @@ MB, GB = 2**20, 2**30
 
 def shape(longest: int = 131072) -> Any:
     """The shape of an 8B model."""
-    return memory.Shape(layers=32, kv_heads=8, head_dim=128, entry_bytes=512, longest=longest)
+    return memory.Shape(layers=32, kv_heads=8, head_dim=128, entry_bytes=512, bytes_read=512, longest=longest)
 
 
 @pytest.mark.parametrize("columns", [0, 1, 3])

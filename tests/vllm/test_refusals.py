@@ -33,6 +33,7 @@ from tests.vllm.late import Late
 
 compat, validation = Late("keepset.vllm.compat"), Late("keepset.vllm.validation")
 arguments, parsers = Late("vllm.engine.arg_utils"), Late("vllm.utils.argparse_utils")
+formats, triton = Late("keepset.vllm.formats"), Late("vllm.v1.attention.backends.triton_attn")
 modes, specs = Late("vllm.config"), Late("vllm.v1.kv_cache_interface")
 
 
@@ -78,10 +79,10 @@ def connector(path: str | None) -> Any:
     return SimpleNamespace(kv_connector_module_path=path)
 
 
-PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager")
+PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager", "--kv-cache-dtype int8_per_token_head")
 """How a message ends that tells what to write."""
 
-UNIFORM, RAGGED = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)"
+UNIFORM, RAGGED, INT8 = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)", "int8(adakv(snapkv), keep=96)"
 GIVE_CARRIER = (
     "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given. Write "
     "LLM(model, **keepset.vllm.engine_args('"
@@ -112,19 +113,12 @@ REFUSED = [
     (UNIFORM, {"parallel_config__prefill_context_parallel_size": 2}, "context parallelism divides a request's entries"),
     (UNIFORM, {"parallel_config__use_ubatching": True}, "micro-batch overlap runs two batches at once"),
     (UNIFORM, {"parallel_config__enable_dbo": True}, "micro-batch overlap runs two batches at once"),
-    (UNIFORM, {"cache_config__cache_dtype": "nvfp4"}, "a KV cache of kind nvfp4 cannot be taken apart into entries"),
-    (RAGGED, {"cache_config__cache_dtype": "fp8"}, "heads that keep different entries are attended by keepset's own"),
     (
         UNIFORM,
-        CONTEXTS | {"cache_config__cache_dtype": "fp8"},
-        "heads that keep different entries are attended by keep",
+        {"cache_config__cache_dtype": "nvfp4"},
+        "a KV cache of kind nvfp4 is none that it takes apart; use kv_cac",
     ),
     (UNIFORM, CONTEXTS | {"speculative_config": NGRAM}, "speculative decoding takes tokens back, by which heads"),
-    (
-        "match(snapkv, biases=False, keep=0.25)",
-        {"cache_config__cache_dtype": "fp8_e4m3"},
-        "it rewrites values, which a",
-    ),
     (
         "pyramid(snapkv, keep=128)",
         {},
@@ -154,7 +148,12 @@ REFUSED = [
         {},
         "kvzap scores entries by their hidden states as they are written, which vLLM does not show",
     ),
-    ("int8(snapkv, keep=96)", {}, "int8 stores entries in 8 bits, which vLLM's pages do not: leave int8(...) around"),
+    (
+        "int8(snapkv, keep=96)",
+        {},
+        "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model",
+    ),
+    ("int8(snapkv, keep=96)", {"cache_config__cache_dtype": "fp8_per_token_head"}, "it stores entries in 8 bits, and"),
     ("compilerkv(keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
 ]
 
@@ -176,7 +175,7 @@ def test_all_that_is_missing_is_said_at_once() -> None:
     assert message.endswith(f"start vllm serve MODEL with {serve_options('gvote')}")
 
 
-@pytest.mark.parametrize("recipe", [UNIFORM, RAGGED, "mass", "pyramid(snapkv, keep=128)", "gvote", None])
+@pytest.mark.parametrize("recipe", [UNIFORM, RAGGED, "mass", "pyramid(snapkv, keep=128)", "gvote", INT8, None])
 @pytest.mark.parametrize("shares", [False, True])
 def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: bool, tmp_path: Path) -> None:
     contexts = tmp_path if shares else None
@@ -190,6 +189,7 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
     assert parsed.additional_config == args["additional_config"]
     assert parsed.enable_prefix_caching == args.get("enable_prefix_caching")
     assert parsed.enforce_eager == args.get("enforce_eager", False)
+    assert parsed.kv_cache_dtype == args.get("kv_cache_dtype", "auto")
     connector = parsed.kv_transfer_config
     assert {name: getattr(connector, name) for name in args["kv_transfer_config"]} == args["kv_transfer_config"]
     made = config(
@@ -197,6 +197,7 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
         kv_transfer_config=connector,
         cache_config__enable_prefix_caching=args.get("enable_prefix_caching", True),
         model_config__enforce_eager=args.get("enforce_eager", False),
+        cache_config__cache_dtype=args.get("kv_cache_dtype", "auto"),
     )
     if shares and recipe in ("mass", "pyramid(snapkv, keep=128)", "gvote"):  # for which no argument helps
         with pytest.raises(UnsupportedEngineError, match="share contexts as they share prefixes, for which all layers"):
@@ -214,6 +215,9 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
         ("adakv(snapkv, keep=256, every=64)", {}),
         ("expected_attention(keep=512)", {"cache_config__cache_dtype": "bfloat16"}),
         ("expected_attention(keep=512)", {"cache_config__cache_dtype": "fp8"}),
+        ("match(snapkv, biases=False, keep=0.25)", {"cache_config__cache_dtype": "fp8_e4m3"}),
+        ("int8(match(adakv(snapkv)), keep=96)", {"cache_config__cache_dtype": "int8_per_token_head"}),
+        (UNIFORM, {"cache_config__cache_dtype": "fp8_per_token_head"}),
         ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
         ("mass", SERVED),
         ("pool(snapkv, keep=96, every=64)", SERVED),
@@ -242,21 +246,26 @@ def test_breakable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FULL: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
+PACKED = "is quantized or packed in a way that keepset does not know"
+ROWS = {"kv_quant_mode": "INT8_PER_TOKEN_HEAD", "dtype": torch.int8, "state_content_bytes": 136}
 SPECS = [
     ("SlidingWindowSpec", {"sliding_window": 128}, "is of the kind SlidingWindowSpec"),
     ("FullAttentionSpec", {"non_causal": True}, "is attended to in both directions"),
     ("FullAttentionSpec", {"head_size_v": 32}, "has values of another size than keys"),
-    ("FullAttentionSpec", {"kv_quant_mode": "FP8_PER_TOKEN_HEAD"}, "is quantized or packed"),
-    ("FullAttentionSpec", {"num_head_slots": 4}, "is quantized or packed"),
+    ("FullAttentionSpec", {"kv_quant_mode": "TURBOQUANT_K8V4"}, PACKED),
+    ("FullAttentionSpec", {"num_head_slots": 4}, PACKED),
+    ("FullAttentionSpec", ROWS | {"state_content_bytes": 128}, PACKED),  # which has no room for scales
+    ("FullAttentionSpec", ROWS | {"dtype": torch.uint8}, PACKED),
+    ("FullAttentionSpec", ROWS | {"state_content_bytes": 140, "head_size": 66}, PACKED),  # scales lie off their places
 ]
 
 
 @pytest.mark.parametrize(("kind", "more", "reason"), SPECS, ids=[reason for *_, reason in SPECS])
 def test_a_cache_that_is_refused(kind: str, more: dict[str, Any], reason: str) -> None:
     if "kv_quant_mode" in more:
-        more = {"kv_quant_mode": specs.KVQuantMode[more["kv_quant_mode"]]}
+        more = more | {"kv_quant_mode": specs.KVQuantMode[more["kv_quant_mode"]]}
     with pytest.raises(KeepsetError) as error:
-        validation.check_spec(getattr(specs, kind)(**FULL, **more))
+        validation.check_spec(getattr(specs, kind)(**FULL | more))
     assert str(error.value) == f"keepset cannot serve this model: the cache of its layers {reason}."
 
 
@@ -264,6 +273,10 @@ def test_a_cache_that_is_served() -> None:
     for mode in ("NONE", "FP8_PER_TENSOR"):
         spec = specs.FullAttentionSpec(**FULL, kv_quant_mode=specs.KVQuantMode[mode])
         assert validation.check_spec(spec) is spec
+    for mode, dtype in (("INT8_PER_TOKEN_HEAD", torch.int8), ("FP8_PER_TOKEN_HEAD", torch.uint8)):
+        spec = specs.FullAttentionSpec(**FULL | {"kv_quant_mode": specs.KVQuantMode[mode], "dtype": dtype})
+        assert validation.check_spec(triton.TritonAttentionBackend.customize_spec(spec)).state_content_bytes == 136
+        assert formats.with_row_scales(spec) == triton.TritonAttentionBackend.customize_spec(spec)
 
 
 def test_what_compiled_tables_can_do(tmp_path: Path) -> None:

@@ -57,7 +57,6 @@ class Int8Entries(Feature[Tensor]):
     """Attention over keys and values in 8 bits, each with a scale of its own."""
 
     label = "entries in 8 bits"
-    transformers_only = "stores entries in 8 bits, which {engine}'s pages do not: leave int8(...) around the recipe out"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,158 @@
+"""`PageFormat`: how the quantised keys and values of an engine's cache are read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from keepset.kernels.dispatch import CACHE_BLOCK, block_size
+
+SCALE_BYTES = 4
+"""Bytes of a scale, which is a float32."""
+LEAST_SCALE = 1e-6
+"""The least scale that is written, so that a row of zeros can be divided by it."""
+
+
+@dataclass(frozen=True, eq=False)
+class PageFormat:
+    """How a quantised cache holds an entry's key, and in the same way its value.
+
+    A row is what is stored of one key or one value: its numbers, and right behind them its scale, unless the layer has
+    one scale for all keys and one for all values. What a row stands for is `numbers * scale`.
+
+    Attributes:
+        numbers: the type of the stored numbers: int8, or a float of 8 bits.
+        head_dim: numbers of a key.
+        dtype: the type that keys and values are read as.
+        key_scale, value_scale: the layer's scales; None if each row has its own. They are looked up whenever rows are
+            read or written.
+    """
+
+    numbers: torch.dtype
+    head_dim: int
+    dtype: torch.dtype
+    key_scale: Float[Tensor, ""] | None = None
+    value_scale: Float[Tensor, ""] | None = None
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether each row has a scale of its own."""
+        return self.key_scale is None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.head_dim + (SCALE_BYTES if self.has_row_scales else 0)
+
+    def parts(self, rows: Shaped[Tensor, "*places row"]) -> tuple[Float[Tensor, "*places head_dim"], Tensor | None]:
+        """Return the stored numbers of rows in float32, and the rows' scales; None if these are the layer's.
+
+        Args:
+            rows: as they are stored; the numbers of each are contiguous.
+        """
+        stored = rows.view(torch.uint8)
+        numbers = stored[..., : self.head_dim].view(self.numbers).float()
+        return numbers, stored[..., self.head_dim :].view(torch.float32)[..., 0] if self.has_row_scales else None
+
+    def decode(
+        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
+    ) -> Float[Tensor, "*places head_dim"]:
+        """Return what rows stand for, in `dtype`. They are read in blocks, so that little is held in float32.
+
+        Args:
+            rows: as they are stored; the numbers of each are contiguous.
+            scale: the rows' scale if it is their layer's.
+        """
+        places = rows.shape[:-1]
+        flat = rows.reshape(-1, rows.shape[-1])
+        layer_scale = None if scale is None else scale.expand(places).reshape(-1)
+        decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
+        at_once = max(1, block_size(rows.device, CACHE_BLOCK) // self.head_dim)
+        for first in range(0, len(flat), at_once):
+            some = slice(first, first + at_once)
+            numbers, own = self.parts(flat[some])
+            factor = own if layer_scale is None else layer_scale[some]
+            assert factor is not None
+            torch.mul(numbers, factor[:, None], out=numbers)
+            decoded[some] = numbers
+        return decoded.view(*places, self.head_dim)
+
+    def encode(
+        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
+    ) -> Shaped[Tensor, "n row"]:
+        """Return rows as they are stored, as bytes.
+
+            scale = max(max(|row|) / largest, 1e-6)     stored = round(row / scale)
+
+        Integers are rounded half away from zero, floats of 8 bits to even. A row with NaN or infinity that has a scale
+        of its own gets NaN as scale, and is NaN as a whole when it is read.
+
+        Args:
+            numbers: keys or values.
+            scale: the rows' scale if it is their layer's.
+        """
+        whole = numbers.float()
+        rows = torch.empty(len(whole), self.row_bytes, dtype=torch.uint8, device=whole.device)
+        largest = largest_number(self.numbers)
+        if scale is None:
+            magnitude = torch.linalg.vector_norm(whole, torch.inf, -1)
+            scale = (magnitude / largest).clamp(min=LEAST_SCALE).where(magnitude.isfinite(), float("nan"))
+            rows[:, self.head_dim :].view(torch.float32)[:, 0] = scale
+            steps = whole * (1 / scale)[:, None]
+        else:
+            steps = whole / scale[:, None]
+        if self.numbers == torch.int8:
+            steps = (steps + torch.full_like(steps, 0.5).copysign(steps)).nan_to_num_(0.0)
+        rows[:, : self.head_dim] = steps.clamp_(-largest, largest).to(self.numbers).view(torch.uint8)
+        return rows
+
+    def encode_entries(
+        self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
+    ) -> tuple[Shaped[Tensor, "*n row"], Shaped[Tensor, "*n row"]]:
+        """Return the rows of keys and values of a layer, as bytes."""
+        rows = []
+        for numbers, scale in ((keys, self.key_scale), (values, self.value_scale)):
+            encoded = self.encode(numbers.reshape(-1, self.head_dim), None if scale is None else scale[None])
+            rows.append(encoded.view(*numbers.shape[:-1], self.row_bytes))
+        return rows[0], rows[1]
+
+
+def largest_number(kind: torch.dtype) -> float:
+    """Return the number that a row's largest magnitude is stored as."""
+    return 127.0 if kind == torch.int8 else torch.finfo(kind).max
+
+
+def encode_layers(
+    formats: Sequence[PageFormat], numbers: Float[Tensor, "n head_dim"], layers: Int[Tensor, " n"], values: bool
+) -> Shaped[Tensor, "n row"]:
+    """Return rows of several layers as they are stored, as bytes.
+
+    Args:
+        formats: of the layers.
+        numbers: keys or values.
+        layers: the layer of each, by its place among the formats.
+        values: whether these are values.
+    """
+    scales = _scales(formats, values)
+    return formats[0].encode(numbers, None if scales is None else scales[layers])
+
+
+def decode_layers(
+    formats: Sequence[PageFormat], rows: Shaped[Tensor, "layers_rows heads entries row"], values: bool
+) -> Float[Tensor, "layers_rows heads entries head_dim"]:
+    """Return what rows of several layers stand for; each layer has equally many."""
+    scales = _scales(formats, values)
+    if scales is not None:
+        scales = scales.repeat_interleave(len(rows) // len(scales))[:, None, None]
+    return formats[0].decode(rows, scales)
+
+
+def _scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:
+    """Return the scale of each layer's keys or values; None if each row has its own."""
+    scales = [each.value_scale if values else each.key_scale for each in formats]
+    known = [scale for scale in scales if scale is not None]
+    return torch.stack(known) if known else None

@@ -1,0 +1,99 @@
+"""Attention of decoded tokens over pages in PyTorch, where each KV head of each request has entries of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from keepset.kernels.dispatch import PRODUCT_BLOCK
+from keepset.kernels.page_format import PageFormat
+
+ReadRows = Callable[[Int[Tensor, "heads pages"]], tuple[Shaped[Tensor, "heads entries row"], ...]]
+"""Return the keys and the values of whole sub-pages as they are stored, each head's pages joined."""
+_LONGER = 1.25
+"""How many times as long as the shortest head the longest one of a block may be."""
+
+
+def attend_heads(
+    queries: Float[Tensor, "heads group head_dim"],
+    read: ReadRows,
+    tables: Int[Tensor, "heads pages"],
+    lengths: Int[Tensor, " heads"],
+    block_size: int,
+    scaling: float,
+    output: Float[Tensor, "heads group head_dim"],
+    format: PageFormat | None = None,
+    bias: Callable[[Int[Tensor, " some"], int], Float[Tensor, "some entries"]] | None = None,
+) -> None:
+    """Compute the attention of the queries of some heads, each over its own entries.
+
+        output = softmax(queries @ keys' * scaling + bias) @ values
+
+    Heads of about one length are computed together, in blocks. Quantised numbers are multiplied as they are; their
+    scales are multiplied to logits and weights, of which there are fewer. Products are made in float32.
+
+    Args:
+        queries: one query of each query head that shares the KV head, after rotation.
+        read: reads pages.
+        tables: the sub-pages of each head, in the order of its entries.
+        lengths: the number of entries of each head.
+        block_size: entries of a page.
+        scaling: factor of the logits.
+        output: written to; zero for a head without entries.
+        format: how rows are read if the cache is quantised.
+        bias: returns what is added to the logits of some heads' first entries, of which it is given the number.
+    """
+    sizes, key_factor, value_factor = lengths.tolist(), 1.0, 1.0
+    if format is not None and not format.has_row_scales:
+        assert format.key_scale is not None and format.value_scale is not None
+        key_factor, value_factor = float(format.key_scale), float(format.value_scale)
+    for heads in _of_similar_size(sizes, queries.shape[2]):
+        longest, shortest = sizes[heads[-1]], sizes[heads[0]]
+        if not longest:
+            output[heads] = 0
+            continue
+        some = torch.tensor(heads)
+        keys, values = read(tables[some, : -(-longest // block_size)])
+        hidden = torch.arange(keys.shape[1]) >= lengths[some, None]
+        key_scale = value_scale = None
+        if format is not None:
+            (keys, key_scale), (values, value_scale) = format.parts(keys), format.parts(values)
+        logits = torch.bmm(queries[some].float().mul_(scaling * key_factor), keys.float().transpose(1, 2))
+        if key_scale is not None:
+            logits.mul_(key_scale[:, None])
+        if bias is not None:
+            logits += bias(some, keys.shape[1])[:, None]
+        weights = logits.masked_fill_(hidden[:, None], float("-inf")).softmax(-1)
+        if value_scale is not None:
+            weights.mul_(value_scale[:, None])
+        attended = torch.bmm(*_without_garbage(weights, values.float(), hidden, shortest))
+        output[some] = attended.mul_(value_factor).to(output.dtype)
+
+
+def _without_garbage(
+    weights: Float[Tensor, "heads group entries"],
+    values: Float[Tensor, "heads entries head_dim"],
+    hidden: Bool[Tensor, "heads entries"],
+    shortest: int,
+) -> tuple[Tensor, Tensor]:
+    """Return weights and values, zero behind each head's end: pages held anything before, and 0 x NaN is NaN."""
+    behind = hidden[:, shortest:]
+    weights[:, :, shortest:].masked_fill_(behind[:, None], 0.0)
+    values[:, shortest:] = values[:, shortest:].masked_fill(behind[..., None], 0.0)
+    return weights, values
+
+
+def _of_similar_size(sizes: Sequence[int], head_dim: int) -> Iterator[list[int]]:
+    """Yield groups of heads whose keys, padded to one length, fill a block."""
+    group: list[int] = []
+    for head in sorted(range(len(sizes)), key=sizes.__getitem__):
+        numbers = (len(group) + 1) * sizes[head] * head_dim
+        if group and (numbers > PRODUCT_BLOCK or sizes[head] > _LONGER * sizes[group[0]]):
+            yield group
+            group = []
+        group.append(head)
+    if group:
+        yield group

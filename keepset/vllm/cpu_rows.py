@@ -1,0 +1,214 @@
+"""Attention over quantised caches on CPUs, of which vLLM's own backend for CPUs reads few or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+
+from keepset.kernels.page_layout import PageGroup
+from keepset.kernels.paged import attend_pages
+from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
+from keepset.kernels.paged_heads import attend_heads
+from keepset.paged.engine import Pages
+from keepset.paged.pages import decoded_entries
+from keepset.vllm.attention import CompressedAttentionImpl
+from keepset.vllm.engine_context import PlannedStep
+
+
+@dataclass
+class RowsMetadata:
+    """A step of requests whose entries lie where vLLM's block tables say, the same in all heads.
+
+    Attributes:
+        starts: the first token of each request, and the end of the last one's.
+        block_table: blocks of each request.
+        lengths: entries of each request.
+        kv_heads: KV heads of a layer.
+    """
+
+    starts: list[int]
+    block_table: Int[Tensor, "rows width"]
+    lengths: Int[Tensor, " rows"]
+    kv_heads: int
+
+    @cached_property
+    def decoding(self) -> Int[Tensor, " some"]:
+        """The rows that have one new token."""
+        return torch.tensor([row for row in range(len(self.lengths)) if self._new(row) == 1], dtype=torch.int64)
+
+    @cached_property
+    def heads(self) -> tuple[Int[Tensor, "some_heads width"], Int[Tensor, " some_heads"], Int[Tensor, " some"]]:
+        """The sub-pages and the entries of each head of the rows with one new token, and the places of the tokens."""
+        tables = self.block_table[self.decoding].long()
+        tables = tables[:, None] * self.kv_heads + torch.arange(self.kv_heads)[:, None]
+        lengths = self.lengths[self.decoding].long().repeat_interleave(self.kv_heads)
+        return tables.flatten(0, 1), lengths, torch.tensor(self.starts)[self.decoding]
+
+    @cached_property
+    def prompts(self) -> PagedTokens | None:
+        """The tokens of the other rows."""
+        several = [
+            (self.starts[row] + i, row, int(length) - self._new(row) + i + 1)
+            for row, length in enumerate(self.lengths)
+            if self._new(row) > 1
+            for i in range(self._new(row))
+        ]
+        if not several:
+            return None
+        places, rows, lengths = torch.tensor(several).unbind(1)
+        return PagedTokens(self.block_table, lengths, int(lengths.max()), places, rows)
+
+    def _new(self, row: int) -> int:
+        return self.starts[row + 1] - self.starts[row]
+
+
+class RowsMetadataBuilder(AttentionMetadataBuilder[RowsMetadata]):
+    """Builds the metadata."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> RowsMetadata:
+        rows = common_attn_metadata.num_reqs
+        return RowsMetadata(
+            common_attn_metadata.query_start_loc_cpu[: rows + 1].tolist(),
+            common_attn_metadata.block_table_tensor[:rows],
+            common_attn_metadata.seq_lens[:rows],
+            self.kv_cache_spec.num_kv_heads,  # type: ignore[attr-defined]
+        )
+
+
+class RowsImpl:
+    """A mixin in place of what vLLM's layers for CPUs do with their cache: they write rows, and attend to them."""
+
+    num_kv_heads: int
+    num_queries_per_kv: int
+    scale: float
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write new entries to their slots; nothing is written to a negative one."""
+        pages = self.pages(layer, kv_cache)  # type: ignore[attr-defined]
+        real, size = (slot_mapping >= 0).nonzero()[:, 0], pages.block_size
+        slots = slot_mapping[real].long()
+        of_heads = ((slots // size)[:, None] * self.num_kv_heads + torch.arange(self.num_kv_heads)) * size
+        write(pages, key[real].flatten(0, 1), value[real].flatten(0, 1), (of_heads + (slots % size)[:, None]).flatten())
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: RowsMetadata | None,
+        output: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute the attention of a step's requests; nothing without metadata, when vLLM warms up."""
+        if attn_metadata is None:
+            return output
+        pages = self.pages(layer, kv_cache)  # type: ignore[attr-defined]
+        if len(attn_metadata.decoding):
+            tables, lengths, places = attn_metadata.heads
+            own = query[places].unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
+            attended = torch.empty_like(own)
+            attend_heads(own, pages.read, tables, lengths, pages.block_size, self.scale, attended, pages.format)
+            output[places] = attended.unflatten(0, (len(places), -1)).flatten(1, 2)
+        if (tokens := attn_metadata.prompts) is not None:
+            whole = FiledLayouts.empty(len(attn_metadata.lengths), 1, self.num_kv_heads, query.device).layout
+            blocks = pages.slots // (self.num_kv_heads * pages.block_size)
+            attend_pages(
+                query,
+                partial(decoded_entries, pages),
+                pages.block_size,
+                tokens,
+                whole,
+                PageGroup(range(1), 1, blocks),
+                self.scale,
+                output,
+            )
+        return output
+
+
+def write(pages: Pages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
+    """Write keys and values, `[n, head_dim]`, to slots of a layer, as its cache holds them."""
+    if pages.format is not None:
+        keys, values = pages.format.encode_entries(keys, values)
+    pages.write(keys, values, slots)
+
+
+def attend_ragged(
+    step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, kv_heads: int, scale: float
+) -> None:
+    """Compute the attention of each head over entries of its own, with biases if entries have them.
+
+    Args:
+        step: the step, in which heads have pages of their own.
+        place: the layer's place in the group.
+        pages: the layer's cache.
+        query: queries of the step, `[tokens, query_heads, head_dim]`.
+        output: of the same shape; written to.
+        kv_heads: KV heads of the layer.
+        scale: factor of the logits.
+    """
+    ragged, bias, size = step.plan.ragged, step.group.columns.bias, pages.block_size
+    assert ragged is not None and ragged.tokens is not None
+    rows, layout = ragged.tokens.rows, ragged.of_layer(place)
+    if rows is not None and len(rows.unique()) < len(rows):
+        group = ragged.group._replace(places=range(place, place + 1))
+        read = partial(decoded_entries, pages)
+        attend_pages(query, read, size, ragged.tokens, layout, group, scale, output, bias)
+        return
+    per_head = step.per_head
+    batch, buffer = per_head.batch(place), per_head.output_buffer(output, kv_heads)
+    before, added = place * pages.slots // size, None
+    if bias is not None:
+        counts = layout.counts[: len(batch.seq_lens) // kv_heads] if rows is None else layout.counts[rows]
+        added = partial(_biases, bias, batch.block_table, counts.flatten(), size)
+    attend_heads(
+        per_head.split(query, kv_heads),
+        lambda tables: pages.read(tables - before),  # which are numbered from the first layer's on
+        batch.block_table,
+        batch.seq_lens,
+        size,
+        scale,
+        buffer,
+        pages.format,
+        added,
+    )
+    per_head.merge(buffer, output)
+
+
+def _biases(
+    bias: Float[Tensor, "layers slots"],
+    tables: Int[Tensor, "heads pages"],
+    counts: Int[Tensor, " heads"],
+    size: int,
+    some: Int[Tensor, " some"],
+    entries: int,
+) -> Float[Tensor, "some entries"]:
+    """Return what is added to the logits of the first entries of some heads; zero for those since the event."""
+    entry = torch.arange(entries)
+    slots = tables[some][:, entry // size].long() * size + entry % size
+    return bias.view(-1)[slots].where(entry < counts[some, None], 0)
+
+
+class RowsMixin(CompressedAttentionImpl):
+    """A mixin for layers on CPUs whose cache is quantised."""
+
+    def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
+        per_head, place, pages = step.per_head, step.places[layer.layer_name], self.pages(layer, kv_cache)
+        keys, values = (per_head.split(rows, self.num_kv_heads)[:, 0] for rows in (key, value))
+        write(pages, keys, values, per_head.batch(place).slot_mapping - place * pages.slots)
+
+    def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        place, pages = step.places[layer.layer_name], self.pages(layer, kv_cache)
+        attend_ragged(step, place, pages, query, output, self.num_kv_heads, self.scale)

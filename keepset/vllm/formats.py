@@ -1,0 +1,66 @@
+"""Which quantised caches of vLLM are served, and how each of them is read and written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
+
+from keepset.kernels.page_format import SCALE_BYTES, PageFormat
+from keepset.vllm.settings import INT8
+
+WHOLE = ("auto", "float16", "bfloat16", "float32")
+"""Types of caches that are not quantised."""
+LAYER_SCALES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+"""Types of caches with one scale for a layer's keys, and one for its values."""
+ROW_SCALES = (INT8, "fp8_per_token_head")
+"""Types of caches with a scale for each key and one for each value."""
+
+_ROW_MODES = {KVQuantMode.INT8_PER_TOKEN_HEAD: torch.int8, KVQuantMode.FP8_PER_TOKEN_HEAD: torch.uint8}
+"""How vLLM's specs name these caches, and the type of such a cache."""
+
+
+def format_of(layer: Any, dtype: torch.dtype) -> PageFormat | None:
+    """Return how a layer's cache is read and written; None if it is not quantised.
+
+    Args:
+        layer: vLLM's attention layer.
+        dtype: the model's type, in which keys and values are read.
+    """
+    kind, head_dim = layer.kv_cache_dtype, layer.head_size
+    if kind in WHOLE:
+        return None
+    if kind in ROW_SCALES:
+        numbers = torch.int8 if kind == INT8 else current_platform.fp8_dtype()
+        return PageFormat(numbers, head_dim, dtype)
+    # The Triton backend writes this type whatever was asked for.
+    is_wide = kind == "fp8_e5m2" and getattr(layer.impl, "fp8_dtype", None) is None
+    numbers = torch.float8_e5m2 if is_wide else current_platform.fp8_dtype()
+    return PageFormat(numbers, head_dim, dtype, layer._k_scale, layer._v_scale)
+
+
+def with_row_scales(spec: AttentionSpec) -> AttentionSpec:
+    """Return a layer's kind of cache with room for the scales of its rows, as vLLM's Triton backend has it."""
+    if spec.kv_quant_mode not in _ROW_MODES or spec.state_content_bytes is not None:
+        return spec
+    return replace(spec, state_content_bytes=_row_content(spec))
+
+
+def packed_otherwise(spec: AttentionSpec) -> bool:
+    """Return whether a layer's cache has another layout than keepset knows for its type."""
+    content = None
+    if spec.kv_quant_mode in _ROW_MODES:
+        content = _row_content(spec)
+        if spec.dtype != _ROW_MODES[spec.kv_quant_mode] or spec.head_size % SCALE_BYTES:
+            return True
+    elif spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
+        return True
+    return (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state) != (None, content, 1)
+
+
+def _row_content(spec: AttentionSpec) -> int:
+    """Return the bytes of a slot: a row for the key and one for the value, each with its scale behind its numbers."""
+    return 2 * (spec.head_size + SCALE_BYTES)

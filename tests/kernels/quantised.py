@@ -1,0 +1,63 @@
+"""Quantised rows as plain numbers say them: what a row stands for, and how a key or value is stored, one by one."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+from keepset.kernels.page_format import PageFormat
+
+KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""The types of numbers, by name."""
+
+
+def format_of(kind: str, head_dim: int, dtype: torch.dtype, scales: tuple[float, float] | None = None) -> PageFormat:
+    """A format; with the two scales of a layer, or with a scale for each row."""
+    factors = () if scales is None else (torch.tensor(scale) for scale in scales)
+    return PageFormat(KINDS[kind], head_dim, dtype, *factors)
+
+
+def number_of(byte: int, kind: str) -> float:
+    """What a stored byte stands for, less its scale."""
+    if kind == "int8":
+        return float(byte - 256 if byte > 127 else byte)
+    bits, bias = (3, 7) if kind == "fp8" else (2, 15)
+    sign, exponent, mantissa = byte >> 7, (byte & 127) >> bits, byte & ((1 << bits) - 1)
+    largest = (1 << (7 - bits)) - 1
+    if kind == "fp8" and (exponent, mantissa) == (largest, 7):
+        return math.nan
+    if kind != "fp8" and exponent == largest:
+        return math.nan if mantissa else math.copysign(math.inf, -sign)
+    if exponent == 0:
+        size = mantissa * 2.0 ** (1 - bias - bits)
+    else:
+        size = (1 + mantissa / (1 << bits)) * 2.0 ** (exponent - bias)
+    return -size if sign else size
+
+
+_NUMBERS = {kind: torch.tensor([number_of(byte, kind) for byte in range(256)]) for kind in KINDS}
+
+
+def meant(rows: Tensor, kind: str, head_dim: int, scale: float | None = None) -> Tensor:
+    """What rows stand for, in float64."""
+    flat = rows.contiguous().view(torch.uint8).reshape(-1, rows.shape[-1])
+    numbers = _NUMBERS[kind][flat[:, :head_dim].long()].double()
+    if scale is None:
+        own = [struct.unpack("f", bytes(row))[0] for row in flat[:, head_dim:].tolist()]
+        numbers *= torch.tensor(own, dtype=torch.float64)[:, None]
+    else:
+        numbers *= float(torch.tensor(scale))  # which is a float32
+    return numbers.view(*rows.shape[:-1], head_dim)
+
+
+def random_rows(*places: int, kind: str, head_dim: int, own_scales: bool, draw: torch.Generator) -> Tensor:
+    """Rows of any finite numbers; scales are about one over the largest."""
+    finite = _NUMBERS[kind].isfinite().nonzero()[:, 0]
+    rows = finite[torch.randint(len(finite), (*places, head_dim), generator=draw)].byte()
+    if not own_scales:
+        return rows
+    scales = (torch.rand(*places, 1, generator=draw) + 0.5) / _NUMBERS[kind][finite].abs().max()
+    return torch.cat([rows, scales.view(torch.uint8)], -1)

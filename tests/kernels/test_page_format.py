@@ -1,0 +1,72 @@
+"""Quantised rows: read and written as plain numbers say, and as vLLM's own kernels have them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from keepset.kernels import dispatch, page_format
+from keepset.kernels.page_format import LEAST_SCALE
+from tests.kernels.quantised import KINDS, format_of, meant, number_of, random_rows
+from tests.kernels.test_attention import seeded
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_read_as_the_numbers_that_they_stand_for(
+    kind: str, scale: float | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks, also of rows that are parts of wider ones; the scale of a layer's values may be another."""
+    monkeypatch.setattr(page_format, "CACHE_BLOCK", 100)
+    rows = random_rows(2, 3, 5, 2, kind=kind, head_dim=12, own_scales=scale is None, draw=seeded(0)).flatten(3)
+    keys, values = rows.chunk(2, -1)
+    how = format_of(kind, 12, dtype, None if scale is None else (scale, 7.0))
+    for part, factor in ((keys, scale), (values, None if scale is None else 7.0)):
+        read = how.decode(part, None if factor is None else torch.tensor(factor))
+        assert read.dtype == dtype and torch.equal(read, meant(part, kind, 12, factor).float().to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_numbers_are_stored_as_the_nearest(kind: str, scale: float | None) -> None:
+    """A row's largest number is stored as the type's largest; what is beyond it is cut."""
+    numbers = torch.randn(40, 8, generator=seeded(1)) * torch.logspace(-9, 4, 40)[:, None]
+    numbers[3], numbers[4, 0] = 0.0, -0.0
+    how = format_of(kind, 8, torch.float32, None if scale is None else (scale, scale))
+    rows = how.encode(numbers, None if scale is None else torch.tensor([scale]))
+    assert rows.dtype == torch.uint8 and rows.shape == (40, how.row_bytes)
+    candidates = torch.tensor([number_of(byte, kind) for byte in range(256)]).double()
+    candidates = candidates[candidates.isfinite()]
+    most = 127.0 if kind == "int8" else float(candidates.max())
+    for number, row in zip(numbers, rows, strict=True):
+        step = max(float(number.abs().max()) / most, LEAST_SCALE) if scale is None else scale
+        steps = (number.double() / step).clamp(-most, most)
+        nearest = (steps[:, None] - candidates).abs().amin(1)
+        stored = meant(row[None], kind, 8, scale)[0] / step
+        # Of two that are as near, either; and the scale itself is rounded.
+        torch.testing.assert_close((stored - steps).abs(), nearest, rtol=0, atol=float(2e-7 * most))
+
+
+def test_halves_are_rounded_as_vllm_does() -> None:
+    """Away from zero in whole numbers."""
+    numbers = torch.tensor([[127.0, 0.5, -0.5, 1.5, -1.5, 2.5, -2.5, 0.49]])
+    rows = format_of("int8", 8, torch.float32).encode(numbers)
+    assert rows[:, :8].view(torch.int8).tolist() == [[127, 1, -1, 2, -2, 3, -3, 0]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_spoils_its_own_row_only(kind: str, strange: float) -> None:
+    how, numbers = format_of(kind, 4, torch.float32), torch.ones(3, 4)
+    numbers[1, 2] = strange
+    read = how.decode(how.encode(numbers))
+    assert read[1].isnan().all() and torch.equal(read[[0, 2]], torch.ones(2, 4))
+
+
+def test_no_rows() -> None:
+    how = format_of("int8", 4, torch.float32)
+    assert how.encode(torch.zeros(0, 4)).shape == (0, 8) and how.decode(torch.zeros(2, 0, 8).byte()).shape == (2, 0, 4)
+    assert dispatch.CACHE_BLOCK == page_format.CACHE_BLOCK

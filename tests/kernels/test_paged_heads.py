@@ -1,0 +1,95 @@
+"""Attention of decoded tokens over pages of each head, entry by entry; quantised caches are what they stand for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset.kernels import paged_heads
+from keepset.kernels.page_entries import read_pages
+from keepset.kernels.paged_heads import attend_heads
+from tests.kernels.quantised import format_of, meant, random_rows
+from tests.kernels.test_attention import TOLERANCE, seeded
+
+SIZE, LENGTHS = 4, [9, 0, 1, 33, 34, 4, 0, 40]
+"""Entries of a page, and of each head."""
+
+
+def expected(queries: Tensor, entries: list[tuple[Tensor, Tensor]], scaling: float, biases: list[Tensor]) -> Tensor:
+    """Head by head."""
+    output = torch.zeros(queries.shape, dtype=torch.float64)
+    for head, ((keys, values), bias) in enumerate(zip(entries, biases, strict=True)):
+        if len(keys):
+            logits = queries[head].double() @ keys.double().T * scaling + bias.double()
+            output[head] = logits.softmax(-1) @ values.double()
+    return output
+
+
+@pytest.mark.parametrize("block", [1, 100, 2**20])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "scales"), [("", None), ("int8", None), ("fp8", None), ("fp8", (0.5, 0.25)), ("fp8_e5m2", (0.5, 0.25))]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_is_that_of_every_entry(
+    dtype: torch.dtype,
+    kind: str,
+    scales: tuple[float, float] | None,
+    biased: bool,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind a head's end its pages hold what is no number."""
+    monkeypatch.setattr(paged_heads, "PRODUCT_BLOCK", block)
+    draw, dim, most = seeded(1), 8, -(-max(LENGTHS) // SIZE)
+    tables = torch.randperm(len(LENGTHS) * most, generator=draw).view(-1, most)
+    places, how = (tables.numel(), 1, SIZE), format_of(kind, dim, dtype, scales) if kind else None
+    if how is None:
+        cache = torch.randn(*places, 2 * dim, generator=draw).to(dtype)
+    else:
+        cache = random_rows(*places, 2, kind=kind, head_dim=dim, own_scales=scales is None, draw=draw).flatten(3)
+    garbage = torch.full((2 * dim,), math.nan).to(dtype) if how is None else torch.full((cache.shape[3],), 255).byte()
+    lengths, entries = torch.tensor(LENGTHS), []
+    for length, table in zip(LENGTHS, tables, strict=True):
+        pages = cache[table].flatten(0, 2)
+        halves = pages[:length].chunk(2, -1)
+        if how is None:
+            entries.append((halves[0], halves[1]))
+        else:
+            keys, values = (meant(part, kind, dim, scales and scales[i]) for i, part in enumerate(halves))
+            entries.append((keys, values))
+        pages[length:] = garbage
+        cache[table] = pages.view(-1, 1, SIZE, cache.shape[3])
+    queries = torch.randn(len(LENGTHS), 3, dim, generator=draw).to(dtype)
+    column = torch.randn(len(LENGTHS), most * SIZE, generator=draw)
+    output = torch.full(queries.shape, 7.0).to(dtype)
+    attend_heads(
+        queries,
+        lambda subpages: read_pages([cache], 0, subpages).chunk(2, -1),
+        tables.int(),
+        lengths.int(),
+        SIZE,
+        0.3,
+        output,
+        how,
+        (lambda some, number: column[some, :number]) if biased else None,
+    )
+    biases = [column[head, :length] * biased for head, length in enumerate(LENGTHS)]
+    torch.testing.assert_close(output.double(), expected(queries, entries, 0.3, biases), **TOLERANCE[dtype])
+
+
+def test_heads_of_about_one_length_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, none padded by more than a quarter, and no block beyond its size but of a single head."""
+    monkeypatch.setattr(paged_heads, "PRODUCT_BLOCK", 1000)
+    sizes = [0, 100, 3, 120, 40, 41, 0, 5, 1000, 124, 42]
+    groups = list(paged_heads._of_similar_size(sizes, 2))
+    assert sorted(head for group in groups for head in group) == list(range(len(sizes)))
+    for group in groups:
+        longest, shortest = max(sizes[head] for head in group), min(sizes[head] for head in group)
+        assert longest <= 1.25 * shortest
+        assert len(group) == 1 or len(group) * longest * 2 <= 1000
+    assert [0, 6] in groups and [4, 5, 10] in groups
+    assert list(paged_heads._of_similar_size([], 2)) == []

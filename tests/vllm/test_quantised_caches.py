@@ -1,0 +1,127 @@
+"""Quantised caches on a CPU: every token and entry is that of a reference that rounds keys and values when it has them.
+
+Of fitted values and biases the reference knows nothing: there the transformers runtime is it, on a model that rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers.models.llama import modeling_llama
+
+from tests.vllm.compared import CHUNKED, IDS, answers_of, asks, check_oracle, check_transformers, full, result
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario
+from tests.vllm.oracle import Oracle
+
+EQUAL = "snapkv(window=8, keep=40, every=16)"
+RAGGED = "adakv(snapkv(window=8), keep=40, every=12)"
+MOMENTS = "expected_attention(keep=40, buffer=40, every=20)"
+INT8, FP8 = "int8_per_token_head", "fp8_per_token_head"
+CASES = [(INT8, "snapkv(window=8, keep=40)"), (INT8, RAGGED)]
+MORE = [
+    *((INT8, "int8(adakv(snapkv(window=8)), keep=40, every=12)"), (INT8, EQUAL), (INT8, MOMENTS), (FP8, RAGGED)),
+    *(("fp8", EQUAL), ("fp8", RAGGED), ("fp8_e5m2", RAGGED)),
+]
+"""Kinds of caches, and recipes."""
+FITTED = "int8(match(adakv(snapkv(window=8)), window=8), keep=40, every=12)"
+FITTED_ONCE = "int8(match(snapkv(window=8), biases=False), keep=40)"
+SOME = [*asks((130, 90, 200), 30), Ask(IDS[700:701], 30)]
+TURMOIL = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
+
+
+def rounded(numbers: Tensor, kind: str) -> Tensor:
+    """What a cache of a kind holds of keys or values, `[..., head_dim]`."""
+    if kind == INT8:
+        step = (numbers.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-6)
+        steps = numbers * (1 / step)
+        return (steps.abs() + 0.5).floor() * steps.sign() * step
+    if kind == FP8:
+        step = (numbers.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-6)
+        return (numbers * (1 / step)).to(torch.float8_e4m3fn).float() * step
+    return numbers.to(torch.float8_e5m2 if kind == "fp8_e5m2" else torch.float8_e4m3fn).float()
+
+
+class Rounding(Oracle):
+    """Holds what a quantised cache can hold."""
+
+    kind: str
+
+    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super()._attend(module, query, rounded(key, self.kind), rounded(value, self.kind), *args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def rounding(tiny: Path) -> Rounding:
+    return Rounding(LlamaForCausalLM.from_pretrained(tiny).eval(), BLOCK)
+
+
+@pytest.fixture
+def rounding_model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PreTrainedModel]:
+    """A model whose keys, after rotation, and values have 8 bits."""
+    model, rotate = LlamaForCausalLM.from_pretrained(tiny).eval(), modeling_llama.apply_rotary_pos_emb
+
+    def rotated(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        query, key = rotate(*args, **kwargs)
+        return query, rounded(key, INT8)
+
+    def round_values(module: Any, args: Any, output: Tensor) -> Tensor:
+        return rounded(output.unflatten(-1, (-1, model.config.head_dim)), INT8).flatten(-2)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotated)
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(round_values)
+    yield model
+
+
+@pytest.fixture(scope="module")
+def answers(tiny: Path, request: pytest.FixtureRequest) -> dict[tuple[str, str], Any]:
+    """What engines did, one after another in one process; those of the full tier only there."""
+    engine: dict[str, Any] = {"model": str(tiny), "max_num_seqs": 8, "max_model_len": 512, **CHUNKED}
+    whole = request.config.getoption("--full")
+    cases = [*CASES, (INT8, FITTED), *([*MORE, (INT8, FITTED_ONCE)] if whole else [])]
+    scenarios = {case: Scenario(case[1], SOME, engine=engine | {"kv_cache_dtype": case[0]}) for case in cases}
+    if whole:
+        small = engine | {"kv_cache_dtype": INT8, "max_num_batched_tokens": 96}
+        scenarios[INT8, "preempted"] = Scenario(RAGGED, TURMOIL, preempt=(14,), engine=small)
+    return answers_of(scenarios)
+
+
+def answer(answers: dict[tuple[str, str], Any], kind: str, name: str) -> Result:
+    engine = result(answers, (kind, name))
+    assert engine.classes == ["CPURowsKeepImpl"]
+    return engine
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)])
+def test_it_is_the_reference(kind: str, recipe: str, answers: dict[tuple[str, str], Any], rounding: Rounding) -> None:
+    engine = answer(answers, kind, recipe)
+    if rounding.__dict__.get("kind") != kind:
+        rounding._prompts.clear()
+    rounding.kind = kind
+    assert all(engine.events[:3]) and engine.stats["entries_dropped"] > 0
+    check_oracle(rounding, recipe, SOME, engine)
+
+
+@pytest.mark.full
+def test_heads_that_are_preempted(answers: dict[tuple[str, str], Any], rounding: Rounding) -> None:
+    engine = answer(answers, INT8, "preempted")
+    assert sum(engine.preemptions) > 1
+    rounding._prompts.clear()
+    rounding.kind = INT8
+    check_oracle(rounding, RAGGED, TURMOIL, engine)
+
+
+@pytest.mark.parametrize("recipe", [FITTED, *full([FITTED_ONCE])])
+def test_fitted_values_are_rounded_once(
+    recipe: str, answers: dict[tuple[str, str], Any], rounding_model: PreTrainedModel
+) -> None:
+    """As transformers' `int8` rounds them, whose scales are the same but for the last bit."""
+    engine = answer(answers, INT8, recipe)
+    check_transformers(rounding_model, recipe, SOME, engine)
+    engine.check_nothing_left()
