@@ -18,7 +18,7 @@ from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
 from keepset.core.traits import FULL_BYTES
 from keepset.errors import BudgetError, RecipeError
-from keepset.registry import METHODS, find
+from keepset.registry import METHODS, find, parameters_of
 
 
 @dataclass(frozen=True)
@@ -371,7 +371,8 @@ def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in
     kind = find(name)
     if kind is None:
         raise RecipeError(f"There is no method {name!r}{_nearest(name, METHODS)}")
-    parameters = [f.name for f in dataclasses.fields(kind)]
+    said = parameters_of(name)
+    parameters = [f.name for f in dataclasses.fields(kind) if f.name not in said]
     values: dict[str, Any] = {}
     for keyword, value in keywords.items():
         if keyword in parameters:
@@ -393,7 +394,7 @@ def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in
         raise RecipeError(f"{name} divides the budget of another method: write for example {name}(snapkv, keep=0.25).")
     if in_full:
         _require(parameters, values, text)
-    return kind(**values)
+    return kind(**said, **values)
 
 
 def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[str, ast.expr]]:

@@ -14,9 +14,9 @@ from keepset.allocators.criticalkv import CriticalKV
 from keepset.allocators.dynamic import Dynamic
 from keepset.allocators.match import Match
 from keepset.allocators.pool import Composite, Pool
-from keepset.allocators.post_processor import Int8
 from keepset.allocators.presets import Glance, KVCompose, KVZip, Reread
 from keepset.allocators.pyramid import Pyramid
+from keepset.allocators.quantized import Quantized
 from keepset.allocators.uniform import Uniform
 from keepset.allocators.zigzag import ZigZag
 from keepset.core.features.attention import SecondPass
@@ -51,7 +51,7 @@ _BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
     (H2O, ExpectedAttention, PromptQueries, QFilter, Distilled, TriAttention, DuoAttention, GVote, SecondPassAttention),
     (KVzap, FastKVzip),
     (KVCompose, KVZip, Glance, Reread, CompilerKV),
-    (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool, Match, Int8),
+    (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool, Match, Quantized),
 )
 """Grouped by what they look at: positions; keys and values; newest queries; all queries; hidden states; all layers;
 allocators."""
@@ -61,8 +61,12 @@ _methods = {method.name: method for group in _BUILT_IN for method in group}
 METHODS: Mapping[str, type[Method]] = MappingProxyType(_methods)
 """Every registered method by its name in recipes."""
 
-_FORMER_NAMES = {"received": "second_pass", "echo": "prompt_queries"}
-"""Former names of methods, which saved recipes may have."""
+_SPELLINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "int8": ("quantized", {"bits": 8}),
+    "received": ("second_pass", {}),
+    "echo": ("prompt_queries", {}),
+}
+"""Other names that a recipe may have for a method, and the parameters that such a name stands for."""
 
 
 def register(method: type[Method]) -> type[Method]:
@@ -84,8 +88,13 @@ def register(method: type[Method]) -> type[Method]:
 
 
 def find(name: str) -> type[Method] | None:
-    """Return the method that has or had this name; None if there is none."""
-    return METHODS.get(name) or METHODS.get(_FORMER_NAMES.get(name, ""))
+    """Return the method that has this name or is also written so; None if there is none."""
+    return METHODS.get(name) or METHODS.get(_SPELLINGS.get(name, ("", {}))[0])
+
+
+def parameters_of(name: str) -> Mapping[str, Any]:
+    """Return the parameters that a name says already: `bits=8` of `int8`, which is another spelling of `quantized`."""
+    return {} if name in METHODS else _SPELLINGS.get(name, ("", {}))[1]
 
 
 def catalogue() -> list[dict[str, Any]]:

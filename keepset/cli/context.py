@@ -35,13 +35,14 @@ def build(
     model: Source,
     text: Annotated[Path, Option(help="A UTF-8 text file.")],
     out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
-    recipe: GenerationRecipe = "int8(match(reread), keep=0.46)",
+    recipe: GenerationRecipe = "quantized(match(reread), keep=0.46)",
     force: Force = False,
 ) -> None:
     """Compress a text into a file.
 
     A model runs over the text, and its cache is compressed. The text is put where keepset generate --text puts it: in a
-    user's message, before the question. A vLLM server gives the file to any number of requests: keepset serve --contexts.
+    user's message, before the question. A vLLM server gives the file to any number of requests: keepset serve
+    --contexts.
     """
     from keepset.recipe import Recipe
 

@@ -12,7 +12,7 @@ from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.models import Source
 from keepset.texts import chat_parts, read
 
-RECIPE = "int8(pool(prompt_queries), keep=0.46)"
+RECIPE = "quantized(pool(prompt_queries), keep=0.46)"
 """A quarter of the bytes of a 16-bit model, and of the recipes with one pass the nearest to the full cache."""
 SHORT = 256
 """The tokens below which a prompt is short: little of it can be spared."""

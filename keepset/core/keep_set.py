@@ -137,7 +137,7 @@ class LayerKeepSet:
         state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`. Those of kept
             entries are part of the next observation.
         values: new values of the kept entries; None if they do not change.
-        int8: whether keys and values are stored as 8-bit integers from now on.
+        bits: of each number of keys and values as they are stored from now on; None if that does not change.
     """
 
     layer: int
@@ -145,7 +145,7 @@ class LayerKeepSet:
     entry_bytes: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
     values: Float[Tensor, "kept value_dim"] | None = None
-    int8: bool = False
+    bits: int | None = None
 
     @classmethod
     def from_mask(

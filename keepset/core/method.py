@@ -31,7 +31,7 @@ def parameter(
     minimum: int | float | None = None,
     maximum: int | float | None = None,
     odd: bool = False,
-    choices: Sequence[str] = (),
+    choices: Sequence[str | int] = (),
 ) -> Any:
     """Return a dataclass field for a hyper-parameter of a method.
 
@@ -42,7 +42,7 @@ def parameter(
         minimum: the smallest number that is allowed.
         maximum: the largest number that is allowed.
         odd: whether a whole number must be odd.
-        choices: the texts that are allowed.
+        choices: the values that are allowed.
     """
     allowed = {"minimum": minimum, "maximum": maximum, "odd": odd, "choices": tuple(choices)}
     return dataclasses.field(default=default, metadata=allowed)

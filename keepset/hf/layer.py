@@ -180,7 +180,7 @@ class LayerState(LogicalLayer):
             self.store = EntryStore.pack(columns, kept.indices, kept.heads)
         if kept.values is not None:
             self.store.replace_values(kept.values)
-        if kept.int8:
+        if kept.bits is not None:
             self.store.quantize()
 
     def append_after_event(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.features.runtime_features import Int8Entries
+from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.features.window import WindowAttention
 from keepset.core.tensor_file import TensorLocation, is_count
 from keepset.kernels.moments import NAMES as MOMENTS
@@ -63,7 +63,7 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
     sums = {feature.column: feature for feature in method.traits.needs.of(WindowAttention)} if goes_on else {}
     allowed = {*_ENTRIES, *method.traits.state_names, *sums} | (
-        _SCALES if method.traits.needs.of(Int8Entries) else set()
+        _SCALES if method.traits.needs.of(QuantizedEntries) else set()
     )
     # Before the first event there is nothing that a method remembers.
     required = {*_ENTRIES, *method.traits.state_names} if goes_on and metadata["event"] is not None else _ENTRIES

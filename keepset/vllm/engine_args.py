@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keepset.core.features.runtime_features import Int8Entries
+from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.errors import KeepsetError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
@@ -39,7 +39,7 @@ def engine_args(
         args["enable_prefix_caching"] = False
     if parsed.method.traits.needs.hidden_states:
         args["enforce_eager"] = True
-    if parsed.method.traits.needs.of(Int8Entries):
+    if parsed.method.traits.needs.of(QuantizedEntries):
         args["kv_cache_dtype"] = INT8
     return args
 

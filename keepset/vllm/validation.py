@@ -12,7 +12,7 @@ from vllm.config import CompilationMode, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
-from keepset.core.features.runtime_features import Int8Entries, ModelStatistics
+from keepset.core.features.runtime_features import ModelStatistics, QuantizedEntries
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
@@ -168,7 +168,7 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
             yield "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given."
         if caches_prefixes and not one_table(recipe):
             yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
-    if recipe.method.traits.needs.of(Int8Entries) and config.cache_config.cache_dtype != INT8:
+    if recipe.method.traits.needs.of(QuantizedEntries) and config.cache_config.cache_dtype != INT8:
         yield f"it stores entries in 8 bits, and the KV cache is of kind {config.cache_config.cache_dtype}."
     if recipe.method.traits.needs.hidden_states and not config.model_config.enforce_eager:
         yield "compiled code does not show the hidden states that it looks at."

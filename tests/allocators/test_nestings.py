@@ -55,7 +55,7 @@ def test_recipes_are_refused_when_they_are_parsed() -> None:
         ("pool(kvcompose) composite(kvcompose)", "use it alone"),
         ("adakv(duo_attention) pyramid(duo_attention)", "duo_attention says itself how much every head keeps"),
         ("pool(compilerkv)", "says itself how much every head keeps"),
-        ("adakv(int8(snapkv)) int8(int8(tova)) match(int8(snapkv))", r"last step: write int8\(...\) around"),
+        ("adakv(int8(snapkv)) int8(int8(tova)) match(int8(snapkv))", r"last step: write quantized\(...\) around"),
         ("adakv(match(snapkv)) pool(match(tova)) match(match(snapkv))", "last step"),
     ],
 )

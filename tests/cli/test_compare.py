@@ -13,7 +13,7 @@ from keepset.cli.compare import RECIPES as ALL
 from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run, load_json
 
-RECIPES = ["tova", "snapkv(window=8)", "int8(adakv(h2o))"]
+RECIPES = ["tova", "snapkv(window=8)", "quantized(adakv(h2o))"]
 KEEPS = [0.5, 20]
 COMPARE = (
     *("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16"),
@@ -61,7 +61,7 @@ def test_json(run: Run) -> None:
         assert row["kv_bytes_full"] == full["kv_bytes"]
         # In 8 bits a quarter, and two scales in each of four heads.
         whole, in_8_bits = KEYS_AND_VALUES, KEYS_AND_VALUES // 4 + 4 * 2 * 4
-        assert row["kv_bytes"] == kept * (POSITIONS + (in_8_bits if "int8" in row["recipe"] else whole))
+        assert row["kv_bytes"] == kept * (POSITIONS + (in_8_bits if "quantized" in row["recipe"] else whole))
         assert row["kl"] > 1e-6 and 0 <= row["top1"] <= 1
         assert row["prefill_seconds_full"] == full["prefill_seconds"]
         assert 0 < row["select_seconds"] < row["prefill_seconds"] - row["prefill_seconds_full"] + 1e-9

@@ -129,4 +129,4 @@ def test_a_saved_file_goes_on_in_bytes(tmp_path: Any) -> None:
     cache = compressed("int8(snapkv(window=2))", 0.25, "llama", 40, torch.float32)
     cache.save(tmp_path / "context.safetensors")
     again = keepset.Cache.load(tmp_path / "context.safetensors", model_of("llama", torch.float32))
-    assert again.recipe == cache.recipe and str(again.recipe) == "int8(snapkv(window=2), bytes=0.25)"
+    assert again.recipe == cache.recipe and str(again.recipe) == "quantized(snapkv(window=2), bytes=0.25)"

@@ -95,9 +95,9 @@ SOME = [
     ("composite", "adakv", "ams", "snapkv"),
     ("pool", "ams", "uniform", "snapkv"),
     ("match", "dynamic", "adakv", "snapkv"),
-    ("int8", "match", "adakv", "snapkv"),
+    ("quantized", "match", "adakv", "snapkv"),
     ("adakv", "gvote"),
-    ("int8", "match", "reread"),
+    ("quantized", "match", "reread"),
 ]
 """Nested allocators."""
 
@@ -117,7 +117,7 @@ def test_keeping_all_changes_nothing(architecture: str, layout: str) -> None:
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize("method", [name for name in keepset.METHODS if name != "int8"])  # which rounds
+@pytest.mark.parametrize("method", [name for name in keepset.METHODS if name != "quantized"])  # which rounds
 @of_two_models
 @padded_or_not
 def test_keeping_all_changes_nothing_for_any_method(architecture: str, method: str, padding: list[int]) -> None:
@@ -231,7 +231,7 @@ def test_a_request_whose_prompt_is_padding_keeps_nothing(name: str) -> None:
     for layer, head in heads_of(both):
         assert len(both.positions(layer, 1, head)) == len(empty.positions(layer, 0, head)) == 0
         assert torch.equal(both.positions(layer, 0, head), other.positions(layer, 0, head))
-    rounded = 0.05 if name == "int8" else 1e-4  # tokens after the prompt are stored in 8 bits, too
+    rounded = 0.05 if name == "quantized" else 1e-4  # tokens after the prompt are stored in 8 bits, too
     for found in (logits["both"][1], logits["the empty one"][0]):
         torch.testing.assert_close(found, whole, rtol=1e-4, atol=rounded)
     torch.testing.assert_close(logits["both"][0], logits["the other"][0], rtol=1e-4, atol=1e-4)
@@ -343,7 +343,7 @@ def check_nesting(nesting: Nesting) -> None:
     model, ids, method = tiny("llama"), prompt(1, length + every * events), made(nesting)
     heads = model.config.num_key_value_heads * model.config.num_hidden_layers
     # Key, value, position, and what the method remembers; while tokens come also what it is shown of each entry.
-    sizes = (1, 2) if "int8" in nesting else (4, 0)
+    sizes = (1, 2) if "quantized" in nesting else (4, 0)
     entry = 2 * sizes[0] * model.config.head_dim + 4 * (sizes[1] + 1 + len(method.traits.state_names))
     shown = 4 * len(method.traits.needs.of(WindowAttention))
     once = keepset.Cache(model, keepset.Recipe(method, Budget(share, 2, 3)))

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from keepset.allocators.post_processor import Int8
 from keepset.allocators.presets import Preset
+from keepset.allocators.quantized import Quantized
 from keepset.allocators.uniform import Uniform
 from keepset.core.method import Allocator, Method
 from keepset.errors import KeepsetError
@@ -17,7 +17,7 @@ EXTRA = (
     "second_pass(statistic='mean'), second_pass(statistic='rms'), second_pass(statistic='rms', sinks=4, recent=32), "
     "pool(second_pass, sinks=4, recent=32), pool(second_pass(statistic='mean'), sinks=4, recent=32), "
     "pool(second_pass(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32), "
-    "match(glance), match(reread), int8(pool(prompt_queries)), int8(match(reread))"
+    "match(glance), match(reread), quantized(pool(prompt_queries)), quantized(match(reread))"
 )
 """Recipes beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool;
 values fitted to what was dropped; and more entries in 8 bits."""
@@ -46,7 +46,7 @@ def with_budget(
     fitting, unfit = [], {}
     for recipe in recipes:
         try:
-            own = more if isinstance(recipe.method, Int8) else keep
+            own = more if isinstance(recipe.method, Quantized) else keep
             fitting.append(recipe.with_keep(own) if recipe.method.traits.needs_budget else recipe)
         except KeepsetError as error:
             unfit[recipe] = str(error)
@@ -63,7 +63,7 @@ def compositions(best: Sequence[Recipe]) -> list[Recipe]:
     named = {Recipe(r.method.composition, r.budget) for r in scorers() if isinstance(r.method, Preset)}
     composed: dict[type[Method], list[Recipe]] = {}
     for recipe in best:
-        if isinstance(recipe.method, Int8):
+        if isinstance(recipe.method, Quantized):
             continue
         scorer = _scorer(recipe.method)
         if type(scorer) in composed or not scorer.traits.needs_budget or isinstance(scorer, StreamingLLM | Random):

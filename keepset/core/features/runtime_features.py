@@ -53,8 +53,8 @@ class EntryBiases(Feature[Tensor]):
 
 
 @dataclass(frozen=True)
-class Int8Entries(Feature[Tensor]):
-    """Attention over keys and values in 8 bits, each with a scale of its own."""
+class QuantizedEntries(Feature[Tensor]):
+    """Attention over keys and values in few bits, each with a scale of its own."""
 
     label = "entries in 8 bits"
 

@@ -139,7 +139,7 @@ def test_figures_of_the_full_cache() -> None:
 def test_keeping_all_costs_nothing(architecture: str) -> None:
     every = [keepset.Recipe.parse(recipe(method, 1.0)) for method in keepset.METHODS]
     for row in comparer(every, architecture).run(grid(every, [])):
-        rounded = row.method.startswith("int8")
+        rounded = row.method.startswith("quantized")
         assert row.figures["keep"] == 1.0 and (rounded or row.figures["top1"] == 1)
         assert abs(row.figures["kl"]) < (1e-3 if rounded else 1e-6)
         assert abs(row.figures["nll_delta"]) < (1e-2 if rounded else 1e-5)

@@ -51,7 +51,7 @@ def test_one_budget_for_all_but_those_that_take_none(keep: int | float, in_8_bit
     fitting, unfit = with_budget(recipes, keep, 3.2)
     assert len(fitting) + len(unfit) == len(recipes)
     for is_int8, expected in ((False, keep), (True, in_8_bits)):
-        some = [recipe for recipe in fitting if (recipe.method.name == "int8") is is_int8]
+        some = [recipe for recipe in fitting if (recipe.method.name == "quantized") is is_int8]
         assert {recipe.budget.keep for recipe in some if recipe.method.traits.needs_budget} == {expected}
     assert {recipe.method.name for recipe in fitting if recipe.budget.keep is None} == {"gvote"}
     for recipe, why in unfit.items():

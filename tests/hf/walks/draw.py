@@ -97,7 +97,7 @@ def _recipe(draw: Random) -> keepset.Recipe:
             window = f", window={draw.choice([0, 0, 3])}"
             text = f"match({text}, queries={draw.choice([4, 16])}{window}{draw.choice(['', ', biases=False'])})"
         if draw.random() < 0.15:
-            text = f"int8({text})"
+            text = f"quantized({text})"
         options = _options(draw)
         try:
             recipe = keepset.Recipe.parse(f"{text[:-1]}, {options})" if text.endswith(")") else f"{text}({options})")

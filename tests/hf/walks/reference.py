@@ -1,7 +1,7 @@
 """The reference: all that a request has had, and which of it every head may look at. It shares no code with keepset.
 
 A request runs alone and without padding. It takes from the cache under test which positions were kept, and, where a
-recipe changes what stays (`match`, `int8`), the values that are stored.
+recipe changes what stays (`match`, `quantized`), the values that are stored.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _TRUE_WARNINGS = {
 """What keepset may warn of, and when it is true."""
 
 
-_EXACT = ("match", "int8", "uniform", "criticalkv")
+_EXACT = ("match", "quantized", "uniform", "criticalkv")
 """Allocators under which every head keeps what the budget says."""
 _INEXACT = {"zigzag", "dynamic", *WHOLE}
 
@@ -101,7 +101,7 @@ class Walk:
         self.kept = tuple(cache.kept_layers)
         self.windowed = len(self.kept) < len(cache.layers)
         self.rewrites = self.recipe.method.stage > 0 and bool(self.kept)
-        self.rounds = "int8(" in self.plan.recipe and bool(self.kept)
+        self.rounds = "quantized(" in self.plan.recipe and bool(self.kept)
         self.branches = [self._empty(cache)]
         operations: dict[str, tuple[float, Callable[[Branch], None]]] = {
             "feed": (8, self.feed),

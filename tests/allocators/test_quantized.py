@@ -1,4 +1,4 @@
-"""`int8` stores the same entries in fewer bytes, and attention reads the rounded ones."""
+"""`quantized` stores the same entries in fewer bytes, and attention reads the rounded ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,26 @@ import pytest
 import torch
 
 import keepset
+from keepset.errors import RecipeError
 from keepset.hf.batch import go_together
+from keepset.recipe import in_full, in_short
 from tests.hf.models import Oracle, check_copies, generate, left_padded, oracle_gap, prompt, same_keep_set, tiny
 
-RECIPES = ["int8({}(window=5), keep=12)", "int8(match(adakv({}(window=5))), keep=12)"]
+RECIPES = ["quantized({}(window=5), keep=12)", "quantized(match(adakv({}(window=5))), keep=12)"]
 
 
-def test_no_engine_serves_it() -> None:
-    assert {entry["name"]: entry["vllm"] for entry in keepset.registry.catalogue()}["int8"] is False
+def test_int8_is_another_spelling() -> None:
+    recipe = keepset.Recipe.parse("int8(match(knorm), keep=12)")
+    assert recipe == keepset.Recipe.parse("quantized(match(knorm), bits=8, keep=12)")
+    assert str(recipe) == "quantized(match(knorm), keep=12)"
+    written = in_full("quantized(match(knorm), keep=12)").replace("quantized(", "int8(").replace(", bits=8", "")
+    assert in_short(written) == str(recipe)
+    for text, said in (
+        ("int8(knorm, bits=8)", "int8 has no parameter 'bits'"),
+        ("quantized(knorm, bits=7)", "none of its choices"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            keepset.Recipe.parse(text)
 
 
 @pytest.mark.parametrize("text", RECIPES)
@@ -24,7 +36,7 @@ def test_the_same_entries_in_fewer_bytes(text: str) -> None:
     """An entry of a head of 16 numbers takes 32 bytes, two scales and a position, and with `match` a bias."""
     ids, mask = left_padded(prompt(2, 40), [0, 7])
     cache = keepset.Cache(tiny("llama"), text.format("snapkv"))
-    whole = keepset.Cache(tiny("llama"), text.format("snapkv").removeprefix("int8(").replace("), keep", ", keep"))
+    whole = keepset.Cache(tiny("llama"), text.format("snapkv").removeprefix("quantized(").replace("), keep", ", keep"))
     for each in (cache, whole):
         with torch.no_grad():
             tiny("llama")(ids, attention_mask=mask, past_key_values=each)
@@ -50,7 +62,7 @@ def test_saved_forked_cropped_and_reordered(tmp_path: Path, text: str) -> None:
 def test_the_oracle_agrees_on_fed_tokens_with_padding() -> None:
     ids, mask = left_padded(prompt(2, 44), [0, 7])
     mask[1, 41] = 0  # also between the prompt and what follows
-    cache = keepset.Cache(tiny("qwen3"), "int8(match(pool(prompt_queries)), keep=12)")
+    cache = keepset.Cache(tiny("qwen3"), "quantized(match(pool(prompt_queries)), keep=12)")
     with torch.no_grad():
         for part in (slice(0, 40), slice(40, 44)):
             logits = tiny("qwen3")(
@@ -67,7 +79,7 @@ def test_the_oracle_agrees_on_fed_tokens_with_padding() -> None:
 def test_entries_do_not_drift_from_event_to_event(inner: str) -> None:
     """Each event reads entries, chooses among them and rounds them once more, to the same 8 bits."""
     ids, held = prompt(1, 40), []
-    cache = keepset.Cache(tiny("llama"), f"int8({inner}, keep=16, every=8)")
+    cache = keepset.Cache(tiny("llama"), f"quantized({inner}, keep=16, every=8)")
     output = generate(tiny("llama"), ids, cache, max_new_tokens=7)
     for _ in range(3):
         store = cache.kept_layers[1].store
@@ -97,7 +109,7 @@ def test_entries_do_not_drift_from_event_to_event(inner: str) -> None:
 def test_side_by_side_with_whole_entries(kernels: str, request: pytest.FixtureRequest) -> None:
     if kernels == "triton":
         request.getfixturevalue("triton_interpreted")
-    model, texts = tiny("llama"), ["snapkv(window=5, keep=9)", "int8(adakv(snapkv(window=5)), keep=12)"] * 2
+    model, texts = tiny("llama"), ["snapkv(window=5, keep=9)", "quantized(adakv(snapkv(window=5)), keep=12)"] * 2
     caches = [keepset.Cache(model, text) for text in texts]
     with torch.no_grad():
         for row, cache in enumerate(caches):

@@ -1,0 +1,46 @@
+"""Quantized: the entries that stay are stored in few bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from keepset.allocators.post_processor import PostProcessor
+from keepset.core.feature import Needs
+from keepset.core.features.runtime_features import QuantizedEntries
+from keepset.core.keep_set import LayerKeepSet
+from keepset.core.method import parameter
+from keepset.core.observation import Observation
+from keepset.core.traits import FULL_BYTES, Traits
+
+
+@dataclass(frozen=True)
+class Quantized(PostProcessor):
+    """Stores what stays, and all tokens after it, as 8-bit integers: about half or a quarter of the bytes.
+
+    It is the last step of a recipe, also around `match`: `quantized(match(reread), keep=0.5)`. Every key and every
+    value is rounded to multiples of a scale of its own, a 127th of its largest number. Attention multiplies by the
+    scales. From the second event on, the methods inside see the rounded entries. `keep` counts entries as always.
+    `int8(...)` is another spelling of `quantized(..., bits=8)`.
+
+    Attributes:
+        bits: of each number of a key or value.
+    """
+
+    name = "quantized"
+    stage = 2
+
+    bits: int = parameter(8, choices=(8,))
+
+    @property
+    def own_traits(self) -> Traits:
+        return replace(
+            super().own_traits,
+            needs=Needs(QuantizedEntries()),
+            key_bits=self.bits,
+            value_bits=self.bits,
+            extra_bytes=2 * FULL_BYTES,
+        )
+
+    def processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
+        rows = sum(-(-self.bits * size // 8) for size in (observation.head_dim, observation.value_dim))
+        return replace(kept, bits=self.bits, entry_bytes=rows + 2 * observation.dtype.itemsize)
