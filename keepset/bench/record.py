@@ -26,6 +26,7 @@ FIGURES = {
     "batch included; unknown on a CPU",
     "wipeout": "share of the text's regions of which an event kept nothing",
     "middle": "share of the text's middle third that an event kept",
+    "survived": "share of what an event kept that the next one kept",
     **{
         f"{name}{stage}": f"{meaning}{of_stage}"
         for name, meaning in (

@@ -17,8 +17,8 @@ from keepset.texts import chat_parts, read, token_texts
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 _LEGEND = (
-    "length: tokens so far; wipe-out: regions of which nothing stayed; IoU: how alike what stayed is to the event "
-    "before; middle: of the middle third, what stayed; longest gap: regions without an entry, in a row."
+    "length: tokens so far; wipe-out: regions of which nothing stayed; IoU: intersection over union with what the "
+    "event before kept; middle: of the middle third, what stayed; longest gap: regions without an entry, in a row."
 )
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
 

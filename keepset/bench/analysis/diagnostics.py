@@ -83,29 +83,6 @@ def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
     return torch.cat([runs, runs.new_zeros(*flags.shape[:-1], 1)], -1).amax(-1)
 
 
-def retained_iou(earlier: Snapshot, later: Snapshot) -> Float[Tensor, "layers batch kv_heads"]:
-    """Return the intersection over union of what two consecutive events kept (Yang and Shen, AMS, Table 14, Figure 5).
-
-    The paper does not say over which positions. Here they are the positions that existed at the earlier event, so
-    tokens that came in between are no change. Dropped entries never come back, so this is the share of the earlier set
-    that survived; 1 if that set was empty. `KeepSet.iou` compares the whole sets.
-
-    Args:
-        earlier, later: two events of the same layers, requests and KV heads.
-
-    Raises:
-        KeepsetError: the events are not in their order, or not of the same cache.
-    """
-    if bool((later.lengths < earlier.lengths).any()):
-        raise KeepsetError("The later event's text is shorter than the earlier one's: give them in their order.")
-    before = earlier.kept()
-    after = later.keep_set.mask(before.shape[-1]).to(before.device) & earlier.exists()[:, None]
-    if before.shape != after.shape:
-        raise KeepsetError("Only events with the same layers, requests and KV heads can be compared.")
-    union = (before | after).sum(-1)
-    return (before & after).sum(-1) / union.clamp(min=1) + (union == 0).float()
-
-
 def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
     """Return means over the early, middle and late layers (AMS, Table 14).
 

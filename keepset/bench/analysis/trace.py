@@ -22,7 +22,6 @@ from keepset.bench.analysis.diagnostics import (
     longest_run,
     middle_retention,
     repetition_rate,
-    retained_iou,
     wipeout_rate,
 )
 from keepset.core.budget import Budget
@@ -190,10 +189,15 @@ class Tracer:
         self._observing += time.perf_counter() - start
 
 
+_OF_TWO_EVENTS = ("iou", "survived")
+
+
 def figures(trace: Trace, region: int = REGION) -> dict[str, Any]:
     """Return the figures of every event, and their means over the events by layer and by depth, for JSON.
 
-    An event's figures are means over layers and KV heads. IoU is with the event before, so the first event has none.
+    An event's figures are means over layers and KV heads. Two compare it with the event before, so that the first event
+    has none: `iou`, the intersection over union of the entries that both kept (Yang and Shen, AMS, Table 14), and
+    `survived`, the share of the earlier event's entries that the later one kept.
 
     Args:
         trace: the trace.
@@ -201,13 +205,14 @@ def figures(trace: Trace, region: int = REGION) -> dict[str, Any]:
     """
     measures: dict[str, Float[Tensor, "events layers kv_heads"]] = {
         "wipeout": _stack([wipeout_rate(event, region) for event in trace.events]),
-        "iou": _stack([retained_iou(earlier, later) for earlier, later in pairwise(trace.events)]),
+        "iou": _stack([before.keep_set.iou(event.keep_set) for before, event in pairwise(trace.events)]),
+        "survived": _stack([before.keep_set.overlap(event.keep_set) for before, event in pairwise(trace.events)]),
         "middle": _stack([middle_retention(event) for event in trace.events]),
         "longest_gap": _stack([longest_run(gone(event)).float() for event in trace.events]),
     }
     rows = []
     for index, event in enumerate(trace.events):
-        at = {name: index - (name == "iou") for name in measures}
+        at = {name: index - (name in _OF_TWO_EVENTS) for name in measures}
         means = {name: float(values[at[name]].mean()) if at[name] >= 0 else None for name, values in measures.items()}
         rows.append({"length": event.length, "entries": event.entries, "kept": event.keep_set.entries, **means})
     some = {name: values for name, values in measures.items() if len(values)}
@@ -251,7 +256,7 @@ class EventFigures:
 
     def __init__(self, method: Method) -> None:
         self._method, self._length = method, 0
-        self._before: Snapshot | None = None
+        self._before: KeepSet | None = None
         self._segments: list[tuple[float, float]] = []
         self._events: list[dict[str, float]] = []
 
@@ -272,12 +277,13 @@ class EventFigures:
         snapshot = Snapshot(event.keep_set, event.keep_set.counts.new_tensor([event.length]))
         figures = {"wipeout": float(wipeout_rate(snapshot).mean()), "middle": float(middle_retention(snapshot).mean())}
         if self._before is not None:
-            figures |= _with_depths("iou", retained_iou(self._before, snapshot))
+            figures |= _with_depths("iou", self._before.iou(event.keep_set))
+            figures["survived"] = float(self._before.overlap(event.keep_set).mean())
         if self._segments:
             number, length = torch.tensor(self._segments).unbind(-1)
             figures |= _with_depths("segments", number) | _with_depths("segment_length", length)
             self._segments.clear()
-        self._before = snapshot
+        self._before = event.keep_set
         self._events.append(figures)
 
     @property

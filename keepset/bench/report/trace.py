@@ -17,6 +17,7 @@ _MEANS: tuple[tuple[str, Callable[[Run], float | None], Show], ...] = (
     ("IoU, early layers", lambda run: run["by_depth"].get("iou", {}).get("early"), _THREE),
     ("IoU, middle layers", lambda run: run["by_depth"].get("iou", {}).get("middle"), _THREE),
     ("IoU, late layers", lambda run: run["by_depth"].get("iou", {}).get("late"), _THREE),
+    ("kept again at the next event", lambda run: run["mean"].get("survived"), percent),
     ("kept of the middle third", lambda run: run["mean"].get("middle"), percent),
     ("longest gap, tokens", lambda run: run["mean"].get("longest_gap"), _ONE),
     # A text that was only followed is not the recipe's own.

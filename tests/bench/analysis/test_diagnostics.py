@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from keepset.bench.analysis.diagnostics import (
     longest_run,
     middle_retention,
     repetition_rate,
-    retained_iou,
     wipeout_rate,
 )
 from keepset.core.keep_set import LayerKeepSet
@@ -96,26 +94,8 @@ def test_every_event_against_sets(events: list[Event], region: int) -> None:
         assert torch.equal(gone(snapshot), torch.tensor(dropped))
 
 
-@examples(60, derandomize=False)
-@given(events=histories())
-def test_iou_is_over_positions_that_existed_before(events: list[Event]) -> None:
-    for earlier, later in pairwise(events):
-        expected = [
-            [
-                [iou(a, {t for t in b if t < length}) for a, b in zip(heads, others, strict=True)]
-                for heads, others, length in zip(requests, nexts, earlier.lengths, strict=True)
-            ]
-            for requests, nexts in zip(earlier.sets, later.sets, strict=True)
-        ]
-        same(retained_iou(earlier.snapshot, later.snapshot), expected)
-
-
 def same(measured: torch.Tensor, expected: list[list[list[float]]]) -> None:
     torch.testing.assert_close(measured.double(), torch.tensor(expected).double(), rtol=1e-6, atol=1e-6)
-
-
-def iou(before: set[int], after: set[int]) -> float:
-    return len(before & after) / len(before | after) if before | after else 1.0
 
 
 def test_by_hand() -> None:
@@ -123,9 +103,6 @@ def test_by_hand() -> None:
     assert wipeout_rate(event.snapshot)[0, 0].tolist() == pytest.approx([1 / 3, 0, 1])
     event = Event([[[{0, 1, 2, 7, 8, 9}, {3, 4, 5, 6}, {3, 9}]]], [10])
     assert middle_retention(event.snapshot)[0, 0].tolist() == [0, 1, 0.25]
-    # The second request's third token is new at the later event, though the first request had three before.
-    earlier, later = Event([[[{0, 1}], [{0}]]], [3, 2]), Event([[[{0, 1}], [{0, 2}]]], [3, 3])
-    assert retained_iou(earlier.snapshot, later.snapshot).flatten().tolist() == [1, 1]
 
 
 @examples(60, derandomize=False)
@@ -161,11 +138,7 @@ def test_repetition_is_the_share_of_ngrams_that_occurred_before(ids: list[int], 
 
 
 def test_refusals() -> None:
-    one, two, wide = (Event([[heads]], [n]).snapshot for heads, n in (([{0}], 1), ([{0}], 2), ([{0}, {0}], 2)))
-    with pytest.raises(KeepsetError, match="shorter than the earlier one's"):
-        retained_iou(two, one)
-    with pytest.raises(KeepsetError, match="same layers, requests and KV heads"):
-        retained_iou(one, wide)
+    one = Event([[[{0}]]], [1]).snapshot
     for region in (0, -1):
         with pytest.raises(KeepsetError, match=f"region={region} is not a number of tokens"):
             wipeout_rate(one, region)

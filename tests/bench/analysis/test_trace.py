@@ -82,11 +82,12 @@ def test_figures_are_means_over_sets() -> None:
         "wipeout": [[[wipeout(s, n) for s in layer] for layer in e] for e, n in zip(kept, lengths, strict=True)],
         "middle": [[[middle(s, n) for s in layer] for layer in e] for e, n in zip(kept, lengths, strict=True)],
         "iou": [
-            [
-                [len(a & b) / len(a | {t for t in b if t < n}) for a, b in zip(one, two, strict=True)]
-                for one, two in zip(*pair, strict=True)
-            ]
-            for pair, n in zip(pairwise(kept), lengths, strict=False)
+            [[len(a & b) / len(a | b) for a, b in zip(one, two, strict=True)] for one, two in zip(*pair, strict=True)]
+            for pair in pairwise(kept)
+        ],
+        "survived": [
+            [[len(a & b) / len(a) for a, b in zip(one, two, strict=True)] for one, two in zip(*pair, strict=True)]
+            for pair in pairwise(kept)
         ],
     }
     for name, events in measured.items():
@@ -96,7 +97,7 @@ def test_figures_are_means_over_sets() -> None:
         expected = {"early": by_layer[0], "middle": fmean(by_layer[1:-1]), "late": by_layer[-1]}
         assert told["by_depth"][name] == pytest.approx(expected)
         rows = [row[name] for row in told["events"]]
-        assert rows[0] is None if name == "iou" else rows[0] is not None
+        assert (rows[0] is None) == (name in ("iou", "survived"))
         assert rows[-len(events) :] == pytest.approx([fmean(x for layer in e for x in layer) for e in events])
     assert [row["kept"] for row in told["events"]] == [layers * heads * 8] * 4
     assert [row["entries"] for row in told["events"]] == [layers * heads * n for n in (24, 13, 13, 13)]

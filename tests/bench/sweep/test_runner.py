@@ -481,8 +481,8 @@ def test_what_events_do_to_a_text_is_measured(text: str) -> None:
     [cell] = run(parsed(text)[1:], example=ONE, task=Exact(tokens, decodes=True), mode="prompt")
     cache = keepset.Cache(model, text, history=True)
     answered(model, cache, CONTEXT + " Who?", "", tokens)
-    rates: dict[str, list[list[float]]] = {"wipeout": [], "middle": [], "iou": []}
-    before: dict[tuple[int, int], tuple[int, set[int]]] = {}
+    rates: dict[str, list[list[float]]] = {"wipeout": [], "middle": [], "iou": [], "survived": []}
+    before: dict[tuple[int, int], set[int]] = {}
     for event in cache.events:
         assert event.keep_set is not None
         rows: dict[str, list[float]] = {name: [] for name in rates}
@@ -494,10 +494,10 @@ def test_what_events_do_to_a_text_is_measured(text: str) -> None:
                 middle = set(range(length // 3, length - length // 3))
                 rows["middle"].append(len(middle & kept) / len(middle))
                 if (layer, head) in before:
-                    end, old = before[layer, head]
-                    now = {position for position in kept if position < end}
-                    rows["iou"].append(len(old & now) / len(old | now))
-                before[layer, head] = length, kept
+                    old = before[layer, head]
+                    rows["iou"].append(len(old & kept) / len(old | kept))
+                    rows["survived"].append(len(old & kept) / len(old))
+                before[layer, head] = kept
         for name, values in rows.items():
             rates[name] += [values] if values else []
     assert cell.error is None and len(rates["iou"]) >= 2
