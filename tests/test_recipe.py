@@ -120,7 +120,7 @@ def test_a_text_in_full_is_of_any_budget() -> None:
     ("text", "missing"),
     [
         ("snapkv(window=64, keep=9, sinks=0, recent=4, protect_prompt=False, prefill=True)", "kernel"),
-        ("adakv(tova, floor=0.2, sinks=0, recent=4, protect_prompt=False)", "prefill"),
+        ("adakv(tova, floor=0.2, safeguard='mix', sinks=0, recent=4, protect_prompt=False)", "prefill"),
         ("adakv(snapkv(window=64, kernel=5), sinks=0, recent=4, protect_prompt=False, prefill=True)", "floor"),
         ("adakv(scorer=snapkv, floor=0.2, sinks=0, recent=4, protect_prompt=False, prefill=True)", "kernel"),
         ("tova(keep=9)", "prefill"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from keepset.core.budget import share_of
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Allocator, Method, parameter
 from keepset.core.select import Ranking, round_to_total, top_mask
@@ -21,6 +22,12 @@ class AdaKV(Allocator):
     head's budget stays uniform (the safeguard, 0.2 in the authors' program). A layer keeps exactly heads x budget, and
     each request is divided by itself. After an event a head may hold less than its share; what it cannot take goes to
     the others.
+
+    Attributes:
+        floor: the share of its budget that a head keeps in any case.
+        safeguard: "mix" as in the authors' program: a head's number is a mix of its adaptive and its uniform share.
+            "least" as in kvpress and the program of AMS' authors: each head keeps so many of its best, at least one,
+            and the best of all others fill the budget.
     """
 
     name = "adakv"
@@ -28,6 +35,7 @@ class AdaKV(Allocator):
     own_traits = Traits(equal_heads=False)
 
     floor: float = parameter(0.2, minimum=0.0, maximum=1.0)
+    safeguard: str = parameter("mix", choices=("mix", "least"))
 
     def objection(self, inner: Method) -> str:
         # A head that is given less than others would be taken for one that holds less (`_filled`).
@@ -40,7 +48,12 @@ class AdaKV(Allocator):
         total = quotas.sum(-1)
         # Entry after entry, all heads of each: heads then share equal scores, and the last head does not take them all.
         pool = scores.transpose(1, 2)
+        if self.safeguard == "least" and self.floor > 0:
+            least = share_of(quotas, self.floor).clamp(min=1).minimum(quotas)
+            pool = pool.masked_fill(top_mask(scores, least).transpose(1, 2), float("inf"))
         adaptive = top_mask(pool.flatten(1), total).view_as(pool).sum(1)
+        if self.safeguard == "least":
+            return self.scorer.choose(replace(ranking, quotas=adaptive))
         shares = torch.lerp(adaptive.double(), quotas.double(), self.floor)
         return self.scorer.choose(replace(ranking, quotas=round_to_total(shares, total)))
 

@@ -23,6 +23,15 @@ class Pyramid(Allocator):
     layer to r/beta in the last. If the text is too short for the first layer's share, the slope is the steepest that
     fits. Rounding keeps the sum over layers exactly layers x budget. After an event these numbers are what layers aim
     at; a layer that holds less keeps what it has.
+
+    With a `window` it is the form that kvpress has, and the program of AMS' authors: the whole budget b falls from
+    2b - b/beta to b/beta, and the first layer keeps at most the text less the window. If the last layer would keep
+    fewer entries than the window, all layers keep b, as under the scorer alone. These programs round each layer by
+    itself, so that a layer may keep one entry more or less.
+
+    Attributes:
+        beta: how steep the pyramid is; 1 for none.
+        window: entries of the window in the form of kvpress, where it is 64; 0 for the form of the paper.
     """
 
     name = "pyramid"
@@ -30,6 +39,7 @@ class Pyramid(Allocator):
     own_traits = Traits(equal_layers=False)
 
     beta: float = parameter(20.0, minimum=1.0)
+    window: int = parameter(0, minimum=0)
 
     def objection(self, inner: Method) -> str:
         twice = "pyramid: one pyramid inside another has no exact total: use it once."
@@ -46,8 +56,9 @@ class Pyramid(Allocator):
             most = torch.maximum(existing, sizes.lengths[:, None])
             average = average.where(average < existing, most.minimum(budget.aim(sizes)[:, None]))
         always = average.minimum(budget.always(sizes)[:, None])
-        rest = (average - always).double()
-        room = (most - always).double()
+        same = torch.zeros_like(always) if self.window else always
+        rest = (average - same).double()
+        room = (most - same - self.window).double()
         first = (2 * rest - rest / self.beta).minimum(room)
         step = 2 * (first - rest) / (layers - 1)
         depths = sizes.depths[:, None]
@@ -56,4 +67,8 @@ class Pyramid(Allocator):
             """Return the entries of the first `depth` layers; rounding sums instead of layers keeps the total."""
             return (depth * first - step * (depth * (depth - 1) // 2) + 1e-6).floor().long()
 
-        return (always + before(depths + 1) - before(depths)).minimum(existing)
+        falling = same + before(depths + 1) - before(depths)
+        if self.window:
+            last = 2 * rest - first
+            falling = falling.where((first >= last) & (last >= always.clamp(min=self.window)), average)
+        return falling.minimum(existing)

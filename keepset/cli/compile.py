@@ -45,7 +45,7 @@ def compile(
     reward: Annotated[
         Literal["expected", "said"],
         Option(help="said: the loss of the text's own tokens, as in the paper; expected: of all that might follow."),
-    ] = "expected",
+    ] = "said",
     gate: Annotated[
         Literal["table", "sum"],
         Option(help="table: a value for layer and risk together, as in the paper; sum: one for each."),

@@ -117,6 +117,28 @@ def adakv(scores: Scores, budget: Budget, method: AdaKV) -> Sets:
     return sets
 
 
+@formula(*(AdaKV(Given(), floor=quarters / 4, safeguard="least") for quarters in range(5)))
+def adakv_with_minima(scores: Scores, budget: Budget, method: AdaKV) -> Sets:
+    """Each head's best are taken first; then the best of all others, whosever they are (kvpress)."""
+    number, sets = quota(budget, len(scores[0][0])), []
+    for layer in scores:
+        least = min(max(1, int(method.floor * number)), number) if method.floor else 0
+        kept = [best_first(head, budget)[:least] for head in layer]
+        others = sorted(
+            (
+                (*key(head, entry, budget), index)
+                for index, head in enumerate(layer)
+                for entry in range(len(head))
+                if entry not in kept[index]
+            ),
+            reverse=True,
+        )
+        for *_, entry, index in others[: len(layer) * (number - least)]:
+            kept[index].append(entry)
+        sets.append([sorted(head) for head in kept])
+    return sets
+
+
 @formula(*(ChunkKV(Given(), chunk=chunk) for chunk in (1, 2, 3, 7)))
 def chunkkv(scores: Scores, budget: Budget, method: ChunkKV) -> Sets:
     """Chunks best first, the last one filled with its best."""

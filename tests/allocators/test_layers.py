@@ -259,6 +259,46 @@ def test_schedules_by_hand(length: int, beta: int, budget: Budget, layers: Seque
     assert counts(Pyramid(Knorm(), beta=beta), observations, budget) == kept
 
 
+@examples(100)
+@given(
+    length=st.integers(2, 5000),
+    percent=st.integers(1, 100),
+    layers=st.integers(2, 40),
+    beta=st.sampled_from([1, 2, 20]),
+    window=st.sampled_from([1, 8, 64]),
+)
+def test_with_a_window_it_is_the_form_of_kvpress(
+    length: int, percent: int, layers: int, beta: int, window: int
+) -> None:
+    """kvpress 0.5.5, `PyramidKVPress.get_layer_budget`, but for rounding; all layers together keep the same."""
+    keep = max(1, length * percent // 100)
+    got = counts(Pyramid(Knorm(), beta=beta, window=window), model(Shape((length,), 1, 1, 1, 1), layers), Budget(keep))
+    low = Fraction(keep, beta)
+    high = 2 * keep - low
+    if high >= length - window:
+        high = Fraction(length - window)
+        low = 2 * keep - high
+    if not length >= high >= low >= window:
+        assert got == [keep] * layers
+        return
+    assert sum(got) == keep * layers
+    for layer, count in enumerate(got):
+        assert abs(count - (high - layer * (high - low) / (layers - 1))) <= 1 + Fraction(1, 10**5)
+
+
+@pytest.mark.parametrize(
+    ("keep", "length", "layers", "kept"),
+    [
+        (256, 768, 28, [256] * 28),  # as AMS' program has it: 256 / 20 are fewer than 64
+        (1229, 4096, 3, [1229] * 3),  # kvpress at a ratio of 0.7
+        (2048, 4096, 3, [3993, 2048, 103]),  # and at 0.5
+    ],
+)
+def test_windows_by_hand(keep: int, length: int, layers: int, kept: list[int]) -> None:
+    method = Pyramid(Knorm(), window=64)
+    assert counts(method, model(Shape((length,), 1, 1, 1, 1), layers), Budget(keep)) == kept
+
+
 def test_requests_of_a_batch_have_schedules_of_their_own() -> None:
     for request, length in enumerate((100, 24)):
         alone = counts(Pyramid(Knorm()), model(Shape((length,), 2, 2, 3, 3), 5), Budget(20))

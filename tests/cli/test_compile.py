@@ -37,7 +37,7 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
     assert int(tables.counts.sum()) == 3
     known = tables.provenance
     assert known["rows"] == {"head": 3 * 2 * 3, "gate": 3 * 2 * 2} and len(known["marks"]) == 3
-    assert known["weights"] == list(WEIGHTS) and (known["reward"], known["gate"]) == ("expected", "table")
+    assert known["weights"] == list(WEIGHTS) and (known["reward"], known["gate"]) == ("said", "table")
     assert in_short(known["method"]) == "compilerkv(window=8)" and known["seed"] == 0
     # What compiling prints is what showing does, and what is in the file.
     shown = run("compile", "--show", "tables")

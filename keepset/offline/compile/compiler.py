@@ -69,7 +69,7 @@ class CompileSettings:
     continuation: int
     seed: int
     weights: tuple[float, ...] = WEIGHTS
-    reward: Reward = "expected"
+    reward: Reward = "said"
     gate: Gate = "table"
 
     def __post_init__(self) -> None:
@@ -127,7 +127,8 @@ def compile_tables(
       times the rewards. In this compilation all heads (or layers) act at random at once, the context's mean is
       subtracted, and Q is a sum over them (see `learn`). So every reward teaches each of them its marginal
       contribution, averaged over what the others do instead of at one point.
-    - The reward is by default the expectation of equation 3 over the full cache's own predictions; see `Verdict`.
+    - The reward may also be the expectation of equation 3 over the full cache's own predictions, which varies less by
+      chance; see `Verdict`.
     - The head table is learned at exact budgets, where no threshold acts; the gate with `elastic=True`, all weights 1.
     - The penalty (equation 14) has the sign that it is written with: entries that layers admit beyond their budget
       cost, entries that they save pay. It is the mean over the layers of a joint action, beta / T an entry.
