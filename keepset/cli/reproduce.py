@@ -197,7 +197,10 @@ def _print_result(entry: Entry, result: dict[str, Any]) -> None:
         say(f"The paper's figures are of {result['paper_model']}.")
     if entry.note:
         say(entry.note)
-    show_table(table_of(result["rows"]))
+    measured = [row for row in result["rows"] if row["examples"]]
+    show_table(table_of(measured))
+    if others := len(result["rows"]) - len(measured):
+        say(f"Figures of the paper that were not measured, because of the data or the options: {others}.")
 
 
 def _short(model: str) -> str:

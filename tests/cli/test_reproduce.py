@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,18 @@ def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str, monkeyp
         assert figures["math500, level 5", method, "repetition"] is not None
     with Store.open(Path("reproduced") / f"ams-dynamics-{EMBEDDED}.sqlite") as store:
         assert [cell.figures["batch"] for cell in store.cells() if cell.error is None] == [1.0] * 4
+
+
+def test_figures_that_were_not_measured_are_counted_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = ENTRIES["ams-table-2"]
+    row = {"task": "gsm8k", "method": "TOVA", "keep": 64, "metric": "score", "failed": 0, "error": None}
+    measured = {**row, "figure": {"value": 0.25, "low": 0.0, "high": 0.5}, "paper": 0.489, "examples": 4}
+    others = [{**row, "keep": 128, "figure": None, "paper": 0.571, "examples": 0}] * 3
+    result = {"model": "a/model", "paper_model": "a/model", "rows": [measured, *others]}
+    import_module("keepset.cli.reproduce")._print_result(entry, result)
+    said = capsys.readouterr().out
+    assert "48.9" in said and "57.1" not in said
+    assert said.endswith("not measured, because of the data or the options: 3.\n")
 
 
 def test_a_figure_of_tables_needs_them(run: Run, tiny: Any) -> None:
