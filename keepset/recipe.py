@@ -370,7 +370,7 @@ def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in
     name, arguments, keywords = _call(node, text)
     kind = find(name)
     if kind is None:
-        raise RecipeError(f"There is no method {name!r}{_nearest(name, METHODS)}")
+        raise RecipeError(f"There is no method {name!r}{nearest(name, METHODS)}")
     said = parameters_of(name)
     parameters = [f.name for f in dataclasses.fields(kind) if f.name not in said]
     values: dict[str, Any] = {}
@@ -381,7 +381,7 @@ def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in
         elif keyword not in options:
             known = [*(other for other in parameters if other != "scorer"), *options]
             where = " inside another method" if keyword in _OPTIONS else ""
-            raise RecipeError(f"{name} has no parameter {keyword!r}{where}{_nearest(keyword, known)}")
+            raise RecipeError(f"{name} has no parameter {keyword!r}{where}{nearest(keyword, known)}")
     divides = issubclass(kind, Allocator)
     if len(arguments) > (1 if divides else 0):
         accepted = "one method, then named parameters" if divides else "only named parameters"
@@ -462,7 +462,13 @@ def _written(method: Method, options: Mapping[str, Any], *, in_full: bool = Fals
     return f"{method.name}({', '.join(parts)})" if parts else method.name
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error's sentence: the known name that is most alike, and all of them.
+
+    Args:
+        name: the name that is not known.
+        known: the names that are.
+    """
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}? " if close else ". "

@@ -43,6 +43,7 @@ from keepset.methods.snapkv import SnapKV
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.methods.tova import TOVA
 from keepset.methods.triattention import TriAttention
+from keepset.plugins import load_methods
 
 _BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
     (StreamingLLM, Random),
@@ -79,8 +80,19 @@ def register(method: type[Method]) -> type[Method]:
         The method, so that this can be a class decorator.
 
     Raises:
-        RecipeError: if another method has this name.
+        RecipeError: if it is no method, or lacks a name or `@dataclass(frozen=True)`, or another has its name.
     """
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise RecipeError(f"{method!r} is no class of methods: register a class that derives from keepset.Method.")
+    if not getattr(method, "name", ""):
+        raise RecipeError(f"{method.__name__} has no name for recipes: give the class name = '...'.")
+    annotated = vars(method).get("__annotations__", {}).items()
+    undeclared = [name for name, kind in annotated if "ClassVar" not in str(kind)]
+    if undeclared and "__dataclass_params__" not in vars(method):
+        raise RecipeError(
+            f"{method.__name__} has the parameter {undeclared[0]!r} and is no dataclass, so that recipes could not set "
+            "it: put @dataclass(frozen=True) above the class, below @register."
+        )
     if METHODS.get(method.name, method) is not method:
         raise RecipeError(f"A method named {method.name!r} is registered already: choose another name.")
     _methods[method.name] = method
@@ -88,8 +100,16 @@ def register(method: type[Method]) -> type[Method]:
 
 
 def find(name: str) -> type[Method] | None:
-    """Return the method that has this name or is also written so; None if there is none."""
-    return METHODS.get(name) or METHODS.get(_SPELLINGS.get(name, ("", {}))[0])
+    """Return the method that has this name or is also written so; None if there is none.
+
+    Raises:
+        KeepsetError: a plug-in that may have it cannot be imported.
+    """
+    known = METHODS.get(name) or METHODS.get(_SPELLINGS.get(name, ("", {}))[0])
+    if known is None:
+        load_methods()
+        known = METHODS.get(name)
+    return known
 
 
 def parameters_of(name: str) -> Mapping[str, Any]:
@@ -104,8 +124,9 @@ def catalogue() -> list[dict[str, Any]]:
     of first and newest tokens that always stay; whether a recipe must say how much to keep, can compress while decoding
     (`every`) and can be served under vLLM; the passes over a prompt; and advice if bare defaults do badly. A parameter
     without a default (an allocator's scorer) is None. What follows from a scorer is given for `knorm`, which looks at
-    keys alone.
+    keys alone. Methods of plug-ins are among them.
     """
+    load_methods()
     return [_entry(kind) for kind in METHODS.values()]
 
 

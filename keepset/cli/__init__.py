@@ -15,7 +15,7 @@ from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare, demo
 from keepset.cli.compile import compile
 from keepset.cli.console import note, sanitize, say, say_starting, unsay_starting
-from keepset.cli.context import context
+from keepset.cli.context import context as context_commands
 from keepset.cli.diagnose import diagnose
 from keepset.cli.eval import evaluate
 from keepset.cli.generate import generate
@@ -28,6 +28,7 @@ from keepset.cli.trace import trace
 from keepset.cli.tune import tune
 from keepset.cli.ui import ui
 from keepset.errors import KeepsetError
+from keepset.plugins import add as add_plugin
 
 
 class Interruptible(TyperGroup):
@@ -48,17 +49,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 @app.callback(invoke_without_command=True)
 def options(
     version: Annotated[bool, Option("--version", is_eager=True, help="Say which version this is, and end.")] = False,
+    plugin: Annotated[
+        list[str] | None,
+        Option(metavar="<module>", help="A Python module with methods of your own; may be given several times."),
+    ] = None,
 ) -> None:
     """Decide which entries of a language model's KV cache to keep, and really free the rest."""
     if version:
         say(f"keepset {__version__}")
         raise Exit
+    for module in plugin or ():
+        add_plugin(module)
     say_starting()
 
 
@@ -70,10 +78,27 @@ app.command()(results)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 for command in (trace, calibrate, compile, reproduce):
     app.command()(command)
-app.add_typer(context)
+app.add_typer(context_commands)
 bench.command()(latency)
 app.add_typer(bench)
 app.add_typer(diagnose)
+
+
+@app.command("help", hidden=True)
+def show_help(
+    context: typer.Context, command: Annotated[str | None, typer.Argument(help="A command; all without one.")] = None
+) -> None:
+    """Show the help of a command, as --help does."""
+    whole = context.parent
+    assert whole is not None and isinstance(whole.command, TyperGroup)
+    if command is None:
+        typer.echo(whole.get_help())
+        return
+    known = whole.command.get_command(whole, command)
+    if known is None:
+        raise KeepsetError(f"There is no command {command!r}: keepset --help lists all.")
+    with type(whole)(known, parent=whole, info_name=command) as inner:
+        typer.echo(inner.get_help())
 
 
 def main() -> None:

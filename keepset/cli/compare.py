@@ -101,6 +101,7 @@ def compare(
     parsed = Recipe.parse_list((DECODING if decode else RECIPES) if recipes is None else recipes)
     budgets = parse_budgets((DECODING_KEEPS if decode else KEEPS) if keeps is None else keeps)
     _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
+    _check_budgets(decode, budgets)
     if decode and (question is not None or answer is not None):
         raise KeepsetError("--decode follows a text and asks nothing: leave --question and --answer out.")
     needle = _needle(text, question, answer, decode)
@@ -162,6 +163,15 @@ def compare(
 def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("keepset-demo.html")) -> None:
     """Compare recipes on an essay with a fact in it; write a report."""
     compare(html=html)
+
+
+def _check_budgets(decode: bool, budgets: Sequence[int | float]) -> None:
+    for share in budgets:
+        if decode and isinstance(share, float):
+            raise KeepsetError(
+                f"--keeps {share} is a share, of which less would be left at every event: with --decode give whole "
+                f"numbers of entries, such as {DECODING_KEEPS}."
+            )
 
 
 def _check_lengths(decode: bool, **lengths: int | None) -> None:

@@ -27,6 +27,7 @@ def methods(
     """
     check_writable(json_file)
 
+    from keepset.recipe import nearest
     from keepset.registry import METHODS, catalogue, find
 
     entries = catalogue()
@@ -35,7 +36,7 @@ def methods(
         return
     kind = find(name)
     if kind is None:
-        raise RecipeError(f"There is no method {name!r}: there are {', '.join(METHODS)}.")
+        raise RecipeError(f"There is no method {name!r}{nearest(name, METHODS)}")
     (entry,) = (entry for entry in entries if entry["name"] == kind.name)
     output(entry, json_file, lambda: _print_one(entry, kind.__doc__ or ""))
 

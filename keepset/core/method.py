@@ -22,7 +22,7 @@ from keepset.core.select import Ranking, ranked_scores
 from keepset.core.shapes import Quotas, Scores
 from keepset.core.sizes import Sizes
 from keepset.core.traits import Traits, combine
-from keepset.errors import RecipeError
+from keepset.errors import KeepsetError, RecipeError
 
 
 def parameter(
@@ -134,6 +134,11 @@ class Method(ABC):
             quotas: what `quotas` returned.
         """
         scores = self.score(observation)
+        if scores.shape != observation.valid.shape:
+            raise KeepsetError(
+                f"{self.name} has returned scores of the shape {list(scores.shape)}: its score must have a number for "
+                f"each entry, [batch, kv_heads, entries], which here is {list(observation.valid.shape)}."
+            )
         order = ranked_scores(scores, observation, budget)
         return Ranking(observation, budget, order, scores, quotas, self.remember(observation, scores))
 

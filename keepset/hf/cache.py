@@ -26,6 +26,7 @@ from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.attention import AttentionInput
 from keepset.hf.layer import LayerState
+from keepset.hf.model_support import check_model
 from keepset.hf.observed_cache import Event, ObservedCache
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
@@ -100,8 +101,14 @@ class Cache(ObservedCache):
             model: the model that the context is of; it serves no other.
 
         Raises:
-            KeepsetError: the file is not a saved context, damaged, of another version or of another model.
+            KeepsetError: an argument is of another kind, or the file is not a saved context, damaged, of another
+                version or of another model.
         """
+        if not isinstance(path, str | Path):
+            raise KeepsetError(
+                f"Cache.load was given {type(path).__name__} as the path: give the file first, then the model."
+            )
+        check_model(model)
         context = saved.load(Path(path), model)
         cache = cls(model, context.recipe)
         context.restore(cache)

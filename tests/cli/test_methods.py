@@ -88,3 +88,16 @@ def test_markup_of_a_method_of_ones_own_stays_text(run: Run, monkeypatch: pytest
     monkeypatch.setitem(registry._methods, "loud", Loud)
     done = run("methods")
     assert "[red]Doe[/red] \N{REPLACEMENT CHARACTER}[31m2026" in done.out and "\x1b" not in done.out
+
+
+def test_a_misspelt_method_is_suggested(run: Run) -> None:
+    done = run("methods", "snapkvv")
+    assert done.code == 2 and "There is no method 'snapkvv'; did you mean 'snapkv'?" in done.err
+
+
+@pytest.mark.parametrize("command", ["methods", "bench"])
+def test_help_in_three_ways(command: str, run: Run) -> None:
+    first, *others = (run(*words) for words in ((command, "--help"), (command, "-h"), ("help", command)))
+    assert all(each.code == 0 and each.out == first.out for each in others)
+    assert run("help").out == run("--help").out
+    assert "There is no command 'methodz'" in run("help", "methodz").err

@@ -530,3 +530,16 @@ def test_a_full_disk_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyP
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     if caught.type is KeepsetError:
         assert "cannot be written (No space left on device): name another file" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "sentence"),
+    [
+        (lambda path: path, None, "takes a model, and this is None"),
+        (lambda path: path, "a/name", "takes a model, and this is 'a/name'"),
+        (lambda path: tiny("llama"), "file", "was given LlamaForCausalLM as the path: give the file first"),
+    ],
+)
+def test_arguments_of_other_kinds_are_not_called_damage(path: Any, model: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(KeepsetError, match=sentence):
+        keepset.Cache.load(path(tmp_path / "no file"), model)

@@ -1,0 +1,113 @@
+"""Methods of other packages: found by entry points and by --plugin, in this process and those that it starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from keepset import Budget, KeepsetError, Observation, Recipe, registry
+from keepset.core.method import Method, parameter
+from keepset.errors import RecipeError
+from keepset.plugins import GROUP, MODULES, add, load_methods
+from tests.methods.naive import Shape, observe
+
+MODULE = '''
+from dataclasses import dataclass
+
+from keepset.core.method import Method, parameter
+from keepset.registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Later(Method):
+    """Keeps what comes later."""
+
+    name = "later_of_a_test"
+    power: float = parameter(1.0)
+
+    def score(self, observation):
+        return observation.positions.float() ** self.power
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module on Python's path that registers a method."""
+    (tmp_path / "methods_of_a_test.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setenv(MODULES, "")  # and back to what it was, whatever the test adds
+    load_methods.cache_clear()
+    yield "methods_of_a_test"
+    load_methods.cache_clear()
+    registry._methods.pop("later_of_a_test", None)
+    sys.modules.pop("methods_of_a_test", None)
+
+
+@pytest.mark.parametrize("how", ["option", "entry point"])
+def test_a_recipe_names_a_method_of_another_package(how: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "adakv(later_of_a_test(power=2.0), keep=3)"
+    with pytest.raises(RecipeError, match="There is no method 'later_of_a_test'"):
+        Recipe.parse(text)
+    load_methods.cache_clear()
+    if how == "option":
+        add(module)
+    else:
+        point = importlib.metadata.EntryPoint("mine", module, GROUP)
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] if group == GROUP else [])
+    recipe = Recipe.parse(text)
+    assert str(recipe) == text
+    assert recipe.select(observe(Shape((7,), 1, 1, 2, 2))).positions(0, 0, 0).tolist() == [4, 5, 6]
+    assert "later_of_a_test" in {entry["name"] for entry in registry.catalogue()}
+
+
+@pytest.mark.full
+def test_the_command_line_imports_it(module: str) -> None:
+    words = [sys.executable, "-m", "keepset", "--plugin", module, "methods", "later_of_a_test"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0 and "Keeps what comes later." in done.stdout, done.stderr
+    words[4] = "no.such.module"
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and "The plug-in 'no.such.module' cannot be imported" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_is_no_name_of_a_module() -> None:
+    with pytest.raises(KeepsetError, match=r"--plugin 'a b' is no name of a module"):
+        add("a b")
+
+
+class Forgotten(Method):
+    """A method without `@dataclass`."""
+
+    name = "forgotten"
+    power: float = parameter(1.0)
+
+    def score(self, observation: Observation) -> Tensor:
+        return observation.positions.float()
+
+
+@dataclass(frozen=True)
+class Short(Forgotten):
+    name = "short"
+
+    def score(self, observation: Observation) -> Tensor:
+        return super().score(observation)[..., :-1]
+
+
+def test_what_is_wrong_about_a_method_is_said() -> None:
+    with pytest.raises(RecipeError, match=r"Forgotten has the parameter 'power' and is no dataclass.*@dataclass"):
+        registry.register(Forgotten)
+    with pytest.raises(RecipeError, match="register a class that derives from keepset"):
+        registry.register(lambda observation: observation)  # type: ignore[arg-type]
+    with pytest.raises(KeepsetError, match=r"short has returned scores of the shape \[1, 2, 6\].*here is \[1, 2, 7\]"):
+        Short().select(observe(Shape((7,), 2, 1, 2, 2)), Budget(3))
