@@ -176,7 +176,7 @@ class Recipe:
         Raises:
             BudgetError: if it does not suit the recipe.
         """
-        return replace(self, budget=replace(self.budget, keep=keep, bytes=None))
+        return self.with_budget(keep=keep)
 
     def with_bytes(self, share: float) -> Recipe:
         """Return the same recipe with this `bytes`, and without `keep`.
@@ -187,7 +187,19 @@ class Recipe:
         Raises:
             BudgetError: if it does not suit the recipe.
         """
-        return replace(self, budget=replace(self.budget, keep=None, bytes=share))
+        return self.with_budget(bytes=share)
+
+    def with_budget(self, keep: int | float | None = None, bytes: float | None = None) -> Recipe:
+        """Return the same recipe with this `keep` and this `bytes`, of which one at least is None.
+
+        Args:
+            keep: see `Budget`.
+            bytes: see `Budget`.
+
+        Raises:
+            BudgetError: if it does not suit the recipe.
+        """
+        return replace(self, budget=replace(self.budget, keep=keep, bytes=bytes))
 
     def with_always(self, sinks: int, recent: int) -> Recipe:
         """Return the same recipe with at least so many tokens that always stay.
@@ -208,7 +220,7 @@ class Recipe:
 
     def without_budget(self) -> Recipe:
         """Return the same recipe without its `keep` or `bytes`, as a common name for different budgets."""
-        return replace(self, budget=replace(self.budget, keep=None, bytes=None))
+        return self.with_budget()
 
     @property
     def advice(self) -> str:

@@ -117,10 +117,10 @@ def test_compare_takes_it(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(models, "load", lambda *_: (tiny_model(), embedded[1]))
     (tmp_path / "text").write_text(texts.essay()[:2000], encoding="utf-8")
     words = ["compare", "--text", str(tmp_path / "text"), "--prompt-tokens", "100", "--continuation", "8"]
-    done = CliRunner().invoke(app, [*words, "--json", "-", "--recipes", ", ".join(COMPOSED), "--keeps", "0.5"])
+    done = CliRunner().invoke(app, [*words, "--json", "-", "--recipes", ", ".join(COMPOSED), "--budgets", "50"])
     assert done.exit_code == 0
     rows = json.loads(done.stdout)["rows"]
-    assert [row["recipe"] for row in rows] == [str(with_keep(text, 0.5)) for text in COMPOSED]
+    assert [row["recipe"] for row in rows] == [str(with_keep(text, 50)) for text in COMPOSED]
     assert all(row["keep"] == 0.5 and row["kl"] > 0 for row in rows)
 
 

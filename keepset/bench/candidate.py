@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from keepset.bench.record import FULL
+from keepset.core.budget import Budget
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe, check_schedule
 
@@ -18,54 +19,65 @@ class Candidate:
         recipe: the recipe; None for the full cache, and if recipe and budget do not go together.
         text: the recipe's text with its budget; `FULL` for the full cache.
         method: the recipe's text without its budget; `FULL` for the full cache.
-        requested: the budget that was asked for; None if the method decides, 1.0 for the full cache.
+        requested: the budget that was asked for, such as `bytes=0.25` or `keep=512`; None if the method decides, and
+            for the full cache.
         error: why recipe and budget do not go together.
     """
 
     recipe: Recipe | None
     text: str
     method: str
-    requested: int | float | None
+    requested: str | None
     error: str | None = None
 
     @classmethod
     def of(
-        cls, recipe: Recipe, keep: int | float | None, every: int | None, always: tuple[int, int] = (0, 0)
+        cls, recipe: Recipe, budget: Budget | None, every: int | None, always: tuple[int, int] = (0, 0)
     ) -> Candidate:
         """Return the recipe with this budget and interval; a recipe that they do not suit has an error.
 
         Args:
             recipe: the method, and what else the recipe says.
-            keep: the budget; None for the recipe's own.
+            budget: how much it keeps (`Budget.keep` or `Budget.bytes`); None for the recipe's own.
             every: tokens between two events; None for the recipe's own.
             always: least numbers of the first and of the newest tokens that stay; see `Recipe.with_always`.
         """
-        requested = recipe.budget.keep if keep is None else keep
-        method = recipe.without_budget()
+        budget = budget or recipe.budget
+        method, requested = recipe.without_budget(), text_of(budget)
         try:
             if every is not None:
                 method = replace(method, schedule=replace(recipe.schedule, every=every))
             method = method.with_always(*always)
-            budgeted = method if requested is None else method.with_keep(requested)
+            budgeted = method.with_budget(budget.keep, budget.bytes)
             check_schedule(budgeted.require_budget())
         except KeepsetError as error:
-            return cls(None, method.text(requested), str(method), requested, str(error))
+            return cls(None, method.text(budget.keep, budget.bytes), str(method), requested, str(error))
         return cls(budgeted, str(budgeted), str(method), requested)
+
+
+FULL_CACHE = Candidate(None, FULL, FULL, None)
+"""The cache that drops nothing."""
+
+
+def text_of(budget: Budget) -> str | None:
+    """Return how much a budget keeps as recipes say it, such as `bytes=0.25`; None if it does not say."""
+    named = {"keep": budget.keep, "bytes": budget.bytes}
+    return next((f"{name}={value!r}" for name, value in named.items() if value is not None), None)
 
 
 def candidates(
     recipes: Sequence[Recipe],
-    keeps: Sequence[int | float],
+    budgets: Sequence[Budget],
     every: int | None = None,
     always: tuple[int, int] = (0, 0),
 ) -> list[Candidate]:
     """Return the full cache, then the `grid` of all recipes under all budgets."""
-    return [Candidate(None, FULL, FULL, 1.0), *grid(recipes, keeps, every, always)]
+    return [FULL_CACHE, *grid(recipes, budgets, every, always)]
 
 
 def grid(
     recipes: Sequence[Recipe],
-    keeps: Sequence[int | float],
+    budgets: Sequence[Budget],
     every: int | None = None,
     always: tuple[int, int] = (0, 0),
 ) -> list[Candidate]:
@@ -75,15 +87,15 @@ def grid(
 
     Args:
         recipes: the recipes.
-        keeps: the budgets.
+        budgets: how much they keep.
         every: tokens between two events, for recipes that do not say it.
         always: numbers of the first and of the newest tokens that always stay, for recipes that do not say it.
     """
     unique: dict[str, Candidate] = {}
     for recipe in recipes:
         interval = None if recipe.schedule.every is not None else every
-        fixed = recipe.budget.keep is not None or not recipe.method.traits.needs_budget or not keeps
-        for keep in [None] if fixed else keeps:
-            candidate = Candidate.of(recipe, keep, interval, always)
+        fixed = recipe.budget.is_given or not recipe.method.traits.needs_budget or not budgets
+        for budget in [None] if fixed else budgets:
+            candidate = Candidate.of(recipe, budget, interval, always)
             unique.setdefault(candidate.text, candidate)
     return list(unique.values())

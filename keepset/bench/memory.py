@@ -15,6 +15,10 @@ SHARES = {"cuda": 0.9, "cpu": 0.5}
 """The share of free memory that caches may take. Of a CPU's, others take some too, and who takes too much is killed."""
 
 
+_LARGE = 4096
+"""Numbers of a key that are so many that what an entry stores beside key and value weighs nothing."""
+
+
 class CacheMemory:
     """The figures of a cell about memory. `look` is cheap enough for every token; `finish` notes the rest.
 
@@ -25,6 +29,7 @@ class CacheMemory:
     Attributes:
         nbytes: the most bytes that were allocated at any look, with positions and free places.
         nbytes_full: bytes of the full cache at that moment.
+        share: `Cache.share` at that moment; 1.0 for the full cache.
         keep: fraction of all tokens' entries that were held, at the beginning or when finished.
         select_seconds: seconds that choosing what stays had taken by then.
     """
@@ -32,6 +37,7 @@ class CacheMemory:
     def __init__(self, cache: Cache, is_full: bool) -> None:
         self._is_full = is_full
         self.nbytes = self.nbytes_full = 0
+        self.share = 1.0
         self.look(cache)
         self.finish(cache)
 
@@ -40,6 +46,7 @@ class CacheMemory:
         nbytes = cache.nbytes_full if self._is_full else cache.nbytes
         if nbytes > self.nbytes:
             self.nbytes, self.nbytes_full = nbytes, nbytes if self._is_full else cache.nbytes_full
+            self.share = 1.0 if self._is_full else cache.share
 
     def finish(self, cache: Cache) -> None:
         """Note the share of entries that is left, and the seconds of all events."""
@@ -61,8 +68,10 @@ def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
         All tokens if the recipe does not say how much it keeps.
     """
     total = prompt + after
-    if recipe is None or (keep := recipe.budget.keep) is None:
+    if recipe is None or not recipe.budget.is_given:
         return total
+    keep = recipe.budget_of_sizes([(_LARGE, _LARGE)]).keep  # of smaller heads fewer entries fit
+    assert keep is not None
     ranges = sum(min(end, total) - min(first, total) for first, end in recipe.budget.protect)
     always = recipe.budget.sinks + recipe.budget.recent + ranges
     kept = max(round(keep * prompt) if isinstance(keep, float) else keep, always)

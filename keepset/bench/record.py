@@ -12,6 +12,8 @@ FULL = "full cache"
 
 FIGURES = {
     "keep": "fraction of the context's entries that stayed; while decoding, of all tokens at the end",
+    "share": "bytes of the entries that are held, of a full 16-bit cache's, as `Budget.bytes` counts them; while "
+    "decoding, at the moment of kv_bytes",
     "kv_bytes": "bytes of keys and values after compression; while decoding, the most after any token",
     "kv_bytes_full": "bytes of the full cache at the same moment",
     "tokens": "generated tokens",
@@ -50,7 +52,8 @@ class Record:
     Attributes:
         recipe: the recipe's text with its budget, or `FULL`.
         method: the recipe's text without its budget, or `FULL`.
-        requested: the budget that was asked for; None if the method decides, 1.0 for the full cache.
+        requested: the budget that was asked for, such as `bytes=0.25` or `keep=512`; None if the method decides, and
+            for the full cache.
         task: the task's name; empty if the record is of a text.
         seed: the seed of generated data and of sampling.
         example: the example's id; intervals are over examples.
@@ -65,7 +68,7 @@ class Record:
 
     recipe: str
     method: str
-    requested: int | float | None = None
+    requested: str | None = None
     task: str = ""
     seed: int = 0
     example: str = ""
@@ -101,13 +104,29 @@ class Record:
             TypeError, KeyError: the data are no record.
         """
         own = {**data}
-        outcome = own.pop("outcome")
+        outcome, requested = own.pop("outcome"), own["requested"]
+        if isinstance(
+            requested, int | float
+        ):  # as files had it when a budget was a number of entries or a share of them
+            own["requested"] = None if own["recipe"] == FULL else f"keep={requested!r}"
         if outcome is None:
             return cls(**own)
         outcome = {**outcome}
         scores, replies = outcome.pop("scores"), outcome.pop("replies")
         figures = {name: value for name, value in outcome.items() if value is not None}
         return cls(**own, scores=scores, replies=replies, figures=figures)
+
+
+def largest_first(requested: str | None) -> tuple[bool, bool, float, str]:
+    """Return a sort key of budgets: shares, then entries per head, each from the largest; none at all comes last.
+
+    Args:
+        requested: as a record has it.
+    """
+    if requested is None:
+        return True, False, 0.0, ""
+    name, _, number = requested.partition("=")
+    return False, number.isdecimal(), -float(number), name
 
 
 def mean_figures(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:

@@ -8,13 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepset.cli.console import note
+from keepset.cli.console import note, say_networks
 from keepset.cli.options import STANDARD_OUTPUT
 from keepset.core.files import check_replaceable
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import context_length
 
 if TYPE_CHECKING:
+    from keepset.core.budget import Budget
     from keepset.recipe import Recipe
 
 
@@ -89,6 +90,25 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
             Cache(model, recipe).stop_watching()
 
 
+def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
+    """Return the recipe where none is named, and note how a model gets networks that has none; see `defaults`.
+
+    Args:
+        model: the model.
+        called: what the user calls it.
+        otherwise: the recipe's text for a model without networks.
+
+    Raises:
+        KeepsetError: the model's statistics cannot be read.
+    """
+    from keepset import defaults
+    from keepset.recipe import Recipe
+
+    text = defaults.default_recipe(model.config.name_or_path or "", otherwise)
+    say_networks(text, called)
+    return Recipe.parse(text)
+
+
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:
     """Refuse more tokens than the model's context takes."""
     longest = context_length(model)
@@ -99,27 +119,28 @@ def check_fits_context(model: Any, length: int, new: int = 0) -> None:
         )
 
 
-def parse_budgets(text: str) -> list[int | float]:
-    """Return the budgets of a list such as `512, 0.25`: entries per head or fractions.
+def parse_budgets(text: str) -> list[Budget]:
+    """Return the budgets of a list such as `0.25, 512`: shares of bytes, or entries per head.
 
     Raises:
         BudgetError: one is no number, or out of range.
     """
-    from keepset.core.budget import KEEP_HELP, Budget
+    from keepset.core.budget import Budget
 
-    budgets: list[int | float] = []
+    allowed = "use a share of a full 16-bit cache's bytes such as 0.25, or entries per head such as 512"
+    budgets: list[Budget] = []
     for part in text.split(","):
         try:
             value = ast.literal_eval(part.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             value = None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BudgetError(f"keep={part.strip()!r} is not a number: {KEEP_HELP}.")
+            raise BudgetError(f"The budget {part.strip()!r} is not a number: {allowed}.")
         if isinstance(value, int) and value.bit_length() > 63:
-            raise BudgetError(f"keep={part.strip()} is too large a number: {KEEP_HELP}.")
+            raise BudgetError(f"The budget {part.strip()} is too large a number: {allowed}.")
         if isinstance(value, int) and value == 1:
-            note("keep=1 is one entry of every head; all entries are 1.0.")
-        budgets.append(Budget(value).keep or value)
+            note("The budget 1 is one entry of every head; all bytes are 1.0.")
+        budgets.append(Budget(value) if isinstance(value, int) else Budget(bytes=value))
     return budgets
 
 

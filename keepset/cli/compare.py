@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_measured, check_text, check_writable, parse_budgets
+from keepset.cli.checks import check_measured, check_text, check_writable, default_recipe, parse_budgets
 from keepset.cli.console import (
     counted,
     explain,
@@ -25,6 +25,7 @@ from keepset.cli.console import (
     write,
 )
 from keepset.cli.options import Html, Json, OneText, Recipes, takes_model
+from keepset.defaults import ASKED_LATER
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import NEEDLE, Needle, essay, read, token_texts
@@ -37,13 +38,14 @@ if TYPE_CHECKING:
     from keepset.bench.compare.comparison import Comparer, Comparison
     from keepset.bench.compare.text_task import TextTask
 
+# With the default of `keepset context build`, for whichever model it is.
 RECIPES = "random, streaming_llm, snapkv, adakv(expected_attention), kvzip, glance, reread"
-KEEPS = "0.5,0.25,0.1"
+BUDGETS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
-DECODING_KEEPS = "256,128"
+DECODING_BUDGETS = "256,128"
 _LEGEND = (
-    "KL: how far predictions are from the full cache's, in nats, 0 where they are the same; top-1: how often both "
-    "expect the same token; prefill: its time, of the full cache's."
+    "of 16-bit: bytes, of a full 16-bit cache's; KL: how far predictions are from the full cache's, in nats, 0 where "
+    "they are the same; top-1: how often both expect the same token; prefill: its time, of the full cache's."
 )
 _PROMPT_TOKENS, _CONTINUATION, _LONG_CONTINUATION, _ANSWER_TOKENS, _EVERY = 1024, 64, 1024, 32, 64
 
@@ -52,11 +54,11 @@ _PROMPT_TOKENS, _CONTINUATION, _LONG_CONTINUATION, _ANSWER_TOKENS, _EVERY = 1024
 def compare(
     model: Source,
     recipes: Recipes = None,
-    keeps: Annotated[
+    budgets: Annotated[
         str | None,
         Option(
-            help="Budgets for recipes that name none: fractions or entries per head, separated by commas. "
-            f"[default: {KEEPS}; with --decode {DECODING_KEEPS}]"
+            help="For recipes that name none, separated by commas: shares of a full 16-bit cache's bytes, or entries "
+            f"per head as whole numbers. [default: {BUDGETS}; with --decode {DECODING_BUDGETS}]"
         ),
     ] = None,
     text: OneText = None,
@@ -99,15 +101,13 @@ def compare(
     from keepset.recipe import Recipe
 
     parsed = Recipe.parse_list((DECODING if decode else RECIPES) if recipes is None else recipes)
-    budgets = parse_budgets((DECODING_KEEPS if decode else KEEPS) if keeps is None else keeps)
+    given = parse_budgets((DECODING_BUDGETS if decode else BUDGETS) if budgets is None else budgets)
     _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
     _check_budgets(decode, budgets)
     if decode and (question is not None or answer is not None):
         raise KeepsetError("--decode follows a text and asks nothing: leave --question and --answer out.")
     needle = _needle(text, question, answer, decode)
     source = essay() if text is None else read(text)
-    check_text("--question", question)
-    check_text("--answer", answer)
     check_writable(json_file, html)
 
     from keepset.bench.candidate import grid
@@ -115,9 +115,7 @@ def compare(
     from keepset.bench.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
     from keepset.bench.report.compare import render
 
-    candidates = grid(parsed, budgets, (every or _EVERY) if decode else None)
     loaded, tokenizer = load(model)
-    check_measured(loaded, (candidate.recipe for candidate in candidates))
     longest = context_length(loaded)
     if generate is not None:
         check_fits(prompt_tokens or _PROMPT_TOKENS, generate + ANSWER_TOKENS, longest)
@@ -130,6 +128,10 @@ def compare(
         longest=longest,
         answer_tokens=ANSWER_TOKENS if question is None else _ANSWER_TOKENS,
     ).to(loaded.device)
+    if recipes is None and not decode:
+        parsed.append(default_recipe(loaded, model.called, ASKED_LATER).without_budget())
+    candidates = grid(parsed, given, (every or _EVERY) if decode else None)
+    check_measured(loaded, (candidate.recipe for candidate in candidates))
     comparer: Comparer | None = None
     finished = False
     with suppress(KeyboardInterrupt), progress() as bar:
@@ -194,6 +196,8 @@ def _continuation(asked: int | None, question: str | None, decode: bool, generat
 
 def _needle(text: Path | None, question: str | None, answer: str | None, decode: bool) -> Needle | None:
     """Return what is asked: the user's question about a text, or a question about a fact hidden in an essay."""
+    check_text("--question", question)
+    check_text("--answer", answer)
     if (question is None) != (answer is None):
         raise KeepsetError(
             "A question needs its answer and the reverse: give both --question and --answer, or neither."

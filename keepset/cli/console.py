@@ -18,6 +18,7 @@ from keepset import models
 from keepset.bench.report import page
 from keepset.cli.grid import Grid
 from keepset.cli.options import STANDARD_OUTPUT
+from keepset.defaults import NETWORKS
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -163,6 +164,16 @@ def say_advice(recipes: Iterable[Recipe]) -> None:
     for recipe in recipes:
         if recipe.advice:
             note(recipe.advice)
+
+
+def say_networks(default: str, called: str) -> None:
+    """Note how networks are made for a model whose default recipe does without them."""
+    if default != NETWORKS:
+        note(
+            f"There are no networks for {called}, with which {NETWORKS} would be the default: `keepset calibrate "
+            f"--model {called} --teacher reread --out stats.safetensors` makes them, and "
+            "distilled(stats='stats.safetensors') names them."
+        )
 
 
 def say_whole(recipe: Recipe, length: int) -> None:

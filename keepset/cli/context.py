@@ -8,13 +8,12 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from keepset.cli.checks import check_fits_context, check_tensor_file, check_text
+from keepset.cli.checks import check_fits_context, check_tensor_file, check_text, default_recipe
 from keepset.cli.console import counted, load, megabytes, note, progress, say, say_whole
 from keepset.cli.options import (
     Device,
     Dtype,
     Force,
-    GenerationRecipe,
     OutputTokens,
     SamplingSeed,
     Temperature,
@@ -22,6 +21,7 @@ from keepset.cli.options import (
     takes_model,
 )
 from keepset.cli.streaming import Sampling, generate_streamed
+from keepset.defaults import ASKED_LATER, NETWORKS
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED, Source
 from keepset.texts import chat_parts, read
@@ -35,7 +35,10 @@ def build(
     model: Source,
     text: Annotated[Path, Option(help="A UTF-8 text file.")],
     out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
-    recipe: GenerationRecipe = "quantized(match(reread), keep=0.46)",
+    recipe: Annotated[
+        str | None,
+        Option(help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ASKED_LATER}]"),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Compress a text into a file.
@@ -46,7 +49,7 @@ def build(
     """
     from keepset.recipe import Recipe
 
-    parsed = Recipe.parse(recipe).require_budget()
+    given = None if recipe is None else Recipe.parse(recipe).require_budget()
     check_tensor_file(out, force)
     content = read(text)
 
@@ -59,6 +62,7 @@ def build(
     prompt, _ = chat_parts(tokenizer, content, "")
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
     check_fits_context(loaded, ids.shape[1])
+    parsed = default_recipe(loaded, model.called, ASKED_LATER) if given is None else given
     cache = Cache(loaded, parsed)
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):
@@ -71,7 +75,8 @@ def build(
     if cache.events:
         event, keep_set = cache.events[-1], cache.keep_set
         left = event.nbytes_before if keep_set is None else keep_set.nbytes
-        kept = f"{megabytes(event.nbytes_before)} of keys and values before, {megabytes(left)} after"
+        share = f"{cache.share:.1%} of a full 16-bit cache's"
+        kept = f"{megabytes(event.nbytes_before)} of keys and values before, {megabytes(left)} after ({share})"
     say(
         f"{out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
         f"the file has {megabytes(out.stat().st_size)}",

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from keepset.bench.tasks.task import Task
 
 RECIPES = "snapkv, adakv(expected_attention), kvzip"
-KEEPS = "0.5,0.25"
+BUDGETS = "0.5,0.25"
 DECODING = "snapkv, r_kv, ams(tova)"
-DECODING_KEEPS = "256,128"
+DECODING_BUDGETS = "256,128"
 _EVERY = 64
 _GENERATED = 10
 """The examples of generated tasks if no limit is given: one at each depth of a needle."""
@@ -45,11 +45,12 @@ def evaluate(
         ),
     ],
     recipes: Recipes = None,
-    keeps: Annotated[
+    budgets: Annotated[
         str | None,
         Option(
-            help="Budgets for recipes that name none: fractions or entries per head, separated by commas; tasks that "
-            f"decode use the entries only. [default: {KEEPS}; for tasks that decode {DECODING_KEEPS}]"
+            help="For recipes that name none, separated by commas: shares of a full 16-bit cache's bytes, or entries "
+            "per head as whole numbers; tasks that decode use the entries only. "
+            f"[default: {BUDGETS}; for tasks that decode {DECODING_BUDGETS}]"
         ),
     ] = None,
     prompt_tokens: Annotated[
@@ -82,7 +83,7 @@ def evaluate(
         int | None,
         Option(
             help="The tokens between compressions in tasks that decode, for recipes that do not say it. 0 compresses "
-            f"the prompt only, and then fractions are budgets too. [default: {_EVERY}]"
+            f"the prompt only, and then shares are budgets too. [default: {_EVERY}]"
         ),
     ] = None,
     always: Annotated[
@@ -129,7 +130,7 @@ def evaluate(
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     each = _EVERY if every is None else every
-    candidates = {task.name: _candidates(task, recipes, keeps, each, stay, not no_baselines) for task in chosen}
+    candidates = {task.name: _candidates(task, recipes, budgets, each, stay, not no_baselines) for task in chosen}
     if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
         limit = _GENERATED
     grid = SweepGrid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
@@ -148,29 +149,31 @@ def evaluate(
 
 
 def _candidates(
-    task: Task, recipes: str | None, keeps: str | None, every: int, always: tuple[int, int], baselines: bool
+    task: Task, recipes: str | None, budgets: str | None, every: int, always: tuple[int, int], baselines: bool
 ) -> Sequence[Candidate]:
     """Return a task's candidates: the full cache, the recipes, and baselines under the same budgets."""
     from keepset.bench.candidate import candidates
+    from keepset.core.budget import Budget
     from keepset.recipe import Recipe
 
     interval = (every or None) if task.decodes else None
     requested = Recipe.parse_list((DECODING if interval else RECIPES) if recipes is None else recipes)
-    budgets = parse_budgets((DECODING_KEEPS if interval else KEEPS) if keeps is None else keeps)
-    open_ended = [recipe for recipe in requested if recipe.budget.keep is None and recipe.method.traits.needs_budget]
-    named = [recipe.budget.keep for recipe in requested if recipe.budget.keep is not None]
+    given = parse_budgets((DECODING_BUDGETS if interval else BUDGETS) if budgets is None else budgets)
+    open_ended = [recipe for recipe in requested if not recipe.budget.is_given and recipe.method.traits.needs_budget]
+    of_recipes = [recipe.budget for recipe in requested if recipe.budget.is_given]
+    named = [Budget(budget.keep, bytes=budget.bytes) for budget in of_recipes]
     if interval:
-        budgets = [keep for keep in budgets if isinstance(keep, int)]
-        named = [keep for keep in named if isinstance(keep, int)]
-        if open_ended and not budgets:
+        given = [budget for budget in given if isinstance(budget.keep, int)]
+        named = [budget for budget in named if isinstance(budget.keep, int)]
+        if open_ended and not given:
             raise BudgetError(
-                f"{task.name} is about decoding, where a fraction of what is left would shrink at every event: give "
-                f"whole numbers too, such as --keeps {DECODING_KEEPS}, or compress the prompt only with --every 0."
+                f"{task.name} is about decoding, where a share of what is left would shrink at every event: give "
+                f"whole numbers too, such as --budgets {DECODING_BUDGETS}, or compress the prompt only with --every 0."
             )
-    chosen = candidates(requested, budgets, interval, always)
+    chosen = candidates(requested, given, interval, always)
     if baselines:
         random = f"random(protect_prompt=True, every={interval})" if interval else "random"
-        under = [*named, *(budgets if open_ended or not named else [])]
+        under = [*named, *(given if open_ended or not named else [])]
         chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval, always)
     return list({candidate.text: candidate for candidate in chosen}.values())
 

@@ -5,15 +5,14 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from keepset.cli.checks import check_fits_context, check_text
+from keepset.cli.checks import check_fits_context, check_text, default_recipe
 from keepset.cli.console import load, note, say, say_whole
 from keepset.cli.options import OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling, generate_streamed
+from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS
 from keepset.models import Source
 from keepset.texts import chat_parts, read
 
-RECIPE = "quantized(pool(prompt_queries), keep=0.46)"
-"""A quarter of the bytes of a 16-bit model, and of the recipes with one pass the nearest to the full cache."""
 SHORT = 256
 """The tokens below which a prompt is short: little of it can be spared."""
 
@@ -23,7 +22,11 @@ def generate(
     model: Source,
     prompt: Annotated[str, Argument(metavar="PROMPT", help="What to say to the model.")],
     recipe: Annotated[
-        str | None, Option(help=f"What to keep. [default: {RECIPE}, and all of a prompt of fewer than {SHORT} tokens]")
+        str | None,
+        Option(
+            help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ANSWERED_AT_ONCE}; "
+            f"all of a prompt of fewer than {SHORT} tokens]"
+        ),
     ] = None,
     text: Annotated[Path | None, Option(help="A UTF-8 text file that goes before the prompt.")] = None,
     question: Annotated[
@@ -40,7 +43,7 @@ def generate(
     """
     from keepset.recipe import Recipe
 
-    parsed = Recipe.parse(RECIPE if recipe is None else recipe).require_budget()
+    given = None if recipe is None else Recipe.parse(recipe).require_budget()
     check_text("The prompt", prompt)
     check_text("The question", question)
     sampling = Sampling(output_tokens, temperature, seed)
@@ -56,7 +59,8 @@ def generate(
     length = inputs["input_ids"].shape[1]
     check_fits_context(loaded, length, sampling.tokens)
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
-    if recipe is None and length < SHORT:
+    parsed = default_recipe(loaded, model.called, ANSWERED_AT_ONCE) if given is None else given
+    if given is None and length < SHORT:
         parsed = parsed.with_keep(1.0)
         note(f"All {length} tokens of so short a prompt stay; with --recipe a recipe decides.")
     cache = Cache(loaded, parsed, task_tokens=task)
@@ -66,7 +70,7 @@ def generate(
     later = sum(event.length > length for event in cache.events)
     again = "" if parsed.schedule.every is None else f", compressed {later} times while decoding"
     note(f"{parsed}: kept {kept:.1%} of {length} prompt tokens{again}; {summary}")
-    if recipe is not None and kept < 1 and length < SHORT:
+    if given is not None and kept < 1 and length < SHORT:
         note(f"A prompt of {length} tokens is short: the entries that were dropped will be missed.")
     say_whole(parsed, length)
     if compare_full:

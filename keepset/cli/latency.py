@@ -18,7 +18,7 @@ from keepset.texts import essay, read
 def latency(
     model: Source,
     recipes: Annotated[str, Option(help="Recipes with their budgets, separated by commas.")] = (
-        "snapkv(keep=0.25), adakv(snapkv, keep=0.25)"
+        "snapkv(bytes=0.25), adakv(snapkv, bytes=0.25)"
     ),
     prompt_tokens: Annotated[str, Option(help="Lengths of prompts, separated by commas.")] = "1024,4096",
     output_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64,

@@ -68,8 +68,8 @@ def _print_one(entry: dict[str, Any], about: str) -> None:
         for name, default in entry["parameters"].items():
             grid.add_row(name, entry["ranges"].get(name, "a method"), "" if default is None else repr(default))
         show(grid)
-    keep = "keep=0.25" if entry["needs_budget"] else ""
-    call = ", ".join(filter(None, ["snapkv" if divides else "", keep]))
+    budget = "bytes=0.25" if entry["needs_budget"] else ""
+    call = ", ".join(filter(None, ["snapkv" if divides else "", budget]))
     example = f"{entry['name']}({call})" if call else entry["name"]
     facts = (
         f"looks at: {', '.join(entry['needs']) or 'keys, values'}",

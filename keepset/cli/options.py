@@ -25,7 +25,6 @@ Device = Annotated[
 ]
 Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16. [default: as the model is stored]")]
 Recipes = Annotated[str | None, Option(help="Recipes, separated by commas. [default: a choice]")]
-GenerationRecipe = Annotated[str, Option(help="A recipe, such as 'snapkv(keep=0.25)'.")]
 OneText = Annotated[Path | None, Option(help="A UTF-8 text file. [default: an essay]")]
 Json = Annotated[
     Path | None,

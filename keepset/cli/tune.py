@@ -32,7 +32,9 @@ def tune(
         list[Path],
         Option(metavar="<path>", help="A UTF-8 text file like those that you use; as often as you like."),
     ],
-    keep: Annotated[str, Option(help="The budget: a fraction or entries per KV head.")] = "0.25",
+    budget: Annotated[
+        str, Option(help="A share of a full 16-bit cache's bytes, or entries per KV head (a whole number).")
+    ] = "0.25",
     retrieval: Annotated[
         bool, Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first.")
     ] = False,
@@ -48,9 +50,9 @@ def tune(
     that follows and, with --retrieval, facts that are found after the text was compressed. What the intervals over
     pieces cannot tell apart is said to be tied.
     """
-    budgets = parse_budgets(keep)
+    budgets = parse_budgets(budget)
     if len(budgets) > 1:
-        raise BudgetError(f"keep={keep!r} is more than one budget: all recipes are compared under one, give that.")
+        raise BudgetError(f"--budget {budget!r} is more than one: all recipes are compared under one, give that.")
     check_whole(2**63, seed=(seed, 0))
     check_minutes(minutes)
     for path in text:
@@ -102,7 +104,7 @@ def print_result(result: dict[str, Any]) -> None:
     from keepset.bench.report.tune import interval, table
 
     say(
-        f"{result['model']}, keep={result['keep']}: {result['pieces']} pieces of {result['tokens']} tokens, "
+        f"{result['model']}, {result['budget']}: {result['pieces']} pieces of {result['tokens']} tokens, "
         f"{result['continuation_tokens']} after each.",
     )
     if result["facts"]:

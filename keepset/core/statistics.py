@@ -302,6 +302,18 @@ def offer(model: str, make: Callable[[], Path]) -> None:
     _offers[model] = make
 
 
+def offered(model: str) -> Statistics | None:
+    """Return the statistics that `offer` registered for a model; None if there are none.
+
+    Args:
+        model: the model's name.
+
+    Raises:
+        KeepsetError: if this version cannot read them.
+    """
+    return load("", model) if model in _offers else None
+
+
 def load(file: str, model: str = "") -> Statistics:
     """Return the statistics in a file, or those that are offered for a model.
 

@@ -22,6 +22,7 @@ from keepset.core.features.attention import SecondPass
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.method import forecast_quotas
 from keepset.core.observation import Observation
+from keepset.core.traits import FULL_BYTES
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.attention import AttentionInput
@@ -177,6 +178,21 @@ class Cache(ObservedCache):
                 entry = (heads.keys.shape[-1] + heads.values.shape[-1]) * heads.dtype.itemsize
                 total += layer.store.batch * layer.store.kv_heads * layer.logical * entry - layer.nbytes
         return total
+
+    @property
+    def share(self) -> float:
+        """Bytes of the entries that are there, of what a full 16-bit cache of all tokens so far takes.
+
+        Entries are counted as `Budget.bytes` counts them, whatever the model's type; layers that keepset leaves alone
+        are not counted.
+        """
+        held = full = 0
+        for layer in self.kept_layers.values():
+            if layer.store is not None and self.progress is not None:
+                sizes = layer.store.heads.keys.shape[-1], layer.store.heads.values.shape[-1]
+                held += layer.store.entries * self.recipe.method.traits.entry_bytes(*sizes)
+                full += layer.store.kv_heads * sum(self.progress.tokens) * FULL_BYTES * sum(sizes)
+        return held / full if full else 1.0
 
     @property
     def keep_set(self) -> KeepSet | None:

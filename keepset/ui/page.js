@@ -13,9 +13,9 @@ function shade() {
 }
 
 function costs(side) {
-  const { bytes: size, read, answer, answered, kept } = told[side];
+  const { bytes: size, read, answer, answered, kept, share } = told[side];
   const parts = [megabytes(size), `read in ${seconds(read)}`];
-  if (kept !== undefined) parts.unshift(`${percent(kept)} of the entries`);
+  if (kept !== undefined) parts.unshift(`${percent(share)} of a full 16-bit cache’s bytes`, `${percent(kept)} of the entries`);
   if (answered) parts.push(`${answered} tokens in ${seconds(answer)}`);
   id(`${side}-cost`).textContent = parts.join(" · ");
 }
@@ -70,7 +70,7 @@ async function run() {
   id("compressed-name").textContent = id("recipe").value;
   status("Starting …");
   try {
-    const body = { text: id("input").value, question: id("question").value, recipe: id("recipe").value, keep: id("keep").value };
+    const body = { text: id("input").value, question: id("question").value, recipe: id("recipe").value, budget: id("budget").value };
     const headers = { "Content-Type": "application/json" };
     const response = await fetch("/run", { method: "POST", headers, body: JSON.stringify(body), signal: running.signal });
     if (response.ok) for await (const event of events(response)) take(event);

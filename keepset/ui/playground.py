@@ -40,14 +40,14 @@ class RunRequest:
     Attributes:
         text: the text that is read and compressed.
         question: asked afterwards; nothing is asked if it is blank.
-        recipe: the recipe's text; a recipe without a budget takes `keep`.
-        keep: a fraction, or entries per KV head.
+        recipe: the recipe's text; a recipe without a budget takes `budget`.
+        budget: a share of a full 16-bit cache's bytes, or entries per KV head.
     """
 
     text: str
     question: str
     recipe: str
-    keep: str
+    budget: str
 
     @classmethod
     def of(cls, fields: Any) -> RunRequest:
@@ -56,7 +56,7 @@ class RunRequest:
         Raises:
             KeepsetError: it is not what the page sends.
         """
-        names = ("text", "question", "recipe", "keep")
+        names = ("text", "question", "recipe", "budget")
         if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
             raise KeepsetError(f"A request is a JSON object with the texts {', '.join(names)}.")
         for name in names:
@@ -75,12 +75,15 @@ class RunRequest:
             KeepsetError: recipe or budget are none.
         """
         recipe = Recipe.parse(self.recipe)
-        if recipe.budget.keep is None and self.keep.strip():
+        said = self.budget.strip()
+        if said and not recipe.budget.is_given:
             try:
-                keep = int(self.keep) if self.keep.strip().isdecimal() else float(self.keep)
+                number = int(said) if said.isdecimal() else float(said)
             except ValueError:
-                raise KeepsetError(f"keep={self.keep!r} is no number: use a fraction, or entries per head.") from None
-            recipe = recipe.with_keep(keep)
+                raise KeepsetError(
+                    f"The budget {said!r} is no number: use a share of bytes such as 0.25, or entries per head."
+                ) from None
+            recipe = recipe.with_keep(number) if isinstance(number, int) else recipe.with_bytes(number)
         return recipe.require_budget()
 
 
@@ -127,7 +130,8 @@ class Playground:
             seconds = self._read(ids, shading.cache)
         finally:
             shading.cache.stop_watching()
-        send({"compressed": {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share}})
+        told = {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share, "share": shading.cache.share}
+        send({"compressed": told})
         if request.question.strip():
             self._ask(question, {"full": full, "compressed": shading.cache}, send)
         send({"done": True})

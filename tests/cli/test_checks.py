@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepset import KeepsetError
+from keepset import Budget, KeepsetError
 from keepset.cli.checks import parse_budgets, parse_indices, parse_whole
 
 
@@ -13,15 +13,16 @@ def test_each_number_once() -> None:
     assert parse_indices("7, 0,7") == [0, 7]
 
 
-def test_budgets_are_entries_or_fractions() -> None:
-    budgets = parse_budgets("512, 0.25,1.0")
-    assert budgets == [512, 0.25, 1.0] and list(map(type, budgets)) == [int, float, float]
+def test_budgets_are_entries_or_shares_of_bytes() -> None:
+    assert parse_budgets("512, 0.25,1.0,1") == [Budget(512), Budget(bytes=0.25), Budget(bytes=1.0), Budget(1)]
 
 
-@pytest.mark.parametrize("keep", ["0", "-3", "0.0", "-0.5", "1.5", "1e999", "nan", "half", "True", "1j", "", "0.5 0.2"])
-def test_what_is_no_budget(keep: str) -> None:
-    with pytest.raises(KeepsetError, match="keep="):
-        parse_budgets(f"0.5,{keep}")
+@pytest.mark.parametrize(
+    "budget", ["0", "-3", "0.0", "-0.5", "1.5", "1e999", "nan", "half", "True", "1j", "", "0.5 0.2"]
+)
+def test_what_is_no_budget(budget: str) -> None:
+    with pytest.raises(KeepsetError, match=r"is out of range|is not a number"):
+        parse_budgets(f"0.5,{budget}")
     with pytest.raises(KeepsetError, match="is too large a number"):
         parse_budgets("9" * 20)
 

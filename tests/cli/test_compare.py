@@ -8,23 +8,21 @@ import pytest
 
 import keepset
 from keepset.bench.compare.prompt import PromptComparer
-from keepset.cli.compare import KEEPS as DEFAULT_KEEPS
+from keepset.cli.compare import BUDGETS as DEFAULT_BUDGETS
 from keepset.cli.compare import RECIPES as ALL
 from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run, load_json
 
 RECIPES = ["tova", "snapkv(window=8)", "quantized(adakv(h2o))"]
-KEEPS = [0.5, 20]
+BUDGETS = ["bytes=0.5", "keep=20"]
 COMPARE = (
     *("compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16"),
-    *("--recipes", ", ".join(RECIPES), "--keeps", "0.5,20"),
+    *("--recipes", ", ".join(RECIPES), "--budgets", "0.5,20"),
 )
 CANONICAL = [
-    recipe[:-1] + f", keep={keep})" if "(" in recipe else f"{recipe}(keep={keep})"
-    for recipe in RECIPES
-    for keep in KEEPS
+    recipe[:-1] + f", {budget})" if "(" in recipe else f"{recipe}({budget})" for recipe in RECIPES for budget in BUDGETS
 ]
-ROW = {"recipe", "method", "requested", "keep", "kv_bytes", "kv_bytes_full", "kl", "nll_delta", "top1"} | {
+ROW = {"recipe", "method", "requested", "keep", "share", "kv_bytes", "kv_bytes_full", "kl", "nll_delta", "top1"} | {
     *("prefill_seconds", "prefill_seconds_full", "select_seconds", "decode_tokens_per_second")
 }
 FULL = {"kv_bytes", "nll", "prefill_seconds", "decode_tokens_per_second"}
@@ -53,10 +51,13 @@ def test_json(run: Run) -> None:
     assert full["nll"] > 0 and full["prefill_seconds"] > 0 and full["decode_tokens_per_second"] > 0
 
     assert [row["recipe"] for row in rows] == CANONICAL
-    assert [row["method"] for row in rows] == [str(keepset.Recipe.parse(text)) for text in RECIPES for _ in KEEPS]
-    for row, keep in zip(rows, KEEPS * 3, strict=True):
-        assert set(row) == ROW and row["requested"] == keep
-        kept = 100 if keep == 0.5 else 20
+    assert [row["method"] for row in rows] == [str(keepset.Recipe.parse(text)) for text in RECIPES for _ in BUDGETS]
+    for row, budget in zip(rows, BUDGETS * 3, strict=True):
+        assert set(row) == ROW and row["requested"] == budget
+        # On a model of 16 bits an entry of a head takes 32 bytes and its position, or 16 and two scales and a position.
+        entry = 24 if "quantized" in row["recipe"] else 36
+        kept = 20 if budget == "keep=20" else 200 * 32 // (2 * entry)
+        assert row["share"] == kept * entry / (200 * 32) <= 0.5
         assert row["keep"] == kept / 200
         assert row["kv_bytes_full"] == full["kv_bytes"]
         # In 8 bits a quarter, and two scales in each of four heads.
@@ -72,7 +73,7 @@ def test_json(run: Run) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ["compare", "--prompt-tokens", "200", "--recipes", "knorm", "--keeps", "0.5"],
+        ["compare", "--prompt-tokens", "200", "--recipes", "knorm", "--budgets", "0.5"],
         ["compare", "--text", "text", "--question", "Who?", "--answer", "me", "--recipes", "knorm(keep=0.5)"],
     ],
     ids=["essay", "own text"],
@@ -93,27 +94,27 @@ def test_table_has_the_best_first_and_a_conclusion(run: Run) -> None:
     assert (done.code, done.err) == (0, "figures: figures\n")
     first, header, full, *rows, last = done.out.splitlines()
     assert first == "SmolLM2-135M-Instruct: 200 tokens of prompt, 16 after it."
-    assert header.split() == ["recipe", "MB", "bytes", "KL", "top-1", "prefill"]
+    assert header.split() == ["recipe", "MB", "of", "16-bit", "KL", "top-1", "prefill"]
     assert full.split() == ["full", "cache", "0.1", "100.0%", "0.000", "100%", "x1.00"]
-    assert [rows[0].strip(), rows[4].strip()] == ["keep=0.5", "keep=20"]
+    assert [rows[0].strip(), rows[4].strip()] == BUDGETS
     figures = load_json(Path("figures").read_text(encoding="utf-8"))["rows"]
-    for keep, shown in ((0.5, rows[1:4]), (20, rows[5:])):
-        order = sorted((row for row in figures if row["requested"] == keep), key=lambda row: row["kl"])
+    for budget, shown in zip(BUDGETS, (rows[1:4], rows[5:]), strict=True):
+        order = sorted((row for row in figures if row["requested"] == budget), key=lambda row: row["kl"])
         assert all(line.strip().startswith(f"{row['method']} ") for line, row in zip(shown, order, strict=True))
         assert [line.split()[-3] for line in shown] == [f"{row['kl']:.3f}" for row in order]
-        shares = [f"{row['kv_bytes'] / row['kv_bytes_full']:.1%}" for row in order]
+        shares = [f"{row['share']:.1%}" for row in order]
         assert [line.split()[-4] for line in shown] == shares
-    best = min((row for row in figures if row["requested"] == 20), key=lambda row: row["kl"])
-    assert f" of the memory {best['method']} is nearest to the full cache" in last
+    best = min((row for row in figures if row["requested"] == BUDGETS[1]), key=lambda row: row["kl"])
+    assert f" of a full 16-bit cache's bytes {best['method']} is nearest to the full cache" in last
 
 
 def test_row_that_fails(run: Run) -> None:
-    words = ["compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16", "--keeps", "0.5,8"]
+    words = ["compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16", "--budgets", "0.5,8"]
     recipes = ["--recipes", "tova, snapkv, tova(keep=30, every=8)"]
     done = run(*words, *recipes, "--json", "figures")
     assert (done.code, done.err) == (1, "figures: figures\n")
     rows = load_json(Path("figures").read_text(encoding="utf-8"))["rows"]
-    grid = [f"{name}(keep={keep})" for name in ("tova", "snapkv") for keep in (0.5, 8)]
+    grid = [f"{name}({budget})" for name in ("tova", "snapkv") for budget in ("bytes=0.5", "keep=8")]
     assert [row["recipe"] for row in rows] == [*grid, "tova(keep=30, every=8)"]
     for row in rows[:3]:
         assert set(row) == ROW
@@ -121,7 +122,9 @@ def test_row_that_fails(run: Run) -> None:
         assert set(row) == {"recipe", "method", "requested", "error"}
     assert rows[3]["error"].startswith("keep=8 is below the 64 entries that always stay")
     assert done.out.count("keep=8 is below the 64 entries that always stay") == 1
-    assert done.out.index("\nkeep=0.5") < done.out.index("\nkeep=8") < done.out.index("snapkv(keep=8): keep=8 is below")
+    assert (
+        done.out.index("\nbytes=0.5") < done.out.index("\nkeep=8") < done.out.index("snapkv(keep=8): keep=8 is below")
+    )
 
 
 @pytest.mark.full
@@ -134,7 +137,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert done.code == 0 and done.err.endswith("report: keepset-demo.html\n")
     assert "Asked after compression: What is the secret number of Oslo?" in done.out
     for recipe in keepset.Recipe.parse_list(ALL):
-        assert done.out.count(f"  {recipe} ") == len(DEFAULT_KEEPS.split(","))
+        assert done.out.count(f"  {recipe} ") == len(DEFAULT_BUDGETS.split(","))
     assert (tmp_path / "keepset-demo.html").is_file()
 
 
@@ -146,7 +149,7 @@ DECODE += ("--recipes", "tova, knorm(keep=30, every=7)")
 
 @pytest.mark.full
 def test_decode_json(run: Run) -> None:
-    done = run(*DECODE, "--continuation", "300", "--keeps", "20,40", "--every", "16", "--json", "-")
+    done = run(*DECODE, "--continuation", "300", "--budgets", "20,40", "--every", "16", "--json", "-")
     assert (done.code, done.err) == (0, "")
     comparison = load_json(done.out)
     assert (comparison["tokens"], comparison["continuation_tokens"], comparison["drift_tokens"]) == (100, 300, 256)
@@ -163,10 +166,10 @@ def test_decode_json(run: Run) -> None:
 
 
 def test_decode_table_and_report(run: Run, tmp_path: Path) -> None:
-    done = run(*DECODE, "--continuation", "80", "--keeps", "20", "--html", "page.html")
+    done = run(*DECODE, "--continuation", "80", "--budgets", "20", "--html", "page.html")
     assert (done.code, done.err) == (0, "report: page.html\n")
     header = done.out.splitlines()[1]
-    assert header.split() == ["recipe", "MB", "bytes", "peak", "MB", "KL", "top-1", "prefill"]
+    assert header.split() == ["recipe", "MB", "of", "16-bit", "peak", "MB", "KL", "top-1", "prefill"]
     assert "  tova(every=64) " in done.out
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "kl_drift" in page and "knorm(keep=30, every=7)" in page
@@ -177,7 +180,7 @@ def test_decode_what_the_model_generated(run: Run, tiny: Any) -> None:
     import torch
 
     model, tokenizer = tiny
-    done = run(*DECODE, "--generate", "40", "--keeps", "4096", "--json", "-")
+    done = run(*DECODE, "--generate", "40", "--budgets", "4096", "--json", "-")
     assert done.code == 0
     comparison = load_json(done.out)
     assert (comparison["tokens"], comparison["continuation_tokens"]) == (100, 40)
@@ -222,8 +225,8 @@ def test_what_is_done_is_there_after_an_interrupt(run: Run, tmp_path: Path, as_j
     if as_json:
         assert [row["recipe"] for row in load_json(done.out)["rows"]] == CANONICAL[:1]
     else:
-        *_, keep, row, _ = done.out.splitlines()
-        assert keep.strip() == "keep=0.5" and row.split()[0] == "tova"
+        *_, budget, row, _ = done.out.splitlines()
+        assert budget.strip() == BUDGETS[0] and row.split()[0] == "tova"
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert CANONICAL[0] in page and CANONICAL[1] not in page
 

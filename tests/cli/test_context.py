@@ -38,7 +38,8 @@ def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
     done = run("context", "build", "--text", "text", "--out", "saved", "--recipe", RECIPE)
     assert (done.code, done.err) == (0, "")
     match = re.fullmatch(
-        r"saved: (\d+) tokens under (.*) in [\d.]+ s; ([\d.]+) MB of keys and values before, ([\d.]+) MB after; "
+        r"saved: (\d+) tokens under (.*) in [\d.]+ s; ([\d.]+) MB of keys and values before, ([\d.]+) MB after "
+        r"\(([\d.]+)% of a full 16-bit cache's\); "
         r"the file has ([\d.]+) MB\n",
         done.out,
     )
@@ -47,7 +48,9 @@ def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
     assert int(match[1]) == length
     per_entry = 2 * 2 * 2 * 8 * 4  # layers, KV heads, keys and values, head size, bytes
     assert (match[3], match[4]) == (f"{length * per_entry / 1e6:.1f}", f"{length // 2 * per_entry / 1e6:.1f}")
-    assert float(match[5]) == round(Path("saved").stat().st_size / 1e6, 1)
+    # On a model of 16 bits an entry has 32 bytes and its position.
+    assert match[5] == f"{100 * (length // 2) * 36 / (length * 32):.1f}"
+    assert float(match[6]) == round(Path("saved").stat().st_size / 1e6, 1)
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["saved", "text"]
     assert all(not module._forward_hooks for module in tiny[0].modules())
     words = ("context", "ask", "saved", "Why?", "--output-tokens", "5000")

@@ -30,7 +30,7 @@ TRACE = ("--baseline", "knorm(keep=9)", "--forced", "--output-tokens", "6", "--h
 REPRODUCE = ("--model", "embedded", "--limit", "1", "--output-tokens", "4", "--data", ".")
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--output-tokens", "3"),
-    "compare": ("compare", "--recipes", "tova", "--keeps", "0.5", "--prompt-tokens", "64", "--continuation", "8"),
+    "compare": ("compare", "--recipes", "tova", "--budgets", "0.5", "--prompt-tokens", "64", "--continuation", "8"),
     "trace": ("trace", "Hello", "--recipe", "tova(keep=16, every=4)", *TRACE),
     "diagnose": ("diagnose", "gvote"),
     "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
@@ -44,12 +44,12 @@ COMMANDS = {
         "1",
         "--recipes",
         "snapkv(window=4)",
-        "--keeps",
+        "--budgets",
         "0.5",
     ),
     "calibrate": ("calibrate", "--out", "stats.safetensors", *CALIBRATE),
     "compile": ("compile", "--out", "tables.safetensors", *COMPILE),
-    "tune": ("tune", "--text", "text.txt", "--keep", "0.3", "--retrieval"),
+    "tune": ("tune", "--text", "text.txt", "--budget", "0.3", "--retrieval"),
     "reproduce": ("reproduce", "ams-table-2", *REPRODUCE),
 }
 

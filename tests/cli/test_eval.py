@@ -23,7 +23,7 @@ from tests.bench.sweep.sweeping import Counting, cell
 from tests.cli.conftest import Forked, Run, check_refused
 
 NEEDLE = ("eval", "needle", "--prompt-tokens", "256,300", "--limit", "2")
-NEEDLE += ("--recipes", "snapkv(window=8)", "--keeps", "0.5,40")
+NEEDLE += ("--recipes", "snapkv(window=8)", "--budgets", "0.5,40")
 WHERE = "all figures are in 'sweep.sqlite': keepset results shows them again\n"
 BASELINES = [f"{name}(keep={keep})" for name in ("random", "streaming_llm") for keep in (0.5, 40)]
 
@@ -81,7 +81,7 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     done = run(*NEEDLE, "--json", "-")
     assert (done.code, done.err) == (0, WHERE)
     summary = json.loads(done.out)
-    recipes = [FULL, "snapkv(window=8, keep=0.5)", "snapkv(window=8, keep=40)", *BASELINES]
+    recipes = [FULL, "snapkv(window=8, bytes=0.5)", "snapkv(window=8, keep=40)", *BASELINES]
     assert [row["task"] for row in summary["rows"]] == ["needle@256"] * 7 + ["needle@300"] * 7
     for names in ([row["recipe"] for row in summary["rows"][part]] for part in (slice(7), slice(7, 14))):
         assert names[0] == FULL and sorted(names) == sorted(recipes)
@@ -108,9 +108,9 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
 
 
 def test_table(run: Run, stub: type[Stub]) -> None:
-    done = run("eval", "counting", "--recipes", "knorm", "--keeps", "0.5")
+    done = run("eval", "counting", "--recipes", "knorm", "--budgets", "0.5")
     assert (done.code, done.err) == (0, WHERE)
-    for text in (FULL, "knorm(keep=0.5)", "random(keep=0.5)", "streaming_llm(keep=0.5)"):
+    for text in (FULL, "knorm(bytes=0.5)", "random(bytes=0.5)", "streaming_llm(bytes=0.5)"):
         assert sum(text in line for line in done.out.splitlines()) >= 1
     assert Stub.asking == {"mode": "prompt", "chat": True, "temperature": 0.0}
 
@@ -143,9 +143,9 @@ def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) 
     assert run("eval", "counting,reckoning").code == 0
     assert recipes("counting") == [
         FULL,
-        *(f"{name}(keep={keep})" for name in ("snapkv",) for keep in (0.5, 0.25)),
-        *(f"adakv(expected_attention, keep={keep})" for keep in (0.5, 0.25)),
-        *(f"{name}(keep={keep})" for name in ("kvzip", "random", "streaming_llm") for keep in (0.5, 0.25)),
+        *(f"{name}(bytes={share})" for name in ("snapkv",) for share in (0.5, 0.25)),
+        *(f"adakv(expected_attention, bytes={share})" for share in (0.5, 0.25)),
+        *(f"{name}(bytes={share})" for name in ("kvzip", "random", "streaming_llm") for share in (0.5, 0.25)),
     ]
     assert recipes("reckoning") == [
         FULL,
@@ -158,11 +158,11 @@ def test_recipes_and_baselines_where_none_are_named(run: Run, stub: type[Stub]) 
 
 
 def test_a_task_that_decodes_may_have_its_prompt_compressed_only(run: Run, stub: type[Stub]) -> None:
-    words = ("--recipes", "gvote, tova, snapkv(every=8, keep=64)", "--keeps", "0.5")
+    words = ("--recipes", "gvote, tova, snapkv(every=8, keep=64)", "--budgets", "0.5")
     run("eval", "reckoning", "--every", "0", *words)
     assert recipes("reckoning") == [
-        *(FULL, "gvote", "tova(keep=0.5)", "snapkv(keep=64, every=8)"),
-        *("random(keep=64)", "random(keep=0.5)", "streaming_llm(keep=64)", "streaming_llm(keep=0.5)"),
+        *(FULL, "gvote", "tova(bytes=0.5)", "snapkv(keep=64, every=8)"),
+        *("random(keep=64)", "random(bytes=0.5)", "streaming_llm(keep=64)", "streaming_llm(bytes=0.5)"),
     ]
     run("eval", "reckoning", "--every", "0", "--out", "x.sqlite")
     run("eval", "counting", "--out", "y.sqlite")
@@ -170,7 +170,7 @@ def test_a_task_that_decodes_may_have_its_prompt_compressed_only(run: Run, stub:
 
 
 def test_a_sample_is_drawn_and_goes_on_as_itself_only(run: Run, stub: type[Stub]) -> None:
-    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5", "--sample", "0.5")
+    words = ("eval", "counting", "--recipes", "knorm", "--budgets", "0.5", "--sample", "0.5")
     assert run(*words).code == 0
     drawn = {each.example for each in stored()}
     assert len(drawn) == 2 and len(stored()) == 2 * 4
@@ -180,7 +180,7 @@ def test_a_sample_is_drawn_and_goes_on_as_itself_only(run: Run, stub: type[Stub]
 
 
 def test_tokens_that_stay_under_every_recipe(run: Run, stub: type[Stub]) -> None:
-    words = ("--recipes", "tova, r_kv(recent=64)", "--keeps", "128", "--always", "4, 32")
+    words = ("--recipes", "tova, r_kv(recent=64)", "--budgets", "128", "--always", "4, 32")
     assert run("eval", "reckoning", *words).code == 0
     assert recipes("reckoning") == [
         FULL,
@@ -194,11 +194,11 @@ def test_tokens_that_stay_under_every_recipe(run: Run, stub: type[Stub]) -> None
     ("words", "counting", "reckoning"),
     [
         (
-            ["--recipes", "tova, knorm(keep=0.1)", "--keeps", "0.5,64", "--every", "16"],
+            ["--recipes", "tova, knorm(keep=0.1)", "--budgets", "0.5,64", "--every", "16"],
             [
-                *("tova(keep=0.5)", "tova(keep=64)", "knorm(keep=0.1)"),
-                *("random(keep=0.1)", "random(keep=0.5)", "random(keep=64)"),
-                *("streaming_llm(keep=0.1)", "streaming_llm(keep=0.5)", "streaming_llm(keep=64)"),
+                *("tova(bytes=0.5)", "tova(keep=64)", "knorm(keep=0.1)"),
+                *("random(keep=0.1)", "random(bytes=0.5)", "random(keep=64)"),
+                *("streaming_llm(keep=0.1)", "streaming_llm(bytes=0.5)", "streaming_llm(keep=64)"),
             ],
             [
                 *("tova(keep=64, every=16)", "knorm(keep=0.1, every=16)"),
@@ -214,12 +214,12 @@ def test_tokens_that_stay_under_every_recipe(run: Run, stub: type[Stub]) -> None
             ],
         ),
         (
-            ["--recipes", "tova, random", "--keeps", "64", "--no-baselines"],
+            ["--recipes", "tova, random", "--budgets", "64", "--no-baselines"],
             ["tova(keep=64)", "random(keep=64)"],
             ["tova(keep=64, every=64)", "random(keep=64, every=64)"],
         ),
         (
-            ["--recipes", "gvote", "--keeps", "64"],
+            ["--recipes", "gvote", "--budgets", "64"],
             ["gvote", "random(keep=64)", "streaming_llm(keep=64)"],
             ["gvote(every=64)", "random(keep=64, protect_prompt=True, every=64)", "streaming_llm(keep=64, every=64)"],
         ),
@@ -234,7 +234,7 @@ def test_baselines_have_the_budgets_of_the_others(
 
 
 def test_a_recipe_that_fails_is_a_result_and_said(run: Run, stub: type[Stub]) -> None:
-    words = ("eval", "counting", "--recipes", "snapkv, tova", "--keeps", "8", "--no-baselines", "--json", "-")
+    words = ("eval", "counting", "--recipes", "snapkv, tova", "--budgets", "8", "--no-baselines", "--json", "-")
     done = run(*words)
     assert (done.code, done.err) == (1, WHERE)
     rows = {row["recipe"]: row for row in json.loads(done.out)["rows"]}
@@ -244,7 +244,7 @@ def test_a_recipe_that_fails_is_a_result_and_said(run: Run, stub: type[Stub]) ->
 
 
 def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run: Run, stub: type[Stub]) -> None:
-    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5", "--json", "-")
+    words = ("eval", "counting", "--recipes", "knorm", "--budgets", "0.5", "--json", "-")
     Stub.interrupt_at = 7
     done = run(*words)
     assert (done.code, done.out) == (130, "")
@@ -261,24 +261,24 @@ def test_ctrl_c_keeps_what_is_there_and_the_same_command_goes_on(run: Run, stub:
 
 
 def test_what_memory_was_not_enough_for_is_said(run: Run, stub: type[Stub]) -> None:
-    words = ("eval", "counting", "--limit", "3", "--recipes", "knorm", "--keeps", "0.5", "--json", "-")
-    Stub.no_memory_for = "knorm(keep=0.5)"
+    words = ("eval", "counting", "--limit", "3", "--recipes", "knorm", "--budgets", "0.5", "--json", "-")
+    Stub.no_memory_for = "knorm(bytes=0.5)"
     done = run(*words)
     assert done.code == 1
-    said = "counting: knorm(keep=0.5) was left out, 3 times (memory was not enough); the same command tries again\n"
+    said = "counting: knorm(bytes=0.5) was left out, 3 times (memory was not enough); the same command tries again\n"
     assert done.err == WHERE + said
     Stub.no_memory_for = ""
     assert run(*words).code == 0
-    assert recipes("counting") == [FULL, "random(keep=0.5)", "streaming_llm(keep=0.5)", "knorm(keep=0.5)"]
+    assert recipes("counting") == [FULL, "random(bytes=0.5)", "streaming_llm(bytes=0.5)", "knorm(bytes=0.5)"]
 
 
 def test_what_is_done_is_shown_without_the_model(run: Run, stub: type[Stub], monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("eval", "counting", "--recipes", "knorm", "--keeps", "0.5,0.25", "--seeds", "0,1", "--json", "-")
+    words = ("eval", "counting", "--recipes", "knorm", "--budgets", "0.5,0.25", "--seeds", "0,1", "--json", "-")
     first = run(*words)
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded for nothing"))
     assert run(*words) == first
-    part = run("eval", "counting", "--recipes", "knorm", "--keeps", "0.25", "--no-baselines", "--json", "-")
-    assert [row["recipe"] for row in json.loads(part.out)["rows"]] == [FULL, "knorm(keep=0.25)"]
+    part = run("eval", "counting", "--recipes", "knorm", "--budgets", "0.25", "--no-baselines", "--json", "-")
+    assert [row["recipe"] for row in json.loads(part.out)["rows"]] == [FULL, "knorm(bytes=0.25)"]
     for more in (["--no-chat"], ["--model", "another"], ["--seeds", "2"], ["--recipes", "tova"]):
         with pytest.raises(pytest.fail.Exception, match="a model was loaded for nothing"):
             run(*words, *more)

@@ -28,18 +28,21 @@ def small(tiny: Any, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_json_and_report(run: Run) -> None:
-    done = run(*TUNE, "--keep", "0.3", "--json", "-", "--html", "page.html")
+    done = run(*TUNE, "--budget", "0.3", "--json", "-", "--html", "page.html")
     assert (done.code, done.err) == (0, "report: page.html\n")
     result = load_json(done.out)
-    assert (result["model"], result["keep"], result["tokens"], result["continuation_tokens"]) == (MODEL, 0.3, 240, 16)
+    assert (result["model"], result["budget"], result["tokens"]) == (MODEL, "bytes=0.3", 240)
+    assert result["continuation_tokens"] == 16
     assert result["pieces"] == result["measured"] == 16 and result["round"] == result["rounds"] == 4
-    names = {"streaming_llm(keep=0.3)", "tova(keep=0.3)", "knorm(keep=0.3)"}
+    names = {"streaming_llm(bytes=0.3)", "tova(bytes=0.3)", "knorm(bytes=0.3)"}
     assert {row["recipe"] for row in result["rows"]} == names and result["facts"] == 0
     for row in result["rows"]:
         assert row["kl"]["low"] <= row["kl"]["mean"] <= row["kl"]["high"]
-        assert row["pieces"] == 16 and row["finalist"] and row["keep"] == 72 / 240
+        assert row["pieces"] == 16 and row["finalist"] and row["keep"] == 64 / 240 and row["share"] == 0.3
     (dropped,) = result["dropped"]
-    assert dropped["recipe"] == "qfilter(stats='absent', keep=0.3)" and "There is no file 'absent'" in dropped["reason"]
+    assert (
+        dropped["recipe"] == "qfilter(stats='absent', bytes=0.3)" and "There is no file 'absent'" in dropped["reason"]
+    )
     assert result["recipe"] in result["tied"] and set(result["tied"]) <= names
     assert result["recipe"] in result["verdict"][0]
     assert data_of(Path("page.html").read_text(encoding="utf-8"))["figures"] == result
@@ -49,7 +52,7 @@ def test_json_and_report(run: Run) -> None:
 @pytest.mark.usefixtures("small")
 def test_table_with_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER_TOKENS", 1)
-    done = run(*TUNE, "--keep", "64", "--retrieval", "--seed", "3")
+    done = run(*TUNE, "--budget", "64", "--retrieval", "--seed", "3")
     assert done.code == 0
     first, second, header, *rows = done.out.splitlines()
     assert first.startswith(f"{MODEL}, keep=64: 16 pieces of ") and "found" in header
@@ -63,10 +66,10 @@ def test_table_with_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 def test_several_texts_and_the_same_seed_twice(run: Run) -> None:
     Path("other").write_text(texts.essay("worked")[5000:8000], encoding="utf-8")
-    results = [load_json(run(*TUNE, "--text", "other", "--keep", "0.3", "--json", "-").out) for _ in range(2)]
+    results = [load_json(run(*TUNE, "--text", "other", "--budget", "0.3", "--json", "-").out) for _ in range(2)]
     rows = [[{k: v for k, v in row.items() if "seconds" not in k} for row in each["rows"]] for each in results]
     assert rows[0] == rows[1]
-    other = load_json(run(*TUNE, "--text", "other", "--keep", "0.3", "--seed", "1", "--json", "-").out)["rows"]
+    other = load_json(run(*TUNE, "--text", "other", "--budget", "0.3", "--seed", "1", "--json", "-").out)["rows"]
     assert other[0]["kl"] != results[0]["rows"][0]["kl"]
 
 
@@ -108,7 +111,7 @@ def test_a_terminal_shows_how_far_it_is(run: Run, monkeypatch: pytest.MonkeyPatc
         if len(stop) == 20:
             raise KeyboardInterrupt
         costs = {"kv_bytes": 1, "kv_bytes_full": 2, "prefill_seconds": 1.0, "prefill_seconds_full": 1.0}
-        return {"kl": 0.1, "top1": 1.0, "keep": 0.3, **costs}
+        return {"kl": 0.1, "top1": 1.0, "keep": 0.3, "share": 0.3, **costs}
 
     monkeypatch.setattr(module, "fidelity", figures)
     done = run(*TUNE)

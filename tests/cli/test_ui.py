@@ -24,7 +24,7 @@ from tests.bench.report.conftest import CHROMIUM
 from tests.cli.conftest import Run, check_refused
 
 EVIL = "</script><img src=x onerror=window.pwned=1>"
-WISH = {"text": f"{essay()[:600]} 日本語 {EVIL}", "question": "Who?", "recipe": "snapkv(window=8)", "keep": "0.25"}
+WISH = {"text": f"{essay()[:600]} 日本語 {EVIL}", "question": "Who?", "recipe": "snapkv(window=8)", "budget": "0.25"}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, ti
     context, rest = chat_parts(tokenizer, WISH["text"], WISH["question"])
     encoded = (tokenizer(part, add_special_tokens=False, return_tensors="pt") for part in (context, rest))
     ids, question = (tokens.input_ids for tokens in encoded)
-    cache = keepset.Cache(model, "snapkv(window=8, keep=0.25)")
+    cache = keepset.Cache(model, "snapkv(window=8, bytes=0.25)")
     with torch.no_grad():
         model(ids, past_key_values=cache)
     length = {"max_new_tokens": ANSWER, "do_sample": False}
@@ -75,7 +75,7 @@ def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, ti
         # The tiny model may end within a character, which is not shown.
         assert text.rstrip("\N{REPLACEMENT CHARACTER}").startswith(answer(sent, side)) and answer(sent, side)
     (sizes,) = [event["compressed"] for event in sent if "kept" in event.get("compressed", {})]
-    assert sizes["bytes"] == cache.nbytes
+    assert (sizes["bytes"], sizes["share"]) == (cache.nbytes, cache.share)
     kept = cache.keep_set.mask(ids.shape[1])[:, 0].float()
     layers = [event for event in sent if "shares" in event]
     assert [event["layer"] for event in layers] == [1, 2]
@@ -93,9 +93,9 @@ def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, ti
         ({"text": " "}, "There is no text"),
         ({"text": "word " * 3000}, "2000 at most are taken here"),
         ({"recipe": "snapkvv"}, "There is no method 'snapkvv'"),
-        ({"keep": "much"}, "keep='much' is no number"),
-        ({"keep": ""}, "says not how much to keep"),
-        ({"keep": "0"}, "keep=0 is out of range"),
+        ({"budget": "much"}, "The budget 'much' is no number"),
+        ({"budget": ""}, "says not how much to keep"),
+        ({"budget": "0"}, "keep=0 is out of range"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(server: PlaygroundServer, other: dict[str, str], because: str) -> None:
@@ -198,7 +198,9 @@ def test_in_chromium(server: PlaygroundServer, viewport: dict[str, int]) -> None
         assert EVIL in page.locator("#text").text_content() and "日本語" in page.locator("#text").text_content()
         shares = page.locator("#text span").evaluate_all("all => all.map(s => s.style.getPropertyValue('--share'))")
         assert 0.2 < sum(map(float, shares)) / len(shares) < 0.4
-        assert "24.6% of the entries" in page.locator("#compressed-cost").text_content()
+        # Of 199 tokens 44, with 36 bytes an entry in place of 32.
+        cost = page.locator("#compressed-cost").text_content()
+        assert "24.9% of a full 16-bit cache\N{RIGHT SINGLE QUOTATION MARK}s bytes · 22.1% of the entries" in cost
         assert page.locator("#full-reply").text_content()
         assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
         page.locator("#recipe").fill("nonsense")

@@ -62,15 +62,17 @@ def test_counts(budget: Budget, counts: dict[int, int]) -> None:
     length=st.integers(1, 300) | st.integers(1, 200_000),
     part=st.integers(1, 1000),
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 256)),
-    text=st.sampled_from(["knorm", "int8(knorm)", "match(knorm)", "int8(match(knorm))", "match(knorm, biases=False)"]),
+    text=st.sampled_from(
+        ["knorm", "quantized(knorm)", "match(knorm)", "quantized(match(knorm))", "match(knorm, biases=False)"]
+    ),
 )
 def test_a_share_of_bytes_is_rounded_down_exactly(length: int, part: int, sizes: tuple[int, int], text: str) -> None:
     numbers = sum(sizes)
     entry = {
         "knorm": 2 * numbers + 4,
-        "int8(knorm)": numbers + 4 + 4,
+        "quantized(knorm)": numbers + 4 + 4,
         "match(knorm)": 2 * numbers + 4 + 4,
-        "int8(match(knorm))": numbers + 4 + 4 + 4,
+        "quantized(match(knorm))": numbers + 4 + 4 + 4,
         "match(knorm, biases=False)": 2 * numbers + 4,
     }[text]
     budget = Recipe.parse(text).with_bytes(part / 1000).budget_of_sizes([sizes])

@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM
 
 import keepset
 from keepset.hf.store import EntryStore
-from tests.hf.models import prompt, recipe, statistics, tiny
+from tests.hf.models import feed, padded_prompt, prompt, recipe, statistics, tiny
 
 HALF = [torch.bfloat16, torch.float16]
 ENTRY = {
     "snapkv(window=2)": lambda k, v: 2 * k + 2 * v + 4,
     "adakv(snapkv(window=2))": lambda k, v: 2 * k + 2 * v + 4,
-    "int8(snapkv(window=2))": lambda k, v: k + v + 2 + 2 + 4,
+    "quantized(snapkv(window=2))": lambda k, v: k + v + 2 + 2 + 4,
     "match(snapkv(window=2))": lambda k, v: 2 * k + 2 * v + 4 + 4,
-    "int8(match(snapkv(window=2)))": lambda k, v: k + v + 2 + 2 + 4 + 4,
-    "int8(match(pool(distilled(stats='FILE'))))": lambda k, v: k + v + 2 + 2 + 4 + 4 + 4,
+    "quantized(match(snapkv(window=2)))": lambda k, v: k + v + 2 + 2 + 4 + 4,
+    "quantized(match(pool(distilled(stats='FILE'))))": lambda k, v: k + v + 2 + 2 + 4 + 4 + 4,
     "adakv(distilled(stats='FILE'))": lambda k, v: 2 * k + 2 * v + 4 + 4,
 }
 """Bytes of an entry on a model of 16 bits: key and value, scales, position, bias, what `distilled` remembers."""
@@ -78,7 +78,7 @@ def test_every_layer_takes_its_share_and_no_more(
     check_every_layer(text, share, architecture, length, dtype)
 
 
-@pytest.mark.parametrize("text", ["int8(match(snapkv(window=2)))", "adakv(snapkv(window=2))"])
+@pytest.mark.parametrize("text", ["quantized(match(snapkv(window=2)))", "adakv(snapkv(window=2))"])
 def test_heads_of_another_size_than_the_model_says(text: str) -> None:
     check_every_layer(text, 0.25, "gemma4", 40, torch.bfloat16)
 
@@ -125,8 +125,22 @@ def test_models_of_32_bits_keep_the_same_number(text: str) -> None:
     assert len(numbers) == 3 and len(set(numbers)) == 1
 
 
+@pytest.mark.parametrize("text", [*ONE_BY_ONE, *TOGETHER])
+def test_a_cache_says_its_share_of_a_full_16_bit_cache(text: str) -> None:
+    """Also on a model of 32 bits, with padding, and after tokens that came later."""
+    model, (ids, mask) = model_of("llama", torch.float32), padded_prompt([0, 11], 40)
+    named = text.replace("FILE", str(statistics("llama")))
+    cache = keepset.Cache(model, keepset.Recipe.parse(named).with_bytes(0.4))
+    feed(model, cache, ids, mask)
+    for more, tokens in ((0, 40 + 29), (3, 43 + 32)):
+        if more:
+            feed(model, cache, prompt(2, more), torch.cat([mask, mask.new_ones(2, more)], 1))
+        held = sum(store.entries for layer in cache.kept_layers.values() if (store := layer.store) is not None)
+        assert cache.share == pytest.approx(held * ENTRY[text](16, 16) / (2 * 2 * tokens * 2 * 2 * 16))
+
+
 def test_a_saved_file_goes_on_in_bytes(tmp_path: Any) -> None:
-    cache = compressed("int8(snapkv(window=2))", 0.25, "llama", 40, torch.float32)
+    cache = compressed("quantized(snapkv(window=2))", 0.25, "llama", 40, torch.float32)
     cache.save(tmp_path / "context.safetensors")
     again = keepset.Cache.load(tmp_path / "context.safetensors", model_of("llama", torch.float32))
     assert again.recipe == cache.recipe and str(again.recipe) == "quantized(snapkv(window=2), bytes=0.25)"

@@ -8,7 +8,7 @@ from typing import Any
 
 from keepset.bench.analysis.rows import Figure, Row
 from keepset.bench.analysis.summary import TOLERANCES, Summary, Trade
-from keepset.bench.record import FULL
+from keepset.bench.record import FULL, largest_first
 
 _INTERVALS = ("score", "difference")
 # Spreadsheets take a text that begins so for a formula.
@@ -59,7 +59,7 @@ def to_latex(summary: Summary) -> str:
 
 def _scores(rows: Sequence[Row]) -> str:
     own = {row.requested for row in rows if row.recipe != FULL}
-    budgets = sorted(own, key=lambda keep: (keep is None, isinstance(keep, int), -(keep or 0)))
+    budgets = sorted(own, key=largest_first)
     lines = []
     for task in dict.fromkeys(row.task for row in rows):
         here = [row for row in rows if row.task == task]
@@ -69,8 +69,8 @@ def _scores(rows: Sequence[Row]) -> str:
         lines += [r"\midrule", rf"\multicolumn{{{len(budgets) + 1}}}{{l}}{{{title}}} \\"]
         for method in dict.fromkeys(row.method for row in here if row.recipe != FULL):
             scores = {row.requested: _score(row) for row in here if row.method == method}
-            lines.append(_line([rf"\texttt{{{escape(method)}}}", *(scores.get(keep, "--") for keep in budgets)]))
-    head = ["method", *("own budget" if keep is None else f"keep {keep}" for keep in budgets)]
+            lines.append(_line([rf"\texttt{{{escape(method)}}}", *(scores.get(each, "--") for each in budgets)]))
+    head = ["method", *("own budget" if each is None else each.replace("=", " ") for each in budgets)]
     return _tabular(head, lines)
 
 

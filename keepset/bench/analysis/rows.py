@@ -48,13 +48,13 @@ class Row:
         tasks: number of tasks that the figures are of; `tasks_of` how many of the group the sweep has.
         score: the metric's mean; None if the recipe failed on all examples, or lacks a task of a group.
         difference: mean difference of the scores on the `pairs` examples that recipe and baseline share.
-        means: means of `FIGURES` and, as `share`, of the bytes divided by the full cache's; None if unknown.
+        means: means of `FIGURES`; None if unknown. Of older files, `share` is of the full cache of the model's type.
     """
 
     task: str
     recipe: str
     method: str
-    requested: int | float | None
+    requested: str | None
     metric: str
     examples: int
     examples_of: int
@@ -66,7 +66,7 @@ class Row:
     score: Figure | None = None
     difference: Figure | None = None
     pairs: int = 0
-    means: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys((*FIGURES, "share")))
+    means: Mapping[str, float | None] = field(default_factory=lambda: dict.fromkeys(FIGURES))
 
     def to_json(self) -> dict[str, Any]:
         """Return the row with its means among its other figures."""
@@ -161,5 +161,7 @@ def _mean(figures: Iterable[Figure | None]) -> Figure:
 
 def _means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
     means = mean_figures(parts)
-    nbytes, full = means["kv_bytes"], means["kv_bytes_full"]
-    return {**means, "share": nbytes / full if nbytes is not None and full else None}
+    share, nbytes, full = means["share"], means["kv_bytes"], means["kv_bytes_full"]
+    if share is None and nbytes is not None and full:
+        share = nbytes / full
+    return {**means, "share": share}

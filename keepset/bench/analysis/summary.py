@@ -10,7 +10,7 @@ import numpy as np
 
 from keepset.bench.analysis.curves import Curve, area, compression
 from keepset.bench.analysis.rows import Figure, Records, Row, average, by_example, row_of
-from keepset.bench.record import FULL, Record
+from keepset.bench.record import FULL, Record, largest_first
 from keepset.bench.tasks import longbench, longbench2, ruler
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
@@ -112,7 +112,7 @@ def summarize(
         records: what was measured.
         baseline: a recipe with its budget, or a method, which stands for its recipe with the same budget; None for the
             full cache.
-        axis: whether curves are over the share of bytes or, as in KVCompose, of entries.
+        axis: whether curves are over the share of a full 16-bit cache's bytes or, as in KVCompose, of entries.
 
     Raises:
         KeepsetError: the sweep does not have the baseline.
@@ -144,9 +144,8 @@ def summarize(
 
 def _best_first(row: Row) -> tuple[Any, ...]:
     """Return a sort key: the full cache, then budget by budget the best score first, and rows without one last."""
-    keep, score = row.requested, row.score
-    budget = (keep is None, isinstance(keep, int), -(keep or 0))
-    return (row.recipe != FULL, *budget, score is None, 0.0 if score is None else -score.value)
+    score = row.score
+    return (row.recipe != FULL, *largest_first(row.requested), score is None, 0.0 if score is None else -score.value)
 
 
 def split(records: Sequence[Record], fact: str) -> list[Record]:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.bench.candidate import Candidate
-from keepset.bench.record import Record
+from keepset.bench.record import Record, largest_first
 from keepset.errors import KeepsetError
 from keepset.hf.prompt_session import CachedPrompt
 from keepset.recipe import Recipe
@@ -140,12 +140,13 @@ def fidelity(
     Raises:
         KeepsetError: the model predicts NaN.
     """
-    event, nbytes = prompt.event, prompt.cache.nbytes
+    event, nbytes, share = prompt.event, prompt.cache.nbytes, prompt.cache.share
     assert prompt.kv_bytes_full is not None  # the recipe shares the full cache's prefill
     logits = prompt.follow(continuation)
     check_predictions(logits)
     return {
         "keep": event.kept / event.entries,
+        "share": share,
         "kv_bytes": nbytes,
         "kv_bytes_full": prompt.kv_bytes_full,
         "kl": mean(kl(reference, logits)),
@@ -178,8 +179,8 @@ def by_budget(comparison: Comparison) -> list[list[Record]]:
     def worth(row: Record) -> tuple[bool, float]:
         return asked and not row.figures["needle_found"], row.figures["kl"]
 
-    def budget(row: Record) -> tuple[bool, int | float]:
-        return isinstance(row.requested, int), -(row.requested or 0)
+    def budget(row: Record) -> tuple[bool, bool, float, str]:
+        return largest_first(row.requested)
 
     groups = groupby(sorted(rows, key=budget), key=budget)
     return [sorted(group, key=worth) for _, group in groups]
@@ -194,20 +195,22 @@ def conclusion(comparison: Comparison) -> str:
         for rows in sorted(groups, key=_share):
             if rows[0].figures["needle_found"]:
                 best, lost = rows[0], [row.method for row in rows if not row.figures["needle_found"]]
-                return (
-                    f"With {_share(rows):.0%} of the memory {best.method} answers as the full cache does{_but(lost)}."
-                )
+                return f"{_within(rows)} {best.method} answers as the full cache does{_but(lost)}."
         return "Under none of these budgets does a recipe answer as the full cache does: try larger ones."
     rows = min(groups, key=_share)
     best = rows[0]
     rest = f", {rows[-1].method} furthest (KL {rows[-1].figures['kl']:.3f})" if len(rows) > 1 else ""
     fidelity = f"KL {best.figures['kl']:.3f}, the same next token in {best.figures['top1']:.0%} of places"
-    return f"With {_share(rows):.0%} of the memory {best.method} is nearest to the full cache ({fidelity}){rest}."
+    return f"{_within(rows)} {best.method} is nearest to the full cache ({fidelity}){rest}."
 
 
 def _share(rows: Sequence[Record]) -> float:
-    """Return the bytes of the best row, divided by the full cache's."""
-    return rows[0].ratio("kv_bytes") or 0.0
+    """Return the best row's share of a full 16-bit cache's bytes."""
+    return rows[0].figures["share"]
+
+
+def _within(rows: Sequence[Record]) -> str:
+    return f"With {_share(rows):.0%} of a full 16-bit cache's bytes"
 
 
 def _but(lost: Sequence[str]) -> str:

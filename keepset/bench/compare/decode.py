@@ -57,10 +57,18 @@ def generated(
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """One pass of the text through a cache: the logits and the bytes held after each token."""
+    """One pass of the text through a cache, token by token.
+
+    Attributes:
+        logits: after each token.
+        nbytes: bytes held after each token.
+        tokens: tokens of a full 16-bit cache that take as much as the entries held, those of a piece at its end.
+        prefill_seconds: seconds of the prefill.
+    """
 
     logits: Float[Tensor, "n vocabulary"]
     nbytes: list[int]
+    tokens: list[float]
     prefill_seconds: float
 
 
@@ -68,16 +76,18 @@ class DecodeComparer(Comparer):
     """Measure recipes against the full cache while a prompt and the text after it pass through both.
 
     Figures are over the tokens after the recipe's first event. `keep` and `kept` say what a cache holds at the end, of
-    all tokens; `kv_bytes` is the mean of what it holds after each token, with the queries recorded for the next event.
+    all tokens; `kv_bytes` is the mean of what it holds after each token, with the queries recorded for the next event;
+    `share` is without those, and of a full 16-bit cache's mean.
     """
 
     def __init__(
         self, model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], text: Int[Tensor, "1 n"], name: str
     ) -> None:
         self._model, self._prompt, self._text = model, prompt, text
+        self._length = prompt.shape[1] + text.shape[1]
         warm_up(model, prompt)
         full = DynamicCache(config=model.config)
-        self._full = self._feed(full, lambda: dynamic_nbytes(full), None)
+        self._full = self._feed(full, lambda: (dynamic_nbytes(full), 1.0), None)
         check_logits(self._full.logits)
         before, n = prompt.shape[1], text.shape[1]
         per_token = dynamic_nbytes(full) / (before + n)
@@ -98,7 +108,7 @@ class DecodeComparer(Comparer):
 
     def _measure(self, record: Record, recipe: Recipe) -> tuple[Record, Bool[Tensor, "layers kv_heads tokens"]]:
         cache = Cache(self._model, recipe)
-        run = self._feed(cache, lambda: cache.nbytes, recipe.schedule.every)
+        run = self._feed(cache, lambda: (cache.nbytes, cache.share), recipe.schedule.every)
         check_predictions(run.logits)
         # Only tokens after the first event can differ.
         n, full = self._text.shape[1], self._full
@@ -111,9 +121,10 @@ class DecodeComparer(Comparer):
         drift = kl(full.logits, run.logits)
         nll_delta = nll(run.logits, self._text[0]) - nll(full.logits, self._text[0])
         same = run.logits.argmax(-1) == full.logits.argmax(-1)
-        kept = _kept(cache, self._prompt.shape[1] + self._text.shape[1])
+        kept = _kept(cache, self._length)
         figures = {
             "keep": float(kept.double().mean()),
+            "share": fmean(run.tokens[counted]) / fmean(range(self._prompt.shape[1] + first + 1, self._length + 1)),
             "kv_bytes": round(fmean(run.nbytes[counted])),
             "kv_bytes_peak": max(run.nbytes[counted]),
             "kv_bytes_full": round(fmean(full.nbytes[counted])),
@@ -134,17 +145,18 @@ class DecodeComparer(Comparer):
         return ANSWER_TOKENS / seconds
 
     @torch.no_grad()
-    def _feed(self, cache: Any, nbytes: Callable[[], int], every: int | None) -> _Run:
+    def _feed(self, cache: Any, held_now: Callable[[], tuple[int, float]], every: int | None) -> _Run:
         start = time.perf_counter()
         self._model(self._prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
         prefill_seconds = time.perf_counter() - start
         logits: list[Tensor] = []
-        held: list[int] = []
+        held: list[tuple[int, float]] = []
         for part in feed_slices(self._text.shape[1], every):
             ids = self._text[:, part]
             logits.append(self._model(ids, past_key_values=cache, use_cache=True).logits[0])
-            held += [nbytes()] * ids.shape[1]
-        return _Run(torch.cat(logits), held, prefill_seconds)
+            nbytes, share = held_now()
+            held += [(nbytes, share * cache.get_seq_length())] * ids.shape[1]
+        return _Run(torch.cat(logits), [nbytes for nbytes, _ in held], [tokens for _, tokens in held], prefill_seconds)
 
 
 def _kept(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:

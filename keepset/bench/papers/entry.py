@@ -9,12 +9,12 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from keepset.bench.analysis.rows import Figure
-from keepset.bench.candidate import Candidate
-from keepset.bench.record import FULL
+from keepset.bench.candidate import FULL_CACHE, Candidate
 from keepset.bench.sweep.prompts import Mode
 from keepset.bench.sweep.sweep import SweepGrid
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import TaskSettings, Tokenizer
+from keepset.core.budget import Budget
 from keepset.recipe import Recipe, Schedule
 
 SCORE = "score"
@@ -132,14 +132,15 @@ class Sweep:
 
     def lines(self, files: Mapping[str, Path]) -> list[SweepLine]:
         """Return every method under every budget, the full cache first; see `recipe_of` for `files`."""
-        lines = [SweepLine(self.full, None, Candidate(None, FULL, FULL, 1.0))] if self.full else []
+        lines = [SweepLine(self.full, None, FULL_CACHE)] if self.full else []
         for method, text in self.methods.items():
             recipe = recipe_of(text, files)
             if recipe.schedule == _PROMPTS_END:
                 recipe = replace(recipe, schedule=self.schedule)
-            fixed = recipe.budget.keep is not None or not recipe.method.traits.needs_budget
+            fixed = recipe.budget.is_given or not recipe.method.traits.needs_budget
             for keep in (recipe.budget.keep,) if fixed else self.keeps:
-                lines.append(SweepLine(method, keep, Candidate.of(recipe, keep, None, self.always)))
+                budget = None if fixed else Budget(keep)
+                lines.append(SweepLine(method, keep, Candidate.of(recipe, budget, None, self.always)))
         return lines
 
 

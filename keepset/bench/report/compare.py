@@ -59,7 +59,7 @@ def table(comparison: Comparison) -> Table:
     methods = _methods(comparison)
     rows = {id(record): at for at, record in enumerate(comparison.rows)}
     for record in ran:
-        budget = "chosen by the method" if record.requested is None else f"keep={record.requested}"
+        budget = record.requested or "chosen by the method"
         at = methods.index(record.method)
         mark = (plot.entry("", at)[2], at)
         made.add(record.recipe, record, heading=budget, short=record.method, mark=mark, choice=rows[id(record)])
@@ -73,6 +73,7 @@ def full_record(comparison: Comparison) -> Record:
     nbytes, prefill = full["kv_bytes"], full["prefill_seconds"]
     figures = {
         "keep": 1.0,
+        "share": 1.0,
         "kv_bytes": nbytes,
         "kv_bytes_full": nbytes,
         "kl": 0.0,
@@ -82,7 +83,7 @@ def full_record(comparison: Comparison) -> Record:
         "prefill_seconds_full": prefill,
         **{name: full[name] for name in ("kv_bytes_peak", "needle_found") if name in full},
     }
-    return Record(FULL, FULL, 1.0, figures=figures, replies=[full["answer"]] if "answer" in full else [])
+    return Record(FULL, FULL, figures=figures, replies=[full["answer"]] if "answer" in full else [])
 
 
 def _figure(name: str) -> Callable[[Record], float | None]:
@@ -92,7 +93,7 @@ def _figure(name: str) -> Callable[[Record], float | None]:
 _COLUMNS = [
     Column("kept", _figure("keep"), percent, "entries", page_only=True),
     Column("MB", _figure("kv_bytes"), megabytes, rank=1),
-    Column("bytes", lambda record: record.ratio("kv_bytes"), percent, "of full"),
+    Column("of 16-bit", _figure("share"), percent, "full cache"),
     Column("peak MB", _figure("kv_bytes_peak"), megabytes, rank=2),
     Column("KL", _figure("kl"), decimals(3), "nats"),
     Column("NLL delta", _figure("nll_delta"), "{:+.4f}".format, "nats", page_only=True),
@@ -202,11 +203,11 @@ def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]
     floor = _floor(record.figures[metric.figure] for record in ran)
 
     def point(record: Record) -> plot.Point:
-        share, value = record.ratio("kv_bytes") or 0.0, record.figures[metric.figure]
+        share, value = record.figures["share"], record.figures[metric.figure]
         is_hollow = is_log and value <= 0
         hover = (
-            f"{plot.wrapped(record.recipe)}<br>{metric.name} {metric.show(value)}<br>{percent(share)} of full, "
-            f"{megabytes(record.figures['kv_bytes'])} MB"
+            f"{plot.wrapped(record.recipe)}<br>{metric.name} {metric.show(value)}<br>{percent(share)} of a full "
+            f"16-bit cache, {megabytes(record.figures['kv_bytes'])} MB"
         )
         return plot.Point(share, floor if is_hollow else value, hover, is_hollow=is_hollow)
 
@@ -214,7 +215,7 @@ def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]
         (method, sorted((point(record) for record in ran if record.method == method), key=lambda each: each.x))
         for method in _methods(comparison)
     ]
-    x = plot.axis("KV cache bytes, share of the full cache", tickformat=".0%", rangemode="tozero", zeroline=False)
+    x = plot.axis("KV cache bytes, share of a full 16-bit cache", tickformat=".0%", rangemode="tozero", zeroline=False)
     traces = [plot.line(method, points, at) for at, (method, points) in enumerate(lines)]
     is_clipped = any(point.is_hollow for _, points in lines for point in points)
     return plot.plot("plot", traces, x, metric.axis, height="430px"), is_clipped

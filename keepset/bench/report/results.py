@@ -52,7 +52,7 @@ _FIGURES = [
     Column("score (95%)", lambda row: row.score, interval, "%"),
     Column("difference (95%)", lambda row: row.difference, lambda figure: interval(figure, "+"), "%", rank=2),
     Column("kept", _mean("keep"), percent, "of entries", rank=3),
-    Column("bytes", _mean("share"), percent, "of full", rank=1),
+    Column("of 16-bit", _mean("share"), percent, "full cache", rank=1),
     Column("examples", _examples, rank=4),
     Column("KV cache", _mean("kv_bytes"), megabytes, "MB", page_only=True),
     Column("tokens", _mean("tokens"), decimals(1), page_only=True),
@@ -102,7 +102,7 @@ def trades_table(trades: Sequence[Trade]) -> Table:
     tolerances = sorted({each.tolerance for trade in trades for each in trade.reach})
     columns = [
         Column("area (95%)", lambda trade: trade.area, interval, "%"),
-        Column("from", lambda trade: trade.smallest, percent, "of full", rank=len(tolerances) + 1),
+        Column("from", lambda trade: trade.smallest, percent, "of 16-bit", rank=len(tolerances) + 1),
         Column("budgets", lambda trade: trade.budgets, page_only=True),
         Column("examples", lambda trade: trade.examples, page_only=True),
     ]
@@ -208,7 +208,7 @@ def _task(task: str, summary: Summary, methods: Sequence[str]) -> list[Section]:
     """Return the charts and tables of one task or group of tasks."""
     rows = [row for row in (*summary.averages, *summary.rows) if row.task == task]
     charts = [(name, [_chart(rows, methods, key, title)]) for name, key, title in (
-        ("KV cache bytes", "share", "KV cache bytes, share of the full cache"),
+        ("KV cache bytes", "share", "KV cache bytes, share of a full 16-bit cache"),
         ("Entries", "keep", "Entries kept, share of all"),
     )]  # fmt: skip
     same = " with the same budget" if summary.baseline in methods else ""
@@ -239,7 +239,7 @@ def _task(task: str, summary: Summary, methods: Sequence[str]) -> list[Section]:
 
 
 _TRADES = (
-    "The area under accuracy over the share of bytes held, from the smallest budget to the full cache, as a mean "
+    "The area under accuracy over the share of a full 16-bit cache's bytes, from the smallest budget on, as a mean "
     "score; areas compare if they begin at the same share. What can go is the largest share of bytes whose removal "
     "costs at most so much of the full cache's score, linear between budgets, >= if no smaller budget was tried; tasks "
     "on which the full cache scores nothing are left out."
@@ -274,8 +274,8 @@ def _point(row: Row, axis: str) -> plot.Point:
     assert row.score is not None
     failed = f", of which {row.failed} failed" if row.failed else ""
     hover = (
-        f"{plot.wrapped(row.recipe)}<br>{interval(row.score)} %<br>{percent(row.means['share'] or 0)} of the bytes, "
-        f"{percent(row.means['keep'] or 0)} of the entries<br>{_examples(row)} examples{failed}"
+        f"{plot.wrapped(row.recipe)}<br>{interval(row.score)} %<br>{percent(row.means['share'] or 0)} of a full 16-bit "
+        f"cache, {percent(row.means['keep'] or 0)} of the entries<br>{_examples(row)} examples{failed}"
     )
     x, score = row.means[axis] or 0.0, row.score
     return plot.Point(x, score.value, hover, score.low, score.high, is_hollow=bool(row.failed))
@@ -310,5 +310,6 @@ def _conclusion(rows: Sequence[Row]) -> str:
     beside = "" if full is None else f"; the full cache scores {full:.1%}"
     where = "" if tasks == 1 else f", the mean of {tasks} tasks"
     return (
-        f"Of {len(means)} recipes {best} scores best, {means[best]:.1%}{where}, with {share:.1%} of the bytes{beside}."
+        f"Of {len(means)} recipes {best} scores best, {means[best]:.1%}{where}, with {share:.1%} of a full 16-bit "
+        f"cache's bytes{beside}."
     )

@@ -37,7 +37,7 @@ def table(result: dict[str, Any]) -> Table:
     columns = [
         Column("pieces", lambda row: row["pieces"], rank=3),
         Column("MB", lambda row: row["kv_bytes"], megabytes, rank=2),
-        Column("bytes", _share, percent),
+        Column("of 16-bit", lambda row: row["share"], percent, "full cache"),
         Column("KL", lambda row: row["kl"]["mean"], _NATS, "nats"),
         Column("95 %", lambda row: _ends(row["kl"], _NATS), rank=1),
         Column("top-1", lambda row: row["top1"], whole_percent),
@@ -90,7 +90,7 @@ def render(result: dict[str, Any]) -> str:
         conclusion=" ".join(result["verdict"]),
         lead=_lead(result, asked),
         facts=[
-            ("Budget", f"keep={result['keep']}"),
+            ("Budget", result["budget"]),
             ("Rounds", done),
             ("Full KV cache", None if full["kv_bytes"] is None else f"{megabytes(full['kv_bytes'])} MB"),
             ("Found by the full cache", interval(full["found"], whole_percent) if asked else None),
@@ -122,10 +122,6 @@ def _pieces(count: int) -> str:
 def _ends(figure: dict[str, float | None], show: Show) -> str | None:
     low, high = figure.get("low"), figure.get("high")
     return None if low is None or high is None else f"{show(low)}..{show(high)}"
-
-
-def _share(row: TuneRow) -> float:
-    return row["kv_bytes"] / row["kv_bytes_full"]
 
 
 def _cost(row: TuneRow) -> float:

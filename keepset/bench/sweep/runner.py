@@ -306,6 +306,7 @@ class _Evaluator:
                     used.stop_watching()
                 figures = {
                     "keep": memory.keep,
+                    "share": memory.share,
                     "kv_bytes": memory.nbytes,
                     "kv_bytes_full": memory.nbytes_full,
                     "tokens": len(answer.ids),

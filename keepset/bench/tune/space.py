@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from keepset.allocators.presets import Preset
-from keepset.allocators.quantized import Quantized
 from keepset.allocators.uniform import Uniform
+from keepset.core.budget import Budget
 from keepset.core.method import Allocator, Method
 from keepset.errors import KeepsetError
 from keepset.methods.random import Random
@@ -17,7 +17,8 @@ EXTRA = (
     "second_pass(statistic='mean'), second_pass(statistic='rms'), second_pass(statistic='rms', sinks=4, recent=32), "
     "pool(second_pass, sinks=4, recent=32), pool(second_pass(statistic='mean'), sinks=4, recent=32), "
     "pool(second_pass(statistic='rms'), sinks=4, recent=32), kvcompose(structured=False), gvote(sinks=4, recent=32), "
-    "match(glance), match(reread), quantized(pool(prompt_queries)), quantized(match(reread))"
+    "match(glance), match(reread), quantized(pool(prompt_queries)), quantized(match(reread)), "
+    "quantized(match(pool(distilled)))"
 )
 """Recipes beside the catalogue's defaults: other statistics of a second pass, under an even budget and in one pool;
 values fitted to what was dropped; and more entries in 8 bits."""
@@ -31,23 +32,18 @@ def scorers() -> list[Recipe]:
     return Recipe.parse_list(", ".join([*names, EXTRA]))
 
 
-def with_budget(
-    recipes: Iterable[Recipe], keep: int | float, in_8_bits: float
-) -> tuple[list[Recipe], dict[Recipe, str]]:
+def with_budget(recipes: Iterable[Recipe], budget: Budget) -> tuple[list[Recipe], dict[Recipe, str]]:
     """Return the recipes with a budget, and the recipes that it does not suit with the reason.
 
     Args:
         recipes: recipes without a budget.
-        keep: the budget, for recipes that need one.
-        in_8_bits: how many 8-bit entries take as many bytes as a whole one; recipes in 8 bits keep that many times
-            more.
+        budget: how much the recipes keep that need one.
     """
-    more = min(1.0, round(keep * in_8_bits, 3)) if isinstance(keep, float) else int(keep * in_8_bits)
     fitting, unfit = [], {}
     for recipe in recipes:
         try:
-            own = more if isinstance(recipe.method, Quantized) else keep
-            fitting.append(recipe.with_keep(own) if recipe.method.traits.needs_budget else recipe)
+            needs = recipe.method.traits.needs_budget
+            fitting.append(recipe.with_budget(budget.keep, budget.bytes) if needs else recipe)
         except KeepsetError as error:
             unfit[recipe] = str(error)
     return fitting, unfit
@@ -57,14 +53,11 @@ def compositions(best: Sequence[Recipe]) -> list[Recipe]:
     """Return every allocator over the `COMPOSED` best scorers, each of another method, of recipes in order.
 
     Left out are scorers that look at nothing, by which no allocator can divide; `uniform`, which does not change a
-    scorer that keeps the same number everywhere; compositions that the catalogue has under a name of their own; and
-    recipes in 8 bits, whose budget differs.
+    scorer that keeps the same number everywhere; and compositions that the catalogue has under a name of their own.
     """
     named = {Recipe(r.method.composition, r.budget) for r in scorers() if isinstance(r.method, Preset)}
     composed: dict[type[Method], list[Recipe]] = {}
     for recipe in best:
-        if isinstance(recipe.method, Quantized):
-            continue
         scorer = _scorer(recipe.method)
         if type(scorer) in composed or not scorer.traits.needs_budget or isinstance(scorer, StreamingLLM | Random):
             continue
@@ -93,7 +86,8 @@ def _composed(scorer: Method, recipe: Recipe) -> list[Recipe]:
     recent = None if budget.recent == recipe.method.traits.recent else budget.recent
     for kind in _allocators():
         with suppress(KeepsetError):
-            recipes.append(Recipe.of(kind(scorer), keep=budget.keep, sinks=sinks, recent=recent))
+            made = Recipe.of(kind(scorer), keep=budget.keep, bytes=budget.bytes, sinks=sinks, recent=recent)
+            recipes.append(made)
     return recipes
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from keepset.bench.analysis.intervals import Interval, of_score
+from keepset.bench.candidate import text_of
 from keepset.bench.compare.comparison import fidelity
 from keepset.bench.generation import end_tokens
 from keepset.bench.record import Record
@@ -17,6 +18,7 @@ from keepset.bench.tasks.task import Tokenizer
 from keepset.bench.tune import space
 from keepset.bench.tune.excerpts import ANSWER_TOKENS, TextPiece
 from keepset.bench.tune.halving import LEAST, Halving, TunedRecipe
+from keepset.core.budget import Budget
 from keepset.errors import BudgetError, KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.model_support import head_dim_of
@@ -33,9 +35,9 @@ class Measurer:
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, pieces: Sequence[TextPiece], keep: int | float
+        self, model: PreTrainedModel, tokenizer: Tokenizer, pieces: Sequence[TextPiece], budget: Budget
     ) -> None:
-        self._model, self._tokenizer, self._keep = model, tokenizer, keep
+        self._model, self._tokenizer, self._budget = model, tokenizer, budget
         self._pieces = [piece.to(model.device) for piece in pieces]
         self.full_found: dict[int, tuple[bool, ...]] = {}
         self.full_bytes: dict[int, int] = {}
@@ -55,7 +57,7 @@ class Measurer:
             record = Record(str(recipe), str(recipe.without_budget()))
             try:
                 prompt = session.compress(recipe)
-                self._check_share(recipe, prompt.event.kept / prompt.event.entries, piece)
+                self._check_share(recipe, prompt.event.kept / prompt.event.entries, prompt.cache.share, piece)
                 figures = fidelity(prompt, reference, piece.continuation)
                 if piece.facts:
                     figures |= {"facts": len(piece.facts), "facts_found": sum(self._ask(piece, prompt.cache))}
@@ -64,12 +66,15 @@ class Measurer:
             except KeepsetError as error:
                 yield replace(record, error=str(error))
 
-    def _check_share(self, recipe: Recipe, kept: float, piece: TextPiece) -> None:
+    def _check_share(self, recipe: Recipe, entries: float, nbytes: float, piece: TextPiece) -> None:
         """Refuse a recipe that chooses its own number of entries and keeps more than the budget."""
-        most = self._keep if isinstance(self._keep, float) else self._keep / piece.prompt.shape[1]
+        keep, of, kept, most = self._budget.keep, "the bytes", nbytes, self._budget.bytes
+        if keep is not None:
+            of, kept, most = "the entries", entries, min(1.0, keep / piece.prompt.shape[1])
+        assert most is not None
         if not recipe.method.traits.needs_budget and kept > most:
             raise BudgetError(
-                f"{recipe} chooses itself how much it keeps, and kept {kept:.0%}: that is more than {most:.0%}."
+                f"{recipe} chooses itself how much it keeps, and kept {kept:.0%} of {of}: that is more than {most:.0%}."
             )
 
     @torch.no_grad()
@@ -106,7 +111,7 @@ class Tuner:
         model: the model.
         tokenizer: its tokenizer.
         pieces: the text's pieces.
-        keep: the budget of all recipes.
+        budget: how much all recipes keep: a share of bytes, or entries per head.
         name: the model's name.
         on_step: called after each measurement.
 
@@ -119,19 +124,21 @@ class Tuner:
         model: PreTrainedModel,
         tokenizer: Tokenizer,
         pieces: Sequence[TextPiece],
-        keep: int | float,
+        budget: Budget,
         name: str,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
         shortest = min(piece.prompt.shape[1] for piece in pieces)
-        if keep == 1.0 if isinstance(keep, float) else keep >= shortest:
+        if budget.bytes == 1 or (budget.keep is not None and budget.keep >= shortest):
             raise KeepsetError(
-                f"keep={keep} drops nothing of pieces of {shortest} tokens: ask for less, or give a longer text."
+                f"{text_of(budget)} leaves nothing to choose of pieces of {shortest} tokens: ask for less, or give a "
+                "longer text."
             )
-        self._model, self._pieces, self._keep, self._name, self._shortest = model, pieces, keep, name, shortest
-        self._measurer = Measurer(model, tokenizer, pieces, keep)
-        recipes, unfit = space.with_budget(space.scorers(), keep, _in_8_bits(model))
-        self.unfit = {recipe.text(keep): why for recipe, why in unfit.items()}
+        self._model, self._pieces, self._name, self._shortest = model, pieces, name, shortest
+        self._budget, self._head_dim = budget, head_dim_of(model)
+        self._measurer = Measurer(model, tokenizer, pieces, budget)
+        recipes, unfit = space.with_budget(space.scorers(), budget)
+        self.unfit = {recipe.text(budget.keep, budget.bytes): why for recipe, why in unfit.items()}
         self.race = Halving(
             self._measurer,
             self._runnable(recipes),
@@ -178,12 +185,12 @@ class Tuner:
 
     def _check_choice(self, recipe: Recipe) -> None:
         """Refuse a recipe that always keeps as much as its budget: it would have nothing to choose."""
-        keep, always = recipe.budget.keep, recipe.budget.sinks + recipe.budget.recent
+        keep, always = recipe.budget_of_sizes([(self._head_dim,) * 2]).keep, recipe.budget.sinks + recipe.budget.recent
         entries = math.floor(keep * self._shortest) if isinstance(keep, float) else keep
         if recipe.method.traits.needs_budget and entries is not None and always >= entries:
             raise KeepsetError(
-                f"It always keeps {always} entries, and {keep=} of {self._shortest} tokens are {entries}: there is "
-                "nothing to choose, so give a longer text or a larger budget."
+                f"It always keeps {always} entries, and {text_of(recipe.budget)} of {self._shortest} tokens are "
+                f"{entries}: there is nothing to choose, so give a longer text or a larger budget."
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -197,7 +204,7 @@ class Tuner:
         full_found = (fmean(found), of_score(found)) if found else None
         return {
             "model": self._name,
-            "keep": self._keep,
+            "budget": text_of(self._budget),
             "tokens": round(fmean(piece.prompt.shape[1] for piece in self._pieces)),
             "continuation_tokens": self._pieces[0].continuation.shape[1],
             "pieces": len(self._pieces),
@@ -242,21 +249,15 @@ class Tuner:
         return sentences
 
 
-def _in_8_bits(model: PreTrainedModel) -> float:
-    """Return how many 8-bit entries with their scales take as many bytes as a whole entry."""
-    head_dim, itemsize = head_dim_of(model), model.dtype.itemsize
-    return head_dim * itemsize / (head_dim + itemsize)
-
-
 def _row(entry: TunedRecipe, *, alive: bool) -> dict[str, Any]:
-    share, names = entry.found, ("keep", "kv_bytes", "kv_bytes_full", "prefill_seconds", "prefill_seconds_full")
+    names = ("keep", "share", "kv_bytes", "kv_bytes_full", "prefill_seconds", "prefill_seconds_full")
     return {
         "recipe": str(entry.recipe),
         "pieces": len(entry.figures),
         "finalist": alive,
         "kl": _figure(entry.kl),
         "top1": entry.mean("top1"),
-        **({} if share is None else {"found": _figure(share)}),
+        **({} if entry.found is None else {"found": _figure(entry.found)}),
         **{name: entry.mean(name) for name in names},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +15,10 @@ def cell(
     recipe: str = FULL, score: float | None = 1.0, example: str = "0", task: str = "qa", seed: int = 0, **more: Any
 ) -> Record:
     """A cell of `method(keep=...)` or of the full cache; without a score one that failed."""
-    method, _, budget = recipe.partition("(keep=")
-    asked = budget.rstrip(")")
-    requested = 1.0 if recipe == FULL else None if not asked else float(asked) if "." in asked else int(asked)
-    keep = requested if isinstance(requested, float) else 0.5
+    budget = re.search(r"\b(?:keep|bytes)=([\d.]+)", recipe)
+    method = recipe if budget is None else recipe[: budget.start()].rstrip("(, ")
+    requested = None if budget is None else budget[0]
+    keep = 1.0 if recipe == FULL else float(budget[1]) if budget is not None and "." in budget[1] else 0.5
     facts = {"length": 64, "depth": 0.25} if task.startswith("needle") else {}
     made = Record(recipe, method, requested, task, seed, example, facts, "match")
     if score is None:

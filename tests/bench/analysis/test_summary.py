@@ -34,14 +34,19 @@ def test_a_row_says_what_its_cells_come_to() -> None:
     costs = {"decode_seconds": 2.0, "finished": 0.5, "repetition": 0.1}
     made = [*cells(FULL, [1.0, 1.0, 0.5, 0.5]), *cells(HALF, [1.0, 0.25, 0.0, 0.5], **costs)]
     full, snapkv = summarize(made).rows
-    check(full, recipe=FULL, requested=1.0, difference=None, share=1.0)
-    check(snapkv, task="qa", recipe=HALF, method="snapkv", requested=0.5, metric="match", failed=0, **costs)
+    check(full, recipe=FULL, requested=None, difference=None, share=1.0)
+    check(snapkv, task="qa", recipe=HALF, method="snapkv", requested="keep=0.5", metric="match", failed=0, **costs)
     check(snapkv, examples=4, examples_of=4, pairs=4, score=0.4375, difference=-0.3125)
     check(snapkv, keep=0.5, kv_bytes=500, kv_bytes_full=FULL_BYTES, share=0.5, tokens=8.0)
     score, difference = snapkv.score, snapkv.difference
     assert score is not None and (score.low, score.high) == intervals.of_score([1.0, 0.25, 0.0, 0.5])
     assert difference is not None
     assert (difference.low, difference.high) == intervals.of_difference([0.0, -0.75, -0.5, 0.0])
+
+
+def test_shares_are_those_of_a_16_bit_cache_where_cells_have_them() -> None:
+    (row,) = summarize([cell("snapkv(bytes=0.25)", share=share, example=str(share)) for share in (0.2, 0.25)]).rows
+    check(row, requested="bytes=0.25", share=0.225, kv_bytes=250.0, kv_bytes_full=FULL_BYTES)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.sampled_from([0.0, 0.5, 1.0])), min_size=1))

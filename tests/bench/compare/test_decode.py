@@ -16,6 +16,7 @@ import keepset
 from keepset.bench.candidate import grid
 from keepset.bench.compare import decode
 from keepset.bench.compare.decode import DecodeComparer, feed_slices
+from keepset.core.budget import Budget
 from keepset.hf.store import SLACK
 from tests.bench.compare.naive import best, divergence
 from tests.hf.models import prompt, tiny
@@ -37,31 +38,33 @@ RECIPES = [
 
 @dataclass
 class Naive:
-    """One token at a time: log-probabilities and bytes after each, and events so far."""
+    """One token at a time: log-probabilities, bytes and what is held of tokens after each, and events so far."""
 
     steps: list[list[float]]
     nbytes: list[int]
     recorded: int
     events: list[int]
+    held: list[float]
 
 
 @torch.no_grad()
 def naive(cache: Any) -> Naive:
     model = tiny("llama")
     model(IDS[:, :BEFORE], past_key_values=cache)
-    steps, nbytes, recorded = [], [], 0
+    steps, nbytes, recorded, held = [], [], 0, []
     for token in IDS[0, BEFORE:]:
         logits = model(token[None, None], past_key_values=cache).logits[0, -1]
         steps.append(logits.double().log_softmax(-1).tolist())
         if isinstance(cache, keepset.Cache):
             nbytes.append(cache.nbytes)
+            held.append(cache.share * (BEFORE + len(steps)))
             windows = [layer.decoding.recorder.nbytes for layer in cache.layers if layer.decoding is not None]
             stores = [layer.store.packed for layer in cache.layers]
             sums = [column.nbytes for store in stores for name, column in store.items() if name.startswith("received")]
             recorded = max(recorded, sum(windows) + sum(sums))
         else:
             nbytes.append(sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
-    return Naive(steps, nbytes, recorded, [event.length for event in getattr(cache, "events", [])])
+    return Naive(steps, nbytes, recorded, [event.length for event in getattr(cache, "events", [])], held)
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +100,10 @@ def test_figures_are_those_of_one_token_at_a_time(text: str, expected: Naive, mo
     exact = round(fmean(ours.nbytes[first:]))
     assert exact <= row.figures["kv_bytes"] <= exact + ours.recorded
     assert row.figures["kv_bytes_peak"] == max(ours.nbytes[first:])
+    pieces = feed_slices(AFTER, cache.schedule.every)
+    held = [ours.held[part.stop - 1] for part in pieces for _ in range(part.start, part.stop)]
+    lengths = [BEFORE + token for token in range(first + 1, AFTER + 1)]
+    assert row.figures["share"] == pytest.approx(fmean(held[first:]) / fmean(lengths))
     assert row.figures["kv_bytes_full"] == round(fmean(expected.nbytes[first:]))
 
     (kept,) = one.comparison.kept
@@ -137,7 +144,7 @@ def test_one_token_is_enough_and_none_after_an_event_is_an_error() -> None:
 def test_what_fails_is_a_row_and_the_others_go_on() -> None:
     recipes = keepset.Recipe.parse_list("h2o(keep=20), tova(keep=0.5), snapkv(window=5), knorm(keep=20, every=3)")
     one = comparer()
-    rows = list(one.run(grid(recipes, [3, 20], 8)))
+    rows = list(one.run(grid(recipes, [Budget(3), Budget(20)], 8)))
     says = {
         "h2o(keep=20, every=8)": "looks at the attention of the whole prompt",
         "tova(keep=0.5, every=8)": "a share of what is left",

@@ -18,6 +18,7 @@ from keepset.bench.compare.comparison import kl, mean, nll
 from keepset.bench.compare.prompt import PromptComparer
 from keepset.bench.compare.text_task import ANSWER_TOKENS, TextTask
 from keepset.bench.record import Record
+from keepset.core.budget import Budget
 from keepset.texts import Needle
 from tests.bench.compare.naive import best, divergence
 from tests.hf.models import full, generate, prompt, recipe, tiny
@@ -107,7 +108,7 @@ def test_figures_are_those_of_a_run_of_its_own(
     cache = keepset.Cache(model, text)
     with torch.no_grad():
         model(task().prompt, past_key_values=cache)
-    nbytes, keep_set = cache.nbytes, cache.keep_set
+    nbytes, share, keep_set = cache.nbytes, cache.share, cache.keep_set
     assert keep_set is not None
     steps = continued(model, keepset.Cache(model, text))
 
@@ -120,7 +121,7 @@ def test_figures_are_those_of_a_run_of_its_own(
     heads = [keep_set.positions(layer, 0, head) for layer in keep_set.layers for head in range(kept.shape[1])]
     assert [mask.nonzero()[:, 0].tolist() for mask in kept.flatten(0, 1)] == [head.tolist() for head in heads]
     assert row.figures["keep"] == sum(map(len, heads)) / (len(heads) * LENGTH)
-    assert row.figures["kv_bytes"] == nbytes
+    assert (row.figures["kv_bytes"], row.figures["share"]) == (nbytes, share)
     assert row.figures["kv_bytes_full"] == LENGTH * len(heads) * 2 * 16 * 4
     assert row.error is None and not row.replies and "needle_found" not in row.figures
 
@@ -202,7 +203,7 @@ def test_an_answer_ends_where_the_model_ends_it_and_case_does_not_matter(monkeyp
 def test_what_cannot_be_had_is_a_row_with_the_reason_and_does_not_stop_the_others() -> None:
     recipes = keepset.Recipe.parse_list("streaming_llm, snapkv(window=8), tova(keep=8, every=4), tova")
     one = comparer(recipes[2:])
-    rows = list(one.run(grid(recipes, [3])))
+    rows = list(one.run(grid(recipes, [Budget(3)])))
     texts = ["streaming_llm(keep=3)", "snapkv(window=8, keep=3)", "tova(keep=8, every=4)", "tova(keep=3)"]
     assert [row.recipe for row in rows] == texts
     assert [row.method for row in rows] == ["streaming_llm", "snapkv(window=8)", "tova(every=4)", "tova"]

@@ -96,7 +96,7 @@ def test_parts_by_a_fact_seconds_and_what_is_not_known() -> None:
     sweep = Sweep(("math500",), {"TOVA": "tova"}, (64,), metrics=("seconds", "tokens"), by=("level",), full="")
     (line,) = sweep.lines({})
     candidate = line.candidate
-    place = {"recipe": candidate.text, "method": candidate.method, "requested": 64, "task": "math500"}
+    place = {"recipe": candidate.text, "method": candidate.method, "requested": "keep=64", "task": "math500"}
     seconds = {"prefill_seconds": 0.5, "select_seconds": 0.25}
     made = [
         Record(

@@ -81,11 +81,12 @@ LAYERS, HEADS = 3, 2
 
 def record(recipe: str, method: str, kl: float, share: float, **curves: Any) -> Record:
     figures = {
-        "keep": share, "kv_bytes": int(share * 1e6), "kv_bytes_full": 1_000_000, "kl": kl, "nll_delta": kl / 2 - 0.01,
-        "top1": 1 - kl / 4, "prefill_seconds": 1.5, "prefill_seconds_full": 1.4, "select_seconds": 0.01,
+        "keep": share, "share": share, "kv_bytes": int(share * 1e6), "kv_bytes_full": 1_000_000,
+        "kl": kl, "nll_delta": kl / 2 - 0.01, "top1": 1 - kl / 4,
+        "prefill_seconds": 1.5, "prefill_seconds_full": 1.4, "select_seconds": 0.01,
         "decode_tokens_per_second": 20.0, "needle_found": kl < 0.1,
     }  # fmt: skip
-    return Record(recipe, method, share, figures=figures, replies=[EVIL], curves=curves)
+    return Record(recipe, method, f"keep={share}", figures=figures, replies=[EVIL], curves=curves)
 
 
 def masks(rows: list[Record], tokens: int = len(TOKENS)) -> list[torch.Tensor | None]:
@@ -248,7 +249,7 @@ def tune_row(
     interval = {"low": kl / 2, "high": 2 * kl} if pieces > 1 else {"low": None, "high": None}
     facts = {} if found is None else {"found": {"mean": found, "low": found / 2, "high": (1 + found) / 2}}
     costs = {"kv_bytes": 30e6, "kv_bytes_full": 100e6, "prefill_seconds": 3.0, "prefill_seconds_full": 2.0}
-    head = {"recipe": recipe, "pieces": pieces, "finalist": finalist, "keep": 0.25, "top1": 0.9}
+    head = {"recipe": recipe, "pieces": pieces, "finalist": finalist, "keep": 0.25, "share": 0.3, "top1": 0.9}
     return {**head, "kl": {"mean": kl, **interval}, **facts, **costs}
 
 
@@ -256,8 +257,9 @@ def tuned(*rows: dict[str, Any], facts: int = 4) -> dict[str, Any]:
     full = {"kv_bytes": 100_000_000, **({"found": {"mean": 0.75, "low": 0.5, "high": 1.0}} if facts else {})}
     recipes = [each["recipe"] for each in rows]
     return {
-        "model": EVIL, "keep": 0.25, "tokens": 960, "continuation_tokens": 64, "pieces": 16, "facts": facts, "round": 4,
-        "rounds": 4, "measured": 16, "full": full, "recipe": recipes[0], "tied": recipes[:2],
+        "model": EVIL, "budget": "bytes=0.25", "tokens": 960, "continuation_tokens": 64, "pieces": 16, "facts": facts,
+        "round": 4, "rounds": 4, "measured": 16, "full": full, "recipe": recipes[0],
+        "tied": recipes[:2],
         "verdict": [EVIL, "Second."], "rows": list(rows), "dropped": [{"recipe": "gvote", "reason": EVIL}],
     }  # fmt: skip
 

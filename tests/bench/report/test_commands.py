@@ -212,7 +212,7 @@ def test_tuning_shows_costs_and_intervals() -> None:
     assert legend == list(
         zip("★◆●○", ("tova(keep=0.25)", *(trace["name"] for trace in (tied, last, out))), strict=True)
     )
-    assert [value for _, value in data_of(page)["facts"]] == ["keep=0.25", "4", "100.0 MB", "75% (50%..100%)"]
+    assert [value for _, value in data_of(page)["facts"]] == ["bytes=0.25", "4", "100.0 MB", "75% (50%..100%)"]
     _, first, second, _, last_row, dropped = rows(page)
     assert first[1:] == ["16", "30.0", "30.0%", "0.2000", "0.1000..0.4000", "90%", "x1.50", "50%", "25%..75%"]
     assert [line["mark"] and line["mark"][0] for line in lines(page)] == ["★", "◆", "●", "○", None]

@@ -16,6 +16,7 @@ from keepset.bench.sweep.runner import EvalRequest
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Group, Skipped, SweepGrid, count, run, unfinished
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
+from keepset.core.budget import Budget
 from keepset.recipe import Recipe
 
 CONFIGURATION = {"weights": "0a1b", "--limit": 3, "--mode": "prompt"}
@@ -98,7 +99,7 @@ def grid(
     decodes: bool = False,
 ) -> SweepGrid:
     """What most of these tests ask for: 12 groups of 3 cells, or as many cells of tasks that decode."""
-    asked = candidates(Recipe.parse_list(recipes), keeps)
+    asked = candidates(Recipe.parse_list(recipes), [Budget(keep) for keep in keeps])
     return SweepGrid([Counting(name, decodes=decodes) for name in names], seeds, {name: asked for name in names}, limit)
 
 

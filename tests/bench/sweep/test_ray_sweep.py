@@ -21,6 +21,7 @@ from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Skipped, SweepGrid
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Task, TaskSettings
+from keepset.core.budget import Budget
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from tests.bench.sweep.sweeping import CONFIGURATION, Scripted, cells, expected, grid, groups_of, in_order
@@ -142,7 +143,7 @@ def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_pat
     tiny_model().save_pretrained(folder)
     embedded[1].save_pretrained(folder)
     model, tokenizer = models.load(folder)
-    todo = candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [0.5])
+    todo = candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [Budget(0.5)])
     asked = SweepGrid(find(["needle"], TaskSettings(lengths=(256,))), [0], {"needle@256": todo}, 3)
     asking = {"mode": "agnostic", "chat": True, "temperature": 0.0}
     assert run(tmp_path / "ray.sqlite", RunnerSource(models.Source(folder), **asking), asked, tokenizer) == 9

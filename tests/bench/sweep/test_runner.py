@@ -206,7 +206,9 @@ def test_choices_are_scored_on_what_was_kept_of_the_context() -> None:
 
 def test_one_prefill_serves_all_candidates_and_questions_but_those_that_compress_while_decoding() -> None:
     model, length = tiny("llama"), len(CONTEXT)
-    todo = candidates(Recipe.parse_list("snapkv(window=8), adakv(expected_attention), h2o"), [0.5, 0.25])
+    todo = candidates(
+        Recipe.parse_list("snapkv(window=8), adakv(expected_attention), h2o"), [Budget(0.5), Budget(0.25)]
+    )
     every = parsed("knorm(keep=16, every=4)", "tova(keep=16, every=4)")[1:]
     prompts = sorted(length + len(question.text + question.prefix) for question in EXAMPLE.questions)
     for asked, mode, expected in [
@@ -231,7 +233,7 @@ MIXED = [*RECIPES, *Recipe.parse_list("gvote, snapkv(window=4, keep=16, every=4)
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa", pytest.param("gemma3", marks=full_tier)])
 def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: dict[str, Any]) -> None:
     model, batched = tiny(architecture), architecture != "gemma3"
-    todo = candidates(MIXED, [0.5, 12] if batched else [0.5])
+    todo = candidates(MIXED, [Budget(0.5), Budget(12)] if batched else [Budget(0.5)])
     options = {"model": model, "example": GENERATED, "task": Exact(20, ("a",)), **options}
     with watched(model) as calls:
         together = run(todo, **options)
@@ -240,7 +242,7 @@ def test_answers_of_a_batch_are_those_of_each_alone(architecture: str, options: 
     assert len({reply for cell in together for reply in replies(cell)}) > 4
 
 
-FEW = candidates(Recipe.parse_list("snapkv(window=8), knorm, random"), [1.0, 0.9])
+FEW = candidates(Recipe.parse_list("snapkv(window=8), knorm, random"), [Budget(1.0), Budget(0.9)])
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +262,7 @@ def test_as_many_go_side_by_side_as_memory_takes(
     assert [timeless(cell) for cell in cells] == few_alone
 
 
-TODO = candidates(RECIPES, [0.5, 0.25])
+TODO = candidates(RECIPES, [Budget(0.5), Budget(0.25)])
 
 
 @pytest.fixture(scope="module")
@@ -449,7 +451,7 @@ def test_what_cannot_be_asked_is_an_error_and_the_others_go_on() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["agnostic", "prompt"])
 def test_cells_do_not_depend_on_other_candidates_or_their_order(mode: str) -> None:
-    todo = [*candidates(RECIPES, [0.5, 12]), *parsed("knorm(keep=24, every=4)")[1:]]
+    todo = [*candidates(RECIPES, [Budget(0.5), Budget(12)]), *parsed("knorm(keep=24, every=4)")[1:]]
     options: dict[str, Any] = dict(mode=mode, temperature=1.0, seed=3)
     found = [timeless(cell) for cell in run(todo, **options)]
     assert [timeless(cell) for cell in run(todo[::-1], **options)] == found[::-1]
@@ -564,11 +566,11 @@ def test_bytes_are_those_right_after_the_compression(architecture: str) -> None:
     cache = keepset.Cache(model, text)
     with torch.no_grad():
         model(ids_of(CONTEXT), past_key_values=cache)
-    assert cell.figures["kv_bytes"] == cache.nbytes
+    assert (cell.figures["kv_bytes"], cell.figures["share"]) == (cache.nbytes, cache.share)
     assert cell.figures["keep"] == cache.events[0].kept / cache.events[0].entries
     expected = full_bytes(model, len(CONTEXT))
     assert full.figures["kv_bytes"] == full.figures["kv_bytes_full"] == cell.figures["kv_bytes_full"] == expected
-    assert full.figures["keep"] == 1.0 and full.requested == 1.0
+    assert full.figures["keep"] == full.figures["share"] == 1.0 and full.requested is None
 
 
 @pytest.mark.parametrize("text", ["knorm(keep=24, every=5)", "snapkv(window=4, keep=0.4)", "tova(keep=40, every=64)"])
@@ -576,15 +578,15 @@ def test_while_decoding_bytes_are_the_most_after_any_token(text: str) -> None:
     model, tokens = tiny("llama"), 14
     full, cell = run(parsed(text), example=ONE, task=Exact(tokens, decodes=True), mode="prompt")
     assert full.error is cell.error is None and cell.figures["tokens"] == full.figures["tokens"] == tokens
-    cache, held, said = keepset.Cache(model, text), list[tuple[int, int]](), ids_of(CONTEXT + " Who?")
+    cache, held, said = keepset.Cache(model, text), list[tuple[int, int, float]](), ids_of(CONTEXT + " Who?")
     with torch.no_grad():
         for _ in range(tokens):
             logits = model(said, past_key_values=cache).logits
-            held.append((cache.nbytes, cache.get_seq_length()))
+            held.append((cache.nbytes, cache.get_seq_length(), cache.share))
             said = logits[:, -1:].argmax(-1)
-    nbytes, length = max(held, key=lambda pair: pair[0])
+    nbytes, length, share = max(held, key=lambda each: each[0])
     entries = sum(layer.store.entries for layer in cache.kept_layers.values())  # type: ignore[union-attr]
-    assert cell.figures["kv_bytes"] == nbytes
+    assert (cell.figures["kv_bytes"], cell.figures["share"]) == (nbytes, share)
     assert cell.figures["kv_bytes_full"] == full_bytes(model, length)
     assert cell.figures["keep"] == pytest.approx(entries / (2 * 2 * held[-1][1]))
     assert full.figures["kv_bytes"] == full_bytes(model, held[-1][1])
@@ -632,7 +634,7 @@ def test_a_prefill_that_cannot_be_shared_is_not(monkeypatch: pytest.MonkeyPatch)
             raise KeepsetError("Hidden states cannot be seen.")
         return original(self, ids)
 
-    todo = candidates(RECIPES[:2], [0.5])
+    todo = candidates(RECIPES[:2], [Budget(0.5)])
     expected = run(todo)
     monkeypatch.setattr(Recorder, "prefill", prefill)
     full, snapkv, failed = run(todo)
@@ -650,7 +652,7 @@ def test_a_model_that_predicts_no_numbers_fails_in_a_sentence_and_stops_no_sweep
 
 
 def test_an_example_that_cannot_be_asked_is_an_error_of_every_candidate() -> None:
-    cells = run(candidates(RECIPES, [0.5]), example=replace(EXAMPLE, context=""))
+    cells = run(candidates(RECIPES, [Budget(0.5)]), example=replace(EXAMPLE, context=""))
     assert len(cells) == 4
     assert all("Example one has no context" in (cell.error or "") for cell in cells)
 
@@ -689,5 +691,5 @@ def test_tables_are_not_judged_by_what_they_were_compiled_from(monkeypatch: pyte
             raise KeepsetError("compiled from it")
 
     monkeypatch.setattr("keepset.bench.sweep.runner.refuse_contaminated", refuse)
-    full, seen, other = run(candidates(Recipe.parse_list("knorm, tova"), [0.5]))
+    full, seen, other = run(candidates(Recipe.parse_list("knorm, tova"), [Budget(0.5)]))
     assert (full.error, seen.error, other.error) == (None, "compiled from it", None)

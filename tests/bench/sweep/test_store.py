@@ -30,7 +30,7 @@ NO_SWEEP = "is damaged, or no file of `keepset eval`: name another with --out"
 
 
 def cell(recipe: str = "knorm(keep=0.5)", example: str = "a", **changes: Any) -> Record:
-    made = Record(recipe, "knorm", 0.5, "gsm8k", 0, example, {"depth": 0.1, "kind": "x"}, "accuracy")
+    made = Record(recipe, "knorm", "keep=0.5", "gsm8k", 0, example, {"depth": 0.1, "kind": "x"}, "accuracy")
     made = dataclasses.replace(made, **changes)
     if made.error is not None:
         return made
@@ -258,6 +258,19 @@ def test_files_of_the_version_before_are_gone_on_with_and_others_refused(path: P
         database.close()
         said = f"is of another version of keepset (format {version}, this one's is 4)"
         assert said in refusal(begin, path) and said in refusal(Store.open, path)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "number", "budget"), [("knorm", 0.5, "keep=0.5"), ("tova", 512, "keep=512"), (FULL, 1.0, None)]
+)
+def test_budgets_that_were_written_as_numbers_are_read(
+    path: Path, recipe: str, number: float, budget: str | None
+) -> None:
+    put(path, cell(recipe))
+    with begin(path) as opened:
+        ((text,),) = opened._database.execute("SELECT cell FROM cells").fetchall()
+        opened._database.execute("UPDATE cells SET cell = ?", [json.dumps({**json.loads(text), "requested": number})])
+    assert read(path) == [cell(recipe, requested=budget)]
 
 
 def test_a_full_disk_is_said_and_what_is_there_is_kept(path: Path) -> None:

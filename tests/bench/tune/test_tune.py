@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import keepset
+from keepset.bench.candidate import text_of
 from keepset.bench.record import Record
 from keepset.bench.tune import space
 from keepset.bench.tune.excerpts import ANSWER_TOKENS, TextPiece
 from keepset.bench.tune.space import composed_at_most, compositions, scorers, with_budget
 from keepset.bench.tune.tune import Measurer, Tuner
+from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
 from keepset.core.method import Allocator
 from keepset.errors import KeepsetError
@@ -28,7 +30,7 @@ from keepset.registry import METHODS
 from keepset.texts import Needle
 from tests.hf.models import full, generate, hooks_on, prompt, tiny
 
-LENGTH, AFTER = 50, 9
+LENGTH, AFTER, MOST = 50, 9, Budget(45)
 RECIPES = Recipe.parse_list(
     "tova(keep=0.3), adakv(h2o, keep=15), kvcompose(keep=0.3), expected_attention(future=16, keep=15), gvote(p_nuc=0.1)"
 )
@@ -41,24 +43,23 @@ def test_catalogue_has_every_scorer_once_and_no_recipe_twice() -> None:
     assert len(set(map(str, recipes))) == len(recipes)
     names = [name for name, kind in METHODS.items() if not issubclass(kind, Allocator)]
     assert len(names) > 10 and all(Recipe.parse(name) in recipes for name in names)
-    assert all(recipe.budget.keep is None for recipe in recipes)
+    assert not any(recipe.budget.is_given for recipe in recipes)
     assert any(recipe.method.name == "pool" for recipe in recipes)
 
 
-@pytest.mark.parametrize(("keep", "in_8_bits"), [(0.25, 0.8), (0.5, 1.0), (40, 128), (4096, 13107)])
-def test_one_budget_for_all_but_those_that_take_none(keep: int | float, in_8_bits: int | float) -> None:
+@pytest.mark.parametrize("budget", [Budget(bytes=0.25), Budget(40), Budget(4096)], ids=text_of)
+def test_one_budget_for_all_but_those_that_take_none(budget: Budget) -> None:
     recipes = scorers()
-    fitting, unfit = with_budget(recipes, keep, 3.2)
+    fitting, unfit = with_budget(recipes, budget)
     assert len(fitting) + len(unfit) == len(recipes)
-    for is_int8, expected in ((False, keep), (True, in_8_bits)):
-        some = [recipe for recipe in fitting if (recipe.method.name == "quantized") is is_int8]
-        assert {recipe.budget.keep for recipe in some if recipe.method.traits.needs_budget} == {expected}
-    assert {recipe.method.name for recipe in fitting if recipe.budget.keep is None} == {"gvote"}
+    own = [recipe.budget for recipe in fitting if recipe.method.traits.needs_budget]
+    assert {(each.keep, each.bytes) for each in own} == {(budget.keep, budget.bytes)}
+    assert {recipe.method.name for recipe in fitting if not recipe.budget.is_given} == {"gvote"}
     for recipe, why in unfit.items():
         with pytest.raises(KeepsetError) as caught:
-            recipe.with_keep(keep)
+            recipe.with_keep(40)
         assert why == str(caught.value)
-    assert bool(unfit) == (keep == 40)
+    assert bool(unfit) == (budget.keep == 40)
 
 
 def composed(text: str) -> list[str]:
@@ -115,8 +116,8 @@ def piece(number: int = 0, answers: Sequence[str] = ()) -> TextPiece:
     return TextPiece(ids[:, :LENGTH], ids[:, LENGTH:], facts, questions)
 
 
-def measurer(*pieces: TextPiece, keep: int | float = 0.9, architecture: str = "llama") -> Measurer:
-    return Measurer(tiny(architecture), Numbers(), pieces, keep)  # type: ignore[arg-type]
+def measurer(*pieces: TextPiece, budget: Budget = MOST, architecture: str = "llama") -> Measurer:
+    return Measurer(tiny(architecture), Numbers(), pieces, budget)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -200,10 +201,13 @@ def held() -> int:
 
 def test_what_chooses_its_own_number_must_stay_within_the_budget() -> None:
     recipes = Recipe.parse_list("gvote(p_nuc=0.1), gvote(p_nuc=0.99), tova(keep=0.3)")
-    for keep in (0.9, 45):
-        few, many, tova = measurer(piece(), keep=keep)(0, recipes)
-        assert few.error is None and few.figures["keep"] < 0.9 and tova.error is None
-        assert many.error == "gvote(p_nuc=0.99) chooses itself how much it keeps, and kept 100%: that is more than 90%."
+    # Of 16 numbers a key: 68 bytes an entry with its position, 64 without.
+    for budget, said in ((Budget(bytes=0.9), "106% of the bytes"), (Budget(45), "100% of the entries")):
+        few, many, tova = measurer(piece(), budget=budget)(0, recipes)
+        assert few.error is None and few.figures["share"] < 0.9 and tova.error is None
+        assert many.error == (
+            f"gvote(p_nuc=0.99) chooses itself how much it keeps, and kept {said}: that is more than 90%."
+        )
 
 
 def test_a_prefill_that_one_recipe_spoils_serves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +225,7 @@ def test_a_prefill_that_one_recipe_spoils_serves_the_others(monkeypatch: pytest.
 
 # --- the outcome
 
-PIECES = [piece(number) for number in range(8)]
+PIECES, SHARE = [piece(number) for number in range(8)], Budget(bytes=0.3)
 
 
 @pytest.fixture
@@ -238,6 +242,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
                 continue
             kl, seconds, found = (*row, *(1.0, ())[len(row) - 1 :])
             figures = {"kl": kl * (1 + number), "top1": 0.5, "keep": 0.3, "kv_bytes": 30, "kv_bytes_full": 100}
+            figures["share"] = 0.3
             figures |= {"prefill_seconds": seconds, "prefill_seconds_full": 1.0}
             facts = {"facts": len(found), "facts_found": sum(found)} if found else {}
             yield Record(str(recipe), "", figures={**figures, **facts})
@@ -246,8 +251,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return table
 
 
-def tuner(pieces: Sequence[TextPiece] = PIECES, keep: int | float = 0.3, *more: Any) -> Tuner:
-    return Tuner(tiny("llama"), Numbers(), pieces, keep, "tiny", *more)  # type: ignore[arg-type]
+def tuner(pieces: Sequence[TextPiece] = PIECES, budget: Budget = SHARE, *more: Any) -> Tuner:
+    return Tuner(tiny("llama"), Numbers(), pieces, budget, "tiny", *more)  # type: ignore[arg-type]
 
 
 def outcome(*arguments: Any) -> dict[str, Any]:
@@ -257,48 +262,52 @@ def outcome(*arguments: Any) -> dict[str, Any]:
 
 
 def test_a_winner_is_named(made: dict[str, Any]) -> None:
-    made.update({"tova(keep=0.3)": (0.2,), "adakv(tova, keep=0.3)": (0.1,), "knorm(keep=0.3)": (0.3,)})
+    made.update({"tova(bytes=0.3)": (0.2,), "adakv(tova, bytes=0.3)": (0.1,), "knorm(bytes=0.3)": (0.3,)})
     told = outcome()
-    assert told["recipe"] == "adakv(tova, keep=0.3)" and told["tied"] == [told["recipe"]]
+    assert told["recipe"] == "adakv(tova, bytes=0.3)" and told["tied"] == [told["recipe"]]
     assert told["recipe_in_full"] == (
-        "adakv(tova, floor=0.2, keep=0.3, sinks=0, recent=1, protect_prompt=False, prefill=True)"
+        "adakv(tova, floor=0.2, bytes=0.3, sinks=0, recent=1, protect_prompt=False, prefill=True)"
     )
-    assert told["verdict"] == ["Use adakv(tova, keep=0.3): the best of 3 recipes on 8 pieces."]
-    assert [row["recipe"] for row in told["rows"]] == ["adakv(tova, keep=0.3)", "tova(keep=0.3)", "knorm(keep=0.3)"]
+    assert told["verdict"] == ["Use adakv(tova, bytes=0.3): the best of 3 recipes on 8 pieces."]
+    assert [row["recipe"] for row in told["rows"]] == ["adakv(tova, bytes=0.3)", "tova(bytes=0.3)", "knorm(bytes=0.3)"]
     assert told["rows"][0]["kl"]["mean"] == pytest.approx(0.45)
     assert all(each["reason"].endswith(("is not wanted.", "a larger budget.")) for each in told["dropped"])
     tried = {*(row["recipe"] for row in told["rows"]), *(each["recipe"] for each in told["dropped"])}
-    # Of 16 numbers a key: 128 bytes an entry, or 40 with two scales.
-    assert set(map(str, with_budget(scorers(), 0.3, 128 / 40)[0])) <= tried
+    assert set(map(str, with_budget(scorers(), SHARE)[0])) <= tried
 
 
 def test_of_what_is_tied_the_cheapest_is_used(made: dict[str, Any]) -> None:
-    made.update({"tova(keep=0.3)": (0.2, 2.0), "knorm(keep=0.3)": (0.2, 1.5), "keydiff(keep=0.3)": (0.9, 1.0)})
+    made.update({"tova(bytes=0.3)": (0.2, 2.0), "knorm(bytes=0.3)": (0.2, 1.5), "keydiff(bytes=0.3)": (0.9, 1.0)})
     told = outcome()
-    assert told["recipe"] == "knorm(keep=0.3)"
-    assert set(told["tied"]) == {"tova(keep=0.3)", "knorm(keep=0.3)"}
+    assert told["recipe"] == "knorm(bytes=0.3)"
+    assert set(told["tied"]) == {"tova(bytes=0.3)", "knorm(bytes=0.3)"}
     (sentence,) = told["verdict"]
     assert sentence.startswith(
-        "There is no winner: 8 pieces cannot tell knorm(keep=0.3) from tova(keep=0.3). Use knorm"
+        "There is no winner: 8 pieces cannot tell knorm(bytes=0.3) from tova(bytes=0.3). Use knorm"
     )
 
 
 def test_few_pieces_name_nothing(made: dict[str, Any]) -> None:
-    made.update({"tova(keep=0.3)": (0.2,), "knorm(keep=0.3)": (0.9,)})
+    made.update({"tova(bytes=0.3)": (0.2,), "knorm(bytes=0.3)": (0.9,)})
     told = outcome(PIECES[:5])
     assert (told["recipe"], told["recipe_in_full"], told["tied"], len(told["rows"])) == (None, None, [], 2)
-    assert "(measured on 5 pieces)" in told["verdict"][0] and told["verdict"][1] == "The best so far is tova(keep=0.3)."
+    assert (
+        "(measured on 5 pieces)" in told["verdict"][0] and told["verdict"][1] == "The best so far is tova(bytes=0.3)."
+    )
 
 
 @pytest.mark.parametrize("finds", [True, False])
 def test_facts_decide_only_where_the_full_cache_finds_any(made: dict[str, Any], finds: bool) -> None:
     made["full"] = [finds, False]
-    made.update({"tova(keep=0.3)": (0.2, 1.0, [True, True]), "knorm(keep=0.3)": (0.1, 1.0, [False, False])})
+    made.update({"tova(bytes=0.3)": (0.2, 1.0, [True, True]), "knorm(bytes=0.3)": (0.1, 1.0, [False, False])})
     told = outcome([piece(number, ["a", "b"]) for number in range(8)])
-    assert told["recipe"] == ("tova(keep=0.3)" if finds else "knorm(keep=0.3)")
+    assert told["recipe"] == ("tova(bytes=0.3)" if finds else "knorm(bytes=0.3)")
     assert ("retrieval says nothing" in told["verdict"][-1]) != finds
     assert told["full"]["found"]["mean"] == (0.5 if finds else 0.0)
-    assert {row["recipe"]: row["found"]["mean"] for row in told["rows"]} == {"tova(keep=0.3)": 1, "knorm(keep=0.3)": 0}
+    assert {row["recipe"]: row["found"]["mean"] for row in told["rows"]} == {
+        "tova(bytes=0.3)": 1,
+        "knorm(bytes=0.3)": 0,
+    }
 
 
 def test_nothing_can_run(made: dict[str, Any]) -> None:
@@ -309,7 +318,7 @@ def test_nothing_can_run(made: dict[str, Any]) -> None:
 def test_what_the_model_lacks_is_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = "tova, qfilter(stats='absent.safetensors'), snapkv"
     monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list(recipes))
-    one = tuner(keep=9)
+    one = tuner(budget=Budget(9))
     assert [str(entry.recipe) for entry in one.race.entries] == ["tova(keep=9)"]
     assert list(one.unfit) == ["snapkv(keep=9)", "qfilter(stats='absent.safetensors', keep=9)"]
     assert "There is no file 'absent.safetensors'" in one.unfit["qfilter(stats='absent.safetensors', keep=9)"]
@@ -317,17 +326,18 @@ def test_what_the_model_lacks_is_never_tried(monkeypatch: pytest.MonkeyPatch) ->
     assert not tiny("llama")._forward_pre_hooks
 
 
-@pytest.mark.parametrize("keep", [1.0, 50, 9999])
-def test_a_budget_that_drops_nothing_is_refused(keep: int | float) -> None:
-    with pytest.raises(KeepsetError, match=rf"^keep={keep} drops nothing of pieces of 50 tokens: ask for less"):
-        tuner(keep=keep)
+@pytest.mark.parametrize("budget", [Budget(bytes=1.0), Budget(50), Budget(9999)], ids=text_of)
+def test_a_budget_that_drops_nothing_is_refused(budget: Budget) -> None:
+    said = rf"^{text_of(budget)} leaves nothing to choose of pieces of 50 tokens: ask for less"
+    with pytest.raises(KeepsetError, match=said):
+        tuner(budget=budget)
 
 
 @pytest.mark.full
 def test_a_race_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("random, h2o, second_pass(statistic='rms'), gvote"))
     steps: list[None] = []
-    one = tuner(PIECES[:4], 0.3, lambda: steps.append(None))
+    one = tuner(PIECES[:4], SHARE, lambda: steps.append(None))
     one.run()
     told = one.to_json()
     assert one.race.done == one.race.planned
@@ -338,7 +348,7 @@ def test_a_race_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told["measured"] == told["pieces"] == 4 and told["full"]["kv_bytes"] == 50 * 2 * 2 * 2 * 16 * 4
     kls = [row["kl"]["mean"] for row in told["rows"] if row["finalist"]]
     assert kls == sorted(kls) and len(kls) == 10  # Half of 3 scorers and 8 compositions of all but random
-    assert all(row["pieces"] == (4 if row["finalist"] else 2) and row["keep"] <= 0.3 for row in told["rows"])
+    assert all(row["pieces"] == (4 if row["finalist"] else 2) and row["share"] <= 0.3 for row in told["rows"])
 
 
 def test_all_that_is_tried_runs_or_says_why() -> None:
@@ -349,4 +359,4 @@ def test_all_that_is_tried_runs_or_says_why() -> None:
     assert ran | reasons.keys() == {*one.unfit, *(str(entry.recipe) for entry in one.race.entries)}
     able = {recipe for recipe, reason in reasons.items() if "there is nothing to choose" not in reason}
     assert len(ran) > 40 and {recipe.split("(")[0] for recipe in able} <= {"gvote"}
-    assert "snapkv(keep=0.3)" in reasons.keys() - able
+    assert "snapkv(bytes=0.3)" in reasons.keys() - able

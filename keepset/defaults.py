@@ -1,0 +1,26 @@
+"""The recipes of commands and of the playground where none is named, each a quarter of a full 16-bit cache's bytes."""
+
+from __future__ import annotations
+
+NETWORKS = "quantized(match(pool(distilled)), bytes=0.25)"
+"""For a model whose statistics hold the networks of `distilled`. It takes one pass."""
+ANSWERED_AT_ONCE = "quantized(pool(prompt_queries), bytes=0.25)"
+"""For other models, and a prompt that is answered at once. It takes one pass."""
+ASKED_LATER = "quantized(match(reread), bytes=0.25)"
+"""For other models, and a text that is asked about later. It takes two passes."""
+
+
+def default_recipe(model: str, otherwise: str) -> str:
+    """Return the recipe for a model: `NETWORKS` if the statistics that are offered for it hold those networks.
+
+    Args:
+        model: the model's name, `model.config.name_or_path`.
+        otherwise: the recipe for a model without them.
+
+    Raises:
+        KeepsetError: the statistics cannot be read.
+    """
+    from keepset.core.statistics import offered
+
+    measured = offered(model)
+    return NETWORKS if measured is not None and measured.predictors else otherwise
