@@ -21,7 +21,7 @@ def main() -> None:
     for text in ("snapkv(keep=512, every=256)", "adakv(snapkv, keep=512, every=256)", "snapkv(keep=512, every=16)"):
         for running in (64, 256, 1024):
             draw = random.Random(0)
-            schedule = EvictionSchedule(Recipe.parse(text), 0, tuple(range(32)), 8, 16)
+            schedule = EvictionSchedule(Recipe.parse(text), 0, tuple(range(32)), 8, 128, 16)
             admission = Admission(schedule, 8192, 1)
             prompts = [draw.randint(500, 8000) for _ in range(running)]
             lengths = [prompt + draw.randint(0, 2000) for prompt in prompts]

@@ -13,7 +13,7 @@ from harness.report import Section, machine, publish
 from harness.summary import Summary, shown, verdict
 from transformers import DynamicCache
 
-from keepset import Recipe, models, texts
+from keepset import Budget, Recipe, models, texts
 from keepset.bench.candidate import grid
 from keepset.bench.compare.prompt import PromptComparer
 from keepset.bench.compare.text_task import make_text_task
@@ -34,7 +34,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     model, tokenizer = models.load()
     recipes = Recipe.parse_list(RECIPES)
-    candidates = grid(recipes, KEEPS)
+    candidates = grid(recipes, [Budget(keep) for keep in KEEPS])
     task = make_text_task(tokenizer, texts.essay(), tokens=args.tokens, continuation=128)
     ratios, demos = [], []
     for _ in range(args.repeats):

@@ -11,7 +11,7 @@ import torch
 from harness import progress
 from harness.report import Section, machine, publish
 
-from keepset import Recipe, models, texts
+from keepset import Budget, Recipe, models, texts
 from keepset.bench.analysis import intervals
 from keepset.bench.candidate import grid
 from keepset.bench.compare.prompt import PromptComparer
@@ -52,7 +52,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     model, tokenizer = models.load()
     recipes = Recipe.parse_list(args.recipes)
-    candidates = grid(recipes, KEEPS)
+    candidates = grid(recipes, [Budget(keep) for keep in KEEPS])
     longest = sorted(texts.essays(), key=lambda name: -len(texts.essay(name)))[: args.texts]
     names = [name.strip() for name in args.essays.split(",")] if args.essays else longest
     table: dict[str, Figures] = defaultdict(Figures)

@@ -15,7 +15,7 @@ from harness.summary import ratios, shown, verdict
 from harness.worker import PEER_PYTHON, Worker, check_peer
 from transformers import DynamicCache
 
-from keepset import Recipe, models
+from keepset import Budget, Recipe, models
 from keepset.bench.candidate import candidates
 from keepset.bench.record import Record
 from keepset.bench.sweep.prompts import PromptBuilder
@@ -48,7 +48,7 @@ def main() -> int:
     examples = task.examples(tokenizer, limit=args.limit)
     recipes = [Recipe.parse(text) for text in args.recipes]
     runner = Runner(model, tokenizer, mode="agnostic", chat=True)
-    todo = candidates(recipes, KEEPS)
+    todo = candidates(recipes, [Budget(keep) for keep in KEEPS])
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         peer = None

@@ -14,7 +14,7 @@ model, tokenizer = keepset.models.load()
 facts = "Oslo's secret number is 48217. The lighthouse is kept by Harald Berg."
 document = tokenizer(facts + " Then they agreed on the minutes of May and went home." * 60, return_tensors="pt")
 
-cache = keepset.Cache(model, "reread(keep=0.25)")
+cache = keepset.Cache(model, "reread(bytes=0.25)")
 with torch.no_grad():
     model(**document, past_key_values=cache, logits_to_keep=1)  # reads the document, and answers nothing
 

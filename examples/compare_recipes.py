@@ -27,7 +27,7 @@ def predictions(recipe: str) -> torch.Tensor:
 
 full = predictions("streaming_llm(keep=1.0)")
 for name in RECIPES:
-    kept = predictions(f"{name}(keep=0.25)")
+    kept = predictions(f"{name}(bytes=0.25)")
     kl = kl_div(kept, full, log_target=True, reduction="batchmean")
     same = (kept.argmax(-1) == full.argmax(-1)).float().mean()
     print(f"{name:14} KL {kl:.4f}   same likeliest token {same:4.0%}")

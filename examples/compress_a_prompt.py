@@ -9,7 +9,7 @@ from keepset.texts import essay
 model, tokenizer = keepset.models.load()  # a small embedded model; a name or a folder loads yours
 prompt = tokenizer(essay()[:4000] + "\n\nIn short, the author", return_tensors="pt")
 
-cache = keepset.Cache(model, "glance(keep=0.25)")
+cache = keepset.Cache(model, "glance(bytes=0.25)")
 answer = model.generate(**prompt, past_key_values=cache, max_new_tokens=24, do_sample=False)
 
 print(tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :]))

@@ -23,7 +23,7 @@ from tests.vllm.engine import SPARING
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = {
-    "compress_a_prompt": r"Cache\(glance\(keep=0\.25\): 2\d\d of 10\d\d tokens",
+    "compress_a_prompt": r"Cache\(glance\(bytes=0\.25\): 2\d\d of 10\d\d tokens",
     "ask_again": r"Oslo's secret number is 48217.*\n*.*kept by Harald Berg",
     "long_answers": r"after +\d+ tokens: 48 entries of a head stay\nCache\(",
     "compare_recipes": r"random +KL 1\.\d+ (.|\n)*reread +KL 0\.0",

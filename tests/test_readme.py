@@ -32,11 +32,13 @@ def test_readmes_python_runs(
         exec(compile(code, "README.md", "exec"), session)
     printed = capsys.readouterr().out
     again = session["tokenizer"].decode(session["answer"][0])
-    size = re.search(r"Cache\(reread\(keep=0.25\): 24\d of 9\d\d tokens, (.*) MB of (.*)\)", printed)
+    size = re.search(r"Cache\(reread\(bytes=0.25\): (\d+) of (9\d\d) tokens, (.*) MB of (.*)\)", printed)
     assert size and again
+    numbers = 64 if tiers.FULL else 8  # of a key: beside 4 bytes of each there are 4 of its position
+    assert int(size[1]) == round(0.25 * int(size[2]) * numbers / (numbers + 1))
     if tiers.FULL:
         assert "Oslo's secret number is 48217" in printed and "48217" in again
-        assert 11 <= float(size[1]) < 12 and 40 <= float(size[2]) < 50
+        assert 11 <= float(size[3]) < 12 and 40 <= float(size[4]) < 50
 
 
 @pytest.mark.full
@@ -50,7 +52,7 @@ def test_the_guides_python_runs(embedded: Any, monkeypatch: pytest.MonkeyPatch, 
     prompt, question = (tokenizer(text, return_tensors="pt") for text in (texts[0], "When?"))
     session: dict[str, Any] = dict(model=model, tokenizer=tokenizer, keepset=keepset, torch=torch)
     session |= dict(text=texts[0], texts=texts, prompt=prompt, document=prompt, question=question)
-    session["cache"] = keepset.Cache(model, "reread(keep=0.25)")
+    session["cache"] = keepset.Cache(model, "reread(bytes=0.25)")
     for code in pieces("docs/guide.md"):
         exec(compile(code, "guide.md", "exec"), session)
     assert session["answer"].shape[1] > question["input_ids"].shape[1]

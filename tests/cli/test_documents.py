@@ -17,6 +17,7 @@ from keepset.bench import latency
 from keepset.bench.compare import text_task
 from keepset.bench.tune import excerpts, space
 from keepset.cli import app
+from keepset.core import statistics
 from keepset.texts import essay
 from tests.cli.conftest import Run, tiny_model
 
@@ -66,6 +67,7 @@ def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch
     for name in ("max_position_embeddings", "name_or_path"):
         setattr(model.config, name, getattr(embedded[0].config, name))
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
+    monkeypatch.setattr(statistics, "_offers", {})  # those of the embedded model have another shape
     # Of tune's recipes, of its rounds and of an answer's tokens the least: the commands are what is tried.
     monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("streaming_llm, snapkv"))
     monkeypatch.setattr(space, "compositions", lambda best: [])

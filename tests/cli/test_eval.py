@@ -25,7 +25,7 @@ from tests.cli.conftest import Forked, Run, check_refused
 NEEDLE = ("eval", "needle", "--prompt-tokens", "256,300", "--limit", "2")
 NEEDLE += ("--recipes", "snapkv(window=8)", "--budgets", "0.5,40")
 WHERE = "all figures are in 'sweep.sqlite': keepset results shows them again\n"
-BASELINES = [f"{name}(keep={keep})" for name in ("random", "streaming_llm") for keep in (0.5, 40)]
+BASELINES = [f"{name}({budget})" for name in ("random", "streaming_llm") for budget in ("bytes=0.5", "keep=40")]
 
 
 class Stub:
@@ -85,7 +85,8 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     assert [row["task"] for row in summary["rows"]] == ["needle@256"] * 7 + ["needle@300"] * 7
     for names in ([row["recipe"] for row in summary["rows"][part]] for part in (slice(7), slice(7, 14))):
         assert names[0] == FULL and sorted(names) == sorted(recipes)
-        assert [name.rpartition("keep=")[2] for name in names[1:]] == 3 * ["0.5)"] + 3 * ["40)"]
+        budgets = 3 * ["bytes=0.5)"] + 3 * ["keep=40)"]
+        assert all(name.endswith(budget) for name, budget in zip(names[1:], budgets, strict=True))
     assert all(row["examples"] == 2 and row["failed"] == 0 for row in summary["rows"])
     cells = stored()
     assert len(cells) == 28 and all(each.error is None for each in cells)

@@ -30,7 +30,7 @@ MORE = [
 ]
 """Kinds of caches, and recipes."""
 FITTED = "int8(match(adakv(snapkv(window=8)), window=8), keep=40, every=12)"
-FITTED_ONCE = "int8(match(snapkv(window=8), biases=False), keep=40)"
+FITTED_ONCE = "int8(match(snapkv(window=8), biases=False), bytes=0.2)"
 SOME = [*asks((130, 90, 200), 30), Ask(IDS[700:701], 30)]
 TURMOIL = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
 

@@ -266,7 +266,7 @@ def test_a_winner_is_named(made: dict[str, Any]) -> None:
     told = outcome()
     assert told["recipe"] == "adakv(tova, bytes=0.3)" and told["tied"] == [told["recipe"]]
     assert told["recipe_in_full"] == (
-        "adakv(tova, floor=0.2, bytes=0.3, sinks=0, recent=1, protect_prompt=False, prefill=True)"
+        "adakv(tova, floor=0.2, safeguard='mix', bytes=0.3, sinks=0, recent=1, protect_prompt=False, prefill=True)"
     )
     assert told["verdict"] == ["Use adakv(tova, bytes=0.3): the best of 3 recipes on 8 pieces."]
     assert [row["recipe"] for row in told["rows"]] == ["adakv(tova, bytes=0.3)", "tova(bytes=0.3)", "knorm(bytes=0.3)"]
