@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from keepset.bench.candidate import Candidate
     from keepset.bench.compare.comparison import Comparer, Comparison
     from keepset.bench.compare.text_task import TextTask
+    from keepset.core.budget import Budget
 
 # With the default of `keepset context build`, for whichever model it is.
 RECIPES = "random, streaming_llm, snapkv, adakv(expected_attention), kvzip, glance, reread"
@@ -103,7 +104,7 @@ def compare(
     parsed = Recipe.parse_list((DECODING if decode else RECIPES) if recipes is None else recipes)
     given = parse_budgets((DECODING_BUDGETS if decode else BUDGETS) if budgets is None else budgets)
     _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
-    _check_budgets(decode, budgets)
+    _check_budgets(decode, given)
     if decode and (question is not None or answer is not None):
         raise KeepsetError("--decode follows a text and asks nothing: leave --question and --answer out.")
     needle = _needle(text, question, answer, decode)
@@ -167,12 +168,12 @@ def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("ke
     compare(html=html)
 
 
-def _check_budgets(decode: bool, budgets: Sequence[int | float]) -> None:
-    for share in budgets:
-        if decode and isinstance(share, float):
+def _check_budgets(decode: bool, budgets: Sequence[Budget]) -> None:
+    for budget in budgets:
+        if decode and budget.bytes is not None:
             raise KeepsetError(
-                f"--keeps {share} is a share, of which less would be left at every event: with --decode give whole "
-                f"numbers of entries, such as {DECODING_KEEPS}."
+                f"--budgets {budget.bytes} is a share, of which less would be left at every event: with --decode give "
+                f"whole numbers of entries, such as {DECODING_BUDGETS}."
             )
 
 

@@ -48,7 +48,7 @@ REFUSED = [
     ("compare --question Why? --answer So.", "give it with --text"),
     ("compare --every 8", "give --decode too"),
     ("compare --generate 8", "give --decode too"),
-    ("compare --decode --keeps 128,0.25", "--keeps 0.25 is a share, of which less would be left at every event"),
+    ("compare --decode --budgets 128,0.25", "--budgets 0.25 is a share, of which less would be left at every event"),
     ("compare --decode --every 0", "--every 0 is not a number of tokens"),
     ("compare --decode --generate 0", "--generate 0 is not a number of tokens"),
     ("compare --decode --generate 8 --continuation 16", "give one of them"),
