@@ -40,6 +40,11 @@ CASES = {
     "short pool, 12 requests: adakv, prompt only": Case("adakv(snapkv, keep=96)", 12, 512, 256, SHORT),
     "short pool, 28 requests: snapkv": Case(KEEP, 28, 512, 256, SHORT),
     "short pool, 36 requests: snapkv": Case(KEEP, 36, 512, 256, SHORT),
+    "short pool, 12 requests: knorm": Case("knorm(keep=96, every=64)", 12, 512, 256, SHORT),
+    "short pool, 12 requests: distilled": Case("distilled(keep=96, every=64)", 12, 512, 256, SHORT),
+    "short pool, 12 requests: pool(distilled)": Case("pool(distilled, keep=96, every=64)", 12, 512, 256, SHORT),
+    "ample pool: knorm": Case("knorm(keep=96, every=64)", 8, 512, 256, AMPLE),
+    "ample pool: distilled": Case("distilled(keep=96, every=64)", 8, 512, 256, AMPLE),
     "ample pool: plain": Case(None, 8, 512, 256, AMPLE),
     "ample pool: never compresses": Case("snapkv(keep=100000, every=64)", 8, 512, 256, AMPLE),
     "ample pool: snapkv": Case(KEEP, 8, 512, 256, AMPLE),
@@ -92,6 +97,10 @@ RATIOS = [
         "ample pool, never compresses", "tokens_per_second", "ample pool: never compresses", "ample pool: plain", 0.95
     ),
     Ratio("ample pool, every 64 tokens", "tokens_per_second", "ample pool: snapkv", "ample pool: plain", 0.92),
+    *(
+        Ratio(f"{pool}, distilled / knorm", "tokens_per_second", f"{requests}: distilled", f"{requests}: knorm", 1.0)
+        for pool, requests in (("short pool", "short pool, 12 requests"), ("ample pool", "ample pool"))
+    ),
     Ratio("decode step, adakv / uniform", "decode_step", "decoding: adakv", "decoding: uniform", 1.05, at_most=True),
 ]
 

@@ -18,7 +18,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     from keepset.models import embedded_folder
-    from keepset.vllm import stats
+    from keepset.vllm import engine_args, stats
 
     recipe, blocks = case["recipe"], case["blocks"]
     engine = LLM(
@@ -27,11 +27,10 @@ def main() -> None:
         max_model_len=case["max_model_len"],
         block_size=32,
         enforce_eager=True,
-        enable_prefix_caching=False,
         max_num_seqs=64,
         max_num_batched_tokens=2048,
         num_gpu_blocks_override=blocks,
-        additional_config={"keepset": recipe} if recipe else {},
+        **{"enable_prefix_caching": False, **(engine_args(recipe) if recipe else {})},
     )
     scheduler: Any = engine.llm_engine.engine_core.engine_core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
