@@ -77,7 +77,7 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
         from keepset.core.statistics import offer
 
         folder = str(embedded_folder())
-        offer(folder, _embedded_statistics)
+        offer(folder, embedded_statistics)
         with no_progress_bars():
             return _read(folder, "delete that folder and it will be made again", placed)
     check_name(name)
@@ -163,7 +163,7 @@ def embedded_folder() -> Path:
     return folder
 
 
-def _embedded_statistics() -> Path:
+def embedded_statistics() -> Path:
     """Return the file of the embedded model's statistics, for recipes that name none; made on first use."""
     from keepset.core.statistics import FORMAT, save
 

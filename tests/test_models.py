@@ -301,11 +301,11 @@ def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
     monkeypatch.setattr(models, "_with_embedded_parts", lambda measured: measured)  # the tiny model has other heads
     monkeypatch.setattr(corpus, "TOKENS", 64)
     home.mkdir()
-    path = models._embedded_statistics()
+    path = models.embedded_statistics()
     assert path.parent == home and len(statistics.load(str(path)).layers) == 1
     assert caplog.messages == [f"keepset: measuring the embedded model's statistics, once, into {path}"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]  # which Python shows on standard error
-    assert models._embedded_statistics() == path
+    assert models.embedded_statistics() == path
     assert len(caplog.messages) == len(runs) == 1
 
 
@@ -330,7 +330,7 @@ def test_networks_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> 
 
 
 def test_recipes_that_name_no_file_get_those_of_the_embedded_model(embedded: Embedded, tiny: Path) -> None:
-    assert statistics._offers[embedded[0].config.name_or_path] is models._embedded_statistics
+    assert statistics._offers[embedded[0].config.name_or_path] is models.embedded_statistics
     models.load(str(tiny))
     assert str(tiny) not in statistics._offers
 

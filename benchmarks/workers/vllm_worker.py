@@ -18,9 +18,12 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     from keepset.models import embedded_folder
+    from keepset.recipe import Recipe
+    from keepset.serving.command import name_statistics
     from keepset.vllm import engine_args, stats
 
-    recipe, blocks = case["recipe"], case["blocks"]
+    recipe, blocks = case["recipe"] and Recipe.parse(case["recipe"]), case["blocks"]
+    recipe = name_statistics(recipe, case["model"])
     engine = LLM(
         model=case["model"] or str(embedded_folder()),
         dtype="float32",

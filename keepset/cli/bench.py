@@ -140,13 +140,20 @@ def serve(
 
 def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load: Load, *, started: bool) -> None:
     """Refuse what would keep servers or the load from starting, and say what is about to happen."""
-    from keepset.serving.command import check_installed, check_model, check_recipe, folder, limit_cpu_pool
+    from keepset.serving.command import (
+        check_installed,
+        check_model,
+        check_recipe,
+        folder,
+        limit_cpu_pool,
+        name_statistics,
+    )
 
     check_installed(recipe)
     if not started:
         return
     # A context's recipe compresses before any server starts.
-    check_recipe(None if load.question_tokens else recipe, folder(model))
+    check_recipe(None if load.question_tokens else name_statistics(recipe, model), folder(model))
     check_model(folder(model))
     rounds = f", {load.rounds} times" if load.rounds > 1 else ""
     if load.question_tokens:

@@ -45,6 +45,7 @@ def serve(
         command,
         folder,
         limit_cpu_pool,
+        name_statistics,
         split,
         supervised,
         without_secrets,
@@ -54,6 +55,7 @@ def serve(
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
     check_installed(parsed, contexts)
+    parsed = name_statistics(parsed, model)
     check_recipe(parsed, folder(model))
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
     check_model(folder(model))

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from keepset import models
 from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables
+from keepset.core.method import Method
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.hf.fingerprint import sample_of, stores_other_weights
 from keepset.recipe import Recipe
@@ -82,6 +84,34 @@ def folder(model: str | None) -> str:
     return model
 
 
+def name_statistics(recipe: Recipe | None, model: str | None) -> Recipe | None:
+    """Return a recipe that names the file of the embedded model's statistics, if it looks at them under this model.
+
+    vLLM's processes know no statistics that a recipe does not name.
+
+    Args:
+        recipe: what to keep.
+        model: as for `command`.
+    """
+    if recipe is None or folder(model) == model:
+        return recipe
+    if all(measured.file for measured in recipe.method.traits.needs.of(ModelStatistics)):
+        return recipe
+    return replace(recipe, method=_with_statistics(recipe.method, str(models.embedded_statistics())))
+
+
+def _with_statistics(method: Method, file: str) -> Method:
+    """Return a method whose parameters `stats`, also of the methods inside, name a file if they name none."""
+    changes: dict[str, Any] = {}
+    for field in fields(method):
+        value = getattr(method, field.name)
+        if isinstance(value, Method):
+            changes[field.name] = _with_statistics(value, file)
+        elif field.name == "stats" and not value:
+            changes[field.name] = file
+    return replace(method, **changes)
+
+
 def command(
     model: str | None,
     recipe: Recipe | None,
@@ -109,7 +139,7 @@ def command(
     args: dict[str, Any] = {"additional_config": additional} if additional else {}
     with_keepset = recipe is not None or contexts is not None
     if with_keepset:
-        args = engine_args(recipe, contexts=contexts, save_bytes=save_bytes)
+        args = engine_args(name_statistics(recipe, model), contexts=contexts, save_bytes=save_bytes)
         args["additional_config"] = additional | args["additional_config"] | {SIGNED: True}
     if has_option(rest, "--model"):
         raise KeepsetError("--model is not needed: write the model first, before vLLM's options.")

@@ -14,7 +14,15 @@ from keepset import models
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
 from keepset.serving import command as module
-from keepset.serving.command import block_size_hint, check_installed, check_options, command, has_option, split
+from keepset.serving.command import (
+    block_size_hint,
+    check_installed,
+    check_options,
+    command,
+    has_option,
+    name_statistics,
+    split,
+)
 
 RECIPE = Recipe.parse("snapkv(keep=64, every=64, window=8)")
 
@@ -59,6 +67,19 @@ def test_vllm_is_told_what_a_recipe_needs(recipe: str, needed: list[str]) -> Non
     assert [word for word in words if word in options] == needed
     words = command("a/model", Recipe.parse("int8(snapkv, keep=64)"), ["--kv-cache-dtype=fp8"])
     assert words[-1] == "--kv-cache-dtype=fp8"  # which the engine refuses in a sentence
+
+
+def test_the_embedded_models_statistics_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """vLLM's processes know no others; of another model, or under a name of their own, they stay as they are."""
+    file = tmp_path / "statistics.safetensors"
+    monkeypatch.setattr(models, "embedded_statistics", lambda: file)
+    recipe = Recipe.parse("match(pool(distilled), keep=0.25)")
+    named = Recipe.parse(f"match(pool(distilled(stats={str(file)!r})), keep=0.25)")
+    assert name_statistics(recipe, None) == named == name_statistics(named, None)
+    assert name_statistics(recipe, "a/model") == recipe and name_statistics(RECIPE, None) == RECIPE
+    assert additional(command(None, recipe, []))["keepset"] == str(named)
 
 
 def test_contexts_take_a_connector_and_middleware(tmp_path: Path) -> None:
