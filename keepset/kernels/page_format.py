@@ -137,7 +137,7 @@ def encode_layers(
         layers: the layer of each, by its place among the formats.
         values: whether these are values.
     """
-    scales = _scales(formats, values)
+    scales = layer_scales(formats, values)
     return formats[0].encode(numbers, None if scales is None else scales[layers])
 
 
@@ -145,13 +145,13 @@ def decode_layers(
     formats: Sequence[PageFormat], rows: Shaped[Tensor, "layers_rows heads entries row"], values: bool
 ) -> Float[Tensor, "layers_rows heads entries head_dim"]:
     """Return what rows of several layers stand for; each layer has equally many."""
-    scales = _scales(formats, values)
+    scales = layer_scales(formats, values)
     if scales is not None:
         scales = scales.repeat_interleave(len(rows) // len(scales))[:, None, None]
     return formats[0].decode(rows, scales)
 
 
-def _scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:
+def layer_scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:
     """Return the scale of each layer's keys or values; None if each row has its own."""
     scales = [each.value_scale if values else each.key_scale for each in formats]
     known = [scale for scale in scales if scale is not None]

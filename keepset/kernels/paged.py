@@ -98,7 +98,9 @@ def paged_attention(
         from keepset.kernels.triton import paged  # loads Triton
 
         with launched_on(queries.device):
-            paged.attend(queries, caches[place], addresses_of(caches), place, tokens, layout, scaling, output, bias)
+            paged.attend(
+                queries, caches[place], addresses_of(caches), place, tokens, layout, scaling, output, bias, format
+            )
         return
     group = PageGroup(range(place, place + 1), len(caches), len(caches[0]))
 
@@ -173,7 +175,7 @@ def append_to_pages(
         from keepset.kernels.triton import paged  # loads Triton
 
         with launched_on(keys.device):
-            paged.append(keys, values, cache, tokens, layout)
+            paged.append(keys, values, cache, tokens, layout, format)
         return
     kv_heads, size, _ = cache.shape[1:]
     if format is not None:

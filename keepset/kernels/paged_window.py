@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from keepset.kernels import page_layout
 from keepset.kernels.dispatch import CACHE_BLOCK, PRODUCT_BLOCK, block_size, launched_on, uses_triton
 from keepset.kernels.page_entries import LayerPages, addresses_of, read_pages
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.window import received_attention
@@ -26,6 +28,7 @@ def add_received_in_pages(
     queries: RecordedQueries,
     entries: EntriesInPages,
     received: ColumnTarget,
+    formats: Sequence[PageFormat] = (),
 ) -> None:
     """Add what every entry receives from some queries: their attention, summed over the queries.
 
@@ -39,20 +42,25 @@ def add_received_in_pages(
         queries: queries of these layers.
         entries: where the requests' entries lie, in all layers.
         received: what to add, and where.
+        formats: how the caches of these layers are read if they are quantised.
     """
     if uses_triton(caches[0].device):
         from keepset.kernels.triton import paged_window  # loads Triton
 
         with launched_on(caches[0].device):
-            paged_window.add_received(caches[0], addresses_of(caches), places, queries, entries, received)
+            paged_window.add_received(caches[0], addresses_of(caches), places, queries, entries, received, formats)
         return
     keys = [cache[..., : cache.shape[3] // 2] for cache in caches]
 
-    def reader(place: int) -> ReadKeys:
-        return lambda table: read_pages(keys, place, table)
+    def read(place: int, table: Tensor) -> Tensor:
+        rows = read_pages(keys, place, table)
+        if not formats:
+            return rows
+        own = formats[place - places.start]
+        return own.decode(rows, own.key_scale)
 
     group = PageGroup(places, len(caches), len(caches[0]))
-    add_received_by([reader(place) for place in places], caches[0].shape[2], group, queries, entries, received)
+    add_received_by([partial(read, place) for place in places], caches[0].shape[2], group, queries, entries, received)
 
 
 def add_received_by(

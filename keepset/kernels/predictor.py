@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size, launched_on, uses_triton
 from keepset.kernels.page_entries import addresses_of
+from keepset.kernels.page_format import PageFormat
 
 SMALLEST = 1e-30
 """The least score of an entry that was scored; an entry that was not has 0."""
@@ -102,18 +103,20 @@ def entry_scores_in_pages(
     new: Bool[Tensor, "layers_rows kv_heads entries"],
     networks: Networks,
     known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
+    formats: Sequence[PageFormat] = (),
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
     """Return the score of every entry, read where it lies in its page; see `entry_scores`. Only in Triton.
 
     Args:
         caches, place, subpages: as in `read_pages`.
         positions, new, networks, known: as in `entry_scores`.
+        formats: how the caches of the networks' layers are read if they are quantised.
     """
     from keepset.kernels.triton import predictor  # loads Triton
 
     with launched_on(positions.device):
         return predictor.entry_scores_in_pages(
-            caches[0], addresses_of(caches), place, subpages, positions, new, networks, known
+            caches[0], addresses_of(caches), place, subpages, positions, new, networks, known, formats
         )
 
 

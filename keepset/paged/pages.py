@@ -39,6 +39,9 @@ class StridedPages:
         format: PageFormat | None = None,
     ) -> None:
         self.caches, self.place, self.format, cache = caches, place, format, caches[place]
+        self._moved = caches
+        if format is not None and format.row_bytes % 4 == 0:  # four bytes at a time
+            self._moved = [cache.view(torch.int32) for cache in caches]
         blocks, self.kv_heads, self.block_size, width = cache.shape
         self.slots = blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.device = width * cache.itemsize, cache.device
@@ -47,25 +50,25 @@ class StridedPages:
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
         """Return the keys of whole sub-pages, as they are stored."""
-        half = self.caches[0].shape[3] // 2
-        return read_pages([cache[..., :half] for cache in self.caches], self.place, subpages)
+        half = self._moved[0].shape[3] // 2
+        return read_pages([cache[..., :half] for cache in self._moved], self.place, subpages)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Shaped[Tensor, "*rows entries row"], Shaped[Tensor, "*rows entries row"]]:
         """Return keys and values of whole sub-pages, as they are stored: halves of one tensor."""
-        keys, values = read_pages(self.caches, self.place, subpages).chunk(2, dim=-1)
+        keys, values = read_pages(self._moved, self.place, subpages).chunk(2, dim=-1)
         return keys, values
 
     def write(self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n row"], slots: Int[Tensor, " n"]) -> None:
         """Write entry `i` to `slots[i]`. Quantised rows may be bytes, whatever the type of the cache."""
         if self.format is not None:
-            keys, values = (rows.view(self.caches[0].dtype) for rows in (keys, values))
-        write_entries(self.caches, keys, values, self._through(slots))
+            keys, values = (rows.view(self._moved[0].dtype) for rows in (keys, values))
+        write_entries(self._moved, keys, values, self._through(slots))
 
     def take(self, slots: Int[Tensor, " n"]) -> tuple[Shaped[Tensor, "n row"], Shaped[Tensor, "n row"]]:
         """Return the key and value of the entry at each of these slots, as they are stored."""
-        return take_entries(self.caches, self._through(slots))
+        return take_entries(self._moved, self._through(slots))
 
     def _through(self, slots: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
         """Return slots as they are counted from the first layer's on."""
@@ -93,8 +96,9 @@ def add_received(
 ) -> None:
     """Add the attention that entries get from queries, in some neighbouring layers."""
     first = pages[0]
-    if isinstance(first, StridedPages) and first.format is None:
-        add_received_in_pages(first.caches, places, queries, entries, received)
+    if isinstance(first, StridedPages):
+        formats = [layer.format for layer in pages if layer.format is not None]
+        add_received_in_pages(first.caches, places, queries, entries, received, formats)
         return
     kv_heads = entries.packed.shape[2]
     group = PageGroup(places, len(received.column), first.slots // (kv_heads * first.block_size))
@@ -171,9 +175,10 @@ class PagedEntries:
             positions, new, networks, known: as in `entry_scores_in_pages`.
         """
         pages = self.pages
-        if self._formats or not isinstance(pages, StridedPages) or not uses_triton(pages.device):
+        if not isinstance(pages, StridedPages) or not uses_triton(pages.device):
             return None
-        return entry_scores_in_pages(pages.caches, pages.place, self._subpages, positions, new, networks, known)
+        where = pages.caches, pages.place, self._subpages
+        return entry_scores_in_pages(*where, positions, new, networks, known, self._formats)
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
         """Return keys and values of entries of some heads, as they are stored."""

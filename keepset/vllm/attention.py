@@ -13,6 +13,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.pages import StridedPages
+from keepset.vllm.compat import fill_scales
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.formats import format_of
 
@@ -52,6 +53,8 @@ class CompressedAttentionImpl:
         """Return the layer's cache as sub-pages, which are made once."""
         if self._pages is None or self._pages[0] is not kv_cache:
             group, place = self._context.neighbours[layer.layer_name]
+            for each in group:  # whose pages may be written to through this layer's
+                fill_scales(each, kv_cache if each is layer else each.kv_cache)
             caches = [kv_cache if each is layer else each.kv_cache for each in group]
             self._pages = kv_cache, self.make_pages(layer, caches, place)
         return self._pages[1]
@@ -93,7 +96,7 @@ class CompressedAttentionImpl:
         paged_attention(query, pages.caches, place, tokens, layout, self.scale, output, bias, pages.format)
 
     def _whole(self, layer: Any, query: Tensor) -> Tensor:
-        """Return queries as events look at them: some backends get them in 8 bits."""
+        """Return queries as events and keepset's attention look at them: some backends get them in 8 bits."""
         if query.dtype.itemsize > 1:
             return query
         dtype = cast(torch.dtype, self._context.config.model_config.dtype)
@@ -117,7 +120,7 @@ class CompressedAttentionImpl:
         if ragged is None or ragged.others:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
         if step is not None and ragged is not None:
-            self.attend_ragged(layer, step, query, kv_cache, output)
+            self.attend_ragged(layer, step, self._whole(layer, query), kv_cache, output)
         if step is not None and step.plan.in_layers:
             place = step.places[layer.layer_name]
             step.group.record(range(place, place + 1), step.plan, self._whole(layer, query)[None])

@@ -23,6 +23,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
@@ -70,9 +71,21 @@ ONE_ROTATION = ("llama", "mistral", "qwen2", "qwen3")
 """Model types in which all layers rotate, with the same table."""
 
 
-def changed() -> Iterator[str]:
-    """Yield the borrowed names that this vLLM lacks, or has with other parameters."""
-    for name, parts in BORROWED.items():
+_TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl."
+BORROWED_OF_ROWS: dict[str, tuple[str, ...]] = {
+    _TRITON + "_ensure_scale_caches": ("kv_cache",),
+    _TRITON + "do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
+}
+"""The same of GPUs' caches in which each key and each value has a scale."""
+
+
+def changed(rows: bool = False) -> Iterator[str]:
+    """Yield the borrowed names that this vLLM lacks, or has with other parameters.
+
+    Args:
+        rows: whether keys and values have scales of their own.
+    """
+    for name, parts in (BORROWED | (BORROWED_OF_ROWS if rows else {})).items():
         try:
             thing = resolve_name(name)
         except (ImportError, AttributeError):
@@ -80,6 +93,31 @@ def changed() -> Iterator[str]:
             continue
         if parts and not set(parts) <= set(inspect.signature(thing).parameters):
             yield name
+
+
+def fill_scales(layer: Any, kv_cache: Tensor) -> None:
+    """Have vLLM fill the scales of a layer's rows with ones now, if they have any.
+
+    It does so when the layer runs for the first time, whatever was written to its pages before, such as a context.
+    """
+    if getattr(layer.impl, "_is_per_token_head_quant", False):
+        layer.impl._ensure_scale_caches(kv_cache)
+
+
+def write_rows(kind: str, keys: Tensor, values: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    """Write keys and values, `[n, kv_heads, head_dim]`, as a layer of vLLM's Triton backend does.
+
+    Args:
+        kind: vLLM's name of the cache's type.
+        keys, values: of the new entries.
+        kv_cache: a layer's cache.
+        slots: the slot of each token.
+    """
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl  # not where nobody asks for it
+
+    heads, head_dim = keys.shape[1:]
+    impl: Any = TritonAttentionImpl(heads, head_dim, 1.0, heads, None, None, kind)
+    impl.do_kv_cache_update(None, keys, values, kv_cache, slots)
 
 
 def ask_for_prompt_lengths(config: VllmConfig) -> None:

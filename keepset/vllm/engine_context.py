@@ -32,6 +32,7 @@ from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
 from keepset.vllm import stats
 from keepset.vllm.compat import all_layers, ask_for_prompt_lengths, attention_layers, captured_tokens
+from keepset.vllm.formats import ROW_SCALES, check_rows
 from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
@@ -139,6 +140,7 @@ class EngineContext:
         self._specs_made += 1
         ask_for_prompt_lengths(self.config)
         if self._ring is None:  # vLLM has not measured memory yet
+            self._check_cache(spec)
             self._ring = self._room(len(layer_ids))
             longest, (_, head_dim, dtype) = self.config.model_config.max_model_len, self._queries
             stored, bytes_read = spec.state_content_size_bytes, 2 * head_dim * dtype.itemsize
@@ -155,6 +157,12 @@ class EngineContext:
             steps_ahead=int(bool(scheduler.async_scheduling)),
             per_head=contexts_of(self.config) is not None,
         )
+
+    def _check_cache(self, spec: AttentionSpec) -> None:
+        """Compare what vLLM writes to a quantised cache with what keepset reads there."""
+        if self.cache_dtype in ROW_SCALES and not current_platform.is_cpu():
+            _, head_dim, dtype = self._queries
+            check_rows(self.cache_dtype, spec.num_kv_heads, head_dim, dtype, torch.device(current_platform.device_type))
 
     def ring(self, layers: Sequence[str]) -> QueryRing:
         """Return the room that a group of layers, given by their names, has for queries."""

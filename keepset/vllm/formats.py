@@ -9,7 +9,9 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
+from keepset.errors import UnsupportedEngineError
 from keepset.kernels.page_format import SCALE_BYTES, PageFormat
+from keepset.vllm.compat import write_rows
 from keepset.vllm.settings import INT8
 
 WHOLE = ("auto", "float16", "bfloat16", "float32")
@@ -34,12 +36,47 @@ def format_of(layer: Any, dtype: torch.dtype) -> PageFormat | None:
     if kind in WHOLE:
         return None
     if kind in ROW_SCALES:
-        numbers = torch.int8 if kind == INT8 else current_platform.fp8_dtype()
-        return PageFormat(numbers, head_dim, dtype)
+        return row_format(kind, head_dim, dtype)
     # The Triton backend writes this type whatever was asked for.
     is_wide = kind == "fp8_e5m2" and getattr(layer.impl, "fp8_dtype", None) is None
     numbers = torch.float8_e5m2 if is_wide else current_platform.fp8_dtype()
     return PageFormat(numbers, head_dim, dtype, layer._k_scale, layer._v_scale)
+
+
+def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Have vLLM write a few entries with scales of their own, and read them as keepset does.
+
+    Args:
+        kind: vLLM's name of the cache's type.
+        kv_heads, head_dim, dtype: of a layer's keys and values.
+        device: of the cache.
+
+    Raises:
+        UnsupportedEngineError: what is read is not what was written, to the rounding of 8 bits.
+    """
+    format, size, draw = row_format(kind, head_dim, dtype), 16, torch.Generator().manual_seed(0)
+    cache = torch.zeros(2, kv_heads, size, 2 * format.row_bytes, dtype=torch.int8, device=device)
+    cache = cache if kind == INT8 else cache.view(torch.uint8)
+    numbers = torch.randn(2, 3, kv_heads, head_dim, generator=draw).to(device, dtype)
+    slots = torch.tensor([size + 1, 5, 2], device=device)
+    write_rows(kind, numbers[0], numbers[1], cache, slots)
+    rows = cache[slots // size, :, slots % size].chunk(2, -1)
+    for part, right in zip(rows, numbers, strict=True):
+        step = right.float().abs().amax(-1, keepdim=True) / _STEPS
+        if not bool(((format.decode(part).float() - right.float()).abs() <= step).all()):
+            raise UnsupportedEngineError(
+                f"This vLLM lays a KV cache of kind {kind} out in a way that keepset does not know: use a supported "
+                "version, or kv_cache_dtype auto."
+            )
+
+
+_STEPS = 24
+"""A number of 8 bits is off by less than this part of its row's largest."""
+
+
+def row_format(kind: str, head_dim: int, dtype: torch.dtype) -> PageFormat:
+    """Return how a cache is read and written in which each key and each value has a scale."""
+    return PageFormat(torch.int8 if kind == INT8 else current_platform.fp8_dtype(), head_dim, dtype)
 
 
 def with_row_scales(spec: AttentionSpec) -> AttentionSpec:

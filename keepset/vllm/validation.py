@@ -30,7 +30,7 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
         UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
         UnsupportedModelError: the model is why.
     """
-    if changes := list(_of_version()):  # the rest goes by this version's configuration
+    if changes := list(_of_version(config.cache_config.cache_dtype)):  # the rest goes by this version's configuration
         raise UnsupportedEngineError(_joined(recipe, changes))
     reasons = [*objections(recipe), *_of_config(config, recipe), *_of_ranks(config, recipe)]
     if lacking := list(_lacking(config, recipe)):
@@ -89,11 +89,11 @@ def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
     return spec
 
 
-def _of_version() -> Iterator[str]:
+def _of_version(dtype: str) -> Iterator[str]:
     served = " or ".join(f"vllm=={version}.*" for version in SUPPORTED)
     if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
         yield f"vLLM {vllm.__version__} is not among the versions that it is tested with; install {served}."
-    for name in changed():
+    for name in changed(rows=dtype in ROW_SCALES and not current_platform.is_cpu()):
         yield f"{name} of vLLM {vllm.__version__} is not what it knows; install {served}."
 
 
@@ -121,11 +121,6 @@ def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     dtype, served = config.cache_config.cache_dtype, (*WHOLE, *LAYER_SCALES, *ROW_SCALES)
     if dtype not in served:
         yield f"a KV cache of kind {dtype} is none that it takes apart; use kv_cache_dtype {', '.join(served)}."
-    elif dtype not in WHOLE and by_head(config, recipe) and not current_platform.is_cpu():
-        yield (
-            f"heads that keep different entries are attended by keepset's own kernels, which do not read {dtype} on "
-            "GPUs; use kv_cache_dtype auto, or a recipe whose heads keep equally many and no contexts."
-        )
 
 
 def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

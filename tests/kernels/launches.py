@@ -23,6 +23,7 @@ from keepset.kernels.columns import attention_columns
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads, quantize, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
@@ -54,6 +55,7 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.bool: "*i1",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -72,8 +74,10 @@ class _Noted:
         return lambda *args, **kwargs: self._launches.append((self._kernel, args, kwargs))
 
 
-def launched(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int) -> list[Launch]:
-    """Every kernel in the ways that differ most, for a model like this."""
+def launched(
+    dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int, quantised: bool = False
+) -> list[Launch]:
+    """Every kernel in the ways that differ most, for a model like this; over quantised pages, too, if wanted."""
     launches: list[Launch] = []
     kernels = [(m, name, kernel) for m in _MODULES for name, kernel in vars(m).items() if type(kernel) is JITFunction]
     patches = [patch.object(dispatch, "INTERPRETED", True)]
@@ -82,7 +86,7 @@ def launched(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long:
         each.start()
     try:
         _in_stores(dtype, head_dim, kv_heads, group, long)
-        _in_pages(dtype, head_dim, kv_heads, group, long)
+        _in_pages(dtype, head_dim, kv_heads, group, long, quantised)
     finally:
         patch.stopall()
     return launches
@@ -120,7 +124,7 @@ def networks_of(kv_heads: int, head_dim: int, width: int = 64) -> Networks:
     return Networks(*weights, rotation.long(), turns_of(rotation), rotation)
 
 
-def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int) -> None:
+def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int, quantised: bool) -> None:
     caches = [torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim, dtype=dtype) for _ in range(LAYERS)]
     queries, keys = (torch.zeros(2, heads, head_dim, dtype=dtype) for heads in (kv_heads * group, kv_heads))
     filed, table = FiledLayouts.empty(BLOCKS, LAYERS, kv_heads, keys.device), torch.zeros(2, 512, dtype=torch.int32)
@@ -128,8 +132,12 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     one = type(layout)(*(part[:, :1] for part in layout))
     tokens = PagedTokens(table, lengths.int(), long, lengths, lengths, lengths)
     columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
-    append_to_pages(keys, keys, caches[0], tokens, one)
-    paged_attention(queries, caches, 0, tokens, one, 1.5, torch.zeros_like(queries), columns)
+    scale, rows = torch.ones(()), torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim + 8, dtype=torch.int8)
+    int8, fp8 = PageFormat(torch.int8, head_dim, dtype), PageFormat(torch.float8_e4m3fn, head_dim, dtype, scale, scale)
+    eight_bits = [([rows] * LAYERS, int8), ([rows[..., :-8].contiguous()] * LAYERS, fp8)] if quantised else []
+    for own, format in [(caches, None), *eight_bits]:
+        append_to_pages(keys, keys, own[0], tokens, one, format)
+        paged_attention(queries, own, 0, tokens, one, 1.5, torch.zeros_like(queries), columns, format)
     follow_layouts(filed, table, lengths, lengths, lengths, torch.zeros(1, dtype=torch.int32), SIZE, layout)
     entries = EntriesInPages(layout, table, lengths, layout.counts, long)
     rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
@@ -139,12 +147,18 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
         own = [torch.zeros(LAYERS, kv_heads, long, *sums_of.shape(group)), None]
         received = ColumnTarget(sums, lengths[:, None].expand(-1, 4), lengths, 1.5, sums_of, columns, columns, own)
         add_received_in_pages(caches, range(LAYERS), recorded, entries, received)
+    received = ColumnTarget(columns, lengths[:, None].expand(-1, 4), lengths, 1.5, bias=columns, positions=columns)
+    for own_caches, format in eight_bits:
+        add_received_in_pages(own_caches, range(LAYERS), recorded, entries, received, [format] * LAYERS)
     shift_step(table, lengths.int(), torch.arange(3).int(), lengths, lengths, SIZE, table, lengths.int())
     read_pages(caches, 0, torch.zeros(kv_heads, 3, dtype=torch.int64))
     networks, subpages = networks_of(kv_heads, head_dim), torch.zeros(2 * LAYERS, kv_heads, long // SIZE)
     positions = torch.arange(long // SIZE * SIZE).expand(2 * LAYERS, kv_heads, -1)
     for known in torch.zeros(positions.shape), None:
         entry_scores_in_pages(caches, 0, subpages.long(), positions, positions > 40, networks, known)
+    for own_caches, format in eight_bits:
+        pages = own_caches, 0, subpages.long()
+        entry_scores_in_pages(*pages, positions, positions > 40, networks, None, [format] * LAYERS)
     slots = torch.arange(48)
     write_entries(caches, *take_entries(caches, slots), slots)
 
@@ -188,7 +202,9 @@ def distinct(launches: list[Launch], once: bool) -> Iterator[tuple[ASTSource, in
 if __name__ == "__main__":
     dtype, head_dim, kv_heads, group, capability, what = sys.argv[1:]
     of_model = getattr(torch, dtype), int(head_dim), int(kv_heads), int(group)
-    programs, *others = (list(distinct(launched(*of_model, long), what == "once")) for long in LENGTHS)
+    # Over quantised pages for the least of these GPUs alone: for all it would take as long as the rest.
+    every = [launched(*of_model, long, quantised=capability == "80") for long in LENGTHS]
+    programs, *others = (list(distinct(launches, what == "once")) for launches in every)
     if what == "lengths":  # another program would be compiled while a request waits
         known = {made.hash() for made, _ in programs}
         print(

@@ -61,3 +61,28 @@ def random_rows(*places: int, kind: str, head_dim: int, own_scales: bool, draw: 
         return rows
     scales = (torch.rand(*places, 1, generator=draw) + 0.5) / _NUMBERS[kind][finite].abs().max()
     return torch.cat([rows, scales.view(torch.uint8)], -1)
+
+
+FORMATS = [("int8", None), ("fp8", None), ("fp8", (0.01, 0.02)), ("fp8_e5m2", (1e-4, 5e-5))]
+"""Kinds of numbers, and the scales of a layer's keys and values; None where each row has its own."""
+
+
+def quantised(
+    caches: list[Tensor], kind: str, scales: tuple[float, float] | None, dtype: torch.dtype, draw: torch.Generator
+) -> tuple[list[Tensor], list[Tensor], PageFormat]:
+    """Caches of random rows where others hold numbers, what they mean in the others' places, and their format.
+
+    Where the others hold NaN, rows have all bits set, which is no number either if it is a float. The rows of a token
+    follow one another, as in the others.
+    """
+    stored, floats, dim = [], [], caches[0].shape[3] // 2
+    for cache in caches:
+        blocks, heads, size, _ = cache.shape
+        own = random_rows(blocks, size, heads, 2, kind=kind, head_dim=dim, own_scales=scales is None, draw=draw)
+        own = own.flatten(3).transpose(1, 2)
+        nothing = cache[..., :1].isnan()
+        parts = [meant(part, kind, dim, scales and scales[i]) for i, part in enumerate(own.chunk(2, -1))]
+        floats.append(torch.cat(parts, -1).to(dtype).masked_fill(nothing, math.nan))
+        own.masked_fill_(nothing, 255)
+        stored.append(own.view(torch.int8) if kind == "int8" else own)
+    return stored, floats, format_of(kind, dim, dtype, scales)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention, shift_step
 from keepset.kernels.paged_arguments import PagedTokens
+from tests.kernels.quantised import FORMATS, quantised
 from tests.kernels.test_attention import TOLERANCE, seeded
 from tests.paged.allocator import Row
 
@@ -164,6 +167,59 @@ def test_attention_is_that_of_every_entry(
         assert others
         right[others] = 7.0
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("kind", "scales"), FORMATS)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]])
+@pytest.mark.parametrize("biased", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_attention_over_quantised_pages_is_that_of_what_they_stand_for(
+    implementation: str, shape: Shape, kind: str, scales: tuple[float, float] | None, biased: bool
+) -> None:
+    kv_heads, group, size, dim, dtype = shape
+    case = Case.draw(LENGTHS, [min(length, 1) for length in LENGTHS], kv_heads, size, dim, torch.float32)
+    stored, case.caches, how = quantised(case.caches, kind, scales, torch.float64, seeded(2))
+    tokens = case.tokens(False)
+    queries = torch.randn(len(LENGTHS), kv_heads * group, dim, generator=seeded(1)).to(dtype)
+    output = torch.full(queries.shape, 7.0, dtype=dtype)
+    how = replace(how, dtype=dtype)
+    paged_attention(queries, stored, 1, tokens, case.layout, 0.2, output, case.bias if biased else None, how)
+    right = expected(case, queries, tokens, 0.2, biased)
+    torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("kind", "scales"), FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_entries_are_quantised_where_they_are_written(
+    implementation: str, kind: str, scales: tuple[float, float] | None, dtype: torch.dtype
+) -> None:
+    """Bit for bit as `PageFormat` does it; numbers are of all sizes, and some are none."""
+    kv_heads, size, dim = 3, 16, 20
+    case = Case.draw(LENGTHS, [min(length, 1) for length in LENGTHS], kv_heads, size, dim, torch.float32)
+    stored, _, how = quantised(case.caches, kind, scales, dtype, seeded(2))
+    keys, values = (torch.randn(len(LENGTHS), kv_heads, dim, generator=seeded(seed)) for seed in (3, 4))
+    keys *= torch.logspace(-8, 5, kv_heads * len(LENGTHS)).view(-1, kv_heads, 1)
+    keys[0, 1, 2], keys[1, 2, 3], keys[5] = math.nan, math.inf, 0.0
+    keys[3, 0, :6] = torch.tensor([127.0, 0.5, -0.5, 1.5, 2.5, -2.5])
+    keys, values, cache = keys.to(dtype), values.to(dtype), stored[1]
+    right = cache.clone()
+    rows = torch.cat([part.view(cache.dtype) for part in how.encode_entries(keys, values)], -1)
+    tokens = case.tokens(False)
+    for place, row, length in numbered(tokens):
+        for head in range(kv_heads) if length else ():
+            ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
+            right[at(slot, size, kv_heads, len(cache))[1:]] = rows[place, head]
+    append_to_pages(keys, values, cache, tokens, case.layout, how)
+    assert_same_rows(cache, right, how)
+
+
+def assert_same_rows(rows: Tensor, others: Tensor, how: PageFormat) -> None:
+    """All bits are the same, but where what is read is NaN."""
+    for part, other in zip(rows.chunk(2, -1), others.chunk(2, -1), strict=True):
+        scale = how.key_scale
+        read, right = how.decode(part, scale), how.decode(other, scale)
+        assert torch.equal(read.isnan(), right.isnan())
+        number = ~right.isnan().any(-1)
+        assert number.any() and torch.equal(part[number], other[number])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -13,6 +14,7 @@ from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
+from tests.kernels.quantised import FORMATS, quantised
 from tests.kernels.test_attention import seeded
 from tests.kernels.test_paged import Case, _slots, at
 from tests.kernels.test_window import TOLERANCE
@@ -126,6 +128,29 @@ def test_sums(
     for of, made in zip(rights, own, strict=True):
         if of is not None and made is not None:
             torch.testing.assert_close(made.double(), of, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("kind", "scales"), FORMATS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sums_over_quantised_pages(
+    implementation: str, dtype: torch.dtype, kind: str, scales: tuple[float, float] | None
+) -> None:
+    kv_heads, size, dim, group = 2, 4, 12, 3
+    case, draw, rows = Case.draw(LENGTHS, NEW, kv_heads, size, dim, torch.float32), seeded(4), len(LENGTHS)
+    stored, case.caches, how = quantised(case.caches, kind, scales, torch.float64, draw)
+    rings = torch.randn(1, rows, 3, kv_heads * group, dim, generator=draw).to(dtype)
+    slots, at_places = torch.randperm(rows, generator=draw), torch.randint(3, (rows, 2), generator=draw)
+    last = torch.tensor([[row.length - 2, row.length - 1] for row in case.rows])
+    columns, unwritten = torch.full(case.bias.shape, BEFORE), [min(2, row.length) for row in case.rows]
+    received = ColumnTarget(columns, last, torch.tensor(unwritten), 0.3, bias=case.bias)
+    queries = RecordedQueries(rings, slots, at_places)
+    how = replace(how, dtype=dtype)
+    add_received_in_pages(stored, range(1, 2), queries, in_pages(case, 2), received, [how])
+    few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
+    right = torch.full_like(columns, BEFORE, dtype=torch.float64)
+    for (_, _, _, slot), each in expected(case, few, received, unwritten).items():
+        right[place(case, slot)] = each[0]
+    torch.testing.assert_close(columns.double(), right, **TOLERANCE[dtype])
 
 
 @pytest.mark.full

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from keepset.kernels import predictor
-from keepset.kernels.page_entries import _table
+from keepset.kernels.page_entries import _table, read_pages
 from keepset.kernels.predictor import SMALLEST, Networks, entry_scores, entry_scores_in_pages, turns_of
+from tests.kernels.quantised import FORMATS, quantised
 
 LAYERS, ROWS, HEADS, LONGEST = 2, 2, 3, 2**17
 TOLERANCE = dict(rtol=2e-4, atol=0.0)
@@ -93,11 +94,20 @@ def test_scores_are_the_formulas(
     torch.testing.assert_close(entry_scores(networks=networks, **at_prompt).double(), right, **TOLERANCE)
 
 
-@pytest.mark.parametrize(("head_dim", "size", "dtype"), [(5, 4, torch.float32), (80, 16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("head_dim", "size", "dtype", "kind", "scales"),
+    [(5, 4, torch.float32, "", None), (80, 16, torch.bfloat16, "", None)]
+    + [(12, 4, torch.float32, *each) for each in FORMATS],
+)
 def test_scores_of_pages_are_those_of_stores(
-    triton_interpreted: None, head_dim: int, size: int, dtype: torch.dtype
+    triton_interpreted: None,
+    head_dim: int,
+    size: int,
+    dtype: torch.dtype,
+    kind: str,
+    scales: tuple[float, float] | None,
 ) -> None:
-    """Layer after layer from the second of three on, whose blocks lie anywhere."""
+    """Layer after layer from the second of three on, whose blocks lie anywhere; quantised ones as what they mean."""
     _table.cache_clear()
     draw = torch.Generator().manual_seed(1)
     networks, _ = random_networks(head_dim, head_dim, 20, draw)
@@ -114,9 +124,19 @@ def test_scores_of_pages_are_those_of_stores(
                 both = torch.cat([given["keys"], given["values"]], -1)[row, head]
                 for page, part in zip(own, both.split(size), strict=True):
                     caches[1 + layer][page // HEADS, page % HEADS, : len(part)] = part
-    parts = {name: given[name] for name in ("positions", "new", "known")}
+    parts, formats = {name: given[name] for name in ("positions", "new", "known")}, []
+    if kind:
+        caches, floats, how = quantised(caches, kind, scales, dtype, draw)
+        formats = [how] * LAYERS
+        read = [
+            read_pages(floats, 1 + layer, subpages[layer * ROWS : layer * ROWS + ROWS] - layer * blocks * HEADS)
+            for layer in range(LAYERS)
+        ]
+        given["keys"], given["values"] = (part[:, :, :30] for part in torch.cat(read).nan_to_num().chunk(2, -1))
     for known in (given["known"], None):
-        made = entry_scores_in_pages(caches, 1, subpages, networks=networks, **parts | {"known": known})
+        made = entry_scores_in_pages(
+            caches, 1, subpages, networks=networks, formats=formats, **parts | {"known": known}
+        )
         right = entry_scores(networks=networks, **given | {"known": known})
         torch.testing.assert_close(made, right, rtol=1e-5, atol=0)
 

@@ -36,6 +36,9 @@ def attend(
         # The kernel that splits a request's entries writes its parts to buffers of so many heads.
         assert rest["softmax_segm_output"].shape[1] == q.shape[1]
     group, size = q.shape[1] // k.shape[2], k.shape[1]
+    if rest.get("k_scale_cache") is not None:  # behind each row lies its scale
+        scales = rest["k_scale_cache"], rest["v_scale_cache"]
+        k, v = (part[..., : q.shape[2]].float() * scale[..., None] for part, scale in zip((k, v), scales, strict=True))
     for row, (first, last) in enumerate(zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False)):
         have, new = int(seqused_k[row]), last - first
         if not new:
@@ -55,6 +58,26 @@ def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
     slots = slots[real]
     key_cache[slots // size, slots % size] = key[:tokens][real]
     value_cache[slots // size, slots % size] = value[:tokens][real]
+
+
+def write_rows(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scales: Tensor,
+    value_scales: Tensor,
+    slots: Tensor,
+    **_: Any,
+) -> None:
+    """New entries to their slots, as whole numbers, each key and value with a scale of its own."""
+    real = (slots >= 0).nonzero()[:, 0]
+    block, offset, dim = slots[real] // key_cache.shape[1], slots[real] % key_cache.shape[1], key.shape[2]
+    for numbers, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+        step = (numbers[real].abs().amax(-1) / 127).clamp(min=1e-6)
+        steps = numbers[real] * (1 / step)[..., None]
+        cache[block, offset, :, :dim] = ((steps.abs() + 0.5).floor() * steps.sign()).to(cache.dtype)
+        scales[block, offset] = step
 
 
 def schedule(num_heads_q: int, num_heads_kv: int, cache_seqlens: Tensor, **_: Any) -> Tensor:
@@ -168,3 +191,4 @@ def use(backend: str) -> None:
     flash_attn.reshape_and_cache_flash = write
     triton_attn.unified_attention = attend
     triton_attn.triton_reshape_and_cache_flash = write
+    triton_attn.triton_reshape_and_cache_flash_per_token_head_quant = write_rows

@@ -10,16 +10,18 @@ from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.dispatch import DEVICE_BLOCK
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, store_rows
 from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, rows_of, streamed
 
 _SPLITS = 8, 64
 """Parts of a long head: the least, since other heads of the step may be far shorter, and the most."""
 
 
-def attend(queries, cache, addresses, place, tokens, layout, scaling, output, bias) -> None:
+def attend(queries, cache, addresses, place, tokens, layout, scaling, output, bias, format) -> None:
     """Compute `keepset.kernels.paged.paged_attention`.
 
     The number of parts of a head follows from the number of tokens and `tokens.longest`. Their length follows from the
@@ -29,7 +31,7 @@ def attend(queries, cache, addresses, place, tokens, layout, scaling, output, bi
     _, heads, size, _ = cache.shape
     if not n:
         return
-    group = query_heads // heads
+    group, kind = query_heads // heads, as_bytes(cache, format)
     splits = _splits(queries.device, n * heads, tokens.longest, n * query_heads * head_dim)
     partial, lse = output, None
     if splits > 1:
@@ -37,14 +39,14 @@ def attend(queries, cache, addresses, place, tokens, layout, scaling, output, bi
         lse = torch.empty(splits, n, query_heads, device=queries.device)
     head_block = max(16, triton.next_power_of_2(head_dim))
     _attend_pages[(n, heads, splits)](
-        queries, cache, addresses.on_device, bias, *_places(tokens, layout), partial, lse,
+        queries, kind, addresses.on_device, *_scales(format), bias, *_places(tokens, layout), partial, lse,
         *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(addresses.on_device),
         0 if bias is None else bias.stride(0), scaling, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block, SIZE=size, ROWS=max(16, triton.next_power_of_2(group)),
-        BLOCK=rows_of(head_block, cache.dtype), LEAST_PART=LEAST_PART,
+        BLOCK=rows_of(head_block, queries.dtype), LEAST_PART=LEAST_PART,
         LISTED=tokens.rows is not None, BIASED=bias is not None, SPLIT=splits > 1,
-        ALIGNED=addresses.aligned,
+        ALIGNED=addresses.aligned, HALF=cache.shape[3] // 2, **kind_of(format),
     )  # fmt: skip
     if splits > 1:
         _merge_parts[(n * query_heads,)](
@@ -54,17 +56,17 @@ def attend(queries, cache, addresses, place, tokens, layout, scaling, output, bi
         )  # fmt: skip
 
 
-def append(keys, values, cache, tokens, layout) -> None:
+def append(keys, values, cache, tokens, layout, format) -> None:
     """Compute `keepset.kernels.paged.append_to_pages`."""
     n, (_, heads, head_dim), size = len(tokens.lengths), keys.shape, cache.shape[2]
     if not n:
         return
     _append_to_pages[(n,)](
-        keys, values, cache, tokens.slots, *_places(tokens, layout),
+        keys, values, as_bytes(cache, format), *_scales(format), tokens.slots, *_places(tokens, layout),
         *keys.stride()[:2], *values.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout),
         HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=triton.next_power_of_2(head_dim), SIZE=size, LISTED=tokens.rows is not None,
-        GUARDED=tokens.slots is not None,
+        GUARDED=tokens.slots is not None, HALF=cache.shape[3] // 2, **kind_of(format),
     )  # fmt: skip
 
 
@@ -88,6 +90,11 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
     even = triton.cdiv(dispatch.processors(device) * PROGRAMS_PER_PROCESSOR, programs)
     worth = min(triton.cdiv(longest, LEAST_PART), max(least, min(most, even)))
     return max(1, min(worth, DEVICE_BLOCK // numbers))
+
+
+def _scales(format: PageFormat | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the scales of a layer's keys and values, if they are the layer's."""
+    return (None, None) if format is None else (format.key_scale, format.value_scale)
 
 
 def _places(tokens: PagedTokens, layout: PageLayout) -> tuple[Tensor | None, ...]:
@@ -153,14 +160,15 @@ def _locate(page, kept, start, later, first_block, shared, layer, layers, HEADS:
 
 @triton.jit(do_not_specialize=["layer", "outputs"])
 def _attend_pages(
-    queries, cache, caches, bias, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
-    output, lse,
+    queries, cache, caches, key_scale, value_scale, bias, block_table, counts, event_lengths, firsts, shares, places,
+    rows, lengths, output, lse,
     query_token, query_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row, layer, layers, bias_layer, scaling, outputs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LISTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
+    HALF: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Attend one token's query heads of one KV head over one part; program axes: (token, KV head, part)."""
     token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -180,7 +188,11 @@ def _attend_pages(
     q = tl.load(
         queries + place * query_token + query[:, None] * query_head + dims[None, :],
         mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
-    ).to(cache.dtype.element_ty)  # fmt: skip
+    )  # fmt: skip
+    if FORMAT == 0:
+        q = q.to(cache.dtype.element_ty)
+    elif not OWN_SCALES:
+        scaling *= tl.load(key_scale)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     attended = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
@@ -198,23 +210,30 @@ def _attend_pages(
         numbers = tl.load(caches + holder).to(cache.dtype)
         if ALIGNED:
             numbers = tl.multiple_of(numbers, 16)
+        if EIGHT:
+            at = tl.multiple_of(at, 8)
         numbers += at
-        k = tl.load(numbers[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
-        logits = tl.dot(q, k, input_precision="ieee") * scaling
+        k = load_numbers(numbers[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
+        logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
+        if OWN_SCALES:
+            logits *= load_scales(numbers, stored, HEAD_DIM)[None, :]
         if BIASED:
             slot = holder.to(tl.int64) * bias_layer + (block * HEADS + number % HEADS) * SIZE + entry % SIZE
             # Entries since the event have no bias.
             logits += tl.load(bias + slot, mask=stored & (entry < count), other=0.0).to(tl.float32)[None, :]
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest, total, weights, shrink = streamed(largest, total, logits)
-        v = tl.load(
-            numbers[:, None] + (HEAD_DIM + dims)[None, :],
-            mask=stored[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
-        )  # fmt: skip
-        attended = attended * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        numbers += HALF
+        v = load_numbers(numbers[:, None], dims[None, :], stored[:, None] & (dims < HEAD_DIM)[None, :], FORMAT)
+        if OWN_SCALES:
+            weights *= load_scales(numbers, stored, HEAD_DIM)[None, :]
+        v = v.to(q.dtype)
+        attended = attended * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
     # A row that sees nothing gives zero; NaN stays NaN.
     total = tl.where(total == 0.0, 1.0, total)
     attended = attended / total[:, None]
+    if FORMAT > 0 and not OWN_SCALES:
+        attended *= tl.load(value_scale)
     written = GROUP
     if SPLIT:
         at_output = split.to(tl.int64) * outputs + token * (HEADS * GROUP) + query
@@ -231,11 +250,12 @@ def _attend_pages(
 
 @triton.jit
 def _append_to_pages(
-    keys, values, cache, slots, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
-    key_token, key_head, value_token, value_head, cache_block, cache_head, cache_entry,
+    keys, values, cache, key_scale, value_scale, slots, block_table, counts, event_lengths, firsts, shares, places,
+    rows, lengths, key_token, key_head, value_token, value_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     SIZE: tl.constexpr, LISTED: tl.constexpr, GUARDED: tl.constexpr,
+    HALF: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Write the entries of one token, of all heads; one program for each token."""
     token = tl.program_id(0).to(tl.int64)
@@ -256,11 +276,13 @@ def _append_to_pages(
     index = tl.load(firsts + row * first_row).to(tl.int32) + number // HEADS
     block = tl.load(block_table + row * table_row + index, mask=exists, other=0).to(tl.int64)
     at = block * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
+    if EIGHT:
+        at = tl.multiple_of(at, 8)
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    k = tl.load(keys + place * key_token + head[:, None] * key_head + dims[None, :], mask=mask)
-    tl.store(cache + at[:, None] + dims[None, :], k, mask=mask)
-    v = tl.load(values + place * value_token + head[:, None] * value_head + dims[None, :], mask=mask)
-    tl.store(cache + at[:, None] + (HEAD_DIM + dims)[None, :], v, mask=mask)
+    k = tl.load(keys + place * key_token + head[:, None] * key_head + dims[None, :], mask=mask, other=0.0)
+    store_rows(cache + at, k, key_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
+    v = tl.load(values + place * value_token + head[:, None] * value_head + dims[None, :], mask=mask, other=0.0)
+    store_rows(cache + at + HALF, v, value_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
 
 
 @triton.jit

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.group_reduction import GroupReduction
+from keepset.kernels.page_format import layer_scales
 from keepset.kernels.paged_arguments import ColumnTarget
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
 from keepset.kernels.triton.paged import _dealt_to, _locate
 from keepset.kernels.triton.softmax import (
     LEAST_PART,
@@ -27,19 +29,21 @@ _PARTS = 4, 16
 """Parts of a long head: the least, since other heads may be far shorter, and the most."""
 
 
-def add_received(kind, addresses, places, queries, entries, target) -> None:
+def add_received(cache, addresses, places, queries, entries, target, formats) -> None:
     """Compute `keepset.kernels.paged_window.add_received_in_pages`.
 
     Two programs never add to the same place, so every sum has one order. The length of a head's parts follows from its
     entries, which only the device knows.
     """
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
-    (_, kv_heads, size, _), of_group = kind.shape, entries.packed.shape[1]
+    (_, kv_heads, size, _), of_group = cache.shape, entries.packed.shape[1]
+    format = formats[0] if formats else None
+    kind, key_scales = as_bytes(cache, format), layer_scales(formats, values=False)
     group, heads = query_heads // kv_heads, layers * rows * kv_heads
     largest = target.sums_of is GroupReduction.LARGEST
     wide = triton.next_power_of_2(group)
     head_block = max(16, triton.next_power_of_2(head_dim))
-    block = rows_of(head_block, kind.dtype)
+    block = rows_of(head_block, queries.rings.dtype)
     tokens = max(16 // wide, min(max(block // wide, 1), triton.next_power_of_2(n)), 1)
     blocks = triton.cdiv(n, tokens)
     least, most = _PARTS
@@ -50,7 +54,7 @@ def add_received(kind, addresses, places, queries, entries, target) -> None:
     partial = torch.empty(heads, blocks * summed, most, device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     shared = (
-        kind, addresses.on_device, queries.rings, slots, at, last, target.bias,
+        kind, addresses.on_device, key_scales, queries.rings, slots, at, last, target.bias,
         target.positions, entries.block_table, *entries.layout, entries.packed, entries.lengths,
         *kind.stride()[:3], *queries.rings.stride()[:4], entries.block_table.stride(0),
         kind.shape[0] * kv_heads * size, target.scaling, n, rows, places.start, of_group,
@@ -61,7 +65,7 @@ def add_received(kind, addresses, places, queries, entries, target) -> None:
         HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=block, LEAST_PART=LEAST_PART,
         LARGEST=largest, BIASED=target.bias is not None, PLACED=target.positions is not None,
         ROWS=summed, PARTS=most,
-        ALIGNED=addresses.aligned,
+        ALIGNED=addresses.aligned, **kind_of(format),
     )  # fmt: skip
     _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
     _add_in_pages[(heads, parts)](
@@ -105,13 +109,13 @@ def _part(entries, parts, LEAST_PART: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _logits(
-    kind, addresses, rings, slots, places, last_visible, bias, positions, layer, row, head, length, entries, packed,
-    table, first_block, shared, pages, start, later, block, entry,
+    kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head, length,
+    entries, packed, table, first_block, shared, pages, start, later, block, entry,
     cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, n,
     first, layers,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
-    PLACED: tl.constexpr, ALIGNED: tl.constexpr,
+    PLACED: tl.constexpr, ALIGNED: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Return the logits of a block of queries and a block of entries, and the slots of these entries."""
     line, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
@@ -122,7 +126,11 @@ def _logits(
     of_line = place * ring_place + (head * GROUP + member) * ring_head
     q = tl.load(
         ring + of_line[:, None] + dims[None, :], mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
-    ).to(kind.dtype.element_ty)  # fmt: skip
+    )  # fmt: skip
+    if FORMAT == 0:
+        q = q.to(kind.dtype.element_ty)
+    elif not OWN_SCALES:
+        scaling *= tl.load(key_scales + layer)
     last = tl.load(last_visible + row * n + token, mask=exists, other=-1)
     stored = entry < entries
     page = entry // SIZE
@@ -132,8 +140,13 @@ def _logits(
     keys = tl.load(addresses + holder).to(kind.dtype)
     if ALIGNED:
         keys = tl.multiple_of(keys, 16)
+    if EIGHT:
+        at = tl.multiple_of(at, 8)
     keys += at
-    k = tl.load(keys[None, :] + dims[:, None], mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
+    k = load_numbers(keys[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT).to(q.dtype)
+    factor = scaling
+    if OWN_SCALES:
+        factor = scaling * load_scales(keys, stored, HEAD_DIM)[None, :]
     slot = holder.to(tl.int64) * slot_layer + (of_page * HEADS + number % HEADS) * SIZE + entry % SIZE
     # Entries since the event lie one distance before their positions; kept ones are taken to lie just before them.
     position = entry + length - entries
@@ -145,19 +158,19 @@ def _logits(
     if BIASED:
         biases = tl.load(bias + slot, mask=entry < tl.minimum(packed, entries), other=0.0)
     visible = exists[:, None] & stored[None, :] & (position[None, :] <= last[:, None])
-    return seen_logits(q, k, biases, visible, scaling, TOKENS, WIDE, BLOCK, LARGEST, BIASED), slot
+    return seen_logits(q, k, biases, visible, factor, TOKENS, WIDE, BLOCK, LARGEST, BIASED), slot
 
 
 # Only the dtype of `kind` is used: layers are found by their addresses.
 @triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts"])
 def _paged_lse(
-    kind, addresses, rings, slots, places, last_visible, bias, positions, block_table, counts, event_lengths, firsts,
-    shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head,
-    table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial,
+    kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, block_table, counts,
+    event_lengths, firsts, shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot,
+    ring_place, ring_head, table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Compute the log-sum-exps of one block of queries over one part of a head; program axes: (head, part, block)."""
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
@@ -168,11 +181,12 @@ def _paged_lse(
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         logits, _ = _logits(
-            kind, addresses, rings, slots, places, last_visible, bias, positions, layer, row, head, length, entries,
-            packed, table, first_block, shared, pages, start, later, block, offset + tl.arange(0, BLOCK),
+            kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head, length,
+            entries, packed, table, first_block, shared, pages, start, later, block, offset + tl.arange(0, BLOCK),
             cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, n,
             first, layers,
             GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED, ALIGNED,
+            FORMAT, OWN_SCALES, EIGHT,
         )  # fmt: skip
         largest, total, _, _ = streamed(largest, total, logits)
     line = (tl.program_id(0).to(tl.int64) * tl.num_programs(2) + block) * ROWS + tl.arange(0, ROWS)
@@ -181,14 +195,14 @@ def _paged_lse(
 
 @triton.jit(do_not_specialize=["n", "rows", "first", "layers", "parts", "blocks"])
 def _add_in_pages(
-    kind, addresses, rings, slots, places, last_visible, bias, positions, block_table, counts, event_lengths, firsts,
-    shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head,
-    table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial, column, unwritten, blocks,
-    owns,
+    kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, block_table, counts,
+    event_lengths, firsts, shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot,
+    ring_place, ring_head, table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial, column,
+    unwritten, blocks, owns,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ALIGNED: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
     OWN: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """Add what one part of a head's entries receives from all queries; program axes: (head, part)."""
@@ -203,11 +217,12 @@ def _add_in_pages(
         sums, slot = tl.zeros([NUMBERS, BLOCK], tl.float32), tl.zeros([BLOCK], tl.int64)
         for block in range(0, blocks):
             logits, slot = _logits(
-                kind, addresses, rings, slots, places, last_visible, bias, positions, layer, row, head, length, entries,
-                packed, table, first_block, shared, pages, start, later, block, entry,
+                kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head,
+                length, entries, packed, table, first_block, shared, pages, start, later, block, entry,
                 cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer,
                 scaling, n, first, layers,
                 GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED, ALIGNED,
+                FORMAT, OWN_SCALES, EIGHT,
             )  # fmt: skip
             line = (tl.program_id(0).to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
             sums += received(logits, partial, line, of_part, parts, PARTS, NUMBERS)

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from keepset.kernels.page_format import layer_scales
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
 from keepset.kernels.triton.softmax import rows_of
 
 _WIDTH = 64
@@ -18,21 +20,22 @@ def entry_scores(keys, values, positions, new, networks, known):
     """Compute `keepset.kernels.predictor.entry_scores` in one launch, without a host sync."""
     keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
     strides = (*keys.stride()[:3], *values.stride()[:3])
-    return _launch(keys, values, None, None, strides, (1, 1, 0, 1), positions, new, networks, known, False)
+    return _launch(keys, values, None, None, strides, (1, 1, 0, 1), positions, new, networks, known, False, ())
 
 
-def entry_scores_in_pages(kind, addresses, place, subpages, positions, new, networks, known):
+def entry_scores_in_pages(cache, addresses, place, subpages, positions, new, networks, known, formats):
     """Compute `keepset.kernels.predictor.entry_scores_in_pages` in one launch, without a host sync."""
-    blocks, kv_heads, size, _ = kind.shape
+    blocks, kv_heads, size, width = cache.shape
+    kind = as_bytes(cache, formats[0] if formats else None)
     strides, pool = (*kind.stride()[:3], 0, 0, 0), (kv_heads, blocks, place, len(addresses.on_device))
     return _launch(
         kind, kind, addresses.on_device, subpages.contiguous(), strides, pool, positions, new, networks, known,
-        addresses.aligned, size,
+        addresses.aligned, formats, size, width // 2,
     )  # fmt: skip
 
 
 def _launch(  # type: ignore[no-untyped-def]
-    keys, values, addresses, subpages, strides, pool, positions, new, networks, known, aligned, size=1
+    keys, values, addresses, subpages, strides, pool, positions, new, networks, known, aligned, formats, size=1, half=0
 ):
     rows, heads, entries = new.shape
     layers, _, width, inputs = networks.hidden.shape
@@ -44,12 +47,14 @@ def _launch(  # type: ignore[no-untyped-def]
     inputs_block = max(16, min(_INPUTS, triton.next_power_of_2(max(head_dim, inputs - head_dim))))
     block = rows_of(inputs_block, torch.float32)
     _entry_scores[(rows * heads, triton.cdiv(entries, block))](
-        keys, values, addresses, subpages, positions, new, known, scores, *(part.contiguous() for part in networks),
+        keys, values, addresses, subpages, layer_scales(formats, values=False), layer_scales(formats, values=True),
+        positions, new, known, scores, *(part.contiguous() for part in networks),
         *strides, *pool, *positions.stride(), *new.stride(), entries, rows // layers,
         0 if subpages is None else subpages.shape[2],
         HEADS=heads, HEAD_DIM=head_dim, VALUE_DIM=inputs - head_dim, WIDTH=width, SIZE=size, BLOCK=block,
         WIDTH_BLOCK=max(16, min(_WIDTH, triton.next_power_of_2(width))), INPUTS_BLOCK=inputs_block,
-        PAGED=subpages is not None, KNOWN=known is not None, ALIGNED=aligned, SMALLEST=1e-30,
+        PAGED=subpages is not None, KNOWN=known is not None, ALIGNED=aligned, SMALLEST=1e-30, HALF=half,
+        **kind_of(formats[0] if formats else None),
     )  # fmt: skip
     return scores
 
@@ -73,33 +78,36 @@ def _cos_and_sin(angles):
 
 
 @triton.jit
-def _unrotated(key, exists, positions, partner, turns, gain, dims, HEAD_DIM: tl.constexpr):
+def _unrotated(key, exists, scale, positions, partner, turns, gain, dims, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
     """Return some numbers of a block of keys as they were before rotation.
 
     Args:
         key: where each entry's key begins.
+        scale: factor of each entry's numbers.
         dims: which numbers.
     """
     real = dims < HEAD_DIM
     other = tl.load(partner + dims, mask=real, other=0)
     mask = exists[:, None] & real[None, :]
-    x = tl.load(key[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(key[:, None] + other[None, :], mask=mask, other=0.0).to(tl.float32)
+    x = load_numbers(key[:, None], dims[None, :], mask, FORMAT).to(tl.float32)
+    y = load_numbers(key[:, None], other[None, :], mask, FORMAT).to(tl.float32)
     x *= (1 / tl.load(gain + dims, mask=real, other=1.0))[None, :]
     y *= (1 / tl.load(gain + other, mask=real, other=1.0))[None, :]
     cos, sin = _cos_and_sin(positions[:, None] * tl.load(turns + dims, mask=real, other=0)[None, :])  # which wraps
-    return x * cos - y * sin
+    unrotated = x * cos - y * sin
+    return unrotated if FORMAT == 0 else unrotated * scale[:, None]
 
 
 @triton.jit(do_not_specialize=["first", "at_row", "at_head", "new_row", "new_head", "entries", "requests", "pages"])
 def _entry_scores(
-    keys, values, addresses, subpages, positions, new, known, scores,
+    keys, values, addresses, subpages, key_scales, value_scales, positions, new, known, scores,
     linear, hidden, hidden_bias, output, output_bias, partner, turns, gain,
     key_row, key_head, key_entry, value_row, value_head, value_entry, kv_heads, blocks, first, layers,
     at_row, at_head, at_entry, new_row, new_head, new_entry, entries, requests, pages,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, INPUTS_BLOCK: tl.constexpr, PAGED: tl.constexpr,
-    KNOWN: tl.constexpr, ALIGNED: tl.constexpr, SMALLEST: tl.constexpr,
+    KNOWN: tl.constexpr, ALIGNED: tl.constexpr, SMALLEST: tl.constexpr, HALF: tl.constexpr, FORMAT: tl.constexpr,
+    OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Score the new entries among a block of a head's entries; program axes: (head, block)."""
     whole = tl.program_id(0).to(tl.int64)
@@ -117,13 +125,21 @@ def _entry_scores(
             cache = tl.load(addresses + (first + through // blocks) % layers).to(keys.dtype)
             if ALIGNED:
                 cache = tl.multiple_of(cache, 16)
-            key = cache + through % blocks * key_row + subpage % kv_heads * key_head + entry % SIZE * key_entry
-            value = key + HEAD_DIM
+            place = through % blocks * key_row + subpage % kv_heads * key_head + entry % SIZE * key_entry
+            if EIGHT:
+                place = tl.multiple_of(place, 8)
+            key = cache + place
+            value = key + HALF
         else:
             key = keys + row * key_row + head * key_head + entry * key_entry
             value = values + row * value_row + head * value_head + entry * value_entry
         at = tl.load(positions + row * at_row + head * at_head + entry * at_entry, mask=unknown, other=0).to(tl.int64)
-        layer = row // requests
+        layer, key_scale, value_scale = row // requests, result, result
+        if OWN_SCALES:
+            key_scale, value_scale = load_scales(key, unknown, HEAD_DIM), load_scales(value, unknown, VALUE_DIM)
+        elif FORMAT > 0:
+            key_scale = tl.zeros([BLOCK], tl.float32) + tl.load(key_scales + layer)
+            value_scale = tl.zeros([BLOCK], tl.float32) + tl.load(value_scales + layer)
         network = layer * HEADS + head
         partner += layer * HEAD_DIM
         turns += layer * HEAD_DIM
@@ -137,7 +153,7 @@ def _entry_scores(
             sums = tl.zeros([BLOCK, WIDTH_BLOCK], tl.float32)
             for begin in range(0, HEAD_DIM, INPUTS_BLOCK):
                 dims = begin + tl.arange(0, INPUTS_BLOCK)
-                x = _unrotated(key, unknown, at, partner, turns, gain, dims, HEAD_DIM)
+                x = _unrotated(key, unknown, key_scale, at, partner, turns, gain, dims, HEAD_DIM, FORMAT)
                 weights = tl.load(
                     hidden + unit[None, :] * (HEAD_DIM + VALUE_DIM) + dims[:, None],
                     mask=real[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
@@ -147,9 +163,10 @@ def _entry_scores(
                     total += tl.sum(x * tl.load(linear + dims, mask=dims < HEAD_DIM, other=0.0)[None, :], 1)
             for begin in range(0, VALUE_DIM, INPUTS_BLOCK):
                 dims = begin + tl.arange(0, INPUTS_BLOCK)
-                x = tl.load(
-                    value[:, None] + dims[None, :], mask=unknown[:, None] & (dims < VALUE_DIM)[None, :], other=0.0
-                ).to(tl.float32)
+                mask = unknown[:, None] & (dims < VALUE_DIM)[None, :]
+                x = load_numbers(value[:, None], dims[None, :], mask, FORMAT).to(tl.float32)
+                if FORMAT > 0:
+                    x *= value_scale[:, None]
                 weights = tl.load(
                     hidden + unit[None, :] * (HEAD_DIM + VALUE_DIM) + HEAD_DIM + dims[:, None],
                     mask=real[None, :] & (dims < VALUE_DIM)[:, None], other=0.0,

@@ -1,0 +1,124 @@
+"""Quantised rows inside kernels: their numbers become floats when they are loaded, and floats become rows.
+
+`FORMAT` is the kind of the stored numbers (`kind_of`); with `OWN_SCALES` each row has its scale right behind them.
+Floats of 8 bits are taken apart bit by bit, so that GPUs without such a type read and write them, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from keepset.kernels.page_format import PageFormat
+
+_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+
+
+def kind_of(format: PageFormat | None) -> dict[str, Any]:
+    """Return what kernels are told of a layer's format; 0 stands for whole numbers.
+
+    The compiler finds out itself where 16 divides the distances of entries, but not where only 8 does (`EIGHT`).
+    """
+    if format is None:
+        return {"FORMAT": 0, "OWN_SCALES": False, "EIGHT": False}
+    return {
+        "FORMAT": _KINDS[format.numbers],
+        "OWN_SCALES": format.has_row_scales,
+        "EIGHT": format.row_bytes % 8 == 4,
+    }
+
+
+def as_bytes(cache: Tensor, format: PageFormat | None) -> Tensor:
+    """Return a cache whose numbers have 8 bits as bytes."""
+    return cache if format is None else cache.view(torch.uint8)
+
+
+@triton.jit
+def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
+    """Return numbers of rows: as they are stored if these are whole, else in float32, without their scales.
+
+    Args:
+        row: where each row begins; it and `dims`, which numbers, are broadcast.
+        mask: which to load; others are 0.
+    """
+    if FORMAT == 0:
+        numbers = tl.load(row + dims, mask=mask, other=0.0)
+    else:
+        bits = tl.load(row + dims, mask=mask, other=0)
+        wide = bits.to(tl.uint16)
+        if FORMAT == 1:
+            numbers = bits.to(tl.int8, bitcast=True).to(tl.float32)
+        elif FORMAT == 2:
+            # The exponent's bias is less by 8, so what a float of 16 bits makes of these bits is a 256th.
+            half = ((wide & 128) << 8) | ((wide & 127) << 7)
+            numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+            numbers = tl.where((wide & 127) == 127, float("nan"), numbers)
+        else:  # the upper half of a float of 16 bits
+            numbers = (wide << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def load_scales(row, mask, HEAD_DIM: tl.constexpr):
+    """Return the scales of rows that have their own, 0 where not loaded."""
+    return tl.load((row + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    row, rows, layer_scale, exists, dims, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr
+):
+    """Write keys or values as `keepset.kernels.page_format.PageFormat.encode` does; whole ones as they are.
+
+    Args:
+        row: where each row begins.
+        rows: the numbers, zero beyond `HEAD_DIM`.
+        layer_scale: where the layer's scale is, if rows have none.
+        exists: which rows to write.
+        dims: which numbers.
+    """
+    mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
+    if FORMAT == 0:
+        tl.store(row[:, None] + dims[None, :], rows, mask=mask)
+    else:
+        rows, largest = rows.to(tl.float32), 127.0
+        if FORMAT == 2:
+            largest = 448.0
+        if FORMAT == 3:
+            largest = 57344.0
+        if OWN_SCALES:
+            spoilt = tl.min((rows - rows == 0.0).to(tl.int32), 1) == 0
+            scale = tl.maximum(tl.max(tl.abs(rows), 1) / largest, 1e-6)
+            tl.store(
+                (row + HEAD_DIM).to(tl.pointer_type(tl.float32)), tl.where(spoilt, float("nan"), scale), mask=exists
+            )
+            steps = rows * (1.0 / scale)[:, None]
+        else:
+            steps = rows / tl.load(layer_scale)
+        if FORMAT == 1:
+            steps = tl.where(steps >= 0.0, steps + 0.5, steps - 0.5)
+            bits = tl.minimum(tl.maximum(steps, -127.0), 127.0).to(tl.int8).to(tl.uint8, bitcast=True)
+        elif FORMAT == 2:
+            bits = _eight_bits(steps, largest, 3, 7)
+        else:
+            bits = _eight_bits(steps, largest, 2, 15)
+        tl.store(row[:, None] + dims[None, :], bits, mask=mask)
+
+
+@triton.jit
+def _eight_bits(numbers, largest, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Return float32 numbers as floats of 8 bits, rounded to even; what is beyond the largest becomes the largest."""
+    sign = (numbers.to(tl.int32, bitcast=True) >> 24) & 128
+    size = tl.minimum(tl.abs(numbers), largest)
+    bits = size.to(tl.int32, bitcast=True)
+    dropped: tl.constexpr = 23 - MANTISSA
+    normal = (bits + (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1) >> dropped) - ((127 - BIAS) << MANTISSA)
+    # Added to this number, whose last bit is the least one of 8 bits, others are rounded by the addition.
+    least: tl.constexpr = 2.0 ** (24 - MANTISSA - BIAS)
+    small = (size + least).to(tl.int32, bitcast=True) - ((127 + 24 - MANTISSA - BIAS) << 23)
+    code = tl.where(size < 2.0 ** (1 - BIAS), small, normal)
+    return (sign | tl.where(tl.abs(numbers) >= 0.0, code, 127)).to(tl.uint8)  # NaN is no size
