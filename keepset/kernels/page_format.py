@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int, Int8, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import CACHE_BLOCK, block_size
@@ -109,6 +109,10 @@ class PageFormat:
             steps = (steps + torch.full_like(steps, 0.5).copysign(steps)).nan_to_num_(0.0)
         rows[:, : self.head_dim] = steps.clamp_(-largest, largest).to(self.numbers).view(torch.uint8)
         return rows
+
+    def join(self, numbers: Int8[Tensor, "n head_dim"], scale: Float[Tensor, " n"]) -> Shaped[Tensor, "n row"]:
+        """Return rows of whole numbers and their scales, bit for bit, as bytes."""
+        return torch.cat([numbers.view(torch.uint8), scale.float()[:, None].view(torch.uint8)], -1)
 
     def encode_entries(
         self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]

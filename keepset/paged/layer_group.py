@@ -110,6 +110,12 @@ class LayerGroup:
         for operation in operations:
             operation.run(self, range(len(self.layers)), None)
 
+    @property
+    def holds_int8(self) -> bool:
+        """Whether pages hold keys and values as 8-bit integers, each with a scale of its own."""
+        format = self.pages_of(0).format
+        return format is not None and format.numbers == torch.int8
+
     def write_context(
         self,
         columns: Mapping[str, Tensor],
@@ -119,14 +125,19 @@ class LayerGroup:
         """Write entries of a context into the pages, once all events that are due are over.
 
         Args:
-            columns: `keys`, `values`, `positions` and what the method remembers, `[n, ...]`.
+            columns: `keys`, `values`, `positions` and what the method remembers, `[n, ...]`. Keys and values that are
+                8-bit integers, with `key_scale` and `value_scale`, are for pages of such (`holds_int8`).
             layers: the layer of each entry, by its place in the group.
             slots: the slot of each entry; numbers go on into the caches of the layers that follow.
         """
         pages, keys, values = self.pages_of(0), columns["keys"], columns["values"]
         slots = (layers * pages.slots + slots) % (len(self.layers) * pages.slots)
         if formats := self.formats(range(len(self.layers))):
-            keys, values = (encode_layers(formats, part, layers, part is values) for part in (keys, values))
+            if keys.dtype == torch.int8:
+                scales = columns["key_scale"], columns["value_scale"]
+                keys, values = (formats[0].join(*part) for part in zip((keys, values), scales, strict=True))
+            else:
+                keys, values = (encode_layers(formats, part, layers, part is values) for part in (keys, values))
         pages.write(keys, values, slots)
         self.columns.write_positions(slots, columns["positions"])
         for name in self._state_columns:

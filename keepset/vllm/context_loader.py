@@ -27,6 +27,7 @@ _TAILS = 256
 """How many contexts' last entries are cached, because every request gets a copy of them."""
 
 _ENTRIES = ("keys", "values", "positions")
+_SCALES = ("key_scale", "value_scale")
 
 _PATIENCE = 0.01
 """Seconds that a step without tokens waits for files, so that the engine's idle loop leaves time for reading."""
@@ -100,9 +101,10 @@ class ContextLoader:
 
     def _read(self, job: LoadJob) -> ContextColumns:
         stored = saved.entries(job.context.path, job.context.digest)
-        if any(columns["keys"].dtype == torch.int8 for columns in stored.values()):
-            logger.info("The context %s is in 8 bits; its pages hold it in %s.", job.context.name, self._cache.dtype)
-        layers = {index: dequantized(columns) for index, columns in stored.items()}
+        layers, dtype = stored, self._group.pages_of(0).dtype
+        if all(columns["keys"].dtype == torch.int8 for columns in stored.values()) and not self._group.holds_int8:
+            logger.info("The context %s is in 8 bits; its pages are given it in %s.", job.context.name, dtype)
+            layers = {index: dequantized(columns) for index, columns in stored.items()}
         before = job.context.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
         own = self._counts(job).sum(1).tolist()
         totals = dict(zip(self._group.layers, job.context.counts.sum(1).tolist(), strict=True))
@@ -112,7 +114,7 @@ class ContextLoader:
             (layers[index], slice(start, start + size))
             for index, start, size in zip(self._group.layers, before, own, strict=True)
         ]
-        names = [name for name in parts[0][0] if name in _ENTRIES or name in self._group.columns]
+        names = [name for name in parts[0][0] if name in (*_ENTRIES, *_SCALES) or name in self._group.columns]
         return {name: torch.cat([layer[name][part] for layer, part in parts]) for name in names}
 
     def _counts(self, job: LoadJob) -> Int[Tensor, "layers kv_heads"]:
@@ -139,7 +141,8 @@ class ContextLoader:
         device, dtype = self._cache.device, self._group.pages_of(0).dtype
         _, layers, slots = self._places(job, job.whole)
         columns = {name: column.to(device) for name, column in entries.items()}
-        columns |= {name: columns[name].to(dtype) for name in ("keys", "values")}
+        if columns["keys"].is_floating_point():
+            columns |= {name: columns[name].to(dtype) for name in ("keys", "values")}
         self._group.write_context(columns, layers.to(device), slots.to(device))
         layout = job.placement.layout(self._counts(job), self._block_size)
         newest = job.blocks[(job.placement.tokens - 1) // self._block_size]

@@ -66,6 +66,15 @@ def test_what_is_no_number_spoils_its_own_row_only(kind: str, strange: float) ->
     assert read[1].isnan().all() and torch.equal(read[[0, 2]], torch.ones(2, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_whole_numbers_and_scales_are_joined_bit_for_bit(dtype: torch.dtype) -> None:
+    how, scale = format_of("int8", 8, torch.float32), (torch.rand(5, generator=seeded(2)) + 1e-3).to(dtype)
+    numbers = torch.randint(-127, 128, (5, 8), generator=seeded(3)).to(torch.int8)
+    rows = how.join(numbers, scale)
+    assert torch.equal(rows[:, :8].view(torch.int8), numbers)
+    assert torch.equal(how.decode(rows), numbers.float() * scale.float()[:, None])
+
+
 def test_no_rows() -> None:
     how = format_of("int8", 4, torch.float32)
     assert how.encode(torch.zeros(0, 4)).shape == (0, 8) and how.decode(torch.zeros(2, 0, 8).byte()).shape == (2, 0, 4)

@@ -166,6 +166,18 @@ def test_every_answer_is_that_of_the_file(engines: dict[str, Any], tiny_model: P
     assert [sum(tokens for _, _, tokens in log) - TOKENS + 1 for log in engine.log] == [len(one.ids) for one in EACH]
 
 
+@pytest.mark.full
+def test_pages_of_eight_bits_take_entries_of_eight_bits_as_they_are(
+    tiny: Path, tiny_model: PreTrainedModel, folder: Path
+) -> None:
+    """Later tokens are rounded as well, under transformers, too. One request finds what the first one has loaded."""
+    asks = [ask("eight bits", 1, 33), ask("eight bits", 2, 5, add=12)]
+    answers = answers_of({0: serving(tiny, folder, asks, engine={"kv_cache_dtype": "int8_per_token_head"})})
+    engine = result(answers, 0)
+    assert engine.classes == ["CPURowsKeepImpl"]
+    check(tiny_model, folder, asks, engine)
+
+
 def test_pages_are_held_once(engines: dict[str, Any], tiny_model: PreTrainedModel, folder: Path) -> None:
     """Four requests hold what is shared once, and each its own last blocks; those who come later find it."""
     engine = result(engines, "later")
