@@ -74,8 +74,10 @@ for command in (demo, ui, compare, generate, tune, methods):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command()(results)
-# Options that are not keepset's own go on to vLLM.
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
+# Options that are not keepset's own go on to vLLM, -h and what begins so as well.
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}
+)(serve)
 for command in (trace, calibrate, compile, reproduce):
     app.command()(command)
 app.add_typer(context_commands)

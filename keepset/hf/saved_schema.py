@@ -155,10 +155,10 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
     _require(columns["positions"].dtype == torch.int32 and len(columns["positions"].shape) == 1)
     _require((columns.keys() & _SCALES) == (_SCALES if keys.dtype == torch.int8 else set()))
     _require(keys.dtype == torch.int8 or keys.dtype.is_floating_point)
-    for name in columns.keys() - _ENTRIES:
+    for name in columns.keys() - _ENTRIES - _SCALES:
         _require(columns[name].dtype == torch.float32 and len(columns[name].shape) in (1, 2))
-    for name in columns.keys() & _SCALES:
-        _require(len(columns[name].shape) == 1)
+    for name in columns.keys() & _SCALES:  # in the model's precision
+        _require(columns[name].dtype.is_floating_point and len(columns[name].shape) == 1)
     others = {name for name in tensors if not name.startswith("columns.")} - {"counts"}
     kept = {"kept.positions", "kept.counts"}
     _require(kept <= others if others & kept else True)

@@ -183,7 +183,7 @@ def test_what_compression_does_to_a_text(run: Run, tiny: Any, data: str, monkeyp
         assert 0 < figures["math500", method, "middle"]["value"] < 1
         assert figures["math500, level 5", method, "repetition"] is not None
     with Store.open(Path("reproduced") / f"ams-dynamics-{EMBEDDED}.sqlite") as store:
-        assert [cell.figures["batch"] for cell in store.cells() if cell.error is None] == [1.0] * 4
+        assert [cell.figures["batch"] for cell in store.cells() if cell.error is None] == [1.0] * 6
 
 
 def test_figures_that_were_not_measured_are_counted_and_not_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,6 +184,16 @@ def test_in_half_precision_too(tmp_path: Path, layout: str) -> None:
     assert torch.equal(answer(model, past, prompt(2, 5)).sequences, answer(model, loaded, prompt(2, 5)).sequences)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scales_of_half_precision_are_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    """They are in the model's precision, as `int8` stores them."""
+    model = copy.deepcopy(tiny("llama")).to(dtype)
+    past = context(model, "int8(match(knorm), keep=0.5)", prompt(2, 30))
+    loaded = again(past, model, tmp_path)
+    assert same(contents(past), contents(loaded))
+    assert torch.equal(answer(model, past, prompt(2, 5)).sequences, answer(model, loaded, prompt(2, 5)).sequences)
+
+
 def test_one_token_and_no_number(tmp_path: Path) -> None:
     model = tiny("llama")
     past = context(model, "knorm(keep=0.5)", prompt(1, 1))
