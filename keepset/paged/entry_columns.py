@@ -54,6 +54,7 @@ class EntryColumns:
         layers, kv_heads, slots: how many layers there are, and KV heads and slots in each.
         block_size: tokens of a block.
         device: device of the cache.
+        biased: whether attention adds biases before any entry has one, because a graph is captured then.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class EntryColumns:
         slots: int,
         block_size: int,
         device: torch.device,
+        biased: bool = False,
     ) -> None:
         self._columns = {name: torch.zeros(layers, slots, *shape, device=device) for name, shape in columns.items()}
         self._private: dict[tuple[int, str], Tensor] = {}
-        self._kv_heads, self._block_size, self._biased = kv_heads, block_size, False
+        self._kv_heads, self._block_size, self._biased = kv_heads, block_size, biased and BIAS in columns
 
     def __getitem__(self, name: str) -> Float[Tensor, "layers slots *rest"]:
         return self._columns[name]
@@ -77,7 +79,7 @@ class EntryColumns:
 
     @property
     def bias(self) -> Float[Tensor, "layers slots"] | None:
-        """What attention adds to the logits of packed entries; None as long as no entry has had a bias."""
+        """What attention adds to the logits of packed entries; None as long as no entry needs a bias."""
         return self[BIAS] if self._biased else None
 
     @property

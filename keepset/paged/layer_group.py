@@ -86,7 +86,10 @@ class LayerGroup:
     def columns(self) -> EntryColumns:
         """The numbers of entries, once there is a cache."""
         pages = self.pages_of(0)
-        return EntryColumns(self._columns, len(self.layers), self.kv_heads, pages.slots, self.block_size, pages.device)
+        # A graph, which no CPU has, goes on as it was captured: before the first context with biases was loaded.
+        biased = self.recipe.method.traits.biased or pages.device.type != "cpu"
+        shape = len(self.layers), self.kv_heads, pages.slots, self.block_size
+        return EntryColumns(self._columns, *shape, pages.device, biased)
 
     def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
         """Do what a step's plan says of its queries, once these layers have attended."""
