@@ -159,7 +159,7 @@ def test_plot_labels_are_text(page: Any) -> None:
     hover.wait_for()
     # Plotly draws spaces as non-breaking ones and each line on its own.
     shown = re.sub(r"\s", "", hover.text_content())
-    assert re.sub(r"\s", "", f"{EVIL}(keep=0.5)") in shown and "KL0.05nats50.0%offull" in shown
+    assert re.sub(r"\s", "", f"{EVIL}(keep=0.5)") in shown and "KL0.05nats50.0%ofafull16-bitcache" in shown
     assert page.locator(".methods button").nth(1).text_content() == f"■{EVIL}"
 
 
