@@ -112,7 +112,7 @@ def compare(
     check_writable(json_file, html)
 
     from keepset.bench.candidate import grid
-    from keepset.bench.compare.comparison import conclusion
+    from keepset.bench.compare.conclusion import conclusion
     from keepset.bench.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
     from keepset.bench.report.compare import render
 
@@ -149,7 +149,8 @@ def compare(
     comparison = comparer.comparison
     result = comparison.to_json()
     doubt = task.doubt(bool(comparison.full.get("needle_found")))
-    sentence = doubt or (conclusion(comparison) if comparison.rows else "")
+    # The rows that are missing might be the best.
+    sentence = (doubt or conclusion(comparison)) if finished else ""
     output({**result, "conclusion": sentence}, json_file, lambda: print_table(comparison, sentence))
     say_advice(parsed)
     for candidate in candidates:
@@ -157,7 +158,7 @@ def compare(
             say_whole(candidate.recipe, task.prompt.shape[1])
     write(html, lambda: render(comparison, token_texts(tokenizer, ids[0].tolist()), sentence))
     if not finished:
-        note(f"interrupted after {len(comparison.rows)} of {len(candidates)} rows")
+        note(f"interrupted after {len(comparison.rows)} of {len(candidates)} rows: nothing is concluded")
         raise Exit(130)
     if comparison.failed:
         raise Exit(1)

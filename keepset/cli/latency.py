@@ -94,11 +94,13 @@ def _lengths(text: str) -> list[int]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    """Print the medians of every recipe at every length."""
-    from keepset.bench.report.latency import table
+    """Print the medians of every recipe at every length, and what they show."""
+    from keepset.bench.report.latency import conclusion, table
 
     say(
         f"{result['model']} on {result['device']}, {result['dtype']}: {result['output_tokens']} tokens "
         f"after the prompt, medians of {result['rounds']} rounds."
     )
     show_table(table(result["rows"]))
+    if sentence := conclusion(result["rows"]):
+        say(sentence)

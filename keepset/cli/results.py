@@ -64,7 +64,7 @@ def results(
 
 
 def print_summary(summary: Summary) -> None:
-    """Print the figures as tables, each with the sentence that explains it."""
+    """Print the figures as tables, each with the sentence that explains it, and the conclusion."""
     from keepset.bench.report.results import terminal_tables
 
     for number, (table, sentence) in enumerate(terminal_tables(summary)):
@@ -73,3 +73,4 @@ def print_summary(summary: Summary) -> None:
         show_table(table)
         if sentence:
             say(sentence)
+    say(summary.conclusion)

@@ -22,8 +22,9 @@ COMPARE = (
 CANONICAL = [
     recipe[:-1] + f", {budget})" if "(" in recipe else f"{recipe}({budget})" for recipe in RECIPES for budget in BUDGETS
 ]
-ROW = {"recipe", "method", "requested", "keep", "share", "kv_bytes", "kv_bytes_full", "kl", "nll_delta", "top1"} | {
-    *("prefill_seconds", "prefill_seconds_full", "select_seconds", "decode_tokens_per_second")
+ROW = {"recipe", "method", "requested", "keep", "share", "kv_bytes", "kv_bytes_full", "kl", "kl_low", "kl_high"} | {
+    *("nll_delta", "top1"),
+    *("prefill_seconds", "prefill_seconds_full", "select_seconds", "decode_tokens_per_second"),
 }
 FULL = {"kv_bytes", "nll", "prefill_seconds", "decode_tokens_per_second"}
 ASKED = {"answer", "needle_found"}
@@ -104,8 +105,7 @@ def test_table_has_the_best_first_and_a_conclusion(run: Run) -> None:
         assert [line.split()[-3] for line in shown] == [f"{row['kl']:.3f}" for row in order]
         shares = [f"{row['share']:.1%}" for row in order]
         assert [line.split()[-4] for line in shown] == shares
-    best = min((row for row in figures if row["requested"] == BUDGETS[1]), key=lambda row: row["kl"])
-    assert f" of a full 16-bit cache's bytes {best['method']} is nearest to the full cache" in last
+    assert last == "Nothing can be concluded from a text of 200 tokens: give one of at least 256."
 
 
 def test_row_that_fails(run: Run) -> None:
@@ -219,13 +219,15 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])
 def test_what_is_done_is_there_after_an_interrupt(run: Run, tmp_path: Path, as_json: bool) -> None:
-    done = run(*COMPARE, "--html", "page.html", *(["--json", "-"] if as_json else []))
+    words = (*COMPARE[:4], "300", *COMPARE[5:])  # long enough to conclude something
+    done = run(*words, "--html", "page.html", *(["--json", "-"] if as_json else []))
     assert done.code == 130
-    assert done.err == "report: page.html\ninterrupted after 1 of 6 rows\n"
+    assert done.err == "report: page.html\ninterrupted after 1 of 6 rows: nothing is concluded\n"
     if as_json:
-        assert [row["recipe"] for row in load_json(done.out)["rows"]] == CANONICAL[:1]
+        shown = load_json(done.out)
+        assert [row["recipe"] for row in shown["rows"]] == CANONICAL[:1] and shown["conclusion"] == ""
     else:
-        *_, budget, row, _ = done.out.splitlines()
+        *_, budget, row = done.out.splitlines()
         assert budget.strip() == BUDGETS[0] and row.split()[0] == "tova"
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert CANONICAL[0] in page and CANONICAL[1] not in page

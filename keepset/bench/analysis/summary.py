@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from keepset.bench.analysis.conclusion import conclusion
 from keepset.bench.analysis.curves import Curve, area, compression
 from keepset.bench.analysis.rows import Figure, Records, Row, average, by_example, row_of
 from keepset.bench.record import FULL, Record, largest_first
@@ -92,6 +93,7 @@ class Summary:
     """All figures of a sweep; differences are to `baseline`."""
 
     baseline: str
+    conclusion: str
     rows: list[Row]
     averages: list[Row]
     trades: list[Trade]
@@ -139,7 +141,7 @@ def summarize(
     for name, members in together.items():
         trades += _trades(name, [(tasks[task], rows[task]) for task in members], axis)
     every = [row for by_recipe in rows.values() for row in sorted(by_recipe.values(), key=_best_first)]
-    return Summary(baseline, every, averages, trades, needle_maps(records))
+    return Summary(baseline, conclusion(tasks), every, averages, trades, needle_maps(records))
 
 
 def _best_first(row: Row) -> tuple[Any, ...]:

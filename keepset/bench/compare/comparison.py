@@ -1,5 +1,6 @@
 """`Comparison`: what recipes made of one text, beside the full cache, record by record."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from keepset.bench.analysis.intervals import of_mean
 from keepset.bench.candidate import Candidate
 from keepset.bench.record import Record, largest_first
 from keepset.errors import KeepsetError
@@ -23,9 +25,10 @@ from keepset.texts import Needle
 class Comparison:
     """Recipes on one text; records are appended as they are measured.
 
-    A record's `kl` is the mean KL(full || compressed) in nats over the continuation's tokens, of which `kl_drift` has
-    the parts; `nll_delta` its negative log-likelihood less the full cache's, in nats; `top1` the share of its tokens
-    after which both caches prefer the same next token. Bytes while decoding are means over the tokens, and the most.
+    A record's `kl` is the mean KL(full || compressed) in nats over the continuation's tokens, `kl_low` and `kl_high`
+    are the ends of its interval over these tokens, and `kl_drift` has its parts. `nll_delta` is its negative
+    log-likelihood less the full cache's, in nats; `top1` the share of its tokens after which both caches prefer the
+    same next token. Bytes while decoding are means over the tokens, and the most.
 
     Attributes:
         model: the model's name.
@@ -127,6 +130,20 @@ def mean(figures: Float[Tensor, " n"]) -> float:
     return float(figures.mean()) if figures.numel() else 0.0
 
 
+def kl_figures(divergences: Float[Tensor, " n"]) -> dict[str, float]:
+    """Return the mean of divergences as `kl`, and the ends of its interval of 95 % over the tokens.
+
+    The interval is for the order of recipes on one text. It says nothing of other texts.
+
+    Args:
+        divergences: KL(full || compressed) after every token in nats, `[n]`.
+    """
+    whole = mean(divergences)
+    interval = of_mean(divergences.tolist()) if math.isfinite(whole) else None
+    low, high = interval or (whole, whole)
+    return {"kl": whole, "kl_low": low, "kl_high": high}
+
+
 def fidelity(
     prompt: CachedPrompt, reference: Float[Tensor, "n vocabulary"], continuation: Int[Tensor, "1 n"]
 ) -> dict[str, float]:
@@ -149,7 +166,7 @@ def fidelity(
         "share": share,
         "kv_bytes": nbytes,
         "kv_bytes_full": prompt.kv_bytes_full,
-        "kl": mean(kl(reference, logits)),
+        **kl_figures(kl(reference, logits)),
         "nll_delta": mean(nll(logits, continuation[0])) - mean(nll(reference, continuation[0])),
         "top1": float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
         "prefill_seconds": prompt.prefill_seconds + event.seconds,
@@ -162,10 +179,6 @@ def check_predictions(logits: Float[Tensor, "n vocabulary"]) -> None:
     """Raise `KeepsetError` if the model predicts NaN with what a recipe keeps."""
     if bool(logits.isnan().any()):
         raise KeepsetError("With what this recipe keeps the model predicts NaN: there is nothing to compare.")
-
-
-_NAMED = 3
-"""Most methods that a sentence names as having lost the fact."""
 
 
 def by_budget(comparison: Comparison) -> list[list[Record]]:
@@ -184,38 +197,3 @@ def by_budget(comparison: Comparison) -> list[list[Record]]:
 
     groups = groupby(sorted(rows, key=budget), key=budget)
     return [sorted(group, key=worth) for _, group in groups]
-
-
-def conclusion(comparison: Comparison) -> str:
-    """Return one sentence for readers who skip the table."""
-    groups = by_budget(comparison)
-    if not groups:
-        return "No recipe could be measured."
-    if comparison.full.get("needle_found"):
-        for rows in sorted(groups, key=_share):
-            if rows[0].figures["needle_found"]:
-                best, lost = rows[0], [row.method for row in rows if not row.figures["needle_found"]]
-                return f"{_within(rows)} {best.method} answers as the full cache does{_but(lost)}."
-        return "Under none of these budgets does a recipe answer as the full cache does: try larger ones."
-    rows = min(groups, key=_share)
-    best = rows[0]
-    rest = f", {rows[-1].method} furthest (KL {rows[-1].figures['kl']:.3f})" if len(rows) > 1 else ""
-    fidelity = f"KL {best.figures['kl']:.3f}, the same next token in {best.figures['top1']:.0%} of places"
-    return f"{_within(rows)} {best.method} is nearest to the full cache ({fidelity}){rest}."
-
-
-def _share(rows: Sequence[Record]) -> float:
-    """Return the best row's share of a full 16-bit cache's bytes."""
-    return rows[0].figures["share"]
-
-
-def _within(rows: Sequence[Record]) -> str:
-    return f"With {_share(rows):.0%} of a full 16-bit cache's bytes"
-
-
-def _but(lost: Sequence[str]) -> str:
-    if not lost:
-        return ", and so do all others"
-    *others, last = [*lost[:_NAMED], *([f"{len(lost) - _NAMED} more"] if len(lost) > _NAMED else [])]
-    named = f"{', '.join(others)} and {last}" if others else last
-    return f"; {named} {'has' if len(lost) == 1 else 'have'} lost the fact"

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from keepset.bench.compare.comparison import Comparer, Comparison, check_predictions, kl, mean, nll
+from keepset.bench.compare.comparison import Comparer, Comparison, check_predictions, kl, kl_figures, mean, nll
 from keepset.bench.compare.text_task import ANSWER_TOKENS
 from keepset.bench.generation import greedy
 from keepset.bench.memory import dynamic_nbytes
@@ -128,7 +128,7 @@ class DecodeComparer(Comparer):
             "kv_bytes": round(fmean(run.nbytes[counted])),
             "kv_bytes_peak": max(run.nbytes[counted]),
             "kv_bytes_full": round(fmean(full.nbytes[counted])),
-            "kl": mean(drift[counted]),
+            **kl_figures(drift[counted]),
             "nll_delta": mean(nll_delta[counted]),
             "top1": float(same[counted].double().mean()),
             "prefill_seconds": run.prefill_seconds,

@@ -1,12 +1,16 @@
 """The table and the page of `keepset bench latency`."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from keepset.bench.report import plot
 from keepset.bench.report.page import page
 from keepset.bench.report.table import Column, Line, Table, decimals, integer, megabytes
 
+_LEAST_ROUNDS = 3
+"""Rounds below which nothing is concluded."""
 LatencyRow = dict[str, Any]
 """A recipe's figures at one length, as `keepset bench latency --json` writes them."""
 
@@ -57,7 +61,7 @@ def render(result: dict[str, Any]) -> str:
         result["model"],
         [plot.plots("By length of the prompt", charts, legend, note), table(result["rows"]).section("Figures")],
         result,
-        conclusion=_conclusion(result["rows"]),
+        conclusion=conclusion(result["rows"]),
         lead=f"{integer(result['output_tokens'])} tokens generated after each prompt, {result['rounds']} rounds in "
         "turns.",
         facts=[("Device", result["device"]), ("Precision", result["dtype"])],
@@ -86,17 +90,52 @@ def _chart(name: str, rows: Sequence[LatencyRow], recipes: Sequence[str]) -> dic
     return plot.plot(name, lines, x, y, title=title)
 
 
-def _conclusion(rows: Sequence[LatencyRow]) -> str:
-    """Return the fastest recipe after the longest prompt, compared with the full cache, which comes first."""
+def conclusion(rows: Sequence[LatencyRow]) -> str:
+    """Return how the fastest recipe after the longest prompt compares with the full cache, which comes first.
+
+    Rounds are compared one by one, because recipes and full cache took turns. Recipes whose ranges overlap are a tie,
+    of which the one that holds least is named.
+
+    Returns:
+        A sentence; "" if the full cache or all recipes have no figures, or rounds are missing.
+    """
     longest = max((row["prompt_tokens"] for row in rows), default=0)
-    known = [row for row in rows if row["prompt_tokens"] == longest and row["tokens_per_second"] is not None]
+    known = [row for row in rows if row["prompt_tokens"] == longest and row.get("tokens_per_second") is not None]
     if len(known) < 2 or known[0]["recipe"] != rows[0]["recipe"]:
         return ""
     full, *others = known
-    best = max(others, key=lambda row: row["tokens_per_second"])
-    speed, nbytes, first = (best[name] / full[name] for name in ("tokens_per_second", "kv_bytes", "first_seconds"))
+    rounds = len(full["rounds"])
+    if any(len(row["rounds"]) != rounds for row in others):
+        return ""
+    if rounds < _LEAST_ROUNDS:
+        return f"Nothing can be concluded from {rounds} of the {_LEAST_ROUNDS} rounds that a comparison needs."
+    speeds = [_span(row, full, "tokens_per_second") for row in others]
+    fastest = max(speeds, key=lambda speed: speed.middle)
+    tied = [at for at, speed in enumerate(speeds) if speed.high >= fastest.low]
+    at = min(tied, key=lambda at: others[at]["kv_bytes"])
+    row, speed, first = others[at], speeds[at], _span(others[at], full, "first_seconds")
+    beside = [others[each]["recipe"] for each in tied if each != at]
+    which = f"{row['recipe']}, a tie with {', '.join(beside)}," if beside else row["recipe"]
     return (
-        f"After {longest:,} tokens {best['recipe']} makes {speed:.2f} times the full cache's tokens a second (more is "
-        f"better) and holds {nbytes:.0%} of its bytes; the first token takes {first:.2f} times as long (less is "
-        "better)."
+        f"After {longest:,} tokens {which} makes {speed} the full cache's tokens a second (more is better) and holds "
+        f"{row['kv_bytes'] / full['kv_bytes']:.0%} of its bytes; the first token takes {first} as long (less is "
+        f"better). Ranges are over {rounds} rounds; one that holds 1 is a tie."
     )
+
+
+class _Span(NamedTuple):
+    """The median, the smallest and the largest ratio of the rounds."""
+
+    middle: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.low:.2f}..{self.high:.2f}) times"
+
+
+def _span(row: LatencyRow, full: LatencyRow, name: str) -> _Span:
+    of_round = _OF_ROUND[name][2]
+    pairs = zip(row["rounds"], full["rounds"], strict=True)
+    ratios = [(of_round(own, row) or 0.0) / (of_round(others, full) or math.inf) for own, others in pairs]
+    return _Span(median(ratios), min(ratios), max(ratios))

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
-from statistics import fmean
 from typing import Any
 
+from keepset.bench.analysis.conclusion import counted
 from keepset.bench.analysis.diagnostics import REGION
 from keepset.bench.analysis.rows import Figure, Row
 from keepset.bench.analysis.summary import NeedleMap, Reach, Summary, Trade
@@ -148,8 +148,7 @@ def _failures(row: Row) -> str:
 def baseline_note(summary: Summary) -> str:
     """Return what differences are to, and whether there are too few examples."""
     few = min((row.examples for row in summary.rows), default=_FEW)
-    counted = f"{few} example{'s' if few > 1 else ''}"
-    wide = f" Intervals over {counted} are wide: let --limit take more." if few < _FEW else ""
+    wide = f" Intervals over {counted(few)} are wide: let --limit take more." if few < _FEW else ""
     return f"Differences are to {summary.baseline}.{wide}"
 
 
@@ -190,7 +189,7 @@ def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> st
         model,
         sections,
         summary.to_json(),
-        conclusion=_conclusion(summary.rows),
+        conclusion=summary.conclusion,
         lead=f"{len(recipes)} recipe{'' if len(recipes) == 1 else 's'} on {count} task{'' if count == 1 else 's'}. "
         "Every score has its interval of 95 % over examples.",
         facts=[
@@ -292,24 +291,3 @@ def _map(needles: NeedleMap) -> dict[str, Any]:
         if any(counts):
             lines.append([f"{10 * part} to {10 * part + 10} %", *cells])
     return {"title": needles.recipe, "head": ["depth", *map(integer, needles.lengths)], "lines": lines}
-
-
-def _conclusion(rows: Sequence[Row]) -> str:
-    """Return which recipe does best on the mean over the tasks that all were run on, and what the full cache does."""
-    scores: dict[str, list[float]] = {}
-    for row in rows:
-        if row.score is not None:
-            scores.setdefault(row.recipe, []).append(row.score.value)
-    tasks = len({row.task for row in rows})
-    means = {recipe: fmean(each) for recipe, each in scores.items() if len(each) == tasks}
-    full = means.pop(FULL, None)
-    if not means:
-        return "No recipe has a score on all tasks yet."
-    best = max(means, key=means.__getitem__)
-    share = fmean(row.means["share"] or 0.0 for row in rows if row.recipe == best)
-    beside = "" if full is None else f"; the full cache scores {full:.1%}"
-    where = "" if tasks == 1 else f", the mean of {tasks} tasks"
-    return (
-        f"Of {len(means)} recipes {best} scores best, {means[best]:.1%}{where}, with {share:.1%} of a full 16-bit "
-        f"cache's bytes{beside}."
-    )

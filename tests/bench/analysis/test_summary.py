@@ -260,11 +260,11 @@ def test_needle_maps() -> None:
 def test_json_says_all_of_it() -> None:
     summary = summarize([*BUDGETS, *cells(FULL, [1.0], task="needle@64")])
     data = json.loads(json.dumps(summary.to_json(), allow_nan=False))
-    assert list(data) == ["baseline", "rows", "averages", "trades", "needles"]
+    assert list(data) == ["baseline", "conclusion", "rows", "averages", "trades", "needles"]
     assert data["baseline"] == FULL and len(data["rows"]) == 7
     assert data["rows"][3]["score"].keys() == {"value", "low", "high"} and data["rows"][3]["share"] == 0.25
     assert data["trades"][0]["reach"][0].keys() == {"tolerance", "removed", "at_least"}
-    assert summarize([]) == Summary(FULL, [], [], [], [])
+    assert summarize([]) == Summary(FULL, "No recipe has a score on all tasks yet.", [], [], [], [])
 
 
 def test_groups() -> None:

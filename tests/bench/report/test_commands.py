@@ -142,18 +142,41 @@ def test_latencies_are_medians_with_the_ends_of_their_rounds() -> None:
     assert first[1:] == ["2.00 s", "2.0", "4.00 s", "4.0", ""] and failed == [f"{EVIL}, 10 tokens", EVIL]
 
 
+def timed(recipe: str, *speeds: float, tokens: int = 20, nbytes: int = 10**6) -> dict[str, Any]:
+    """A row of rounds that make so many of their 4 tokens in a second, after 1.1 seconds (the full cache: 1)."""
+    row, first = latency_row(recipe, tokens), 1.0 if recipe == FULL else 1.1
+    rounds = [{**row["rounds"][0], "first_seconds": first, "rest_seconds": 4 / speed} for speed in speeds]
+    middle = sorted(speeds)[len(speeds) // 2] if speeds else None
+    return {**row, "rounds": rounds, "tokens_per_second": middle, "kv_bytes": nbytes}
+
+
+def concluded(*recipes: dict[str, Any], rounds: int = 3) -> str:
+    full = timed(FULL, *[2.0] * rounds, nbytes=4 * 10**6)
+    said: str = data_of(latency_page(full, timed("tova(keep=0.25)", 9.0, tokens=10), *recipes))["conclusion"]
+    return said
+
+
 def test_latencies_open_with_the_fastest_after_the_longest_prompt() -> None:
-    slow, fast = latency_row("snapkv(keep=0.5)", 20), latency_row("tova(keep=0.25)", 20)
-    fast.update(tokens_per_second=3.0, kv_bytes=10**6, first_seconds=2.2)
-    said = data_of(latency_page(latency_row(FULL, 20), latency_row("tova(keep=0.25)", 10), slow, fast))["conclusion"]
-    assert said.startswith("After 20 tokens tova(keep=0.25) makes 1.50 times the full cache's tokens a second")
-    assert "25% of its bytes" in said and "1.10 times as long" in said
+    said = concluded(timed("snapkv(keep=0.5)", 2.0, 2.0, 2.1), timed("tova(keep=0.25)", 3.2, 2.8, 3.0))
+    assert said.startswith(
+        "After 20 tokens tova(keep=0.25) makes 1.50 (1.40..1.60) times the full cache's tokens a second"
+    )
+    assert "25% of its bytes" in said and "1.10 (1.10..1.10) times as long" in said
+
+
+def test_latencies_that_overlap_are_a_tie_and_two_rounds_say_nothing() -> None:
+    tie = concluded(timed("a", 3.0, 3.1, 3.2, nbytes=2 * 10**6), timed("b", 2.0, 2.9, 3.0), timed("c", 1.0, 1.0, 1.0))
+    assert tie.startswith("After 20 tokens b, a tie with a, makes 1.45 (1.00..1.50) times")
+    assert tie.endswith("Ranges are over 3 rounds; one that holds 1 is a tie.")
+    two = concluded(timed("a", 3.0, 3.1), rounds=2)
+    assert two == "Nothing can be concluded from 2 of the 3 rounds that a comparison needs."
+    assert concluded(timed("a", 3.0, 3.1)) == ""  # interrupted in its last round
 
 
 def test_serving_opens_with_what_the_load_has_shown() -> None:
-    assert serving.conclusion(served("plain", "recipe")).startswith(
-        "With the recipe vLLM makes 1.50 times plain vLLM's output tokens a second"
-    )
+    said = serving.conclusion(served("plain", "recipe"))
+    assert said.startswith("With the recipe vLLM makes 1.50 times plain vLLM's output tokens a second")
+    assert said.endswith("Each server ran once, so there is no interval.")
     assert serving.conclusion(served("server")) == "6 of 10 requests were answered, 6.0 output tokens a second."
     nothing = served("plain", "recipe")
     nothing["servers"][0]["summary"]["output_tokens_per_second"] = None
