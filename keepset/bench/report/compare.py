@@ -100,8 +100,8 @@ _COLUMNS = [
     Column("top-1", _figure("top1"), whole_percent),
     Column("prefill", lambda record: record.ratio("prefill_seconds"), times, "of full", rank=3),
     Column("select", _figure("select_seconds"), seconds, "s", page_only=True),
-    Column("found", _figure("needle_found"), yes),
-    Column("answer", lambda record: next(iter(record.replies), None), page_only=True, is_text=True),
+    Column("found", _figure("needle_found"), yes, is_pinned=True),
+    Column("answer", lambda record: next(iter(record.replies), None), page_only=True, is_text=True, is_pinned=True),
 ]
 
 
@@ -121,7 +121,7 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
         shown,
         key=lambda record: (
             record.figures.get("needle_found") is False,
-            round(record.figures["keep"], 2),
+            round(record.figures["share"], 2),
             record.figures["kl"],
         ),
         default=ran[0] if ran else None,

@@ -53,13 +53,17 @@ def render(result: dict[str, Any]) -> str:
     """Return the page of what `keepset bench latency --json` writes."""
     rows = [row for row in result["rows"] if row["error"] is None]
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    charts = [_chart(name, rows, recipes) for name in _OF_ROUND if any(row[name] is not None for row in rows)]
-    legend = [plot.entry(recipe, _series(at)) for at, recipe in enumerate(recipes)]
-    note = "Medians; the bars reach from the smallest to the largest round."
+    lengths = sorted({row["prompt_tokens"] for row in rows})
+    draw = _bars if len(lengths) == 1 else _chart
+    charts = [draw(name, rows, recipes) for name in _OF_ROUND if any(row[name] is not None for row in rows)]
+    title, legend = "By length of the prompt", [plot.entry(recipe, _series(at)) for at, recipe in enumerate(recipes)]
+    if len(lengths) == 1:
+        title, legend = f"After {integer(lengths[0])} tokens of prompt", []
+    note = "Medians; the thin lines reach from the smallest to the largest round."
     return page(
         "keepset bench latency",
         result["model"],
-        [plot.plots("By length of the prompt", charts, legend, note), table(result["rows"]).section("Figures")],
+        [plot.plots(title, charts, legend, note), table(result["rows"]).section("Figures")],
         result,
         conclusion=conclusion(result["rows"]),
         lead=f"{integer(result['output_tokens'])} tokens generated after each prompt, {result['rounds']} rounds in "
@@ -73,17 +77,34 @@ def _series(at: int) -> int:
     return at - 1 + (at > 7) if at else 7
 
 
-def _chart(name: str, rows: Sequence[LatencyRow], recipes: Sequence[str]) -> dict[str, Any]:
-    title, unit, of_round = _OF_ROUND[name]
+def _point(name: str, row: LatencyRow) -> plot.Point:
+    """Return a figure's median at a row's length, with the ends of its rounds."""
+    _, unit, of_round = _OF_ROUND[name]
     scale = 1e-6 if unit == "MB" else 1.0
+    rounds = [value for each in row["rounds"] if (value := of_round(each, row)) is not None]
+    low, high = min(rounds) * scale, max(rounds) * scale
+    return plot.Point(row["prompt_tokens"], row[name] * scale, low=low, high=high)
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else integer(value)
+
+
+def _bars(name: str, rows: Sequence[LatencyRow], recipes: Sequence[str]) -> dict[str, Any]:
+    """Return a figure's chart where all prompts have one length: a bar for each recipe."""
+    title, unit, _ = _OF_ROUND[name]
+    known = [row for row in rows if row[name] is not None]
+    series = [_series(recipes.index(row["recipe"])) for row in known]
+    made = plot.bars([row["recipe"] for row in known], [_point(name, row) for row in known], series, _short)
+    y = plot.axis("recipe", autorange="reversed", showgrid=False, ticksuffix=" ")
+    return plot.plot(name, [made], plot.axis(unit, rangemode="tozero"), y, title=title)
+
+
+def _chart(name: str, rows: Sequence[LatencyRow], recipes: Sequence[str]) -> dict[str, Any]:
+    title, unit, _ = _OF_ROUND[name]
     lines = []
     for at, recipe in enumerate(recipes):
-        points = []
-        for row in rows:
-            if row["recipe"] == recipe and row[name] is not None:
-                rounds = [value for each in row["rounds"] if (value := of_round(each, row)) is not None]
-                low, high = min(rounds) * scale, max(rounds) * scale
-                points.append(plot.Point(row["prompt_tokens"], row[name] * scale, low=low, high=high))
+        points = [_point(name, row) for row in rows if row["recipe"] == recipe and row[name] is not None]
         template = f"%{{x}} tokens: %{{y:.2f}} {unit}"
         lines.append(plot.line(recipe, points, _series(at), dash="solid" if at else "dash", template=template))
     x, y = plot.axis("tokens of the prompt", rangemode="tozero"), plot.axis(unit, rangemode="tozero")

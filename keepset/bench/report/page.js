@@ -25,12 +25,20 @@ const charts = new Map();
 const font = () => ({ family: getComputedStyle(document.body).fontFamily, size: 13, color: css("--ink") });
 const axis = ({ title, ...more } = {}) => ({
   gridcolor: css("--line"), linecolor: css("--line"), zerolinecolor: css("--line"), automargin: true,
-  title: { text: title, font: font() }, ...more,
+  title: { text: title, font: font(), standoff: 8 }, ...more,
 });
 
 function styled({ series = 0, group, scale, ...trace }) {
   if (trace.type === "heatmap") {
     return { ygap: 1, colorbar: { thickness: 12, outlinewidth: 0 }, ...trace, colorscale: SCALES[scale]() };
+  }
+  if (trace.type === "bar") {
+    const { bars, ...bar } = trace;
+    return {
+      hoverinfo: "text", textposition: "inside", insidetextanchor: "start", ...bar,
+      marker: { color: bars.map(colourOf) }, insidetextfont: { color: css("--page") },
+      error_x: { type: "data", symmetric: false, thickness: 1, width: 3, color: css("--ink"), ...bar.error_x },
+    };
   }
   const color = colourOf(series);
   return {
@@ -66,10 +74,10 @@ function chart(box, plot) {
 // Returns a chart as words for readers who do not see it: its axes, and some points of each series.
 function inWords(traces, { xaxis, yaxis }) {
   const short = (value) => (typeof value === "number" ? Number(value.toPrecision(3)).toLocaleString("en-US") : String(value));
-  const lines = traces.filter((trace) => trace.name && trace.visible !== false && trace.x?.length).map(({ name, x, y }) => {
-    const points = [...x.keys()].filter((i) => Number.isFinite(y[i]));
+  const lines = traces.filter((trace) => (trace.name || trace.type === "bar") && trace.visible !== false && trace.x?.length).map(({ name, x, y }) => {
+    const points = [...x.keys()].filter((i) => Number.isFinite(y[i]) || Number.isFinite(x[i]));
     const some = points.length > 12 ? [points[0], points[points.length >> 1], points.at(-1)] : points;
-    return `${name}: ${some.map((i) => `${short(y[i])} at ${short(x[i])}`).join(", ")}`;
+    return `${name ?? "Bars"}: ${some.map((i) => `${short(y[i])} at ${short(x[i])}`).join(", ")}`;
   });
   return [`Chart of ${yaxis.title.text} by ${xaxis.title.text}.`, ...lines].join(" ");
 }
@@ -81,9 +89,23 @@ function redraw() {
   }
 }
 
-function glyph(text, series) {
-  const node = el("span", { className: "mark", ariaHidden: "true" }, text);
+// Plotly's symbols, drawn: not every font has characters that look like them.
+const MARKS = {
+  circle: "M5.5 0A5.5 5.5 0 1 1-5.5 0A5.5 5.5 0 1 1 5.5 0Z", square: "M-5-5H5V5H-5Z", diamond: "M0-7L7 0L0 7L-7 0Z",
+  "triangle-up": "M0-6L6.5 5H-6.5Z", "triangle-down": "M0 6L-6.5-5H6.5Z", cross: "M-2-6.5H2V-2H6.5V2H2V6.5H-2V2H-6.5V-2H-2Z",
+  x: "M-3.2-6.1L0-2.9L3.2-6.1L6.1-3.2L2.9 0L6.1 3.2L3.2 6.1L0 2.9L-3.2 6.1L-6.1 3.2L-2.9 0L-6.1-3.2Z",
+  star: "M0-7.5L1.8-2.4L7.1-2.3L2.9.9L4.4 6.1L0 3L-4.4 6.1L-2.9.9L-7.1-2.3L-1.8-2.4Z",
+};
+
+function glyph(symbol, series) {
+  const node = el("span", { className: "mark", ariaHidden: "true" });
   node.style.color = typeof series === "string" ? `var(${series})` : colourOf(series);
+  const [svg, path] = ["svg", "path"].map((name) => document.createElementNS("http://www.w3.org/2000/svg", name));
+  svg.setAttribute("viewBox", "-8 -8 16 16");
+  path.setAttribute("d", MARKS[symbol.replace("-open", "")]);
+  if (symbol.endsWith("-open")) path.setAttribute("class", "open");
+  svg.append(path);
+  node.append(svg);
   return node;
 }
 
@@ -140,8 +162,13 @@ function row({ name, mark, cells, error, reference, go }, columns) {
   const why = error && el("div", { className: "failed" }, error);
   if (error && !cells.length) tr.append(el("td", { colSpan: columns.length, className: "text" }, why));
   else if (error) th.append(why);
+  const pinned = [...cells.keys()].filter((i) => columns[i].pinned && cells[i][0]);
+  if (pinned.length) {
+    th.append(el("dl", { className: "under" }, ...pinned.map((i) => el("div", {}, el("dt", {}, columns[i].title), el("dd", {}, cells[i][0])))));
+  }
   cells.forEach(([text, , share], i) => {
-    const td = el("td", { className: columns[i].text ? "text" : "" }, el("span", { title: columns[i].text ? text : "" }, text));
+    const classes = [columns[i].text && "text", columns[i].pinned && "folded"].filter(Boolean).join(" ");
+    const td = el("td", { className: classes }, el("span", { title: columns[i].text ? text : "" }, text));
     if (share !== undefined) td.style.setProperty("--share", share);
     tr.append(td);
   });
@@ -152,9 +179,9 @@ function table({ id: name, columns, lines, head = "" }, box) {
   const made = lines.map((line) => ({ line, tr: row(line, columns) }));
   const body = el("tbody"), header = el("tr");
   const keys = [(line) => line.name, ...columns.map((_, i) => (line) => line.cells[i]?.[1])];
-  [{ title: head }, ...columns].forEach(({ title, unit }, i) => {
+  [{ title: head }, ...columns].forEach(({ title, unit, text, pinned }, i) => {
     const button = el("button", { type: "button" }, title, ...(unit ? [el("br"), el("small", {}, unit)] : []));
-    const th = el("th", { scope: "col", className: i ? "" : "recipe", ariaSort: "none" }, button);
+    const th = el("th", { scope: "col", className: i ? [text && "text", pinned && "folded"].filter(Boolean).join(" ") : "recipe", ariaSort: "none" }, button);
     button.addEventListener("click", () => {
       const direction = th.ariaSort === "ascending" ? -1 : 1;
       for (const other of header.children) other.ariaSort = "none";

@@ -6,12 +6,12 @@ Plotly reads names and labels as a small HTML of its own, so they are escaped he
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any, NamedTuple
 
-MARKS = (("circle", "●"), ("square", "■"), ("diamond", "◆"), ("triangle-up", "▲"), ("triangle-down", "▼"))
-"""Plotly's symbols, and the characters of a legend that look like them."""
+MARKS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "star", "cross", "x")
+"""Plotly's symbols, as many as the style has colours; `page.js` draws the same shapes in legends and tables."""
 DASHES = ("solid", "dash", "dot", "dashdot")
 _WRAP = 44
 
@@ -27,8 +27,8 @@ def wrapped(text: str) -> str:
 
 
 def entry(name: str, series: int) -> tuple[str, int, str]:
-    """Return a series' entry in the legend: its name, its colour's number and its mark."""
-    return name, series, MARKS[series % len(MARKS)][1]
+    """Return a series' entry in the legend: its name, its colour's number and its symbol."""
+    return name, series, MARKS[series % len(MARKS)]
 
 
 def axis(title: str, **options: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def line(name: str, points: Sequence[Point], series: int | str, **options: Any) 
         options: `group`, the legend's entry that shows and hides the line (`name` if not given); `template`, what is
             shown over a point without `hover`; `symbol`, `size`, `dash` and `shape`; and options of plotly.
     """
-    mark = options.pop("symbol", MARKS[series % len(MARKS)][0] if isinstance(series, int) else "circle")
+    mark = options.pop("symbol", MARKS[series % len(MARKS)] if isinstance(series, int) else "circle")
     trace: dict[str, Any] = {
         "name": label(name),
         "x": [point.x for point in points],
@@ -92,6 +92,34 @@ def line(name: str, points: Sequence[Point], series: int | str, **options: Any) 
 
 def _gap(high: float | None, low: float | None) -> float:
     return 0 if high is None or low is None else high - low
+
+
+def bars(
+    names: Sequence[str], points: Sequence[Point], series: Sequence[int], show: Callable[[float], str]
+) -> dict[str, Any]:
+    """Return horizontal bars, the first at the top, with their values as text and their intervals.
+
+    Args:
+        names: what stands beside each bar.
+        points: a bar's length is its point's `y`.
+        series: the number of each bar's colour.
+        show: returns the text of a value.
+    """
+    values = [point.y if point.y is not None and math.isfinite(point.y) else None for point in points]
+    texts = ["" if value is None else show(value) for value in values]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "y": [wrapped(name) for name in names],
+        "x": values,
+        "bars": list(series),
+        "text": texts,
+        "hovertext": [f"{wrapped(name)}<br>{text}" for name, text in zip(names, texts, strict=True)],
+        "error_x": {
+            "array": [_gap(point.high, point.y) for point in points],
+            "arrayminus": [_gap(point.y, point.low) for point in points],
+        },
+    }
 
 
 def heatmap(z: Sequence[Sequence[float | None]], scale: str, template: str, **options: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
     """
     servers, load = result["servers"], result["load"]
     names = [server["name"] for server in servers]
-    legend = [(name, _series(at, servers), "\N{BLACK CIRCLE}") for at, name in enumerate(names)]
+    legend = [(name, _series(at, servers), "circle") for at, name in enumerate(names)]
     shares = plot.axis("share of requests", tickformat=".0%", range=[0, 1.02])
     blocks = plot.axis("share of blocks", rangemode="tozero", tickformat=".0%")
     running = plot.axis("requests", rangemode="tozero")

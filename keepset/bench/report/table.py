@@ -76,6 +76,7 @@ class Column:
         rank: where a terminal is too narrow, columns of the highest rank are left out first; 0 always stays.
         page_only: whether the terminal leaves the column out.
         is_text: whether values are words, which stand at the left.
+        is_pinned: whether a narrow page shows the value below the line's name, which stays in view.
     """
 
     title: str
@@ -85,6 +86,7 @@ class Column:
     rank: int = 0
     page_only: bool = False
     is_text: bool = False
+    is_pinned: bool = False
 
     def cell(self, row: Any) -> Cell:
         """Return a row's text and sort value; empty text and None if it has no value."""
@@ -106,7 +108,7 @@ class Line:
         short: the name under the heading; `name` if empty.
         error: why figures are missing.
         style: a style of rich for the terminal.
-        mark: a character and its colour, which a page shows before the name.
+        mark: a symbol of plotly and its colour, which a page shows before the name.
         choice: what the line selects on a page when its name is clicked.
         is_reference: whether a page keeps the line at the top.
     """
@@ -155,7 +157,10 @@ class Table:
             name: the table's id in the document.
             note: a sentence below the table.
         """
-        columns = [{"title": each.title, "unit": each.unit, "text": each.is_text} for each in self.columns]
+        columns = [
+            {"title": each.title, "unit": each.unit, "text": each.is_text, "pinned": each.is_pinned}
+            for each in self.columns
+        ]
         lines = [line.to_json() for line in self.lines]
         section = {"kind": "table", "id": name, "title": title, "note": note}
         return {**section, "head": self.head, "columns": columns, "lines": lines}

@@ -1,5 +1,7 @@
 """The table and the page of `keepset tune`."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from keepset.bench.report import plot
@@ -22,13 +24,18 @@ from keepset.bench.report.table import (
 TuneRow = dict[str, Any]
 """A recipe's figures, as `keepset tune --json` writes them."""
 _NATS = decimals(4)
-_GROUPS: dict[str, tuple[str, str, str, int]] = {
-    "used": ("--good", "★", "star", 15),
-    "cannot be told from it": ("--c1", "◆", "diamond", 10),
-    "last round": ("--c0", "●", "circle", 9),
-    "out before": ("--c7", "○", "circle-open", 8),
+_USED, _TIED, _FRONTIER, _OTHERS = "used", "cannot be told from it", "no other is cheaper and better", "others"
+_GROUPS: dict[str, tuple[str, str, int]] = {
+    _USED: ("--good", "star", 16),
+    _TIED: ("--c1", "diamond", 11),
+    _FRONTIER: ("--c0", "circle", 9),
+    _OTHERS: ("--c7", "circle-open", 6),
 }
-"""Groups of recipes, the best first: a colour, a mark, plotly's symbol and its size."""
+"""Groups of recipes, the best first: a colour, plotly's symbol and its size."""
+_LABEL = 30
+"""Most characters of a label in a chart."""
+_NEAR = (0.35, 0.1)
+"""Labels of two points that are nearer to each other than these parts of both axes would overlap."""
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -46,25 +53,27 @@ def table(result: dict[str, Any]) -> Table:
         Column("95 %", lambda row: _ends(row.get("found", {}), whole_percent), rank=1),
     ]
     made = Table("recipe", filled(columns, rows))
+    groups = _groups(result, "kl")
     for row in rows:
-        group = _group(row, result)
-        style = {"used": "bold", "cannot be told from it": "bold", "out before": "dim"}.get(group, "")
-        colour, mark, *_ = _GROUPS[group]
-        made.add(row["recipe"], row, style=style, mark=(mark, colour))
+        group = groups[row["recipe"]]
+        style = "bold" if group in (_USED, _TIED) else "" if row["finalist"] else "dim"
+        colour, symbol, _ = _GROUPS[group]
+        made.add(row["recipe"], row, style=style, mark=(symbol, colour))
     made.lines += [Line(each["recipe"], error=each["reason"]) for each in result["dropped"]]
     return made
 
 
 def render(result: dict[str, Any]) -> str:
     """Return the page of what `keepset tune --json` prints."""
-    rows, asked, full = result["rows"], result["facts"] > 0, result["full"]
-    groups = [name for name in _GROUPS if any(_group(row, result) == name for row in rows)]
-    names = {name: result["recipe"] if name == "used" else name for name in groups}
-    legend = [(names[name], _GROUPS[name][0], _GROUPS[name][1]) for name in groups]
-    log = plot.axis("KL divergence, nats (log scale)", type="log", zeroline=False, tickformat="~g")
+    asked, full = result["facts"] > 0, result["full"]
+    measures = ["kl", "found"] if asked else ["kl"]
+    there = {group for measure in measures for group in _groups(result, measure).values()}
+    names = {name: result["recipe"] if name == _USED else name for name in _GROUPS if name in there}
+    legend = [(shown, *_GROUPS[name][:2]) for name, shown in names.items()]
+    log = plot.axis("KL divergence, nats (log scale)", type="log", zeroline=False, tickformat="~g", dtick="D2")
     charts = [_chart("kl", "KL divergence against the prefill", result, names, _NATS, log)]
     if asked:
-        shares = plot.axis("facts found", tickformat=".0%", range=[-0.03, 1.03])
+        shares = plot.axis("facts found", tickformat=".0%", range=[-0.03, 1.08])
         charts.append(_chart("found", "Facts found against the prefill", result, names, whole_percent, shares))
     better = "; a lower KL is better, and so are more facts" if asked else ", lower is better"
     done = str(result["rounds"]) if result["round"] == result["rounds"] else f"{result['round']} of {result['rounds']}"
@@ -76,14 +85,15 @@ def render(result: dict[str, Any]) -> str:
                 "What recipes are worth, and what they cost",
                 charts,
                 legend,
-                f"Further left is cheaper{better}. Lines are intervals of 95 % over pieces. Recipes that were out "
+                f"Further left is cheaper{better}. Steps join the recipes of which no other is both cheaper and "
+                "better; point at a mark for its name. Bars are intervals of 95 % over pieces. Recipes that were out "
                 "before the last round saw fewer.",
             ),
             table(result).section(
                 "Figures",
-                note="★ the recipe to use, ◆ what cannot be told from it. KL is that of the full cache's predictions "
-                "from the recipe's, a mean per token; lower is better. The prefill is the time of one with the "
-                "recipe, divided by that of one with the full cache.",
+                note="Star: the recipe to use. Diamond: what cannot be told from it. KL is that of the full cache's "
+                "predictions from the recipe's, a mean per token; lower is better. The prefill is the time of one with "
+                "the recipe, divided by that of one with the full cache.",
             ),
         ],
         result,
@@ -128,25 +138,100 @@ def _cost(row: TuneRow) -> float:
     return row["prefill_seconds"] / row["prefill_seconds_full"]
 
 
-def _group(row: TuneRow, result: dict[str, Any]) -> str:
-    if row["recipe"] == result["recipe"]:
-        return "used"
-    if row["recipe"] in result["tied"]:
-        return "cannot be told from it"
-    return "last round" if row["finalist"] else "out before"
+def _value(row: TuneRow, measure: str) -> float | None:
+    """Return a figure's mean if a chart can show it."""
+    mean = row[measure]["mean"]
+    return mean if mean is not None and math.isfinite(mean) else None
+
+
+def _frontier(rows: Sequence[TuneRow], measure: str) -> list[TuneRow]:
+    """Return the recipes of which no other is both cheaper and better, the cheapest first."""
+    sign = 1 if measure == "kl" else -1
+    best, frontier = math.inf, []
+    known = [(row, value) for row in rows if (value := _value(row, measure)) is not None]
+    for row, value in sorted(known, key=lambda each: (_cost(each[0]), sign * each[1])):
+        if sign * value < best:
+            best = sign * value
+            frontier.append(row)
+    return frontier
+
+
+def _groups(result: dict[str, Any], measure: str) -> dict[str, str]:
+    """Return the group of every recipe in the chart of a figure."""
+    frontier = {row["recipe"] for row in _frontier(result["rows"], measure)}
+
+    def group(recipe: str) -> str:
+        if recipe == result["recipe"]:
+            return _USED
+        return _TIED if recipe in result["tied"] else _FRONTIER if recipe in frontier else _OTHERS
+
+    return {row["recipe"]: group(row["recipe"]) for row in result["rows"]}
 
 
 def _chart(
-    name: str, title: str, result: dict[str, Any], names: dict[str, str], show: Show, y: dict[str, Any]
+    measure: str, title: str, result: dict[str, Any], names: dict[str, str], show: Show, y: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a figure against what it costs, a series per group of recipes."""
-    lines = []
-    for group, shown in names.items():
-        colour, _, symbol, size = _GROUPS[group]
-        rows = [row for row in result["rows"] if _group(row, result) == group and row[name]["mean"] is not None]
-        points = []
-        for row in rows:
-            hover = f"{plot.wrapped(row['recipe'])}<br>{interval(row[name], show)}, {_pieces(row['pieces'])}"
-            points.append(plot.Point(_cost(row), row[name]["mean"], hover, row[name]["low"], row[name]["high"]))
-        lines.append(plot.line(shown, points, colour, mode="markers", symbol=symbol, size=size))
-    return plot.plot(name, lines, plot.axis("prefill, of the full cache's", tickprefix="x"), y, title=title)
+    """Return a figure against what it costs: the frontier as steps, and a series per group of recipes.
+
+    Args:
+        measure: the figure's name.
+        title: the chart's title.
+        result: what `keepset tune --json` prints.
+        names: by group, its name in the legend.
+        show: the format of the figure.
+        y: the figure's axis.
+    """
+    groups = _groups(result, measure)
+    rows = [row for row in result["rows"] if _value(row, measure) is not None]
+    frontier = _frontier(rows, measure)
+    steps = [plot.Point(_cost(row), _value(row, measure)) for row in frontier]
+    chart = [plot.line("frontier", steps, "--c0", group=names.get(_FRONTIER, ""), mode="lines", shape="hv")]
+    chart[0]["hoverinfo"] = "skip"
+    labels = _labels(rows, frontier, groups, measure, result["budget"], is_log=y.get("type") == "log")
+    # What matters is drawn above the rest.
+    for group, shown in reversed(names.items()):
+        colour, symbol, size = _GROUPS[group]
+        points, texts, places = [], [], []
+        for row in (row for row in rows if groups[row["recipe"]] == group):
+            hover = f"{plot.wrapped(row['recipe'])}<br>{interval(row[measure], show)}, {_pieces(row['pieces'])}"
+            ends = (None, None) if group == _OTHERS else (row[measure]["low"], row[measure]["high"])
+            points.append(plot.Point(_cost(row), row[measure]["mean"], hover, *ends))
+            text, place = labels.get(row["recipe"], ("", "top right"))
+            texts.append(text)
+            places.append(place)
+        labelled = {"text": texts, "textposition": places} if any(texts) else {}
+        mode = "markers+text" if labelled else "markers"
+        chart.append(plot.line(shown, points, colour, mode=mode, symbol=symbol, size=size, **labelled))
+    x = plot.axis("prefill, of the full cache's", tickprefix="x")
+    return plot.plot(measure, chart, x, y, title=title, height="430px")
+
+
+def _labels(
+    rows: Sequence[TuneRow],
+    frontier: Sequence[TuneRow],
+    groups: dict[str, str],
+    measure: str,
+    budget: str,
+    *,
+    is_log: bool,
+) -> dict[str, tuple[str, str]]:
+    """Return labels and their places for the recipe to use, the frontier and the tied ones, where there is room."""
+    height = (lambda value: math.log(max(value, 1e-9))) if is_log else float
+    at = {row["recipe"]: (_cost(row), height(row[measure]["mean"])) for row in rows}
+    (left, right), (low, high) = ((min(values), max(values)) for values in zip(*at.values(), strict=True))
+    on_frontier = [row["recipe"] for row in frontier]
+    wanted = [recipe for recipe in at if groups[recipe] == _USED]
+    wanted += [*on_frontier, *(recipe for recipe in at if groups[recipe] == _TIED)]
+    placed: dict[str, tuple[str, str]] = {}
+    for recipe in dict.fromkeys(wanted):
+        x, y = at[recipe]
+        near = (
+            abs(x - at[other][0]) <= _NEAR[0] * (right - left) and abs(y - at[other][1]) <= _NEAR[1] * (high - low)
+            for other in placed
+        )
+        if any(near):
+            continue
+        name = recipe.replace(f", {budget})", ")").replace(f"({budget})", "")
+        text = plot.label(name if len(name) <= _LABEL else f"{name[: _LABEL - 1]}\N{HORIZONTAL ELLIPSIS}")
+        placed[recipe] = text, "top right" if x < (left + right) / 2 else "bottom left"
+    return placed

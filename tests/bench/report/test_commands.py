@@ -156,6 +156,15 @@ def concluded(*recipes: dict[str, Any], rounds: int = 3) -> str:
     return said
 
 
+def test_latencies_of_one_length_are_bars() -> None:
+    page = latency_page(latency_row(FULL, 10, None), latency_row(EVIL, 10, 2 * 10**9))
+    (bars,) = chart(page, "first_seconds")
+    assert (bars["type"], bars["x"], bars["error_x"]) == ("bar", [2, 2], {"array": [1, 1], "arrayminus": [1, 1]})
+    assert bars["y"][0] == FULL and "<img" not in bars["y"][1] and bars["text"] == ["2", "2"]
+    (peak,) = chart(page, "peak_bytes")
+    assert (peak["x"], peak["text"]) == ([2000], ["2,000"]) and next(sections(page))["legend"] == []
+
+
 def test_latencies_open_with_the_fastest_after_the_longest_prompt() -> None:
     said = concluded(timed("snapkv(keep=0.5)", 2.0, 2.0, 2.1), timed("tova(keep=0.25)", 3.2, 2.8, 3.0))
     assert said.startswith(
@@ -225,20 +234,24 @@ def test_a_strangers_curves_are_left_out(curves: Any) -> None:
 
 def test_tuning_shows_costs_and_intervals() -> None:
     page = tune.render(tuned(*TUNED))
-    used, tied, last, out = chart(page, "kl")
+    # What matters most is drawn last, above the rest.
+    _, others, tied, used = chart(page, "kl")
     assert (used["name"], used["x"], used["y"]) == ("tova(keep=0.25)", [1.5], [0.2])
     assert used["error_y"]["arrayminus"] == pytest.approx([0.1]) and used["error_y"]["array"] == pytest.approx([0.2])
-    assert (tied["name"], tied["y"], last["name"], last["y"]) == ("cannot be told from it", [0.1], "last round", [0.4])
-    assert (out["name"], out["x"], out["y"]) == ("out before", [1.5], [0.8]) and "error_y" not in out
-    assert [trace["y"] for trace in chart(page, "found")] == [[0.5], [0.5], [0], [0.5]]
+    assert (tied["name"], tied["y"], others["name"], others["y"]) == (
+        "cannot be told from it", [0.1], "others", [0.4, 0.8],
+    )  # fmt: skip
+    assert "error_y" not in others and others["x"] == [1.5, 1.5]
+    assert [trace["y"] for trace in chart(page, "found")[1:]] == [[0, 0.5], [0.5], [0.5]]
     legend = [(mark, name) for name, _, mark in next(sections(page))["legend"]]
-    assert legend == list(
-        zip("★◆●○", ("tova(keep=0.25)", *(trace["name"] for trace in (tied, last, out))), strict=True)
-    )
+    assert legend == [
+        ("star", "tova(keep=0.25)"), ("diamond", "cannot be told from it"), ("circle-open", "others"),
+    ]  # fmt: skip
     assert [value for _, value in data_of(page)["facts"]] == ["bytes=0.25", "4", "100.0 MB", "75% (50%..100%)"]
     _, first, second, _, last_row, dropped = rows(page)
     assert first[1:] == ["16", "30.0", "30.0%", "0.2000", "0.1000..0.4000", "90%", "x1.50", "50%", "25%..75%"]
-    assert [line["mark"] and line["mark"][0] for line in lines(page)] == ["★", "◆", "●", "○", None]
+    marks = [line["mark"] and line["mark"][0] for line in lines(page)]
+    assert marks == ["star", "diamond", "circle-open", "circle-open", None]
     assert second[0] == EVIL and last_row[4:6] == ["0.8000", ""] and dropped == ["gvote", EVIL]
 
 
@@ -247,7 +260,23 @@ def test_tuning_without_facts_shows_nothing_of_them() -> None:
     page = tune.render({**tuned(*recipes, facts=0), "recipe": None, "tied": []})
     assert [plot["id"] for plot in next(sections(page))["plots"]] == ["kl"]
     assert len(rows(page)[0]) == 8 and len(data_of(page)["facts"]) == 3
-    assert [trace["name"] for trace in chart(page, "kl")] == ["last round"]
+    _, others, frontier = chart(page, "kl")
+    assert (others["y"], frontier["y"]) == ([0.4], [0.2]) and frontier["name"] == "no other is cheaper and better"
+
+
+def test_tuning_labels_the_recipes_that_none_is_cheaper_and_better_than() -> None:
+    costs = {"a": (1.0, 0.5), "b": (1.1, 0.6), "c": (1.5, 0.2), "d": (2.0, 0.3), "e": (4.0, 0.01), "f": (5.0, 0.02)}
+    made = [tune_row(f"{name}(bytes=0.25)", kl, found=None) for name, (_, kl) in costs.items()]
+    for row, (cost, _) in zip(made, costs.values(), strict=True):
+        row["prefill_seconds"] = cost * row["prefill_seconds_full"]
+    result = {**tuned(*made, facts=0), "recipe": "e(bytes=0.25)", "tied": ["e(bytes=0.25)"]}
+    steps, others, frontier, used = chart(tune.render(result), "kl")
+    best = [one for one in costs.values() if not any(c <= one[0] and kl < one[1] for c, kl in costs.values())]
+    assert list(zip(steps["x"], steps["y"], strict=True)) == sorted(best) and steps["mode"] == "lines"
+    assert (frontier["text"], used["text"], len(others["y"])) == (["a", "c"], ["e"], 3) and "text" not in others
+    # A recipe that is nearly the same gets no label, which would lie over the other.
+    made[0].update(made[2], recipe="a(bytes=0.25)", kl={**made[2]["kl"], "mean": 0.21}, prefill_seconds=2.9)
+    assert next(trace for trace in chart(tune.render(result), "kl") if "text" in trace)["text"] == ["a", "b", ""]
 
 
 def test_a_browser_switches_to_another_option(load: Any) -> None:

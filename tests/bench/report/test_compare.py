@@ -160,7 +160,18 @@ def test_plot_labels_are_text(page: Any) -> None:
     # Plotly draws spaces as non-breaking ones and each line on its own.
     shown = re.sub(r"\s", "", hover.text_content())
     assert re.sub(r"\s", "", f"{EVIL}(keep=0.5)") in shown and "KL0.05nats50.0%ofafull16-bitcache" in shown
-    assert page.locator(".methods button").nth(1).text_content() == f"■{EVIL}"
+    assert page.locator(".methods button").nth(1).text_content() == EVIL
+
+
+def test_a_phone_shows_facts_and_answers_however_far_the_table_is_scrolled(load: Any) -> None:
+    page = load(compare.render(comparison(), TOKENS), viewport={"width": 390, "height": 844})
+    page.locator(".scroll").evaluate("box => { box.scrollIntoView(); box.scrollLeft = box.scrollWidth; }")
+    under = page.locator("#rows tbody tr").nth(1).locator(".under")
+    assert under.locator("dt").all_text_contents() == ["found", "answer"]
+    assert under.locator("dd").all_text_contents() == ["yes", EVIL]
+    box = under.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    assert page.locator("#rows td.folded").first.is_hidden()
 
 
 def test_a_comparison_in_which_all_failed(load: Any) -> None:
