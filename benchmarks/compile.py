@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a context (default 1024)")
     parser.add_argument("--continuation", type=int, default=48, help="tokens after it, to learn from (default 48)")
     parser.add_argument("--measured", type=int, default=128, help="tokens after it, to measure on (default 128)")
-    parser.add_argument("--keeps", default="128,256,512", help="budgets (default 128,256,512)")
+    parser.add_argument("--budgets", default="128,256,512", help="budgets (default 128,256,512)")
     parser.add_argument("--recipes", default=RECIPES, help="separated by commas")
     parser.add_argument("--logs", type=Path, help="a folder for logs and tables; with it a run goes on where it was")
     parser.add_argument("--threads", type=int, default=2, help="torch threads (default 2)")
@@ -45,7 +45,7 @@ def main() -> int:
     model, tokenizer = models.load()
     names = texts.essays()
     halves = [[texts.essay(name) for name in names[first::2]] for first in (0, 1)]
-    keeps = tuple(map(int, args.keeps.split(",")))
+    keeps = tuple(map(int, args.budgets.split(",")))
 
     def corpus(half: int, continuation: int, count: int) -> ContextPool:
         size = dict(tokens=args.tokens, continuation=continuation)

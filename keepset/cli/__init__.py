@@ -30,9 +30,31 @@ from keepset.cli.ui import ui
 from keepset.errors import KeepsetError
 from keepset.plugins import add as add_plugin
 
+SECTIONS = {
+    "Commands to begin with": ("demo", "ui", "methods"),
+    "Commands that compress": ("generate", "context", "serve"),
+    "Commands that compare recipes on your text": ("compare", "tune", "trace", "diagnose"),
+    "Commands that measure": ("eval", "results", "bench", "reproduce"),
+    "Commands that prepare a model": ("calibrate", "compile"),
+}
+"""The commands as the help lists them, by headings."""
 
-class Interruptible(TyperGroup):
-    """Notes that a command was interrupted, unless the command has said more itself."""
+
+class Commands(TyperGroup):
+    """All commands: listed under headings, and noting that they were interrupted unless they have said more."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the commands' names in the order of their headings."""
+        listed = [name for names in SECTIONS.values() for name in names]
+        return listed + [name for name in super().list_commands(ctx) if name not in listed]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each heading with its commands and what they do."""
+        width = max(len(name) for names in SECTIONS.values() for name in names)
+        for heading, names in SECTIONS.items():
+            rows = [(f"{name:{width}}", self.commands[name].get_short_help_str(formatter.width)) for name in names]
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; Ctrl-C ends it with exit code 130."""
@@ -44,7 +66,7 @@ class Interruptible(TyperGroup):
 
 
 app = typer.Typer(
-    cls=Interruptible,
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -88,19 +110,22 @@ app.add_typer(diagnose)
 
 @app.command("help", hidden=True)
 def show_help(
-    context: typer.Context, command: Annotated[str | None, typer.Argument(help="A command; all without one.")] = None
+    context: typer.Context,
+    command: Annotated[
+        list[str] | None, typer.Argument(help="A command, such as bench latency; all without one.")
+    ] = None,
 ) -> None:
     """Show the help of a command, as --help does."""
     whole = context.parent
-    assert whole is not None and isinstance(whole.command, TyperGroup)
-    if command is None:
-        typer.echo(whole.get_help())
-        return
-    known = whole.command.get_command(whole, command)
-    if known is None:
-        raise KeepsetError(f"There is no command {command!r}: keepset --help lists all.")
-    with type(whole)(known, parent=whole, info_name=command) as inner:
-        typer.echo(inner.get_help())
+    assert whole is not None
+    for at, name in enumerate(command or ()):
+        known = whole.command.get_command(whole, name) if isinstance(whole.command, TyperGroup) else None
+        if known is None:
+            raise KeepsetError(
+                f"There is no command {' '.join((command or [])[: at + 1])!r}: keepset --help lists all."
+            )
+        whole = type(whole)(known, parent=whole, info_name=name)
+    typer.echo(whole.get_help())
 
 
 def main() -> None:

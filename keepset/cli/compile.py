@@ -34,7 +34,7 @@ def compile(
             "several times. [default: essays]",
         ),
     ] = None,
-    keeps: Annotated[str, Option(help="Budgets in entries per KV head, separated by commas.")] = "128,256,512",
+    budgets: Annotated[str, Option(help="Budgets in entries per KV head, separated by commas.")] = "128,256,512",
     recipe: Annotated[
         str, Option(help="The method to compile for: compilerkv with its window and what is left out of it.")
     ] = "compilerkv",
@@ -88,7 +88,7 @@ def compile(
             seed=(seed, 0),
         )
         learned: dict[str, Any] = {"weights": _weights(weights), "reward": reward, "gate": gate}
-        settings = _settings(keeps, recipe, sample, prompt_tokens, continuation, seed, **learned)
+        settings = _settings(budgets, recipe, sample, prompt_tokens, continuation, seed, **learned)
         tables = _compiled(model, text or [], settings, log)
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]
@@ -104,7 +104,7 @@ def _weights(text: str) -> tuple[float, ...]:
 
 
 def _settings(
-    keeps: str, recipe: str, contexts: int, tokens: int, continuation: int, seed: int, **learned: Any
+    budgets: str, recipe: str, contexts: int, tokens: int, continuation: int, seed: int, **learned: Any
 ) -> CompileSettings:
     from keepset.methods.compilerkv import CompilerKV
     from keepset.offline.compile.compiler import CompileSettings
@@ -114,12 +114,12 @@ def _settings(
     if not isinstance(parsed.method, CompilerKV) or parsed != Recipe.of(parsed.method):
         raise RecipeError(
             f"--recipe {recipe!r} is not compilerkv with parameters of its own alone: write for example "
-            "compilerkv(window=32), and the budgets as --keeps."
+            "compilerkv(window=32), and the budgets as --budgets."
         )
-    budgets = parse_indices(keeps)
-    if budgets is None:
-        raise BudgetError(f"--keeps {keeps!r} is no list of budgets: write whole numbers such as 128,256,512.")
-    return CompileSettings(parsed.method, tuple(budgets), contexts, tokens, continuation, seed, **learned)
+    counts = parse_indices(budgets)
+    if counts is None:
+        raise BudgetError(f"--budgets {budgets!r} is no list of budgets: write whole numbers such as 128,256,512.")
+    return CompileSettings(parsed.method, tuple(counts), contexts, tokens, continuation, seed, **learned)
 
 
 def _compiled(model: Source, files: list[Path], settings: CompileSettings, log: Path | None) -> Tables:

@@ -17,8 +17,9 @@ from keepset.texts import chat_parts, read, token_texts
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 _LEGEND = (
-    "length: tokens so far; wipe-out: regions of which nothing stayed; IoU: intersection over union with what the "
-    "event before kept; middle: of the middle third, what stayed; longest gap: regions without an entry, in a row."
+    "length: tokens so far; kept per head, of: entries that stayed, of those that were there; wipe-out: regions of "
+    "which nothing stayed; IoU: overlap with what the event before kept (intersection over union); middle: of the "
+    "text's middle third, what stayed; longest gap: tokens in a row of which nothing stayed."
 )
 REASON = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -48,7 +49,10 @@ def trace(
 ) -> None:
     """Generate a long answer, and tell what each compression kept.
 
-    For every event it shows regions of which nothing is left, what stayed since the event before, the middle and gaps.
+    The table has a line for each compression, with means over layers and heads: length is the tokens so far; kept per
+    head and of are the entries that stayed and those that were there; wipe-out is the share of regions of which nothing
+    stayed; IoU is the overlap with what the event before kept; middle is what stayed of the text's middle third; longest
+    gap is the most tokens in a row of which nothing stayed.
     """
     from keepset.recipe import Recipe
 

@@ -16,7 +16,7 @@ from tests.cli.conftest import Run
 from tests.core.test_tables import random_tables
 
 SMALL = (
-    *("--recipe", "compilerkv(window=8)", "--keeps", "16,24", "--sample", "3"),
+    *("--recipe", "compilerkv(window=8)", "--budgets", "16,24", "--sample", "3"),
     *("--prompt-tokens", "48", "--continuation", "5", "--text", "text"),
 )
 

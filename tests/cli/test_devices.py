@@ -23,7 +23,7 @@ pytestmark = pytest.mark.full
 LATENCY = ("--prompt-tokens", "64", "--output-tokens", "4", "--rounds", "1")
 CALIBRATE = ("--tokens", "80", "--length", "40", "--gate-steps", "1", "--text", "text.txt")
 COMPILE = (
-    *("--recipe", "compilerkv(window=8)", "--keeps", "16", "--sample", "1", "--prompt-tokens", "40"),
+    *("--recipe", "compilerkv(window=8)", "--budgets", "16", "--sample", "1", "--prompt-tokens", "40"),
     *("--continuation", "5", "--text", "text.txt"),
 )
 TRACE = ("--baseline", "knorm(keep=9)", "--forced", "--output-tokens", "6", "--html", "trace.html")

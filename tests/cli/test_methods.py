@@ -2,17 +2,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from typing import Any
 
 import pytest
 from jaxtyping import Float
 from rich.console import Console
 from torch import Tensor
+from typer.main import get_command
 
 import keepset
 from keepset import registry
-from keepset.cli import console
+from keepset.cli import SECTIONS, app, console
 from keepset.core.method import Allocator
 from tests.cli.conftest import Run
+
+KEEPSET: Any = get_command(app)
 
 
 def test_table_lists_every_method(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +100,32 @@ def test_a_misspelt_method_is_suggested(run: Run) -> None:
     assert done.code == 2 and "There is no method 'snapkvv'; did you mean 'snapkv'?" in done.err
 
 
-@pytest.mark.parametrize("command", ["methods", "bench"])
+@pytest.mark.parametrize("command", ["methods", "bench", "bench latency"])
 def test_help_in_three_ways(command: str, run: Run) -> None:
-    first, *others = (run(*words) for words in ((command, "--help"), (command, "-h"), ("help", command)))
+    words = command.split()
+    first, *others = (run(*each) for each in ((*words, "--help"), (*words, "-h"), ("help", *words)))
     assert all(each.code == 0 and each.out == first.out for each in others)
     assert run("help").out == run("--help").out
-    assert "There is no command 'methodz'" in run("help", "methodz").err
+    assert f"There is no command '{words[0]} methodz'" in run("help", words[0], "methodz").err
+
+
+def test_help_has_every_command_once_under_a_heading(run: Run) -> None:
+    shown = run("--help").out
+    listed = re.findall(r"^  ([a-z]+) +[A-Z]", shown.partition("Commands to begin with:")[2], flags=re.M)
+    assert sorted(listed) == sorted(name for name, each in KEEPSET.commands.items() if not each.hidden)
+    headings = re.findall(r"^(\S.*):$", shown, flags=re.M)
+    assert headings == ["Options", *SECTIONS]
+
+
+def test_a_list_of_recipes_or_budgets_is_plural_and_a_single_one_is_not(run: Run) -> None:
+    """Every option that takes either, in every command."""
+    groups = [KEEPSET]
+    for group in groups:
+        for command in group.commands.values():
+            groups += [command] if hasattr(command, "commands") else []
+            for option in command.params:
+                text = (getattr(option, "help", None) or "").lower()
+                for one in ("recipe", "budget", "keep", "seed"):
+                    if f"--{one}" in option.opts or f"--{one}s" in option.opts:
+                        assert one != "keep", command.name
+                        assert (f"--{one}s" in option.opts) == ("separated by commas" in text), command.name

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,15 @@ def test_nothing_compressed(run: Run, tiny: Any) -> None:
 def test_refused_by_the_model(run: Run, tiny: Any, words: list[str], because: str) -> None:
     done = run("trace", "Go on.", "--recipe", RECIPE, *words)
     assert (done.code, done.out) == (2, "") and because in done.err
+
+
+def test_every_column_is_explained(run: Run, tiny: Any) -> None:
+    """In the help, and below the table on a terminal."""
+    from keepset.bench.report.trace import events_table
+    from keepset.cli.trace import _LEGEND
+
+    table = events_table({"layers": [0], "kv_heads": 1, "events": []})
+    shown = " ".join(run("trace", "--help").out.split())
+    for name in (table.head, *(column.title for column in table.columns)):
+        assert f"{name} is " in shown or f"{name} are " in shown or f"{name} and of are " in shown, name
+        assert re.search(rf"(^|; |, ){name}[:,]", _LEGEND), name
