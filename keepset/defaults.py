@@ -9,6 +9,9 @@ ANSWERED_AT_ONCE = "quantized(pool(prompt_queries), bytes=0.25)"
 ASKED_LATER = "quantized(match(reread), bytes=0.25)"
 """For other models, and a text that is asked about later. It takes two passes."""
 
+COMPARED = ("reread", "glance", "snapkv", "adakv(expected_attention)", "kvzip", "streaming_llm", "random")
+"""Recipes without budgets that stand beside the defaults in comparisons and in the playground's list."""
+
 
 def default_recipe(model: str, otherwise: str) -> str:
     """Return the recipe for a model: `NETWORKS` if the statistics that are offered for it hold those networks.
@@ -24,3 +27,18 @@ def default_recipe(model: str, otherwise: str) -> str:
 
     measured = offered(model)
     return NETWORKS if measured is not None and measured.predictors else otherwise
+
+
+def offered_recipes(model: str) -> list[str]:
+    """Return the recipes to choose from, without budgets: every default for a model, then `COMPARED`.
+
+    Args:
+        model: the model's name, `model.config.name_or_path`.
+
+    Raises:
+        KeepsetError: the statistics cannot be read.
+    """
+    from keepset.recipe import Recipe
+
+    defaults = [Recipe.parse(default_recipe(model, otherwise)) for otherwise in (ASKED_LATER, ANSWERED_AT_ONCE)]
+    return list(dict.fromkeys([*(str(recipe.without_budget()) for recipe in defaults), *COMPARED]))

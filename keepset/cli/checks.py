@@ -109,6 +109,24 @@ def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
     return Recipe.parse(text)
 
 
+def offered_recipes(model: Any, called: str) -> list[Recipe]:
+    """Return the recipes to choose from, without budgets, and note how a model gets networks that has none.
+
+    Args:
+        model: the model.
+        called: what the user calls it.
+
+    Raises:
+        KeepsetError: the model's statistics cannot be read.
+    """
+    from keepset import defaults
+    from keepset.recipe import Recipe
+
+    name = model.config.name_or_path or ""
+    say_networks(defaults.default_recipe(name, defaults.ASKED_LATER), called)
+    return Recipe.parse_list(", ".join(defaults.offered_recipes(name)))
+
+
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:
     """Refuse more tokens than the model's context takes."""
     longest = context_length(model)

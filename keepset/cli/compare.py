@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_measured, check_text, check_writable, default_recipe, parse_budgets
+from keepset.cli.checks import check_measured, check_text, check_writable, offered_recipes, parse_budgets
 from keepset.cli.console import (
     counted,
     explain,
@@ -25,7 +25,6 @@ from keepset.cli.console import (
     write,
 )
 from keepset.cli.options import Html, Json, OneText, Recipes, takes_model
-from keepset.defaults import ASKED_LATER
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import NEEDLE, Needle, essay, read, token_texts
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from keepset.bench.compare.text_task import TextTask
     from keepset.core.budget import Budget
 
-# With the default of `keepset context build`, for whichever model it is.
-RECIPES = "random, streaming_llm, snapkv, adakv(expected_attention), kvzip, glance, reread"
 BUDGETS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
 DECODING_BUDGETS = "256,128"
@@ -101,7 +98,8 @@ def compare(
     """
     from keepset.recipe import Recipe
 
-    parsed = Recipe.parse_list((DECODING if decode else RECIPES) if recipes is None else recipes)
+    # The defaults of prompts depend on the model.
+    parsed = [] if recipes is None and not decode else Recipe.parse_list(DECODING if recipes is None else recipes)
     given = parse_budgets((DECODING_BUDGETS if decode else BUDGETS) if budgets is None else budgets)
     _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
     _check_budgets(decode, given)
@@ -130,7 +128,7 @@ def compare(
         answer_tokens=ANSWER_TOKENS if question is None else _ANSWER_TOKENS,
     ).to(loaded.device)
     if recipes is None and not decode:
-        parsed.append(default_recipe(loaded, model.called, ASKED_LATER).without_budget())
+        parsed = offered_recipes(loaded, model.called)
     candidates = grid(parsed, given, (every or _EVERY) if decode else None)
     check_measured(loaded, (candidate.recipe for candidate in candidates))
     comparer: Comparer | None = None

@@ -51,8 +51,8 @@ def trace(
 
     The table has a line for each compression, with means over layers and heads: length is the tokens so far; kept per
     head and of are the entries that stayed and those that were there; wipe-out is the share of regions of which nothing
-    stayed; IoU is the overlap with what the event before kept; middle is what stayed of the text's middle third; longest
-    gap is the most tokens in a row of which nothing stayed.
+    stayed; IoU is the overlap with what the event before kept; middle is what stayed of the text's middle third;
+    longest gap is the most tokens in a row of which nothing stayed.
     """
     from keepset.recipe import Recipe
 

@@ -8,12 +8,11 @@ from typer import Option
 
 from keepset.cli.console import load, note, say, say_networks
 from keepset.cli.options import takes_model
-from keepset.defaults import ASKED_LATER, default_recipe
+from keepset.defaults import ASKED_LATER, default_recipe, offered_recipes
 from keepset.errors import KeepsetError
 from keepset.models import Source
 from keepset.texts import NEEDLE, essay, insert
 
-RECIPES = ("reread", "glance", "snapkv", "adakv(expected_attention)", "kvzip", "streaming_llm", "random")
 _CHARACTERS = 2400
 """Characters of the essay that the page opens with."""
 
@@ -31,21 +30,19 @@ def ui(
     if not 0 <= port < 2**16:
         raise KeepsetError(f"--port {port} is out of range: use a number from 0 to {2**16 - 1}.")
 
-    from keepset.recipe import Recipe
     from keepset.ui.playground import Playground
     from keepset.ui.server import HOST, PlaygroundServer
 
     loaded, tokenizer = load(model)
-    default = default_recipe(loaded.config.name_or_path or "", ASKED_LATER)
-    without_budget = str(Recipe.parse(default).without_budget())
+    name = loaded.config.name_or_path or ""
     playground = Playground(loaded, tokenizer, model.name)
     try:
         text, question = insert(essay()[:_CHARACTERS], NEEDLE, 0.5), NEEDLE.question
     except KeepsetError:  # the essays are not installed: the page begins empty
         text = question = ""
-    facts = {"model": model.called, "text": text, "question": question, "recipes": (without_budget, *RECIPES)}
+    facts = {"model": model.called, "text": text, "question": question, "recipes": offered_recipes(name)}
     with PlaygroundServer(port, playground, facts) as server:
         say(f"http://{HOST}:{server.port}")
-        say_networks(default, model.called)
+        say_networks(default_recipe(name, ASKED_LATER), model.called)
         note("Ctrl-C ends it.")
         server.serve_forever()

@@ -9,7 +9,7 @@ import pytest
 import keepset
 from keepset.bench.compare.prompt import PromptComparer
 from keepset.cli.compare import BUDGETS as DEFAULT_BUDGETS
-from keepset.cli.compare import RECIPES as ALL
+from keepset.defaults import offered_recipes
 from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run, load_json
 
@@ -128,7 +128,7 @@ def test_row_that_fails(run: Run) -> None:
 
 
 @pytest.mark.full
-def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo(run: Run, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a shorter text than the demo's own, which `make demo` has."""
     command = sys.modules["keepset.cli.compare"]
     monkeypatch.setattr(command, "_PROMPT_TOKENS", 320)
@@ -136,7 +136,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     done = run("demo")
     assert done.code == 0 and done.err.endswith("report: keepset-demo.html\n")
     assert "Asked after compression: What is the secret number of Oslo?" in done.out
-    for recipe in keepset.Recipe.parse_list(ALL):
+    for recipe in offered_recipes(tiny[0].config.name_or_path):
         assert done.out.count(f"  {recipe} ") == len(DEFAULT_BUDGETS.split(","))
     assert (tmp_path / "keepset-demo.html").is_file()
 

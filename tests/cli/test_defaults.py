@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from keepset import models
+from keepset import defaults, models
 from keepset.core import statistics
 from keepset.core.statistics import save
 from keepset.defaults import ANSWERED_AT_ONCE, ASKED_LATER, NETWORKS, default_recipe
@@ -65,17 +64,22 @@ def test_a_model_without_is_told_how_to_get_them(run: Run, text: Path, tiny: Any
     assert named == recipe and re.fullmatch(ADVICE + "\n", said)
 
 
-@pytest.mark.parametrize(("fixture", "recipe"), [("networks", NETWORKS), ("tiny", ASKED_LATER)])
-def test_comparisons_have_the_default_among_the_others(
-    run: Run, text: Path, fixture: str, recipe: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("fixture", "recipes"), [("networks", [NETWORKS]), ("tiny", [ASKED_LATER, ANSWERED_AT_ONCE])])
+def test_comparisons_have_the_defaults_among_the_others(
+    run: Run,
+    text: Path,
+    fixture: str,
+    recipes: list[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     request.getfixturevalue(fixture)
-    monkeypatch.setattr(sys.modules["keepset.cli.compare"], "RECIPES", "random")
+    monkeypatch.setattr(defaults, "COMPARED", ("random",))
     words = ("--prompt-tokens", "60", "--continuation", "4", "--budgets", "0.25,20", "--json", "-")
     done = run("compare", "--text", "text", *words)
     rows = [row["recipe"] for row in json.loads(done.out)["rows"]]
-    method = Recipe.parse(recipe).without_budget()
-    assert rows == ["random(bytes=0.25)", "random(keep=20)", recipe, str(method.with_keep(20))]
+    pairs = [(recipe, str(Recipe.parse(recipe).without_budget().with_keep(20))) for recipe in recipes]
+    assert rows == [*(each for pair in pairs for each in pair), "random(bytes=0.25)", "random(keep=20)"]
     assert bool(done.err) == (fixture == "tiny")
 
 

@@ -15,8 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import keepset
-from keepset.cli.ui import RECIPES
-from keepset.recipe import Recipe
+from keepset.defaults import offered_recipes
 from keepset.texts import chat_parts, essay
 from keepset.ui.playground import ANSWER, Playground
 from keepset.ui.server import HOST, PlaygroundServer
@@ -174,8 +173,14 @@ def test_ports_that_cannot_be(run: Run, tiny: Any) -> None:
         check_refused(run, "ui", "--port", port, because=f"Port {port} of 127.0.0.1 cannot be had")
 
 
-def test_recipes_to_choose_from_are_recipes() -> None:
-    assert len(Recipe.parse_list(", ".join(RECIPES))) == len(RECIPES)
+def test_the_playground_offers_the_recipes_of_compare(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(PlaygroundServer, "__init__", lambda self, port, playground, facts: given.append(facts))
+    monkeypatch.setattr(PlaygroundServer, "__exit__", lambda *_: None)
+    monkeypatch.setattr(PlaygroundServer, "port", 0, raising=False)
+    monkeypatch.setattr(PlaygroundServer, "serve_forever", lambda self: None)
+    assert run("ui").code == 0
+    assert given[0]["recipes"] == offered_recipes(tiny[0].config.name_or_path)
 
 
 @pytest.mark.full
