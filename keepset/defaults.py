@@ -29,8 +29,8 @@ def default_recipe(model: str, otherwise: str) -> str:
     return NETWORKS if measured is not None and measured.predictors else otherwise
 
 
-def offered_recipes(model: str) -> list[str]:
-    """Return the recipes to choose from, without budgets: every default for a model, then `COMPARED`.
+def default_recipes(model: str) -> list[str]:
+    """Return every default for a model, each once.
 
     Args:
         model: the model's name, `model.config.name_or_path`.
@@ -38,7 +38,4 @@ def offered_recipes(model: str) -> list[str]:
     Raises:
         KeepsetError: the statistics cannot be read.
     """
-    from keepset.recipe import Recipe
-
-    defaults = [Recipe.parse(default_recipe(model, otherwise)) for otherwise in (ASKED_LATER, ANSWERED_AT_ONCE)]
-    return list(dict.fromkeys([*(str(recipe.without_budget()) for recipe in defaults), *COMPARED]))
+    return list(dict.fromkeys(default_recipe(model, otherwise) for otherwise in (ASKED_LATER, ANSWERED_AT_ONCE)))

@@ -109,12 +109,8 @@ def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
     return Recipe.parse(text)
 
 
-def offered_recipes(model: Any, called: str) -> list[Recipe]:
-    """Return the recipes to choose from, without budgets, and note how a model gets networks that has none.
-
-    Args:
-        model: the model.
-        called: what the user calls it.
+def offered_recipes(model: Any) -> list[Recipe]:
+    """Return the recipes to choose from, without budgets: every default for a model, then `defaults.COMPARED`.
 
     Raises:
         KeepsetError: the model's statistics cannot be read.
@@ -122,9 +118,8 @@ def offered_recipes(model: Any, called: str) -> list[Recipe]:
     from keepset import defaults
     from keepset.recipe import Recipe
 
-    name = model.config.name_or_path or ""
-    say_networks(defaults.default_recipe(name, defaults.ASKED_LATER), called)
-    return Recipe.parse_list(", ".join(defaults.offered_recipes(name)))
+    own = [Recipe.parse(text).without_budget() for text in defaults.default_recipes(model.config.name_or_path or "")]
+    return list(dict.fromkeys([*own, *Recipe.parse_list(", ".join(defaults.COMPARED))]))
 
 
 def check_fits_context(model: Any, length: int, new: int = 0) -> None:

@@ -20,11 +20,13 @@ from keepset.cli.console import (
     progress,
     say,
     say_advice,
+    say_networks,
     say_whole,
     show_table,
     write,
 )
 from keepset.cli.options import Html, Json, OneText, Recipes, takes_model
+from keepset.defaults import ASKED_LATER, default_recipe
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import NEEDLE, Needle, essay, read, token_texts
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from keepset.bench.compare.comparison import Comparer, Comparison
     from keepset.bench.compare.text_task import TextTask
     from keepset.core.budget import Budget
+    from keepset.recipe import Recipe
 
 BUDGETS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
@@ -128,7 +131,7 @@ def compare(
         answer_tokens=ANSWER_TOKENS if question is None else _ANSWER_TOKENS,
     ).to(loaded.device)
     if recipes is None and not decode:
-        parsed = offered_recipes(loaded, model.called)
+        parsed = _offered(loaded, model.called)
     candidates = grid(parsed, given, (every or _EVERY) if decode else None)
     check_measured(loaded, (candidate.recipe for candidate in candidates))
     comparer: Comparer | None = None
@@ -165,6 +168,11 @@ def compare(
 def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("keepset-demo.html")) -> None:
     """Compare recipes on an essay with a fact in it; write a report."""
     compare(html=html)
+
+
+def _offered(model: Any, called: str) -> list[Recipe]:
+    say_networks(default_recipe(model.config.name_or_path or "", ASKED_LATER), called)
+    return offered_recipes(model)
 
 
 def _check_budgets(decode: bool, budgets: Sequence[Budget]) -> None:

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from typer import Option
 
+from keepset.cli.checks import offered_recipes
 from keepset.cli.console import load, note, say, say_networks
 from keepset.cli.options import takes_model
-from keepset.defaults import ASKED_LATER, default_recipe, offered_recipes
+from keepset.defaults import ASKED_LATER, default_recipe
 from keepset.errors import KeepsetError
 from keepset.models import Source
 from keepset.texts import NEEDLE, essay, insert
@@ -34,15 +35,15 @@ def ui(
     from keepset.ui.server import HOST, PlaygroundServer
 
     loaded, tokenizer = load(model)
-    name = loaded.config.name_or_path or ""
+    recipes = [str(recipe) for recipe in offered_recipes(loaded)]
     playground = Playground(loaded, tokenizer, model.name)
     try:
         text, question = insert(essay()[:_CHARACTERS], NEEDLE, 0.5), NEEDLE.question
     except KeepsetError:  # the essays are not installed: the page begins empty
         text = question = ""
-    facts = {"model": model.called, "text": text, "question": question, "recipes": offered_recipes(name)}
+    facts = {"model": model.called, "text": text, "question": question, "recipes": recipes}
     with PlaygroundServer(port, playground, facts) as server:
         say(f"http://{HOST}:{server.port}")
-        say_networks(default_recipe(name, ASKED_LATER), model.called)
+        say_networks(default_recipe(loaded.config.name_or_path or "", ASKED_LATER), model.called)
         note("Ctrl-C ends it.")
         server.serve_forever()

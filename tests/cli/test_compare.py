@@ -8,8 +8,8 @@ import pytest
 
 import keepset
 from keepset.bench.compare.prompt import PromptComparer
+from keepset.cli.checks import offered_recipes
 from keepset.cli.compare import BUDGETS as DEFAULT_BUDGETS
-from keepset.defaults import offered_recipes
 from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run, load_json
 
@@ -136,7 +136,7 @@ def test_demo(run: Run, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     done = run("demo")
     assert done.code == 0 and done.err.endswith("report: keepset-demo.html\n")
     assert "Asked after compression: What is the secret number of Oslo?" in done.out
-    for recipe in offered_recipes(tiny[0].config.name_or_path):
+    for recipe in offered_recipes(tiny[0]):
         assert done.out.count(f"  {recipe} ") == len(DEFAULT_BUDGETS.split(","))
     assert (tmp_path / "keepset-demo.html").is_file()
 

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import keepset
-from keepset.defaults import offered_recipes
+from keepset.cli.checks import offered_recipes
 from keepset.texts import chat_parts, essay
 from keepset.ui.playground import ANSWER, Playground
 from keepset.ui.server import HOST, PlaygroundServer
@@ -180,7 +180,7 @@ def test_the_playground_offers_the_recipes_of_compare(run: Run, tiny: Any, monke
     monkeypatch.setattr(PlaygroundServer, "port", 0, raising=False)
     monkeypatch.setattr(PlaygroundServer, "serve_forever", lambda self: None)
     assert run("ui").code == 0
-    assert given[0]["recipes"] == offered_recipes(tiny[0].config.name_or_path)
+    assert given[0]["recipes"] == [str(recipe) for recipe in offered_recipes(tiny[0])]
 
 
 @pytest.mark.full
