@@ -1,4 +1,5 @@
-"""The picture of README: a text around a fact that is asked for later, each token shaded by what two recipes keep.
+"""The picture of README: a text around a fact that is asked for later, each token shaded by what three recipes
+keep of it with a tenth of the bytes.
 
 `python benchmarks/picture.py docs/kept.svg` runs the embedded model and writes it; what the recipes answer, and with
 how many bytes, is measured.
@@ -8,7 +9,7 @@ import argparse
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from textwrap import wrap
+from textwrap import shorten, wrap
 
 import torch
 from rich.cells import cell_len
@@ -16,9 +17,10 @@ from rich.cells import cell_len
 import keepset
 from keepset.texts import NEEDLE, chat_parts, essay, insert, token_texts
 
-RECIPES = ("snapkv(keep=0.25)", "reread(keep=0.25)")
-CHARACTERS, AROUND, COLUMNS, ANSWER = 2400, 520, 58, 16
+RECIPES = ("snapkv(bytes=0.1)", "reread(bytes=0.1)", "quantized(match(pool(distilled)), bytes=0.1)")
+CHARACTERS, AROUND, COLUMNS, ANSWER = 4200, 400, 44, 16
 WIDE, HIGH, MARGIN, GAP = 7.2, 21, 20, 28
+DARKEST = 0.4  # the share of heads from which on a token is as dark as can be
 STYLE = """
 svg { --page: #fff; --ink: #1b1f24; --muted: #59636e; --line: #d8dee4; --keep: #6fb0f0; --fact: #b3261e; }
 @media (prefers-color-scheme: dark) {
@@ -34,7 +36,7 @@ text { font: 12px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mo
 
 
 def measured(model, tokenizer, recipe: str, text: str) -> tuple[list[str | None], list[float], str, str]:
-    """The context's tokens, the share of heads that keep each, the bytes and the answer."""
+    """Return the context's tokens, the share of heads that keep each, the bytes in words, and the answer."""
     context, rest = chat_parts(tokenizer, text, NEEDLE.question)
     ids, question = (
         tokenizer(part, add_special_tokens=False, return_tensors="pt").input_ids for part in (context, rest)
@@ -42,11 +44,11 @@ def measured(model, tokenizer, recipe: str, text: str) -> tuple[list[str | None]
     cache = keepset.Cache(model, recipe)
     with torch.no_grad():
         model(ids, past_key_values=cache, logits_to_keep=1)
+        held = f"{cache.share:.0%} of the bytes; asked later, it says:"
         answer = model.generate(**cache.ask(question), max_new_tokens=ANSWER, do_sample=False)
     shares = cache.keep_set.mask(ids.shape[1])[:, 0].float().mean((0, 1)).tolist()
     said = tokenizer.decode(answer[0, question.shape[1] :], skip_special_tokens=True).strip()
-    nbytes = f"{cache.nbytes / 1e6:.1f} of {cache.nbytes_full / 1e6:.1f} MB"
-    return token_texts(tokenizer, ids[0].tolist()), shares, nbytes, said
+    return token_texts(tokenizer, ids[0].tolist()), shares, held, said
 
 
 def lines_of(tokens: list[str | None], shares: list[float]) -> list[list[tuple[str, float]]]:
@@ -72,12 +74,12 @@ def lines_of(tokens: list[str | None], shares: list[float]) -> list[list[tuple[s
     return lines[:-1]
 
 
-def panel(left: float, recipe: str, lines: list[list[tuple[str, float]]], nbytes: str, answer: str) -> list[str]:
+def panel(left: float, recipe: str, lines: list[list[tuple[str, float]]], held: str, answer: str) -> list[str]:
     """One recipe: its name, the shaded text, and the answer."""
     parts = [
         f'<text x="{left}" y="{MARGIN + 12}" class="head">{escape(recipe)}</text>',
-        f'<text x="{left}" y="{MARGIN + 30}" class="note">{nbytes}; asked later, it says:</text>',
-        f'<text x="{left}" y="{MARGIN + 48}">{escape(answer)}</text>',
+        f'<text x="{left}" y="{MARGIN + 30}" class="note">{held}</text>',
+        f'<text x="{left}" y="{MARGIN + 48}">{escape(shorten(answer, COLUMNS, placeholder=" ..."))}</text>',
     ]
     top = MARGIN + 60
     for number, line in enumerate(lines):
@@ -89,7 +91,7 @@ def panel(left: float, recipe: str, lines: list[list[tuple[str, float]]], nbytes
             if share > 0:
                 parts.append(
                     f'<rect x="{x:.1f}" y="{y}" width="{wide + 0.2:.1f}" height="{HIGH - 3}" class="kept" '
-                    f'opacity="{share:.2f}"/>'
+                    f'opacity="{min(1, share / DARKEST):.2f}"/>'
                 )
             x += wide
         parts.append(
@@ -109,12 +111,13 @@ def main() -> None:
     parts: list[str] = []
     described, rows = [], 0
     for number, recipe in enumerate(RECIPES):
-        tokens, shares, nbytes, answer = measured(model, tokenizer, recipe, text)
+        tokens, shares, held, answer = measured(model, tokenizer, recipe, text)
         lines = lines_of(tokens, shares)
         rows = max(rows, len(lines))
-        parts += panel(MARGIN + number * (COLUMNS * WIDE + GAP), recipe, lines, nbytes, answer)
+        parts += panel(MARGIN + number * (COLUMNS * WIDE + GAP), recipe, lines, held, answer)
         described.append(f"With {recipe} the model answers: {answer}")
-    width, height = 2 * MARGIN + 2 * COLUMNS * WIDE + GAP, 2 * MARGIN + 60 + rows * HIGH
+    panels = len(RECIPES)
+    width, height = 2 * MARGIN + panels * COLUMNS * WIDE + (panels - 1) * GAP, 2 * MARGIN + 60 + rows * HIGH
     title = f"A text with a fact in it, shaded by the share of heads that keep each token. {' '.join(described)}"
     parser.parse_args().file.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" role="img">\n'

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -41,9 +42,28 @@ def ui(
         text, question = insert(essay()[:_CHARACTERS], NEEDLE, 0.5), NEEDLE.question
     except KeepsetError:  # the essays are not installed: the page begins empty
         text = question = ""
-    facts = {"model": model.called, "text": text, "question": question, "recipes": recipes}
+    methods = [name for name in _methods(loaded) if name not in recipes]
+    facts = {"model": model.called, "text": text, "question": question, "recipes": recipes, "methods": methods}
     with PlaygroundServer(port, playground, facts) as server:
         say(f"http://{HOST}:{server.port}")
         say_networks(default_recipe(loaded.config.name_or_path or "", ASKED_LATER), model.called)
         note("Ctrl-C ends it.")
         server.serve_forever()
+
+
+def _methods(model: Any) -> list[str]:
+    """Return the names of all methods that this model can run by their defaults, without those of allocators."""
+    from keepset.core.method import Allocator
+    from keepset.hf.cache import Cache
+    from keepset.recipe import Recipe
+    from keepset.registry import METHODS
+
+    names = []
+    for name, kind in METHODS.items():
+        if issubclass(kind, Allocator):
+            continue
+        with suppress(KeepsetError):  # such as a method whose networks nobody has made for this model
+            recipe = Recipe.parse(name)
+            Cache(model, recipe.with_bytes(0.25) if recipe.method.traits.needs_budget else recipe).stop_watching()
+            names.append(name)
+    return names

@@ -46,7 +46,35 @@ function take(event) {
   }
   if (event.full?.read) status("The recipe’s cache reads the text …");
   if (event.compressed?.text) status("Answering …");
-  if (event.done) status("Done.");
+  if (event.done) {
+    status("Done.");
+    judge();
+  }
+}
+
+// Says at once what a reader would compare two texts for.
+function judge() {
+  const [full, compressed] = SIDES.map((side) => id(`${side}-reply`).textContent.trim());
+  const asked = told.full.answered || told.compressed.answered;
+  const same = full === compressed;
+  id("verdict").className = asked ? (same ? "same" : "other") : "";
+  if (!asked) return void (id("verdict").textContent = "Nothing was asked.");
+  const share = told.compressed.share === undefined ? "" : ` with ${percent(told.compressed.share)} of the bytes`;
+  const words = (text) => text.split(/\s+/);
+  const first = words(full).findIndex((word, i) => word !== words(compressed)[i]);
+  const place = first < 0 ? words(full).length + 1 : first + 1;
+  id("verdict").textContent = same ? `The same answer${share}.` : `Another answer${share}: it differs from word ${place} on.`;
+}
+
+// The recipe's text, and whether it names a budget, which then counts in place of the field's.
+const OWN = "\u0000";
+const recipe = () => (id("recipes").value === OWN ? id("recipe").value : id("recipes").value);
+
+function choose() {
+  id("own").hidden = id("recipes").value !== OWN;
+  const named = /\b(keep|bytes)\s*=/.test(recipe());
+  id("budget").disabled = named;
+  id("budget-label").textContent = named ? "Budget: the recipe names it" : "Budget";
 }
 
 async function* events(response) {
@@ -67,10 +95,12 @@ async function run() {
   [shares, drawn, told] = [[], [], { full: {}, compressed: {} }];
   for (const side of SIDES) id(`${side}-reply`).replaceChildren();
   for (const side of SIDES) id(`${side}-cost`).textContent = "";
-  id("compressed-name").textContent = id("recipe").value;
+  id("compressed-name").textContent = recipe();
+  id("verdict").textContent = "";
+  id("verdict").className = "";
   status("Starting …");
   try {
-    const body = { text: id("input").value, question: id("question").value, recipe: id("recipe").value, budget: id("budget").value };
+    const body = { text: id("input").value, question: id("question").value, recipe: recipe(), budget: id("budget").value };
     const headers = { "Content-Type": "application/json" };
     const response = await fetch("/run", { method: "POST", headers, body: JSON.stringify(body), signal: running.signal });
     if (response.ok) for await (const event of events(response)) take(event);
@@ -84,10 +114,19 @@ async function run() {
 
 id("model").textContent = data.model;
 id("room").textContent = `up to ${integer(data.limit)} tokens`;
-id("input").value = data.text;
+id("input").value = visible(data.text);
 id("question").value = data.question;
+const group = (label, values) => el("optgroup", { label }, ...values.map((value) => el("option", { value }, value)));
 id("recipe").value = data.recipes[0];
-id("recipes").append(...data.recipes.map((value) => el("option", { value })));
+id("recipes").append(group("Suggested", data.recipes), group("All methods", data.methods));
+id("recipes").append(el("option", { value: OWN }, "Write your own \u2026"));
+id("recipes").addEventListener("change", () => {
+  if (id("recipes").value !== OWN) id("recipe").value = id("recipes").value;
+  choose();
+  if (id("recipes").value === OWN) id("recipe").focus();
+});
+id("recipe").addEventListener("input", choose);
+choose();
 fillScale();
 id("form").addEventListener("submit", (event) => { event.preventDefault(); run(); });
 id("stop").addEventListener("click", () => running.abort());

@@ -23,12 +23,18 @@ from tests.bench.report.conftest import CHROMIUM
 from tests.cli.conftest import Run, check_refused
 
 EVIL = "</script><img src=x onerror=window.pwned=1>"
-WISH = {"text": f"{essay()[:600]} 日本語 {EVIL}", "question": "Who?", "recipe": "snapkv(window=8)", "budget": "0.25"}
+WISH = {
+    "text": f"{essay()[:600]} 日本語 a\x97b {EVIL}",
+    "question": "Who?",
+    "recipe": "snapkv(window=8)",
+    "budget": "0.25",
+}
 
 
 @pytest.fixture
 def server(tiny_pair: tuple[Any, Any]) -> Iterator[PlaygroundServer]:
     facts = {"model": EVIL, "text": WISH["text"], "question": WISH["question"], "recipes": [WISH["recipe"]]}
+    facts |= {"methods": ["knorm", "random"]}
     with PlaygroundServer(0, Playground(*tiny_pair, None), facts) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -139,7 +145,7 @@ def test_a_run_ends_before_its_server_has_closed() -> None:
             finally:
                 ended.set()
 
-    facts = {"model": "m", "text": "", "question": "", "recipes": []}
+    facts = {"model": "m", "text": "", "question": "", "recipes": [], "methods": []}
     server = PlaygroundServer(0, cast(Playground, Endless()), facts)
     threads = [
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}),
@@ -200,15 +206,28 @@ def test_in_chromium(server: PlaygroundServer, viewport: dict[str, int]) -> None
         assert page.locator("h1").text_content() == EVIL
         page.locator("#run").click()
         page.locator("#status", has_text="Done.").wait_for()
-        assert EVIL in page.locator("#text").text_content() and "日本語" in page.locator("#text").text_content()
+        text = page.locator("#text").text_content()
+        assert EVIL in text and "日本語" in text and "a\N{EM DASH}b" in text  # no font has \x97
         shares = page.locator("#text span").evaluate_all("all => all.map(s => s.style.getPropertyValue('--share'))")
         assert 0.2 < sum(map(float, shares)) / len(shares) < 0.4
-        # Of 199 tokens 44, with 36 bytes an entry in place of 32.
+        # Of 202 tokens 44, with 36 bytes an entry in place of 32.
         cost = page.locator("#compressed-cost").text_content()
-        assert "24.9% of a full 16-bit cache\N{RIGHT SINGLE QUOTATION MARK}s bytes · 22.1% of the entries" in cost
-        assert page.locator("#full-reply").text_content()
+        assert "24.5% of a full 16-bit cache\N{RIGHT SINGLE QUOTATION MARK}s bytes · 21.8% of the entries" in cost
+        replies = [page.locator(f"#{side}-reply").text_content().strip() for side in ("full", "compressed")]
+        verdict = page.locator("#verdict").text_content()
+        assert all(replies) and verdict.startswith("The same" if replies[0] == replies[1] else "Another")
+        # It stands above both answers, which stand above the text.
+        places = [page.locator(f"#{name}").bounding_box()["y"] for name in ("verdict", "full-reply", "text")]
+        assert places == sorted(places)
+        # The list is of recipes; one that names a budget leaves no other to give.
+        assert page.locator("#recipes option").all_text_contents()[:3] == [WISH["recipe"], "knorm", "random"]
+        assert page.locator("#budget").is_enabled() and page.locator("#recipe").is_hidden()
+        page.select_option("#recipes", label="Write your own …")
+        page.locator("#recipe").fill("snapkv(keep=0.5)")
+        assert page.locator("#budget").is_disabled()
         assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
         page.locator("#recipe").fill("nonsense")
+        assert page.locator("#budget").is_enabled()
         page.locator("#run").click()
         page.locator("#status.failed", has_text="There is no method 'nonsense'").wait_for()
         assert page.evaluate("window.pwned") is None

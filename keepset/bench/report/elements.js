@@ -20,6 +20,11 @@ async function unpack(packed) {
 
 const bit = (bytes, i) => (bytes[i >> 3] >> (7 - (i & 7))) & 1;
 
+// Characters that no font has, C1 controls, are shown as HTML shows them: as those of windows-1252, of which they mostly
+// are a wrong reading.
+const western = new TextDecoder("windows-1252");
+const visible = (text) => text.replace(/[\u0080-\u009f]/g, (c) => western.decode(Uint8Array.of(c.charCodeAt(0))));
+
 // Returns the spans to draw: one per token, or per group of tokens that make up one character for a reader.
 // A token that only continues the character before it is null.
 function pieces(tokens) {
@@ -44,7 +49,7 @@ function tokenText(describe) {
   function write(tokens) {
     drawn = pieces(tokens);
     drawn.forEach((piece, i) => {
-      piece.span = el("span", { className: /[\n\r]/.test(piece.text) ? "break" : "" }, ...(piece.text ? [piece.text] : []));
+      piece.span = el("span", { className: /[\n\r]/.test(piece.text) ? "break" : "" }, ...(piece.text ? [visible(piece.text)] : []));
       piece.span.dataset.piece = i;
     });
     current = -1;
