@@ -24,7 +24,7 @@ from keepset.offline.compile.corpus import ContextPool
 from keepset.offline.compile.judge import Judge, Verdict
 from keepset.offline.compile.risk import empty
 
-RECIPES = "compilerkv, compilerkv(threshold='mean'), compilerkv(global_mean=False)"
+RECIPES = "compilerkv, compilerkv(threshold='utility'), compilerkv(global_mean=False)"
 REWARDS = ("expected", "said")
 
 

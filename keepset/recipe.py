@@ -52,8 +52,8 @@ class Recipe:
     """A method, a budget and a schedule: what to keep, how much of it, and when.
 
     The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its parameters, then the
-    options of the budget (`keep` or `bytes`, `sinks`, `recent`, `protect_prompt`, `protect`) and of the schedule
-    (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
+    options of the budget (`keep` or `bytes`, `sinks`, `recent`, `recent_extra`, `protect_prompt`, `protect`) and of the
+    schedule (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
 
     Attributes:
         method: decides what to keep.
@@ -94,6 +94,7 @@ class Recipe:
         bytes: float | None = None,
         sinks: int | None = None,
         recent: int | None = None,
+        recent_extra: bool = False,
         protect_prompt: bool = False,
         protect: Sequence[Sequence[int]] = (),
         prefill: bool = True,
@@ -107,6 +108,7 @@ class Recipe:
             bytes: see `Budget`.
             sinks: see `Budget`; None for the method's own.
             recent: see `Budget`; None for the method's own.
+            recent_extra: see `Budget`.
             protect_prompt: see `Budget`.
             protect: see `Budget`.
             prefill: see `Schedule`.
@@ -117,7 +119,7 @@ class Recipe:
         """
         sinks = method.traits.sinks if sinks is None else sinks
         recent = method.traits.recent if recent is None else recent
-        budget = Budget(keep, sinks, recent, protect_prompt, protect, bytes=bytes)
+        budget = Budget(keep, sinks, recent, protect_prompt, protect, bytes=bytes, recent_extra=recent_extra)
         return cls(method, budget, Schedule(prefill, every))
 
     @classmethod
@@ -369,12 +371,18 @@ def _implied(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of budget and schedule that hold if a text does not name them."""
     own = method.traits
     implied = {"keep": None, "bytes": None, "sinks": own.sinks, "recent": own.recent, "protect_prompt": False}
-    return implied | {"protect": (), "prefill": not options.get("protect_prompt", False), "every": None}
+    return implied | {
+        "protect": (),
+        "recent_extra": False,
+        "prefill": not options.get("protect_prompt", False),
+        "every": None,
+    }
 
 
 def _said(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that have a value: older files do not name options that came later."""
-    return {name: value for name, value in options.items() if value is not None and value != ()}
+    said = {name: value for name, value in options.items() if value is not None and value != ()}
+    return said if said.get("recent_extra") else {name: value for name, value in said.items() if name != "recent_extra"}
 
 
 def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in_full: bool = False) -> Method:

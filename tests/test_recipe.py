@@ -82,7 +82,9 @@ def recipes(draw: st.DrawFn) -> Recipe:
     protect_prompt = draw(st.booleans()) if every else False
     protect = draw(st.just([]) | st.lists(st.tuples(st.integers(0, 9), st.integers(10, 2**63 - 1)), max_size=2))
     share = draw(st.none() | fraction) if keep is None and not every else None
-    return Recipe(method, Budget(keep, sinks, recent, protect_prompt, protect, bytes=share), Schedule(prefill, every))
+    extra = draw(st.booleans()) if share is None else False
+    budget = Budget(keep, sinks, recent, protect_prompt, protect, bytes=share, recent_extra=extra)
+    return Recipe(method, budget, Schedule(prefill, every))
 
 
 @examples(300, derandomize=False)
@@ -105,7 +107,9 @@ def test_a_text_in_full_names_everything_and_says_the_same(recipe: Recipe) -> No
         assert all(f"{field.name}=" in full for field in dataclasses.fields(each) if field.name != "scorer")
         each = getattr(each, "scorer", None)
     for name, value in {**vars(recipe.budget), **vars(recipe.schedule)}.items():
-        if name != "protect":
+        if name == "recent_extra":  # older files do not name it
+            assert ("recent_extra=True" in full) is value and "recent_extra=False" not in full
+        elif name != "protect":
             assert (f"{name}={value!r}" in full) is (value is not None)
 
 

@@ -111,8 +111,10 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
         return existing
     heads, first = sum(each.valid.shape[1] * len(each.layer_ids) for each in observations), observations[0]
     if isinstance(budget.keep, float):
-        always = first.split_layers(budget.always(first.sizes))[:, 0] * heads
-        return share_of(existing, budget.keep).maximum(always).clamp(min=1).minimum(existing)
+        always, extra = (
+            first.split_layers(part)[:, 0] * heads for part in (budget.always(first.sizes), budget.extra(first.sizes))
+        )
+        return (share_of(existing, budget.keep) + extra).maximum(always).clamp(min=1).minimum(existing)
     return (first.split_layers(budget.aim(first.sizes))[:, 0] * heads).minimum(existing)
 
 

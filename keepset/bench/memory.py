@@ -74,7 +74,8 @@ def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
     assert keep is not None
     ranges = sum(min(end, total) - min(first, total) for first, end in recipe.budget.protect)
     always = recipe.budget.sinks + recipe.budget.recent + ranges
-    kept = max(round(keep * prompt) if isinstance(keep, float) else keep, always)
+    kept = round(keep * prompt) if isinstance(keep, float) else keep
+    kept = max(kept + (recipe.budget.recent if recipe.budget.recent_extra else 0), always)
     every = recipe.schedule.every
     if every is None:
         return min(kept + after + SLACK, total)

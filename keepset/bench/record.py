@@ -28,13 +28,19 @@ FIGURES = {
     "batch included; unknown on a CPU",
     "wipeout": "share of the text's regions of which an event kept nothing",
     "middle": "share of the text's middle third that an event kept",
+    "longest_gap": "tokens of the longest stretch of neighbours that are dropped",
+    "length_by_mass": "correlation of the length of a head's segments with their mass per entry",
     "survived": "share of what an event kept that the next one kept",
     **{
         f"{name}{stage}": f"{meaning}{of_stage}"
         for name, meaning in (
             ("iou", "intersection over union of what an event and the one before it kept"),
-            ("segments", "segments that a method such as AMS cuts a head's entries into"),
-            ("segment_length", "entries of a head's mean segment"),
+            (
+                "segments",
+                "segments that a method such as AMS cuts a head's entries into; of other methods, runs of neighbouring "
+                "tokens that stayed"
+            ),
+            ("segment_length", "entries of a head's mean segment, or tokens of its mean run"),
         )
         for stage, of_stage in (
             ("", ""), ("_early", ", early layers"), ("_middle", ", middle layers"), ("_late", ", late layers")

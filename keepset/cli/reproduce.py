@@ -66,14 +66,15 @@ def reproduce(
     check_writable(json_file)
 
     from keepset.bench.papers.catalogue import entries, entry_of
-    from keepset.bench.papers.entry import Options
+    from keepset.bench.papers.entry import AVERAGE, Options
+    from keepset.bench.papers.figures import averages_over_models
 
     if entry == _LIST:
         return _print_list(list(entries().values()), json_file)
     chosen = entry_of(entry)
     files = {name: path.resolve() for name, path in (("stats", stats), ("tables", tables)) if path is not None}
     options = Options(limit, seed, output_tokens, wanted, data, files)
-    results, failed = [], False
+    results, measured, failed = [], [], False
     names = chosen.models if model is None else (model,)
     with _folder(out):
         for name in names:
@@ -87,7 +88,11 @@ def reproduce(
                 failed = True
                 continue
             failed = failed or lost or any(row.failed for row in rows)
+            measured.append(rows)
             results.append(_result(chosen, source.called, rows))
+    if model is None and len(measured) == len(names) and AVERAGE in chosen.published:
+        averages = averages_over_models(chosen.published[AVERAGE], measured)
+        results.append(_result(chosen, AVERAGE, averages))
     output(results, json_file, lambda: _print(chosen, results))
     if failed:
         raise Exit(1)
@@ -188,9 +193,11 @@ def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_result(entry: Entry, result: dict[str, Any]) -> None:
+    from keepset.bench.papers.entry import AVERAGE
     from keepset.bench.papers.figures import table_of
 
-    say(f"{entry.source}: {entry.title}. Model: {result['model']}.")
+    whose = "Average over the models" if result["model"] == AVERAGE else f"Model: {result['model']}"
+    say(f"{entry.source}: {entry.title}. {whose}.")
     if result["model"] == EMBEDDED:
         say("This model is far too small for these tasks: its scores mean nothing.")
     if result["paper_model"] not in (None, result["model"]):

@@ -31,6 +31,8 @@ class Budget:
         sinks: first tokens that always stay; they count towards `keep`.
         recent: newest tokens that always stay; they count towards `keep`. Where a fraction of a short text is fewer
             entries than sinks and recent tokens together, all of these stay.
+        recent_extra: whether the recent tokens stay in addition to `keep`, which then says how much stays of the text
+            before them. It does not go with `bytes`, which counts every entry.
         protect_prompt: whether the request's prompt always stays, as sinks do. It counts towards `keep`. Where prompt
             and recent tokens are more than that, they are what stays.
         protect: ranges of tokens `(first, end)` that always stay, as a protected prompt does; `end` is not part of
@@ -46,14 +48,16 @@ class Budget:
     recent: int = 0
     protect_prompt: bool = False
     protect: Sequence[Sequence[int]] = ()
+    recent_extra: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("sinks", "recent"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LIMIT:
                 raise BudgetError(f"{name}={value!r} is not a number of tokens: use an integer from 0.")
-        if not isinstance(self.protect_prompt, bool):
-            raise BudgetError(f"protect_prompt={self.protect_prompt!r} is neither True nor False.")
+        for name in ("protect_prompt", "recent_extra"):
+            if not isinstance(getattr(self, name), bool):
+                raise BudgetError(f"{name}={getattr(self, name)!r} is neither True nor False.")
         object.__setattr__(self, "protect", _joined(self.protect))
         if self.bytes is not None:
             self._check_bytes(self.bytes)
@@ -63,10 +67,11 @@ class Budget:
             raise BudgetError(f"keep={self.keep!r} is not a number: {KEEP_HELP}.")
         if not (0 < self.keep <= 1 if isinstance(self.keep, float) else 1 <= self.keep < LIMIT):
             raise BudgetError(f"keep={self.keep!r} is out of range: {KEEP_HELP}.")
-        if isinstance(self.keep, int) and self.keep < self.sinks + self.recent:
+        counted = {"sinks": self.sinks} if self.recent_extra else {"sinks": self.sinks, "recent": self.recent}
+        if isinstance(self.keep, int) and self.keep < (always := sum(counted.values())):
+            said = ", ".join(f"{name}={count}" for name, count in counted.items())
             raise BudgetError(
-                f"keep={self.keep} is below the {self.sinks + self.recent} entries that always stay "
-                f"(sinks={self.sinks}, recent={self.recent}): raise keep, or lower those."
+                f"keep={self.keep} is below the {always} entries that always stay ({said}): raise keep, or lower those."
             )
 
     def _check_bytes(self, share: object) -> None:
@@ -75,6 +80,8 @@ class Budget:
             raise BudgetError(f"bytes={share!r} is not a number: {BYTES_HELP}.")
         if not 0 < share <= 1:
             raise BudgetError(f"bytes={share!r} is out of range: {BYTES_HELP}.")
+        if self.recent_extra:
+            raise BudgetError(f"bytes={share!r} counts every entry, and recent_extra=True does not: use keep instead.")
         if self.keep is not None:
             raise BudgetError(f"keep={self.keep!r} and bytes={share!r} both say how much stays: leave one of them out.")
         object.__setattr__(self, "bytes", float(share))
@@ -88,7 +95,8 @@ class Budget:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        return type(self.keep), self.keep, self.bytes, self.sinks, self.recent, self.protect_prompt, self.protect
+        always = self.sinks, self.recent, self.recent_extra, self.protect_prompt, self.protect
+        return type(self.keep), self.keep, self.bytes, *always
 
     @property
     def is_given(self) -> bool:
@@ -120,7 +128,10 @@ class Budget:
         if self.keep is None:
             return sizes.entries
         always = self.always(sizes)[:, None]
-        wanted = share_of(sizes.entries, self.keep) if isinstance(self.keep, float) else self.aim(sizes)[:, None]
+        if isinstance(self.keep, float):
+            wanted = share_of(sizes.entries, self.keep) + self.extra(sizes)[:, None]
+        else:
+            wanted = self.aim(sizes)[:, None]
         return wanted.maximum(always).clamp(min=1).minimum(sizes.entries)
 
     def first(self, sizes: Sizes) -> Int[Tensor, " batch"]:
@@ -140,13 +151,18 @@ class Budget:
         until = (sizes.lengths - newest)[:, None].minimum(ends)
         return first + newest + (until - begins.maximum(first[:, None])).clamp(min=0).sum(-1)
 
+    def extra(self, sizes: Sizes) -> Int[Tensor, " batch"]:
+        """Return how many of the recent tokens stay in addition to `keep`."""
+        return sizes.lengths.clamp(max=self.recent if self.recent_extra else 0)
+
     def aim(self, sizes: Sizes) -> Int[Tensor, " batch"]:
         """Return how many entries a KV head keeps if it has that many; `keep` must be a number of entries.
 
-        This is `keep`, or the number of tokens that always stay if something is protected and that is more.
+        This is `keep` and what stays in addition, or the number of tokens that always stay if something is protected
+        and that is more.
         """
         assert isinstance(self.keep, int)
-        keep = torch.full_like(sizes.lengths, self.keep)
+        keep = self.keep + self.extra(sizes)
         protects = self.protect_prompt or self.protect
         return keep.maximum(self.always(sizes)) if protects else keep
 

@@ -28,7 +28,7 @@ PositionAttention = Float[Tensor, "requests positions"]
 """The window's attention that every position receives, over all layers and heads (equation 6)."""
 
 THRESHOLD = 0.9
-"""The threshold without a table: the middle of the paper's range, and the default of its authors' program."""
+"""The threshold without a table: the middle of the paper's range, and the default of its authors' first program."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class CompilerKV(Method):
     a layer keep one set. `tables` is a file that `keepset compile` makes for a model. Without one all weights are 1 and
     all thresholds 0.9.
 
-    A layer's candidates are the entries that reach its threshold, which the table has for the entropy of that attention
-    and the perplexity of the window (equations 11 to 15). If they are no more than the budget `keep`, they stay; of
-    more the best stay (equation 16). So **`keep` is a cap**, even if it is as long as the text.
+    Every layer keeps exactly `keep`, the best by utility: "the final retention is always enforced by Top-B" (appendix
+    B.1). Then **the threshold changes nothing**: candidates are the best entries by the same number that fills or cuts
+    them. So neither the threshold nor the perplexity is looked up.
 
+    With `elastic=True` a layer's candidates are the entries that reach its threshold, which the table has for the
+    entropy of that attention and the perplexity of the window (equations 11 to 15). If they are no more than the budget
+    `keep`, they stay; of more the best stay (equation 16). So **`keep` is a cap**, even if it is as long as the text.
     `threshold` says which number is compared with it:
 
+    - `"mean"`: the utility with attention relative to its mean over the text (its sum times the text's length over the
+      window's). It then lies around 1, as appendix B.1 says that it does, and the number of entries that reach 0.8
+      grows with the text. The authors' newer program does so.
     - `"utility"`, as in equation 15: the utility itself, in which equation 7 has normalised the norm of values and
       nothing else. All utilities of a layer add up to about `window`, so at most about `window / 0.8` entries can reach
       0.8, however long the text is. Few do beside the window, and the budget hardly ever cuts.
-    - `"mean"`: the utility relative to its layer's mean. It then lies around 1, as appendix B.1 says that it does, and
-      the number of entries that reach 0.8 grows with the text.
-
-    With `elastic=False` every layer is filled up to exactly `keep`, as in the authors' program (which divides by the
-    layer's largest utility instead). Then **the threshold changes nothing**: candidates are the best entries by the
-    same number that fills or cuts them. So neither the threshold nor the perplexity is looked up.
 
     The paper's ablations are `head_table=False` (all weights 1), `gate=False` (one threshold) and, for raw attention,
     `global_mean=False` (each head's own) with `relative_norm=False` (no values). Under the global mean all heads of a
@@ -63,12 +63,13 @@ class CompilerKV(Method):
     `global_mean=False` they change much more. "All layers" are those that are compressed; sliding windows are not
     among them.
 
-    Where the paper is silent: `window` is 64, and always stays, as in the authors' program; it counts towards `keep`,
-    and no threshold applies to it. A layer of which nothing would stay keeps its best entry. Heads of attention and
-    weights are query heads; the value of an entry is its KV head's. Entropy is in nats, and NaN counts as the highest
-    risk. Of several budgets in the file the nearest to the request's counts. Tables of another model are refused;
-    `Tables.fitted` maps them to one of another depth by relative place (appendix B.1). Where heads hold different
-    entries, attention is added up by position, and every KV head goes by its own query heads.
+    Where the paper is silent: `window` is 64, and always stays, as in the authors' first program; it counts towards
+    `keep`, and no threshold applies to it. Their newer program does not keep it for itself (`recent=0`). A layer of
+    which nothing would stay keeps its best entry. Heads of attention and weights are query heads; the value of an entry
+    is its KV head's. Entropy is in nats, and NaN counts as the highest risk. Of several budgets in the file the nearest
+    to the request's counts. Tables of another model are refused; `Tables.fitted` maps them to one of another depth by
+    relative place (appendix B.1). Where heads hold different entries, attention is added up by position, and every KV
+    head goes by its own query heads.
     """
 
     name = "compilerkv"
@@ -76,8 +77,8 @@ class CompilerKV(Method):
 
     tables: str = parameter("")
     window: int = parameter(64, minimum=1)
-    elastic: bool = parameter(True)
-    threshold: str = parameter("utility", choices=("utility", "mean"))
+    elastic: bool = parameter(False)
+    threshold: str = parameter("mean", choices=("mean", "utility"))
     head_table: bool = parameter(True)
     gate: bool = parameter(True)
     global_mean: bool = parameter(True)
@@ -204,10 +205,9 @@ class CompilerKV(Method):
         """Return how many entries equation 15 admits, together with what always stays; at least one."""
         existing = observation.valid
         if self.threshold == "mean":
-            known = existing & utility.isfinite()
-            total = utility.masked_fill(~known, 0.0).sum(-1, keepdim=True)
-            # If all weights of a layer are negative, so is the mean, and nothing is a candidate.
-            utility = utility / (total / known.sum(-1, keepdim=True)).abs()
+            # A query's attention adds up to 1, so the window's to the number of its queries.
+            queries = observation.lengths.clamp(max=self.window)[:, None, None]
+            utility = utility * (existing.sum(-1, keepdim=True) / queries)
         always = budget.is_protected(observation) | budget.is_recent(observation)
         return ((utility >= threshold[:, None, None]) | always).logical_and(existing).sum(-1).clamp(min=1)
 

@@ -61,7 +61,7 @@ class DuoAttention(Method):
         if isinstance(budget.keep, float):
             lengths = existing.amax(-1)
             always = budget.always(sizes).clamp(min=1).minimum(lengths) * heads
-            total = share_of(lengths * heads, budget.keep).maximum(always)
+            total = (share_of(lengths * heads, budget.keep) + budget.extra(sizes) * heads).maximum(always)
         else:
             total = budget.aim(sizes).minimum(lengths) * heads
         least = budget.always(sizes).minimum(lengths).minimum(total // heads)

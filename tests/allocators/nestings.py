@@ -22,7 +22,7 @@ Nesting = tuple[str, ...]
 AROUND = [name for name, kind in METHODS.items() if issubclass(kind, Allocator)]
 INNERMOST = ["snapkv", "duo_attention", "gvote", "compilerkv", "kvcompose", "kvzip", "glance", "reread"]
 """A scorer that leaves all numbers to others, for all such, and every method that says some itself."""
-CAPS = {"gvote": dict(p_nuc=0.3, samples=2, future=3), "compilerkv": dict(window=3)}
+CAPS = {"gvote": dict(p_nuc=0.3, samples=2, future=3), "compilerkv": dict(window=3, elastic=True)}
 """Methods to which a budget is a cap."""
 
 LAYERS, HEADS = (0, 2, 7), 3

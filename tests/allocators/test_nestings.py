@@ -101,13 +101,17 @@ def one_budget_for_all(method: Method) -> bool:
     return method.traits.across_layers or not method.traits.fixed_total
 
 
-def check_a_fraction(nesting: Nesting, prompt: int, percent: int, sinks: int, recent: int, seed: int) -> None:
-    method, budget = made(nesting), Budget(percent / 100, sinks, recent)
+def check_a_fraction(
+    nesting: Nesting, prompt: int, percent: int, sinks: int, recent: int, seed: int, extra: bool = False
+) -> None:
+    method, budget = made(nesting), Budget(percent / 100, sinks, recent, recent_extra=extra)
     held = Held.of_prompt(prompt)
     kept = held.compressed(method, budget, prompt, prompt, seed)
     heads, least = HEADS * len(LAYERS), min(max(1, sinks + recent), prompt)
-    each = max(least, prompt * percent // 100)
-    total = max(least * heads, prompt * percent * heads // 100) if one_budget_for_all(method) else each * heads
+    more = min(recent, prompt) if extra else 0
+    each = min(max(least, prompt * percent // 100 + more), prompt)
+    together = min(max(least * heads, prompt * percent * heads // 100 + more * heads), prompt * heads)
+    total = together if one_budget_for_all(method) else each * heads
     if WHOLE_ENTRIES & {*nesting}:
         total -= total % HEADS
     check_counts(method, kept, total, each, exact=nesting[-1] not in CAPS)
@@ -125,6 +129,7 @@ def check_entries(nesting: Nesting, prompt: int, budget: Budget, every: int, see
         if event or not budget.protect_prompt:
             aim = budget.keep
             assert isinstance(aim, int)
+            aim += min(budget.recent, length) if budget.recent_extra else 0
             if budget.protect_prompt:
                 aim = max(aim, min(prompt + budget.recent, length))
             kept = held.compressed(method, budget, length, prompt, seed + 100 * event)
@@ -168,18 +173,39 @@ few = st.integers(0, 4)
 
 @pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 @examples(160)
-@given(nestings, st.integers(1, 40), st.integers(1, 100), few, few, st.integers(0, 99))
-def test_a_fraction_is_kept(nesting: Nesting, prompt: int, percent: int, sinks: int, recent: int, seed: int) -> None:
-    check_a_fraction(nesting, prompt, percent, sinks, recent, seed)
+@given(nestings, st.integers(1, 40), st.integers(1, 100), few, few, st.integers(0, 99), st.booleans())
+def test_a_fraction_is_kept(
+    nesting: Nesting, prompt: int, percent: int, sinks: int, recent: int, seed: int, extra: bool
+) -> None:
+    check_a_fraction(nesting, prompt, percent, sinks, recent, seed, extra)
 
 
 @pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 @examples(80)
-@given(nestings, st.integers(1, 40), few, few, st.integers(0, 20), st.integers(1, 8), st.booleans(), st.integers(0, 99))
+@given(
+    nesting=nestings,
+    prompt=st.integers(1, 40),
+    sinks=few,
+    recent=few,
+    more=st.integers(0, 20),
+    every=st.integers(1, 8),
+    protects=st.booleans(),
+    extra=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_a_number_is_kept_event_after_event(
-    nesting: Nesting, prompt: int, sinks: int, recent: int, more: int, every: int, protects: bool, seed: int
+    nesting: Nesting,
+    prompt: int,
+    sinks: int,
+    recent: int,
+    more: int,
+    every: int,
+    protects: bool,
+    extra: bool,
+    seed: int,
 ) -> None:
-    budget = Budget(max(1, sinks + recent) + more, sinks, recent, protects)
+    keep = max(1, sinks + (0 if extra else recent)) + more
+    budget = Budget(keep, sinks, recent, protects, recent_extra=extra)
     check_entries(nesting, prompt, budget, every, seed)
 
 

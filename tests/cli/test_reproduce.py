@@ -198,6 +198,42 @@ def test_figures_that_were_not_measured_are_counted_and_not_shown(capsys: pytest
     assert said.endswith("not measured, because of the data or the options: 3.\n")
 
 
+def test_averages_over_models_stand_beside_the_papers(
+    run: Run, tiny: Any, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KVCompose's column "Avg.", once all models are there."""
+    entry = shortened(ENTRIES["kvcompose-table-3"])
+    (agnostic, aware) = (replace(each, methods={"SnapKV": "snapkv"}) for each in entry.sweeps)
+    monkeypatch.setitem(SHORT, "ruler", SHORT["ruler"][:1])
+    entry = replace(shortened(entry), sweeps=(agnostic, aware), models=("one", "two"))
+    monkeypatch.setitem(ENTRIES, "kvcompose-table-3", entry)
+    load = models.load
+    monkeypatch.setattr(models, "load", lambda *_: load(None))
+    command = ("reproduce", "kvcompose-table-3", "--limit", "1", "--output-tokens", "2", "--prompt-tokens", "640")
+    done = run(*command, "--json", "-")
+    assert done.code == 0, done.err
+    *of_models, average = json.loads(done.out)
+    assert len(of_models) == 2 and average["model"] == average["paper_model"] == "average"
+    (row,) = [row for row in average["rows"] if row["method"] == "SnapKV"]
+    areas = [
+        each["figure"]["value"]
+        for result in of_models
+        for each in result["rows"]
+        if each["metric"] == "area" and each["task"] in ("ruler, agnostic", "ruler, task") and each["figure"]
+    ]
+    assert (row["paper"], row["examples"]) == (
+        0.658,
+        sum(
+            each["examples"]
+            for result in of_models
+            for each in result["rows"]
+            if each["metric"] == "area" and each["method"] == "SnapKV"
+        ),
+    )
+    assert len(areas) in (0, 4) and (row["figure"] is None or row["figure"]["value"] == pytest.approx(sum(areas) / 4))
+    assert "Average over the models" in run(*command).out
+
+
 def test_a_figure_of_tables_needs_them(run: Run, tiny: Any) -> None:
     done = run("reproduce", "compilerkv-figure-a2", "--model", "embedded")
     assert done.code == 2 and "give them as --tables" in done.err

@@ -107,6 +107,22 @@ def test_sinks_and_suffix_belong_to_each_request() -> None:
 
 
 @examples(100)
+@given(
+    lengths=numbers,
+    keep=st.integers(14, 70) | st.integers(1, 100).map(lambda percent: percent / 100),
+    recent=st.integers(0, 9),
+)
+def test_recent_tokens_can_stay_in_addition(lengths: list[int], keep: float, recent: int) -> None:
+    """A window of 64 beside `keep=64` leaves 64 others, where it would leave none if it counted."""
+    seen, budget = observation(*lengths), Budget(keep, 0, recent, recent_extra=True)
+    for request, length in enumerate(lengths):
+        before = keep if isinstance(keep, int) else length * round(100 * keep) // 100
+        wanted = max(1, before + min(recent, length))
+        assert budget.quotas(seen.sizes)[request].tolist() == [min(wanted, length)] * 2
+    assert budget != Budget(keep, 0, recent)
+
+
+@examples(100)
 @given(lengths=numbers, data=st.data(), always=sinks_and_recent)
 def test_a_protected_prompt_stays_and_counts(lengths: list[int], data: st.DataObject, always: tuple[int, int]) -> None:
     sinks, recent = always
@@ -159,8 +175,11 @@ def test_ranges_that_meet_are_one() -> None:
         ("sinks=1.0", [dict(sinks=1.0)]),
         ("recent=", [dict(recent=True), dict(recent=None)]),
         ("protect_prompt=1 is neither True nor False", [dict(protect_prompt=1)]),
+        ("recent_extra=1 is neither True nor False", [dict(recent_extra=1)]),
+        ("counts every entry, and recent_extra=True does not", [dict(bytes=0.5, recent_extra=True)]),
         ("no list of ranges", [dict(protect=bad) for bad in (7, [3], [[5, 5]], [[-1, 4]], [[0, 1.0]])]),
         ("below the 6 entries that always stay (sinks=4, recent=2)", [dict(keep=5, sinks=4, recent=2)]),
+        ("below the 4 entries that always stay (sinks=4)", [dict(keep=3, sinks=4, recent=2, recent_extra=True)]),
     ],
 )
 def test_refuses_in_one_sentence(says: str, options: list[dict[str, object]]) -> None:

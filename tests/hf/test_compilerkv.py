@@ -50,7 +50,7 @@ def tables(tmp_path: Path, request: pytest.FixtureRequest) -> str:
 @padded_or_not
 def test_elastic_layers_are_as_if_masked(name: str, tables: str, padding: list[int]) -> None:
     model, (ids, mask) = tiny(name), padded_prompt(padding, LENGTH)
-    cache = keepset.Cache(model, f"compilerkv(tables={tables!r}, window=5, threshold='mean', keep=36)")
+    cache = keepset.Cache(model, f"compilerkv(tables={tables!r}, window=5, elastic=True, keep=36)")
     output = generate(model, ids, cache, mask, max_new_tokens=NEW)
     assert oracle_gap(model, cache, output, mask) < 5e-5
     assert cache.keep_set is not None
@@ -62,7 +62,7 @@ def test_elastic_layers_are_as_if_masked(name: str, tables: str, padding: list[i
 @by_model
 def test_a_full_budget_keeps_all(name: str, tables: str) -> None:
     model, (ids, mask) = tiny(name), padded_prompt(PADDING, LENGTH)
-    cache = keepset.Cache(model, f"compilerkv(tables={tables!r}, window=5, elastic=False, keep=1.0)")
+    cache = keepset.Cache(model, f"compilerkv(tables={tables!r}, window=5, keep=1.0)")
     assert torch.equal(
         generate(model, ids, cache, mask, max_new_tokens=NEW).sequences,
         full(model, ids, mask, max_new_tokens=NEW).sequences,
@@ -72,7 +72,7 @@ def test_a_full_budget_keeps_all(name: str, tables: str) -> None:
 @by_model
 def test_rows_chunks_and_a_shared_prefill_choose_alike(name: str, tables: str) -> None:
     model, (ids, mask) = tiny(name), padded_prompt(PADDING, LENGTH)
-    recipe = keepset.Recipe.parse(f"compilerkv(tables={tables!r}, window=5, threshold='mean', keep=20)")
+    recipe = keepset.Recipe.parse(f"compilerkv(tables={tables!r}, window=5, elastic=True, keep=20)")
     cache = keepset.Cache(model, recipe)
     generate(model, ids, cache, mask, max_new_tokens=1)
     assert cache.keep_set is not None
@@ -94,7 +94,7 @@ def test_what_does_not_go_is_said(tmp_path: Path) -> None:
         keepset.Cache(model, "compilerkv(tables='absent', keep=70)")
     save(random_tables(), tmp_path / "tables")
     with pytest.raises(keepset.KeepsetError, match="leave every= out"):
-        keepset.Cache(model, f"compilerkv(tables={str(tmp_path / 'tables')!r}, keep=70, every=8)")
+        keepset.Cache(model, f"compilerkv(tables={str(tmp_path / 'tables')!r}, elastic=True, keep=70, every=8)")
     save(random_tables(9, 3), tmp_path / "other")
     with pytest.raises(keepset.KeepsetError, match="theirs has 9 layers of 3 query heads, this one 2 of 4"):
         keepset.Cache(model, f"compilerkv(tables={str(tmp_path / 'other')!r}, window=5, keep=20)")
@@ -122,7 +122,7 @@ def test_tables_are_a_models_own(tmp_path: Path) -> None:
 def test_theorem_4_1_on_a_models_own_attention(name: str, keep: int) -> None:
     """Over all rows of every layer, those among them that see nothing of what stays."""
     model, ids = tiny(name), prompt(1, LENGTH)
-    cache = keepset.Cache(model, f"compilerkv(window=5, elastic=False, keep={keep})")
+    cache = keepset.Cache(model, f"compilerkv(window=5, keep={keep})")
     generate(model, ids, cache, max_new_tokens=1)
     assert cache.keep_set is not None
     model.set_attn_implementation("eager")

@@ -53,7 +53,7 @@ RECIPES = {
     "second pass": "second_pass(keep=12)",
     "all layers at once": "kvcompose(keep=0.5)",
     "no budget": "gvote(samples=2, future=8)",
-    "no tables": "compilerkv(window=5, keep=12)",
+    "no tables": "compilerkv(window=5, elastic=True, keep=12)",
 }
 AGAIN = {
     "dense": "snapkv(window=5, kernel=3, keep=12, every=4)",

@@ -18,7 +18,7 @@ from tests.core.test_tables import random_tables
 from tests.hf.models import generate, prompt, same_keep_set, tiny
 from tests.hf.test_compilerkv import shape_of
 
-COMPILED = "compilerkv(tables={tables!r}, window=5, keep=12)"
+COMPILED = "compilerkv(tables={tables!r}, window=5, elastic=True, keep=12)"
 RECIPES = (
     "reread(keep=12)",
     "glance(keep=12)",

@@ -128,8 +128,10 @@ def literally_kept(
 ) -> tuple[list[int], int]:
     """Equations 15 and 16, of one layer, and how many candidates there are; what always stays is one by itself."""
     always, rest = best_first(utility, budget)
-    scale = abs(sum(utility)) / len(utility) if method.threshold == "mean" else 1.0
-    candidates = [t for t in range(len(utility)) if t in always or utility[t] >= tau * scale]
+    queries = min(WINDOW, len(utility))
+    # The attention of that many queries adds up to their number: its mean over the text is this.
+    mean = queries / len(utility) if method.threshold == "mean" else 1.0
+    candidates = [t for t in range(len(utility)) if t in always or utility[t] >= tau * mean]
     if method.elastic and not candidates:
         return rest[:1], 0
     if method.elastic and len(candidates) <= wanted:
@@ -172,7 +174,7 @@ def test_both_branches_of_equation_16(folder: Path, threshold: str, tau: float) 
     """Under the budget all candidates stay and no more, above it the best of them; at the budget both are the same."""
     shape = Shape((40,), 2, 2, 4, 5)
     tables, file = written(folder, 1, 4, budgets=(8,), weights=1.0, gate=tau)
-    method = CompilerKV(file, window=WINDOW, threshold=threshold)
+    method = CompilerKV(file, window=WINDOW, elastic=True, threshold=threshold)
     observations = layers_of(shape, 1, [2.0], 0, file)
     utility = utilities(observations, 0, 0, [1.0] * 4, method)[0]
     _, count = literally_kept(method, utility, float(tables.gate[0, 0, 0, 0]), Budget(40, recent=WINDOW), 40)
@@ -194,10 +196,8 @@ def test_few_entries_can_reach_a_threshold_of_the_utility_itself() -> None:
     method = CompilerKV(window=WINDOW)
     utility = utilities(observations, 0, 0, [1.0], method)[0]
     assert sum(utility) == pytest.approx(WINDOW, rel=1e-6)
-    counts = {
-        name: int(CompilerKV(window=WINDOW, threshold=name).select_all(observations, Budget(400)).counts[0, 0, 0])
-        for name in ("utility", "mean")
-    }
+    methods = {name: CompilerKV(window=WINDOW, elastic=True, threshold=name) for name in ("utility", "mean")}
+    counts = {name: int(each.select_all(observations, Budget(400)).counts[0, 0, 0]) for name, each in methods.items()}
     # Nothing reaches 0.9, and one entry stays all the same; all but the window's last reach 0.9 of the mean.
     assert counts == {"utility": 1, "mean": sum(u >= 0.9 * WINDOW / 400 for u in utility)}
 
@@ -250,14 +250,15 @@ def test_one_layers_score_is_what_it_selects_by() -> None:
 def test_filled_up_the_threshold_changes_nothing(
     folder: Path, case: tuple[Shape, int, Budget, list[float], int], seed: int
 ) -> None:
-    """Entries that stay by default are the best of those that stay when layers are filled up."""
+    """By default layers are filled up. What reaches a threshold is the best of what stays then."""
     shape, layers, budget, perplexities, _ = case
     _, file = written(folder, layers, shape.kv_heads * shape.group, seed)
     observations = layers_of(shape, layers, perplexities, seed, file)
-    methods = [CompilerKV(file, window=WINDOW, elastic=False, gate=gate) for gate in (True, False)]
+    methods = [CompilerKV(file, window=WINDOW, gate=gate) for gate in (True, False)]
     for request in range(shape.batch):
         exact, ungated, elastic = (
-            sets_of(each, observations, budget, request) for each in (*methods, CompilerKV(file, window=WINDOW))
+            sets_of(each, observations, budget, request)
+            for each in (*methods, CompilerKV(file, window=WINDOW, elastic=True))
         )
         assert exact == ungated
         for of_layer, filled in zip(elastic, exact, strict=True):
@@ -267,8 +268,9 @@ def test_filled_up_the_threshold_changes_nothing(
 def test_what_risk_does(folder: Path) -> None:
     """A table whose threshold falls with both risks keeps more where they are high."""
     falling = 1 - torch.arange(20.0)[:, None] / 40 - torch.arange(4.0) / 16
-    _, file = written(folder, 1, 2, budgets=(8,), weights=1.0, gate=falling)
-    method, shape = CompilerKV(file, window=WINDOW, threshold="mean"), Shape((200,), 2, 1, 4, 4)
+    # Weights of a half: most of the utilities are then within the range of the thresholds.
+    _, file = written(folder, 1, 2, budgets=(8,), weights=0.5, gate=falling)
+    method, shape = CompilerKV(file, window=WINDOW, elastic=True), Shape((200,), 2, 1, 4, 4)
     counts = [
         int(method.select_all(layers_of(shape, 1, [told], file=file), Budget(200)).counts[0, 0, 0])
         for told in (1.0, 3.0, 7.0, math.nan)
@@ -315,7 +317,7 @@ def test_a_layer_whose_heads_all_weigh_nothing_has_no_candidates(folder: Path, w
     shape = Shape((30, 3), 2, 2, 4, 5)
     _, file = written(folder, 1, 4, budgets=(8,), weights=weight)
     observations = layers_of(shape, 1, [1.0, 1.0], file=file)
-    method = CompilerKV(file, window=WINDOW, threshold=threshold)
+    method = CompilerKV(file, window=WINDOW, elastic=True, threshold=threshold)
     counts = method.select_all(observations, Budget(12, recent=WINDOW)).counts
     assert counts.tolist() == [[[WINDOW] * 2, [3] * 2]]
     assert method.select_all(observations, Budget(12)).counts.unique().tolist() == [1]
@@ -325,12 +327,17 @@ def test_what_it_needs(folder: Path) -> None:
     _, file = written(folder, 2, 2)
     assert CompilerKV().traits.needs.window == CompilerKV().traits.recent == 64
     # Without tables, and without a gate, all thresholds are the same.
-    for method in (CompilerKV(), CompilerKV(file, gate=False), CompilerKV(file, elastic=False)):
+    for method in (
+        CompilerKV(),
+        CompilerKV(elastic=True),
+        CompilerKV(file, elastic=True, gate=False),
+        CompilerKV(file),
+    ):
         assert not method.traits.needs.of(Perplexity)
-    assert CompilerKV(file, window=7).traits.needs.of(Perplexity) == [Perplexity(7)]
-    assert CompilerKV(file, elastic=False).traits.needs.of(ModelTables) == [ModelTables(file)]
+    assert CompilerKV(file, window=7, elastic=True).traits.needs.of(Perplexity) == [Perplexity(7)]
+    assert CompilerKV(file).traits.needs.of(ModelTables) == [ModelTables(file)]
     assert not CompilerKV("absent", head_table=False, gate=False).traits.needs.of(ModelTables)  # which reads none
-    exact, elastic = CompilerKV(elastic=False).traits, CompilerKV().traits
+    exact, elastic = CompilerKV().traits, CompilerKV(elastic=True).traits
     assert exact.fixed_total and exact.equal_layers and exact.equal_heads
     assert elastic.equal_heads and elastic.counts_from_data and not elastic.fixed_total
 
@@ -339,7 +346,7 @@ def test_what_is_missing_or_of_another_model_is_refused(folder: Path) -> None:
     _, single = written(folder, 1, 2)
     told = {ModelTables(single): load(single)}
     with pytest.raises(KeepsetError, match=r"features=\{Perplexity"):
-        CompilerKV(single).select_all([observe(Shape((9,), 1, 2, 4, 4), features=told)], Budget(5))
+        CompilerKV(single, elastic=True).select_all([observe(Shape((9,), 1, 2, 4, 4), features=told)], Budget(5))
     _, other = written(folder, 7, 5)
     seen = layers_of(Shape((9,), 1, 2, 4, 4), 2, [1.0], file=other)
     with pytest.raises(KeepsetError, match="theirs has 7 layers of 5 query heads, this one 2 of 2"):

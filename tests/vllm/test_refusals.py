@@ -154,7 +154,7 @@ REFUSED = [
         "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model",
     ),
     ("int8(snapkv, keep=96)", {"cache_config__cache_dtype": "fp8_per_token_head"}, "it stores entries in 8 bits, and"),
-    ("compilerkv(keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
+    ("compilerkv(elastic=True, keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
 ]
 
 
@@ -225,8 +225,8 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
         ("gvote", SERVED | {"parallel_config__tensor_parallel_size": 2}),
         ("gvote", SERVED | {"parallel_config__pipeline_parallel_size": 2}),
         ("adakv(snapkv, keep=256, every=64)", {"parallel_config__pipeline_parallel_size": 4}),
-        ("compilerkv(keep=128)", SERVED),
-        ("compilerkv(elastic=False, keep=128)", {}),
+        ("compilerkv(elastic=True, keep=128)", SERVED),
+        ("compilerkv(keep=128)", {}),
         (UNIFORM, {"compilation_config__splitting_ops": []}),
         (RAGGED, {}),
         (RAGGED, {"compilation_config__splitting_ops": [], "compilation_config__mode": "NONE"}),
@@ -283,10 +283,10 @@ def test_what_compiled_tables_can_do(tmp_path: Path) -> None:
     """Their thresholds go by the perplexity, which vLLM cannot tell; head weights alone are served."""
     path = str(tmp_path / "tables")
     save(random_tables(), Path(path))
-    said = refused(f"compilerkv(tables={path!r}, keep=128)", **SERVED)
+    said = refused(f"compilerkv(tables={path!r}, elastic=True, keep=128)", **SERVED)
     assert "compilerkv looks at the prompt's perplexity, " in said and said.endswith(" (gate=False).")
-    validation.check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, gate=False, keep=128)"))
-    validation.check(config(), Recipe.parse(f"compilerkv(tables={path!r}, elastic=False, keep=128)"))
+    validation.check(config(**SERVED), Recipe.parse(f"compilerkv(tables={path!r}, elastic=True, gate=False, keep=128)"))
+    validation.check(config(), Recipe.parse(f"compilerkv(tables={path!r}, keep=128)"))
     assert "There is no file 'absent' with tables" in refused("compilerkv(tables='absent', gate=False)", **SERVED)
 
 

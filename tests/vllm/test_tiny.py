@@ -36,7 +36,7 @@ SEGMENTS = "ams(tova, window=16, keep=48, every=16)"
 REMEMBERING = "loud(keep=40, every=12)"
 RECIPES = [
     *(EQUAL, RAGGED, LAYERS_DIFFER, FROM_DATA, ACROSS, SEGMENTS, WHOLE_PROMPTS, REMEMBERING, NETWORKS, "gvote"),
-    "compilerkv(window=8, threshold='mean', keep=60)",
+    "compilerkv(window=8, elastic=True, keep=60)",
     "expected_attention(keep=40, buffer=24, every=16)",  # of so few queries moments would weigh more than they
 ]
 """Undisturbed: heads and layers that keep equally many or not, counts that the data decide, and what is looked at."""

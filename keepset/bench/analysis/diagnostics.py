@@ -83,6 +83,20 @@ def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
     return torch.cat([runs, runs.new_zeros(*flags.shape[:-1], 1)], -1).amax(-1)
 
 
+def proxy_segments(
+    snapshot: Snapshot,
+) -> tuple[Float[Tensor, "layers batch kv_heads"], Float[Tensor, "layers batch kv_heads"]]:
+    """Return the number of runs of neighbouring tokens that stayed, and their mean length in tokens.
+
+    They stand for segments where a method has none (Yang and Shen, AMS, Figure 5: "consecutive retained tokens are
+    grouped as proxy segments").
+    """
+    kept = snapshot.kept()
+    begins = kept & ~F.pad(kept, (1, 0))[..., :-1]
+    runs = begins.sum(-1)
+    return runs.float(), kept.sum(-1) / runs.clamp(min=1)
+
+
 def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
     """Return means over the early, middle and late layers (AMS, Table 14).
 

@@ -21,6 +21,7 @@ from keepset.bench.analysis.diagnostics import (
     gone,
     longest_run,
     middle_retention,
+    proxy_segments,
     repetition_rate,
     wipeout_rate,
 )
@@ -44,6 +45,18 @@ class HeadSegments(NamedTuple):
     mass: Float[Tensor, " entries"]
     ends: Int[Tensor, " segments"]
     quotas: Int[Tensor, " segments"]
+
+    def length_by_mass(self) -> float | None:
+        """Return the correlation of the segments' lengths with their mass per entry; None if either is the same in all.
+
+        It is below 0 if regions of high mass are cut into shorter segments (Figure 3).
+        """
+        lengths = self.ends.diff(prepend=self.ends.new_zeros(1)).double()
+        filled = self.mass.double().cumsum(0)[self.ends - 1]
+        density = filled.diff(prepend=filled.new_zeros(1)) / lengths
+        if len(lengths) < 2 or float(lengths.std()) == 0 or float(density.std()) == 0:
+            return None
+        return float(torch.corrcoef(torch.stack([lengths, density]))[0, 1])
 
 
 def head_segments(method: Method, observation: Observation, budget: Budget) -> list[HeadSegments] | None:
@@ -258,6 +271,7 @@ class EventFigures:
         self._method, self._length = method, 0
         self._before: KeepSet | None = None
         self._segments: list[tuple[float, float]] = []
+        self._length_by_mass: list[float] = []
         self._events: list[dict[str, float]] = []
 
     def observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:
@@ -266,6 +280,7 @@ class EventFigures:
             numbers = [len(head.ends) for head in heads]
             lengths = [len(head.mass) / number for head, number in zip(heads, numbers, strict=True)]
             self._segments.append((fmean(numbers), fmean(lengths)))
+            self._length_by_mass += [value for head in heads if (value := head.length_by_mass()) is not None]
 
     def look(self, cache: Cache) -> None:
         """Note the newest event if it is new; do nothing for a recipe that compresses only the prompt."""
@@ -275,14 +290,23 @@ class EventFigures:
         assert event.keep_set is not None
         self._length = event.length
         snapshot = Snapshot(event.keep_set, event.keep_set.counts.new_tensor([event.length]))
-        figures = {"wipeout": float(wipeout_rate(snapshot).mean()), "middle": float(middle_retention(snapshot).mean())}
+        figures = {
+            "wipeout": float(wipeout_rate(snapshot).mean()),
+            "middle": float(middle_retention(snapshot).mean()),
+            "longest_gap": float(longest_run(gone(snapshot)).float().mean()),
+        }
         if self._before is not None:
             figures |= _with_depths("iou", self._before.iou(event.keep_set))
             figures["survived"] = float(self._before.overlap(event.keep_set).mean())
         if self._segments:
             number, length = torch.tensor(self._segments).unbind(-1)
-            figures |= _with_depths("segments", number) | _with_depths("segment_length", length)
             self._segments.clear()
+        else:
+            number, length = (part.flatten(1).mean(1) for part in proxy_segments(snapshot))
+        figures |= _with_depths("segments", number) | _with_depths("segment_length", length)
+        if self._length_by_mass:
+            figures["length_by_mass"] = fmean(self._length_by_mass)
+            self._length_by_mass.clear()
         self._before = event.keep_set
         self._events.append(figures)
 

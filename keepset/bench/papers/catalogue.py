@@ -35,8 +35,8 @@ _FILE: _Kinds = {"paper": str, "models": list, "recipes": dict, "settings": dict
 _ENTRY: _Kinds = {"title": str, "models": list, "note": (str, list), "sweeps": list, "measure": dict, "published": list}
 _SWEEP: _Kinds = {
     **dict.fromkeys(("tasks", "keeps", "always", "metrics", "lengths", "by", "modes"), list),
-    **dict.fromkeys(("full", "average", "name", "file"), str),
-    **dict.fromkeys(("schedule", "answer_tokens"), dict),
+    **dict.fromkeys(("full", "average", "name", "file", "suffix", "solved_by", "missed_by"), str),
+    **dict.fromkeys(("schedule", "answer_tokens", "differences"), dict),
     "methods": (list, dict),
     "limit": int,
     "sample": float,

@@ -24,6 +24,9 @@ SECONDS = "seconds"
 AREA = "area"
 """The area under the score over the kept share, of all tasks and budgets together: see `bench.analysis.curves`."""
 
+AVERAGE = "average"
+"""The name that stands for a model where a paper prints means over its models."""
+
 _PROMPTS_END = Schedule()
 _MADE_BY = {"stats": "calibrate", "tables": "compile"}
 """Files of a model that recipes may name, and the commands that make them."""
@@ -105,6 +108,9 @@ class Sweep:
         limit, sample: examples of each task; see `Grid`.
         by: facts of the examples, such as `level`; each value of a fact gets figures of its own.
         mode, alone: see `Runner`.
+        differences: pairs of methods by the paper's names of their difference: the first less the second.
+        solved_by, missed_by: methods. Only examples count that the one answers rightly and the other wrongly under the
+            same budget.
         average: the table's name for the mean over all tasks and for figures of all tasks together; empty for none.
         suffix: follows the names of tasks, where another sweep of the entry has the same tasks.
         name: tells the sweeps of an entry apart, in the names of their files.
@@ -125,6 +131,9 @@ class Sweep:
     by: tuple[str, ...] = ()
     mode: Mode = "prompt"
     alone: bool = False
+    differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    solved_by: str = ""
+    missed_by: str = ""
     average: str = ""
     suffix: str = ""
     name: str = ""
@@ -156,7 +165,8 @@ class Entry:
         sweeps: the grids that are run for it.
         measure: a function that is run in place of grids: it takes model, tokenizer and options.
         takes: what that function runs if no option says otherwise.
-        published: the paper's own figures by model, in the units of measured ones; empty if the text has none.
+        published: the paper's own figures by model, in the units of measured ones; empty if the text has none. Under
+            `AVERAGE` it has means over all models.
         note: what the paper leaves open, and what is taken instead.
     """
 

@@ -29,23 +29,88 @@ def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path])
         cells: what was measured.
         files: the model's files that recipes name, by their names in braces.
     """
+    lines, rows = sweep.lines(files), list[MeasuredFigure]()
+    if sweep.solved_by:
+        cells, rows = _told_apart(sweep, cells, lines)
     parts = [part for fact in sweep.by if any(fact in cell.facts for cell in cells) for part in split(cells, fact)]
     by_place: dict[tuple[str, str], list[Record]] = {}
     for cell in [*cells, *parts]:
         by_place.setdefault((cell.task, cell.recipe), []).append(cell)
-    tasks, lines = list(dict.fromkeys(cell.task for cell in cells)), sweep.lines(files)
-    rows = []
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
     for task in dict.fromkeys(task for task, _ in by_place):
         for metric in sweep.metrics:
-            for line in lines:
-                if metric not in CURVES and (there := by_place.get((task, line.candidate.text))):
-                    rows.append(_figure_of(FigureKey(task + sweep.suffix, line.method, line.keep, metric), there))
+            of_metric = [
+                _figure_of(FigureKey(task + sweep.suffix, line.method, line.keep, metric), there)
+                for line in lines
+                if metric not in CURVES and (there := by_place.get((task, line.candidate.text)))
+            ]
+            rows += [*of_metric, *_differences(sweep, of_metric)]
     if not sweep.average:
         return rows
     together = sweep.average + sweep.suffix
     whole = [row for row in rows if row.key.task.removesuffix(sweep.suffix) in tasks]
     averages = [_average(together, places, len(tasks)) for places in _by_line(whole).values()]
     return [*rows, *averages, *_over_budgets(together, sweep, cells, lines)]
+
+
+def _told_apart(
+    sweep: Sweep, cells: Sequence[Record], lines: Sequence[SweepLine]
+) -> tuple[list[Record], list[MeasuredFigure]]:
+    """Return the cells of examples that one method solves and another misses under one budget, and their counts."""
+    kept: list[Record] = []
+    rows = []
+    texts = {(line.method, line.keep): line.candidate.text for line in lines}
+    for keep in dict.fromkeys(line.keep for line in lines if line.method == sweep.solved_by):
+        solved, missed = (
+            {(cell.task, cell.example): cell.score for cell in cells if cell.recipe == texts[name, keep]}
+            for name in (sweep.solved_by, sweep.missed_by)
+        )
+        apart = {example for example in solved if solved[example] == 1 and missed.get(example, 1) < 1}
+        recipes = {line.candidate.text for line in lines if line.keep == keep}
+        kept += [cell for cell in cells if cell.recipe in recipes and (cell.task, cell.example) in apart]
+        for task in dict.fromkeys(cell.task for cell in cells):
+            examples = sum(of == task for of, _ in solved)
+            count = Figure(float(sum(of == task for of, _ in apart)))
+            name = f"{sweep.solved_by} right, {sweep.missed_by} wrong"
+            rows.append(MeasuredFigure(FigureKey(task + sweep.suffix, name, keep, "examples"), count, examples))
+    return kept, rows
+
+
+def _differences(sweep: Sweep, rows: Sequence[MeasuredFigure]) -> Iterator[MeasuredFigure]:
+    """Yield the differences of two methods' figures of one task and metric, under the same budget."""
+    figures = {(row.key.method, row.key.keep): row for row in rows if row.figure is not None}
+    for name, (more, less) in sweep.differences.items():
+        for (method, keep), row in figures.items():
+            other = figures.get((less, keep))
+            if method == more and row.figure is not None and other is not None and other.figure is not None:
+                value = Figure(row.figure.value - other.figure.value)
+                yield MeasuredFigure(row.key._replace(method=name), value, min(row.examples, other.examples))
+
+
+def averages_over_models(
+    published: Mapping[FigureKey, float], models: Sequence[Sequence[MeasuredFigure]]
+) -> list[MeasuredFigure]:
+    """Return means over models, and over the modes of a task, for each of the paper's figures of this kind.
+
+    Args:
+        published: the paper's averages. A key's task is that of the figures, without a mode.
+        models: the figures of each model.
+
+    Returns:
+        A figure for each key; None if any model lacks one.
+    """
+    rows = []
+    for key in published:
+        places = [
+            [row for row in rows if row.key._replace(task=row.key.task.partition(", ")[0]) == key] for rows in models
+        ]
+        figures = [row.figure.value for place in places for row in place if row.figure is not None]
+        found = [row for place in places for row in place]
+        whole = all(places) and len(figures) == len(found)
+        figure = Figure(fmean(figures)) if whole else None
+        counts = sum(row.examples for row in found), sum(row.failed for row in found)
+        rows.append(MeasuredFigure(key, figure, *counts))
+    return rows
 
 
 def _figure_of(key: FigureKey, cells: Sequence[Record]) -> MeasuredFigure:

@@ -70,20 +70,21 @@ def generation_costs(
     options: Options,
     *,
     full: str,
-    method: str,
-    recipe: str,
+    methods: Mapping[str, str],
     lengths: Sequence[int],
     rounds: int,
+    output: int = 0,
 ) -> list[MeasuredFigure]:
     """Measure time and memory of a generation: medians over rounds.
 
     Args:
         model, tokenizer: what generates.
         options: `lengths`, `limit` and `answer_tokens` are other prompts, rounds and generated tokens.
-        full, method: the paper's names of the full cache and of the recipe.
-        recipe: the recipe's text, with a budget.
-        lengths: tokens of each prompt; a quarter as many are generated.
+        full: the paper's name of the full cache.
+        methods: the texts of recipes with a budget, by the paper's names.
+        lengths: tokens of each prompt.
         rounds: generations of each cache at each length.
+        output: tokens to generate; 0 for a quarter of the prompt's.
 
     Raises:
         KeepsetError: if the texts have fewer tokens than a prompt.
@@ -91,19 +92,20 @@ def generation_costs(
     lengths = options.lengths or lengths
     text = "\n\n".join(default_texts())[: _CHARACTERS * max(lengths)]
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"].to(model.device)
-    compressed = recipe_of(recipe, options.files)
+    recipes = [recipe_of(recipe, options.files) for recipe in methods.values()]
+    names = [(full, None), *((name, each.budget.keep) for name, each in zip(methods, recipes, strict=True))]
     rows: list[MeasuredFigure] = []
     for length in lengths:
-        output = options.answer_tokens or length // 4
+        wanted = options.answer_tokens or output or length // 4
         if length > ids.shape[1]:
             raise KeepsetError(
                 f"The texts have {ids.shape[1]} tokens, fewer than {length}: give fewer --prompt-tokens."
             )
-        *_, timings = latency(model, [ids[:, :length]], [compressed], output, options.limit or rounds)
-        for (name, keep), timing in zip(((full, None), (method, compressed.budget.keep)), timings, strict=True):
+        *_, timings = latency(model, [ids[:, :length]], recipes, wanted, options.limit or rounds)
+        for (name, keep), timing in zip(names, timings, strict=True):
             for metric, value in _paper_units(timing).items():
                 figure = None if value is None else Figure(value)
-                key = FigureKey(f"{length} + {output}", name, keep, metric)
+                key = FigureKey(f"{length} + {wanted}", name, keep, metric)
                 rows.append(
                     MeasuredFigure(key, figure, len(timing.rounds), int(timing.error is not None), timing.error)
                 )
@@ -112,12 +114,13 @@ def generation_costs(
 
 def _paper_units(timing: Timing) -> dict[str, float | None]:
     figures = timing.figures()
-    peak = figures.get("peak_bytes")
+    peak, nbytes = figures.get("peak_bytes"), figures.get("kv_bytes")
     return {
         "seconds to the first token": figures.get("first_seconds"),
         "tokens per second": figures.get("tokens_per_second"),
         "seconds": figures.get("seconds"),
         "peak memory, MB": None if peak is None else peak / 2**20,
+        "keys and values, MB": None if nbytes is None else nbytes / 2**20,
     }
 
 

@@ -19,6 +19,7 @@ from keepset.bench.analysis.diagnostics import (
     gone,
     longest_run,
     middle_retention,
+    proxy_segments,
     repetition_rate,
     wipeout_rate,
 )
@@ -80,8 +81,17 @@ def test_every_event_against_sets(events: list[Event], region: int) -> None:
         third = [t for t in range(length) if length // 3 <= t < length - length // 3]
         return sum(t in kept for t in third) / len(third)
 
+    def runs(kept: set[int], length: int) -> int:
+        return sum(t - 1 not in kept for t in kept)
+
+    def run_length(kept: set[int], length: int) -> float:
+        return len(kept) / max(1, runs(kept, length))
+
     for event in events:
         snapshot = event.snapshot
+        numbers, lengths = proxy_segments(snapshot)
+        same(numbers, event.each(runs))
+        same(lengths, event.each(run_length))
         same(wipeout_rate(snapshot, region), event.each(wiped))
         same(middle_retention(snapshot), event.each(middle))
         dropped = [

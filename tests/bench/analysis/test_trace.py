@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
+from statistics import correlation, fmean
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 import keepset
 from keepset import Budget, Observation, Recipe
 from keepset.bench.analysis.diagnostics import repetition_rate
-from keepset.bench.analysis.trace import Trace, Tracer, figures, head_segments
+from keepset.bench.analysis.trace import EventFigures, HeadSegments, Trace, Tracer, figures, head_segments
 from keepset.methods.tova import TOVA
 from tests.hf.models import generate, prompt, same_keep_set, tiny
 from tests.methods.naive import Given
@@ -110,6 +110,47 @@ def test_no_event_has_no_figures() -> None:
     tracer.follow(prompt(1, 7)[0], 5)
     told = figures(tracer.trace)
     assert told["events"] == [] and told["mean"] == {} and told["layers"] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["tova(keep=9, every=4)", "ams(tova, min_segment=2, max_segment=6, keep=9, every=4, sinks=0, recent=2)"]
+)
+def test_an_answers_figures_are_means_over_its_events(text: str) -> None:
+    """A method without segments has its runs of neighbours in their place."""
+    model, ids, recipe = tiny("llama"), prompt(1, 40), Recipe.parse(text)
+    watcher = EventFigures(recipe.method)
+    cache = keepset.Cache(model, recipe, history=True, observer=watcher.observe)
+    tracer = Tracer(model, recipe)
+    tracer.follow(ids[0], 24)
+    with torch.no_grad():
+        for part in (ids[:, :24], *ids[:, 24:].split(1, 1)):
+            model(part, past_key_values=cache, use_cache=True)
+            watcher.look(cache)
+    told = figures(tracer.trace)
+    for name in ("iou", "survived", "wipeout", "middle", "longest_gap"):
+        assert watcher.means[name] == pytest.approx(told["mean"][name], rel=1e-5)
+    heads = [head for event in tracer.trace.events for layer in event.segments.values() for head in layer]
+    if heads:
+        assert watcher.means["segments"] == pytest.approx(fmean(len(head.ends) for head in heads))
+        found = [value for head in heads if (value := head.length_by_mass()) is not None]
+        assert watcher.means["length_by_mass"] == pytest.approx(fmean(found))
+        return
+    kept = [
+        [set(event.keep_set.positions(layer, 0, head).tolist()) for layer in range(2) for head in range(2)]
+        for event in tracer.trace.events
+    ]
+    runs = [[sum(t - 1 not in each for t in each) for each in event] for event in kept]
+    assert watcher.means["segments"] == pytest.approx(fmean(map(fmean, runs)))
+    assert watcher.means["segment_length"] == pytest.approx(fmean(fmean(9 / run for run in event) for event in runs))
+    assert "length_by_mass" not in watcher.means
+
+
+def test_high_mass_in_short_segments_is_a_correlation_below_0() -> None:
+    mass = torch.tensor([0.3, 0.3, 0.1, 0.05, 0.05, 0.05, 0.05, 0.04, 0.03, 0.03])
+    head = HeadSegments(mass, torch.tensor([1, 2, 5, 10]), torch.ones(4))
+    density = [0.3, 0.3, 0.2 / 3, 0.2 / 5]
+    assert head.length_by_mass() == pytest.approx(correlation([1, 1, 3, 5], density), rel=1e-5)
+    assert HeadSegments(mass, torch.tensor([5, 10]), torch.ones(2)).length_by_mass() is None
 
 
 @dataclass(frozen=True)

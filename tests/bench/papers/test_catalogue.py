@@ -7,15 +7,17 @@ import re
 import pytest
 
 from keepset.bench.papers.catalogue import entries, entry_of, read_entries
-from keepset.bench.papers.entry import SCORE, SECONDS, Entry, FigureKey, Options, grid_of
+from keepset.bench.papers.entry import AVERAGE, SCORE, SECONDS, Entry, FigureKey, Options, grid_of, recipe_of
 from keepset.bench.papers.figures import CURVES, FRACTIONS
 from keepset.bench.record import FIGURES
 from keepset.errors import KeepsetError
+from keepset.methods.compilerkv import CompilerKV
+from tests.methods.naive import Shape, observe
 
 
 @pytest.mark.parametrize("entry", entries().values(), ids=list(entries()))
 def test_what_an_entry_names_exists_and_the_papers_figures_have_their_place(entry: Entry) -> None:
-    assert re.fullmatch(r"(ams|gvote|kvcompose|compilerkv)-(table|figure)-[a-z]?\d+[a-z]?", entry.name)
+    assert re.fullmatch(r"(ams|gvote|kvcompose|compilerkv)-((table|figure)-[a-z]?\d+|appendix-[a-z]\d?)", entry.name)
     paper, place = entry.source.split(", ")
     assert entry.name == f"{paper} {place}".lower().replace(" ", "-")
     assert len({sweep.name for sweep in entry.sweeps}) == len(entry.sweeps)
@@ -32,9 +34,18 @@ def test_what_an_entry_names_exists_and_the_papers_figures_have_their_place(entr
             for line in lines
             for metric in sweep.metrics
         }
+        assert {each for pair in sweep.differences.values() for each in pair} <= set(sweep.methods)
+        assert {sweep.solved_by, sweep.missed_by} - {""} <= set(sweep.methods)
+        places |= {
+            key._replace(method=name)
+            for name, (more, _) in sweep.differences.items()
+            for key in places
+            if key.method == more
+        }
+    places |= {key._replace(task=key.task.partition(", ")[0]) for key in places if AVERAGE in entry.published}
     facts = [fact for sweep in entry.sweeps for fact in sweep.by]
     for model, figures in entry.published.items():
-        assert model in entry.models and figures
+        assert model in (*entry.models, AVERAGE) and figures
         for key, figure in figures.items():
             assert 0 <= figure <= (1 if key.metric in FRACTIONS else 1e11), key
             whole, part = re.fullmatch(r"(.+?)(?:, (\w+) [\w ]+)?", key.task).groups()  # type: ignore[union-attr]
@@ -130,3 +141,54 @@ def test_a_bad_file_is_one_sentence(old: str, new: str, sentence: str) -> None:
 def test_an_unknown_id_is_told_the_nearest() -> None:
     with pytest.raises(KeepsetError, match="did you mean 'ams-table-2'"):
         entry_of("ams-tabel-2")
+
+
+@pytest.mark.filterwarnings("ignore:compilerkv has no tables")
+def test_a_budget_for_the_history_does_not_count_the_window() -> None:
+    """CompilerKV, section 5.1: at 64 entries the methods of Figure 2 keep the newest 64 and 64 others, none alike."""
+    (sweep,) = entry_of("compilerkv-figure-2").sweeps
+    shape, layers = Shape((400,), 2, 2, 4, 5), 3
+    seen = [observe(shape, window=64, layer=i, layers=range(layers), seed=i) for i in range(layers)]
+    kept = {}
+    for line in sweep.lines({}):
+        if line.keep != 64:
+            continue
+        recipe = line.candidate.recipe
+        assert recipe is not None
+        keep_set = recipe.method.select_all(seen, recipe.budget)
+        sets = [set(keep_set.positions(layer, 0, head).tolist()) for layer in range(layers) for head in range(2)]
+        if "newer program" in line.method:  # whose budget is all that a layer keeps
+            assert all(len(each) <= 64 for each in sets)
+        else:
+            assert all(each >= set(range(336, 400)) for each in sets)
+            counts = [len(each) for each in sets]
+            assert max(counts) <= 128 if "equation 15" in line.method else sum(counts) == 128 * len(sets), line.method
+            if line.method == "CompilerKV":
+                assert counts == [128] * len(sets)
+        kept[line.method] = str(sets)
+    assert len(kept) == 8 == len(set(kept.values()))
+
+
+def test_the_needle_is_looked_for_as_compilerkvs_authors_did() -> None:
+    """In their text: 32K tokens, a cache of 64, and these percent of Mistral-7B."""
+    entry = entry_of("compilerkv-figure-3")
+    (sweep,) = entry.sweeps
+    assert sweep.keeps == (64,) and 32_000 in sweep.lengths
+    theirs = {"FullKV": 92, "StreamingLLM": 26, "SnapKV": 42, "PyramidKV": 72, "DynamicKV": 83, "CompilerKV": 86}
+    (figures,) = entry.published.values()
+    assert {key.method: round(100 * value) for key, value in figures.items()} == theirs
+
+
+@pytest.mark.parametrize("name", ["table-1", "table-2", "table-a1", "table-a2", "figure-2", "figure-3"])
+def test_every_reading_of_compilerkvs_threshold_is_run_with_what_it_kept(name: str) -> None:
+    entry = entry_of(f"compilerkv-{name}")
+    sweeps = [dict(sweep.methods) for sweep in entry.sweeps if "keep" in sweep.metrics]
+    if entry.measure is not None:
+        sweeps = [entry.measure.keywords["methods"]]  # type: ignore[attr-defined]
+    (texts,) = ([*methods.values()] for methods in sweeps)
+    read = {
+        (method.elastic, method.threshold)
+        for text in texts
+        if isinstance(method := recipe_of(text, {}).method, CompilerKV)
+    }
+    assert read == {(False, "mean"), (True, "mean"), (True, "utility")}

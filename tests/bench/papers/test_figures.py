@@ -8,10 +8,12 @@ from statistics import fmean
 
 import pytest
 
-from keepset.bench.papers.entry import AREA, SCORE, MeasuredFigure, Sweep, removed_at
-from keepset.bench.papers.figures import figures_of
+from keepset.bench.analysis.rows import Figure
+from keepset.bench.papers.entry import AREA, SCORE, FigureKey, MeasuredFigure, Sweep, removed_at
+from keepset.bench.papers.figures import averages_over_models, figures_of
 from keepset.bench.record import Record
 
+MODES = ("agnostic", "task")
 TASKS = ("niah_single_1@4096", "ruler_vt@4096")
 SWEEP = Sweep(
     ("niah_single_1", "ruler_vt"),
@@ -113,3 +115,48 @@ def test_parts_by_a_fact_seconds_and_what_is_not_known() -> None:
     assert len(rows) == 6
     unsplit = figures_of(sweep, [replace(each, facts={}) for each in made], {})
     assert {row.key.task for row in unsplit} == {"math500"}
+
+
+def test_differences_of_two_methods(scores: dict[tuple[str, str, float], list[float]]) -> None:
+    rows = figures_of(replace(SWEEP, differences={"Δ": ("TOVA", "Snap")}), cells(scores), {})
+    for task in TASKS:
+        for keep in SWEEP.keeps:
+            gain = fmean(scores[task, "TOVA", keep]) - fmean(scores[task, "Snap", keep])
+            assert figure(rows, f"{task}, agnostic", "Δ", keep, SCORE) == pytest.approx(gain)
+            assert figure(rows, f"{task}, agnostic", "Δ", keep, "tokens") == pytest.approx(10 * gain)
+
+
+def test_examples_that_one_method_solves_and_another_misses() -> None:
+    """Under each budget by itself; what either did on all other examples does not count."""
+    draw = random.Random(2)
+    places = [(task, method, keep) for task in TASKS for method in SWEEP.methods for keep in SWEEP.keeps]
+    scores = {place: [float(draw.random() < 0.5) for _ in range(24)] for place in places}
+    sweep = replace(SWEEP, full="", solved_by="Snap", missed_by="TOVA", metrics=("tokens",), average="")
+    rows = figures_of(sweep, cells(scores), {})
+    for task in TASKS:
+        for keep in SWEEP.keeps:
+            pairs = list(zip(scores[task, "Snap", keep], scores[task, "TOVA", keep], strict=True))
+            assert 0 < pairs.count((1.0, 0.0)) < 24
+            place = (f"{task}, agnostic", "Snap right, TOVA wrong", keep, "examples")
+            assert figure(rows, *place) == pairs.count((1.0, 0.0))
+            assert figure(rows, f"{task}, agnostic", "Snap", keep, "tokens") == 10
+            assert figure(rows, f"{task}, agnostic", "TOVA", keep, "tokens") == 0
+
+
+def test_averages_over_models_and_modes() -> None:
+    """KVCompose's column "Avg." is over three models and both modes, and needs all of them."""
+    values = {(model, mode): 0.1 * model + (0.05 if mode == "task" else 0) for model in range(3) for mode in MODES}
+    models = [
+        [
+            MeasuredFigure(FigureKey(f"ruler, {mode}", "Snap", None, AREA), Figure(values[model, mode]), 4)
+            for mode in MODES
+        ]
+        + [MeasuredFigure(FigureKey("niah@4096, task", "Snap", None, AREA), Figure(9.0), 4)]
+        for model in range(3)
+    ]
+    published = {FigureKey("ruler", "Snap", None, AREA): 0.5}
+    (row,) = averages_over_models(published, models)
+    assert row.figure is not None and row.figure.value == pytest.approx(fmean(values.values())) and row.examples == 24
+    models[1][0] = replace(models[1][0], figure=None)
+    (row,) = averages_over_models(published, models)
+    assert row.figure is None

@@ -30,7 +30,7 @@ def test_costs_have_the_papers_rows_and_columns(embedded: Any, monkeypatch: pyte
     rows = measure(name, *pair, Options(limit=1, lengths=(70,), answer_tokens=3))
     (figures,) = entry_of(name).published.values()
     places = {key[1:] for key in figures}
-    assert {row.key[1:] for row in rows} == places and {row.key.task for row in rows} == {"70 + 3"}
+    assert places < {row.key[1:] for row in rows} and {row.key.task for row in rows} == {"70 + 3"}
     assert all(row.failed == 0 and row.examples == 1 for row in rows)
     assert all(row.figure is not None and row.figure.value > 0 for row in rows)
     monkeypatch.setattr(measurements, "default_texts", lambda: ["Too short."])
