@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from keepset.core.budget import Budget
 from keepset.core.features.attention import SecondPass
+from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.method import forecast_quotas
 from keepset.core.observation import Observation
@@ -27,6 +28,7 @@ from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.attention import AttentionInput
 from keepset.hf.layer import LayerState
+from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
 from keepset.hf.model_support import check_model
 from keepset.hf.observed_cache import Event, ObservedCache
 from keepset.kernels.dispatch import is_async_device
@@ -84,6 +86,7 @@ class Cache(ObservedCache):
             self._no_drafts = self._no_drafts or (
                 f"{name} looks across layers, so it cannot take drafted tokens together with the prompt"
             )
+        self._stacks_layers = all(each in self._from_files or isinstance(each, QuantizedEntries) for each in needs)
         self.events: list[Event] = []
         self.history = history
         self.observer = observer
@@ -330,22 +333,25 @@ class Cache(ObservedCache):
         assert self.progress is not None and self.progress.compressed_at is not None
         method, length = self.recipe.method, self.progress.compressed_at
         parts = self._unfinished.setdefault(length, [])
-        for group in [observations] if method.traits.across_layers else [[observation] for observation in observations]:
-            counts = [observation.count for observation in group]
+        stacks = stacks_of(observations) if self._stacks_layers else observations
+        for group in [stacks] if method.traits.across_layers else [[stack] for stack in stacks]:
+            members = [each for stack in group for each in layers_of(stack)]
+            counts = [observation.count for observation in members]
             # As they are stored, which after an event before may be in 8 bits.
             before = self.keep_set
-            stored = [each if before is None else before.layer(each.layer) for each in group]
+            stored = [each if before is None else before.layer(each.layer) for each in members]
             nbytes = sum(count * each.entry_bytes for count, each in zip(counts, stored, strict=True))
-            budget, start = self.recipe.budget_for(group), time.perf_counter()
+            budget, start = self.recipe.budget_for(members), time.perf_counter()
             keep_set = method.select_all(group, budget)
             if method.traits.across_layers:
                 keep_set.count()
-            for observation in group:
+            keep_set = unstacked(keep_set, group)
+            for observation in members:
                 self.kept_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))
-            kept = [keep_set.layer(observation.layer).to_record() for observation in group]
+            kept = [keep_set.layer(observation.layer).to_record() for observation in members]
             parts.append((kept, sum(counts), nbytes, time.perf_counter() - start))
             if self.observer is not None:
-                for observation in group:
+                for observation in members:
                     self.observer(observation, budget, keep_set)
         if sum(len(kept) for kept, *_ in parts) < len(self.kept_layers):
             return

@@ -192,6 +192,8 @@ class ObservedCache(TransformersCache, KnowsText):
         self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None
         self._perplexity = PerplexityHooks(model, self, needs.of(Perplexity)) if needs.of(Perplexity) else None
         self._waits_for_all_layers = self._second is not None
+        # After the prompt, layers whose entries alone are looked at are chosen from together.
+        self._stacks_layers = False
         self._no_drafts = ""
         if self._perplexity is not None:
             self._no_drafts = "A prompt's perplexity cannot be told together with drafted tokens"
@@ -422,7 +424,8 @@ class ObservedCache(TransformersCache, KnowsText):
             features=features,
         )
         self._waiting.append(observation)
-        if self._waits_for_all_layers and len(self._waiting) < len(self.kept_layers):
+        waits = self._waits_for_all_layers or (self._stacks_layers and until.end > progress.prompt)
+        if waits and len(self._waiting) < len(self.kept_layers):
             return
         if self._second is not None:
             entries = {each.layer: (each.keys, each.values) for each in self._waiting}

@@ -287,6 +287,20 @@ class EntryStore:
         """Values as in `padded`."""
         return self._looked_at("values")
 
+    def take(
+        self, index: Int[Tensor, "batch kv_heads n"]
+    ) -> tuple[Float[Tensor, "batch kv_heads n head_dim"], Float[Tensor, "batch kv_heads n value_dim"]]:
+        """Return the keys and values of some entries of each head, as attention takes them.
+
+        Args:
+            index: the entries, as `padded` counts them; what lies behind a head's own is of no use.
+        """
+        starts = upload(_starts(self._runs), index.device).view(self.batch, self.kv_heads, 1)
+        places = (starts + index).flatten().clamp(max=len(self._columns["positions"]) - 1)
+        stored = {name: self._columns[name] for name in (*_SCALES, *_SCALES.values()) if name in self._columns}
+        rows = dequantized({name: flat.index_select(0, places) for name, flat in stored.items()})
+        return rows["keys"].unflatten(0, index.shape), rows["values"].unflatten(0, index.shape)
+
     @property
     def others(self) -> dict[str, Shaped[Tensor, "batch kv_heads entries *rest"]]:
         """Columns other than keys and values, as in `padded`."""

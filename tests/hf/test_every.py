@@ -296,13 +296,15 @@ class Pool(Method):
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
         most = max(seen.valid.shape[-1] for seen in observations)
-        scores = [ranked_scores(self.score(seen), seen, budget) for seen in observations]
-        scores = [F.pad(each, (0, most - each.shape[-1]), value=float("-inf")) for each in scores]
-        total = sum(budget.quotas(seen.sizes).sum(-1) for seen in observations)
-        pool = torch.stack(scores, 1)
-        masks = top_mask(pool.flatten(1), total).view_as(pool)
+        scores = [seen.split_layers(ranked_scores(self.score(seen), seen, budget)) for seen in observations]
+        pool = torch.cat([F.pad(each, (0, most - each.shape[-1]), value=float("-inf")) for each in scores], 1)
+        total = torch.stack([seen.split_layers(budget.quotas(seen.sizes)).sum((1, 2)) for seen in observations]).sum(0)
+        masks = top_mask(pool.flatten(1), total).view_as(pool).split([each.shape[1] for each in scores], 1)
         return keepset.KeepSet(
-            [seen.keep(masks[:, i, :, : seen.valid.shape[-1]]).layer(seen.layer) for i, seen in enumerate(observations)]
+            [
+                seen.keep(seen.merge_layers(mask)[..., : seen.valid.shape[-1]]).layer(seen.layer_ids[0])
+                for seen, mask in zip(observations, masks, strict=True)
+            ]
         )
 
 

@@ -1,0 +1,189 @@
+"""`LayerStack`: several layers at one event as one observation, so that a method chooses in all of them at once.
+
+An event after the prompt looks at few entries, so that most of its time is the calls of small operations. Called for
+all layers together, there are as many as for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
+from keepset.core.observation import Observation
+from keepset.core.shapes import Scores
+from keepset.hf.store import StoredObservation
+from keepset.kernels.dispatch import uses_triton
+from keepset.kernels.predictor import Networks, entry_scores
+
+_WORKSPACE = 1 << 26
+"""Bytes of entries of the layers that are chosen from together: what an event may hold twice."""
+
+
+class LayerStack(Observation):
+    """The entries that several neighbouring layers store, layer after layer, each with all requests.
+
+    Keys and values are copied when a method reads them.
+
+    Args:
+        members: the layers' observations. They have heads of one size, and nothing was collected of them alone.
+    """
+
+    members: Sequence[StoredObservation]
+
+    def __init__(self, members: Sequence[StoredObservation]) -> None:
+        first, width = members[0], max(each.valid.shape[2] for each in members)
+        whole = len(members) * first.valid.shape[0], first.valid.shape[1], width
+        # They have the right shape and take no memory.
+        nothing = torch.empty((), dtype=first.dtype, device=first.valid.device)
+        kept = [each.num_kept for each in members if each.num_kept is not None]
+        super().__init__(
+            keys=nothing.expand(*whole, first.head_dim),
+            values=nothing.expand(*whole, first.value_dim),
+            positions=_joined([each.positions for each in members], width),
+            valid=_joined([each.valid for each in members], width),
+            lengths=first.lengths.repeat(len(members)),
+            prompts=first.prompts.repeat(len(members)),
+            features=first.features,
+            scaling=first.scaling,
+            layer_ids=[each.layer for each in members],
+            layers=first.layers,
+            state={name: _joined([each.state[name] for each in members], width) for name in first.state},
+            count=sum(each.count for each in members),
+            longest=first.longest,
+            num_kept=list(chain.from_iterable(kept)) if len(kept) == len(members) else None,
+        )
+        own = vars(self)
+        del own["keys"], own["values"]
+        own["members"] = members
+
+    @cached_property
+    def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:  # type: ignore[override]
+        return self.keys_of(slice(None))
+
+    @cached_property
+    def values(self) -> Float[Tensor, "batch kv_heads entries value_dim"]:  # type: ignore[override]
+        return self.values_of(slice(None))
+
+    def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
+        return _joined([each.store.keys[:, heads] for each in self.members], self.valid.shape[2])
+
+    def values_of(self, heads: slice) -> Float[Tensor, "batch heads entries value_dim"]:
+        return _joined([each.store.values[:, heads] for each in self.members], self.valid.shape[2])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.members[0].dtype
+
+    @property
+    def head_dim(self) -> int:
+        return self.members[0].head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.members[0].value_dim
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.members[0].entry_bytes
+
+    def _predicted_in_place(
+        self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
+    ) -> Scores | None:
+        if uses_triton(new.device):  # the kernel reads new entries alone; to count them would wait for the device
+            return None
+        most = int(new.sum(-1).max())
+        index = new.int().topk(most, -1).indices.sort(-1).values
+        each = zip(self.members, index.chunk(len(self.members)), strict=True)
+        keys, values = map(torch.cat, zip(*(member.store.take(own) for member, own in each), strict=True))
+        are_new = new.gather(2, index)
+        made = entry_scores(keys, values, self.positions.gather(2, index), are_new, networks)
+        scores = torch.zeros(new.shape) if known is None else known
+        return scores.scatter(2, index, made.where(are_new, scores.gather(2, index)))
+
+    def split(self, kept: LayerKeepSet) -> Iterator[LayerKeepSet]:
+        """Yield what each layer keeps.
+
+        Args:
+            kept: what a method has chosen from this observation.
+        """
+        counts = kept.counts.chunk(len(self.members))
+        each, known = counts[0].numel(), kept.heads.host_values if self.num_kept is None else self.num_kept
+        totals = [sum(known[first : first + each]) for first in range(0, len(known), each)]
+        indices, positions = kept.indices.split(totals), kept.packed_positions.split(totals)
+        for place, member in enumerate(self.members):
+            heads = HeadCounts(counts[place], totals[place])
+            rows = slice(place * len(counts[place]), (place + 1) * len(counts[place]))
+            yield LayerKeepSet(
+                member.layer,
+                KeptIndices.of(indices[place], positions[place], heads),
+                kept.entry_bytes,
+                {name: numbers[rows, :, : member.valid.shape[2]] for name, numbers in kept.state.items()},
+                bits=kept.bits,
+            )
+
+
+def stacks_of(observations: Sequence[Observation]) -> list[Observation]:
+    """Return an event's observations, neighbouring layers stacked as far as they fit the workspace.
+
+    The observation of a prompt stays alone: layer after layer is compressed, so that one is whole at a time.
+
+    Args:
+        observations: the layers in the model's order. Nothing was collected of a layer alone.
+    """
+    stored = [each for each in observations if isinstance(each, StoredObservation)]
+    if len(stored) < len(observations):
+        return list(observations)
+    return [LayerStack(group) if len(group) > 1 else group[0] for group in _alike(stored)]
+
+
+def layers_of(observation: Observation) -> Sequence[Observation]:
+    """Return the observations of the layers in a stack, or a layer's own."""
+    return observation.members if isinstance(observation, LayerStack) else [observation]
+
+
+def unstacked(keep_set: KeepSet, observations: Sequence[Observation]) -> KeepSet:
+    """Return a KeepSet with a part for every layer.
+
+    Args:
+        keep_set: what a method has chosen from some observations.
+        observations: what it was given.
+    """
+    parts: list[LayerKeepSet] = []
+    for each in observations:
+        kept = keep_set.layer(each.layer_ids[0])
+        parts += each.split(kept) if isinstance(each, LayerStack) else [kept]
+    return KeepSet(parts)
+
+
+def _alike(observations: Sequence[StoredObservation]) -> Iterator[list[StoredObservation]]:
+    """Yield neighbours with heads of one size and the same columns, as many as fit the workspace."""
+    group: list[StoredObservation] = []
+    for each in observations:
+        if group and not (_kind(group[0]) == _kind(each) and _bytes([*group, each]) <= _WORKSPACE):
+            yield group
+            group = []
+        group.append(each)
+    yield group
+
+
+def _kind(observation: StoredObservation) -> tuple[object, ...]:
+    sizes = observation.valid.shape[:2], observation.head_dim, observation.value_dim
+    return *sizes, observation.dtype, observation.valid.device, observation.scaling, observation.state.keys()
+
+
+def _bytes(members: Sequence[StoredObservation]) -> int:
+    width = max(each.valid.shape[2] for each in members)
+    return sum(each.valid.shape[:2].numel() * width * each.entry_bytes for each in members)
+
+
+def _joined(parts: Sequence[Shaped[Tensor, "batch heads _ *rest"]], width: int) -> Tensor:
+    """Return layers' numbers of entries as one batch; zero where a layer has fewer entries."""
+    padding = [(0, 0) * (part.ndim - 3) + (0, width - part.shape[2]) for part in parts]
+    return torch.cat([F.pad(part, pad) if pad[-1] else part for part, pad in zip(parts, padding, strict=True)])
