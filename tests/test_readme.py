@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import keepset
 from keepset import models
 from tests import tiers
 from tests.cli.conftest import tiny_model
@@ -42,17 +40,23 @@ def test_readmes_python_runs(
 
 
 @pytest.mark.full
+def test_the_references_python_runs(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "load", lambda *_: (tiny_model(), embedded[1]))
+    session: dict[str, Any] = {}
+    (code,) = pieces("docs/api.md")
+    exec(compile(code, "api.md", "exec"), session)
+    assert session["answer"].shape[1] > session["question"].input_ids.shape[1] and session["cache"].nbytes > 0
+
+
+@pytest.mark.full
 def test_the_guides_python_runs(embedded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With what its sentences speak of; on a tiny model."""
+    """From top to bottom in one session that knows no name, on a tiny model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    model, tokenizer = tiny_model(), embedded[1]
-    texts = ["The ferry leaves at noon and comes back before the lamps are lit. " * 20, "Rain fell on the roofs. " * 20]
-    prompt, question = (tokenizer(text, return_tensors="pt") for text in (texts[0], "When?"))
-    session: dict[str, Any] = dict(model=model, tokenizer=tokenizer, keepset=keepset, torch=torch)
-    session |= dict(text=texts[0], texts=texts, prompt=prompt, document=prompt, question=question)
-    session["cache"] = keepset.Cache(model, "reread(bytes=0.25)")
+    monkeypatch.setattr(models, "load", lambda *_: (tiny_model(), embedded[1]))
+    session: dict[str, Any] = {}
     for code in pieces("docs/guide.md"):
         exec(compile(code, "guide.md", "exec"), session)
-    assert session["answer"].shape[1] > question["input_ids"].shape[1]
+    assert session["answer"].shape[1] > session["question"].input_ids.shape[1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.main import get_command
@@ -114,3 +116,99 @@ def test_the_reference_has_every_public_name() -> None:
 def test_files_that_are_named_exist(document: Path) -> None:
     for name in re.findall(r"`((?:\w+/)+\w+\.py)(?: \w+)?`", text_of(document)):
         assert (ROOT / name).exists() or (ROOT / "keepset" / name).exists(), name
+
+
+# --- figures
+
+COMMANDS = re.compile(r"`(?:python )?(benchmarks/\w+\.py)|`keepset (\w+)")
+FIGURE = re.compile(r"(?<![\w=.])\d+\.\d+(?![\w])")
+
+
+def sections(document: Path) -> dict[str, str]:
+    parts = re.split(r"^## (.*)\n", text_of(document), flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def rows(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if line.startswith("|"))
+
+
+RESULTS = sections(ROOT / "docs" / "results.md")
+CONCLUSIONS = "What to take from it"
+MEASURED = {name: text for name, text in RESULTS.items() if name != CONCLUSIONS}
+
+
+@pytest.mark.parametrize("section", MEASURED)
+def test_every_table_of_results_is_made_by_a_command_that_is_named(section: str) -> None:
+    named = COMMANDS.findall(RESULTS[section])
+    assert named, section
+    for script, command in named:
+        assert (ROOT / script).is_file() if script else command in KEEPSET.commands
+
+
+def test_readmes_figures_are_rows_of_those_tables() -> None:
+    tables = rows("".join(MEASURED.values())).splitlines()
+    _, _, full, *shown = rows(sections(README)["Figures"]).splitlines()
+    assert len(shown) >= 4 and full.startswith("| full cache |")
+    for row in shown:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert any(all(f"| {cell} |" in other for cell in cells) for other in tables), row
+
+
+def test_the_conclusions_figures_stand_in_those_tables() -> None:
+    tables, concluded = rows("".join(MEASURED.values())), rows(RESULTS[CONCLUSIONS])
+    intervals = re.findall(r"\d+\.\d+\]?(?:\([^)]*\))? \([\d.]+\)", concluded)
+    assert len(intervals) > 8
+    for found in intervals:
+        assert re.sub(r"\](\([^)]*\))?", "", found) in tables, found
+    assert not set(FIGURE.findall(concluded)) - set(FIGURE.findall(tables))
+
+
+def test_readme_says_model_task_number_interval_and_rival() -> None:
+    text = sections(README)["Figures"]
+    for words in (
+        "SmolLM2-135M",
+        "Twelve essays",
+        "asked as a chat",
+        "interval of 95 %",
+        "`kvzip`",
+        "full cache",
+        "a tie",
+    ):
+        assert words in " ".join(text.split()), words
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/gpu.md", "docs/serving.md"])
+def test_what_has_not_run_on_a_gpu_stands_at_the_top(name: str) -> None:
+    top = text_of(ROOT / name)[:1200]
+    assert re.search(r"\*\*[^*]*not (been )?run[^*]*\*\*|\*\*Nothing[^*]*run[^*]*GPU[^*]*\*\*", top, flags=re.I)
+
+
+# --- concepts
+
+CONCEPTS = ("KV head", "Entry", "Sink", "Budget", "Prefill and decode", "Event", "Method", "Allocator", "Page")
+
+
+def test_each_concept_has_a_drawing_that_its_program_makes() -> None:
+    spec = importlib.util.spec_from_file_location("drawings", ROOT / "docs" / "drawings.py")
+    assert spec is not None and spec.loader is not None
+    drawings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawings)
+    made = {drawing.name: str(drawing) for drawing in (make() for make in drawings.ALL)}
+    concepts = sections(ROOT / "docs" / "concepts.md")
+    assert tuple(concepts) == CONCEPTS
+    shown = {re.findall(r"!\[[^]]+\]\(concepts/([\w-]+)\.svg\)", text)[0] for text in concepts.values()}
+    assert shown == set(made)
+    for name, svg in made.items():
+        assert text_of(ROOT / "docs" / "concepts" / f"{name}.svg") == svg
+        assert "prefers-color-scheme: dark" in svg and "<title>" in svg
+        ElementTree.fromstring(svg)
+
+
+@pytest.mark.parametrize(
+    "name", ["README", *(f"docs/{name}" for name in ("guide", "methods", "evaluation", "engines"))]
+)
+def test_terms_lead_to_the_concepts(name: str) -> None:
+    anchors = {re.sub(r"\W+", "-", concept.lower()) for concept in CONCEPTS}
+    linked = re.findall(r"concepts\.md#([\w-]+)", text_of(ROOT / f"{name}.md"))
+    assert linked and set(linked) <= anchors
