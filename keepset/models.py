@@ -163,11 +163,18 @@ def embedded_folder() -> Path:
     return folder
 
 
+def statistics_path() -> Path:
+    """Return where the file of the embedded model's statistics is, or will be."""
+    from keepset.core.statistics import FORMAT
+
+    return _home() / f"{_FOLDER}-statistics-{FORMAT}.safetensors"
+
+
 def embedded_statistics() -> Path:
     """Return the file of the embedded model's statistics, for recipes that name none; made on first use."""
-    from keepset.core.statistics import FORMAT, save
+    from keepset.core.statistics import save
 
-    path = _home() / f"{_FOLDER}-statistics-{FORMAT}.safetensors"
+    path = statistics_path()
     if not path.is_file():
         from keepset.offline.calibrate.corpus import default_corpus
         from keepset.offline.calibrate.measure import measure

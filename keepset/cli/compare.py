@@ -224,10 +224,10 @@ def _prefilled(
     from keepset.bench.compare.prompt import PromptComparer
 
     layers = model.config.get_text_config().num_hidden_layers
-    prefill = bar.add_task("prefill of the full cache", total=layers)
+    advance = counted(bar, "prefill of the full cache", layers)
     recipes = [candidate.recipe for candidate in candidates if candidate.recipe is not None]
-    comparer = PromptComparer(model, tokenizer, task, name, recipes, on_layer=lambda: bar.advance(prefill))
-    bar.update(prefill, completed=layers)
+    comparer = PromptComparer(model, tokenizer, task, name, recipes, on_layer=advance)
+    bar.update(bar.task_ids[-1], completed=layers)
     return comparer
 
 

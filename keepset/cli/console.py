@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 import textwrap
+import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,7 @@ from keepset.defaults import NETWORKS
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
     from rich.text import Text
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,7 +38,17 @@ _LONG = 20
 _TRIED = 3
 """Steps by which the time of the others is estimated."""
 _SILENT = 30
-"""Seconds between two notes on progress if there is no terminal."""
+"""Seconds without output after which a note says what is under way, if there is no terminal."""
+
+
+@dataclass
+class _Heard:
+    """When something was printed last, by `time.monotonic`."""
+
+    at: float = -math.inf
+
+
+_heard = _Heard()
 
 
 _STARTING = "loading..."
@@ -95,6 +108,7 @@ def note(text: str) -> None:
 
 def _print(console: Console, text: str, style: str | None = None) -> None:
     """Print a text; on a terminal lines break between words only, and for programs they do not break."""
+    _heard.at = time.monotonic()
     text = sanitize(text)
     if console.is_terminal:
         fill = partial(textwrap.fill, width=console.width, break_long_words=False, break_on_hyphens=False)
@@ -194,41 +208,107 @@ def cell(text: str, error: str | None = None, style: str = "") -> Text:
     return content if error is None else content.append(f"\n{sanitize(error)}", "red")
 
 
-def progress() -> Progress:
-    """Return a progress bar with the time left; without a terminal `counted` prints a note now and then."""
+@contextmanager
+def progress(description: str = "at work") -> Iterator[Progress]:
+    """Show a progress bar with the time left; without a terminal note every half minute how far it has come.
+
+    Args:
+        description: what is under way while the bar has no line of its own.
+    """
     from rich import progress as rich
+    from rich.text import Text
+
+    class Left(rich.ProgressColumn):
+        def render(self, task: Any) -> Any:
+            left = _left(task)
+            return Text("" if left is None else f"{duration(left)} left")
 
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
-    times = rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn()
     console = stderr()
-    return rich.Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal)
+    bar = rich.Progress(
+        *columns, rich.TimeElapsedColumn(), Left(), console=console, transient=True, disable=not console.is_terminal
+    )
+    with bar, beating(lambda: how_far(bar) or description):
+        yield bar
 
 
-def status(text: str) -> AbstractContextManager[Any]:
-    """Show on a terminal what is under way."""
-    return stderr().status(text)
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """Show on a terminal what is under way; without one note it every half minute."""
+    with stderr().status(text), beating(lambda: text):
+        yield
 
 
-def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
-    """Add a line to the progress bar, and return a function that advances it by a count, which is 1 by default."""
-    return moved(bar, bar.add_task(description, total=total, completed=completed))
+@contextmanager
+def beating(state: Callable[[], str]) -> Iterator[None]:
+    """Note what is under way, within the block and without a terminal, whenever nothing was printed for half a minute.
+
+    Args:
+        state: returns what is under way; "" for nothing worth a note.
+    """
+    if stderr().is_terminal or not math.isfinite(_SILENT):
+        yield
+        return
+    ended, began = threading.Event(), time.monotonic()
+
+    def beat() -> None:
+        while not ended.wait(min(1.0, _SILENT)):
+            now = time.monotonic()
+            if now - max(_heard.at, began) >= _SILENT and (text := state()):
+                note(f"{text} (after {duration(now - began).removeprefix('about ')})")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
-def moved(bar: Progress, number: TaskID) -> Callable[..., None]:
-    """Return a function that advances this line of the progress bar, and notes it without a terminal."""
-    task = bar.tasks[number]
-    before, began = task.completed, time.monotonic()
-    said = began
+def how_far(bar: Progress) -> str:
+    """Return what the newest unfinished line of a bar says: its name, steps, and the time left if that is known."""
+    task = next((task for task in reversed(bar.tasks) if task.completed < (task.total or 0)), None)
+    if task is None:
+        return ""
+    left = _left(task)
+    rest = "" if left is None else f", {duration(left)} left"
+    return f"{task.description}: {task.completed:.0f} of {task.total:.0f}{rest}"
 
-    def step(count: int = 1) -> None:
-        nonlocal said
-        bar.advance(number, count)
-        now, total = time.monotonic(), task.total or 0
-        if bar.disable and now - said >= _SILENT and before < task.completed < total:
-            said, left = now, (now - began) / (task.completed - before) * (total - task.completed)
-            note(f"{task.description}: {task.completed:.0f} of {total:.0f}, {duration(left)} left")
 
-    return step
+def _left(task: Any) -> float | None:
+    """Return the seconds that a line of a bar still takes; None if nothing was measured yet."""
+    left: Callable[[], float | None] | None = task.fields.get("left")
+    return None if left is None else left()
+
+
+def counted(
+    bar: Progress,
+    description: str,
+    total: int,
+    completed: int = 0,
+    left: Callable[[], float | None] | None = None,
+) -> Callable[..., None]:
+    """Add a line to a progress bar, and return a function that advances it by a count, which is 1 by default.
+
+    Args:
+        bar: the bar.
+        description: what is counted.
+        total: how many there are.
+        completed: how many are done already.
+        left: returns the seconds left, or None while they cannot be told. By default the mean time of a step so far
+            is what each of the others takes.
+    """
+    before, began = completed, time.monotonic()
+    number = bar.add_task(description, total=total, completed=completed)
+    task = next(task for task in bar.tasks if task.id == number)
+
+    def by_mean() -> float | None:
+        done = task.completed - before
+        return (time.monotonic() - began) / done * ((task.total or 0) - task.completed) if done > 0 else None
+
+    bar.update(number, left=by_mean if left is None else left)
+    return lambda count=1: bar.advance(number, count)
 
 
 def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1) -> Callable[..., None]:
@@ -250,20 +330,31 @@ def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1
     return step
 
 
-class TimeUp(Exception):  # noqa: N818  # as KeyboardInterrupt is no error
-    """Raised when the minutes of a command are over."""
+class TimeUp(BaseException):
+    """Raised when the minutes of a command are over: no error, as `KeyboardInterrupt` is none."""
 
 
-def bounded(advance: Callable[..., None], minutes: float | None) -> Callable[..., None]:
-    """Return `advance`, which raises `TimeUp` once the minutes are over; None for no limit."""
-    end = None if minutes is None else time.monotonic() + 60 * minutes
+@contextmanager
+def time_limit(minutes: float | None) -> Iterator[None]:
+    """Raise `TimeUp` within the block once the minutes are over, wherever the command is by then, as Ctrl-C would.
 
-    def step(count: int = 1) -> None:
-        advance(count)
-        if end is not None and time.monotonic() > end:
-            raise TimeUp
+    Args:
+        minutes: from now on; None for no limit.
+    """
+    if minutes is None:
+        yield
+        return
 
-    return step
+    def stop(*_: Any) -> None:
+        raise TimeUp
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def duration(seconds: float) -> str:
@@ -274,9 +365,27 @@ def duration(seconds: float) -> str:
 
 
 def load(source: models.Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a model and its tokenizer, see `models.load`; progress is shown on a terminal only."""
+    """Return a model and its tokenizer, see `models.load`; transformers shows progress on a terminal only."""
     with status("loading the model"), nullcontext() if stderr().is_terminal else models.no_progress_bars():
-        return models.load(*source)
+        loaded = models.load(*source)
+    if source.name is None:
+        from keepset.core.statistics import offer
+
+        offer(loaded[0].config.name_or_path or "", _measured)
+    return loaded
+
+
+def _measured() -> Path:
+    """Return the file of the embedded model's statistics; say so if they are measured first, and how long it takes."""
+    path = models.statistics_path()
+    if path.is_file():
+        return path
+    what = "measuring the embedded model's statistics"
+    began = time.monotonic()
+    with beating(lambda: what):
+        models.embedded_statistics()  # which announces it
+    note(f"{what} took {duration(time.monotonic() - began).removeprefix('about ')}")
+    return path
 
 
 def sanitize(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_least, check_minutes, check_writable, parse_budgets, parse_whole
-from keepset.cli.console import note, output
+from keepset.cli.console import note, output, status
 from keepset.cli.options import Json, Minutes, Recipes, Temperature, takes_model
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
@@ -120,13 +120,18 @@ def evaluate(
     check_ray(ray)
     check_minutes(minutes)
 
-    from keepset.bench.sweep.prompts import checked_mode
-    from keepset.bench.sweep.sweep import SweepGrid, cost
-    from keepset.bench.tasks.find import find
-    from keepset.bench.tasks.task import TaskSettings
+    from keepset.bench.tasks.find import check_names, find
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
-    chosen = find(names, TaskSettings(data, tuple(parse_whole(prompt_tokens, "prompt-tokens"))))
+    lengths = tuple(parse_whole(prompt_tokens, "prompt-tokens"))
+    check_names(names)
+
+    from keepset.bench.sweep.prompts import checked_mode
+    from keepset.bench.sweep.sweep import SweepGrid, cost
+    from keepset.bench.tasks.task import TaskSettings
+
+    with status("reading the tasks"):
+        chosen = find(names, TaskSettings(data, lengths))
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     each = _EVERY if every is None else every

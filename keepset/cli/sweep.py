@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from typer import Exit
 
 from keepset.cli.checks import check_measured
-from keepset.cli.console import TimeUp, bounded, counted, foretold, load, note, progress, status
+from keepset.cli.console import TimeUp, counted, load, note, progress, status, time_limit
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 
@@ -105,17 +105,37 @@ def sweep_grid(
     Raises:
         KeepsetError: the file cannot be used, another process adds to it, or a task does not fit the model.
     """
-    from keepset.bench.sweep import sweep
-    from keepset.bench.sweep.runner import Runner
-    from keepset.bench.sweep.store import Store
-    from keepset.hf.fingerprint import fingerprint
-
     if asking.answer_tokens is not None:
         for task in grid.tasks:
             task.generation = replace(task.generation, tokens=asking.answer_tokens)
     settings = {"--limit": grid.limit, "--sample": grid.sample, **asking.options}
     if (finished := _finished(out, grid, source, asking.chat, settings)) is not None:
         return finished
+    try:
+        with time_limit(minutes):
+            return _swept(out, grid, source, asking, ray, foretell, settings, complete=complete)
+    except TimeUp:
+        raise KeepsetError(f"--minutes {minutes:g} were over before the model was ready: give it more.") from None
+
+
+def _swept(
+    out: Path,
+    grid: SweepGrid,
+    source: Source,
+    asking: Asking,
+    ray: bool,
+    foretell: Foretell,
+    settings: dict[str, Any],
+    *,
+    complete: bool,
+) -> Swept:
+    """Load the model and make the cells that the file lacks; see `sweep_grid`."""
+    from keepset.bench.sweep import sweep
+    from keepset.bench.sweep.runner import Runner
+    from keepset.bench.sweep.store import Store
+    from keepset.bench.sweep.time_left import TimeLeft
+    from keepset.hf.fingerprint import fingerprint
+
     # With Ray it is the workers' GPUs that compute.
     loaded, tokenizer = load(source._replace(device="cpu") if ray else source)
     longest = context_length(loaded)
@@ -137,9 +157,13 @@ def sweep_grid(
         missing = sweep.count(left)
         try:
             with progress() as bar:
-                advance = counted(bar, "cells", total, total - missing)
-                first = len(left[0].candidates) if left else 1
-                advance = bounded(foretold(advance, f"{total} cells", missing, first), minutes)
+                rest = TimeLeft(left)
+                step = counted(bar, "cells", total, total - missing, left=rest.seconds)
+
+                def advance(count: int = 1) -> None:
+                    rest.advance(count)
+                    step(count)
+
                 if ray:
                     from keepset.bench.sweep import ray_sweep
 

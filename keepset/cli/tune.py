@@ -8,15 +8,13 @@ from typer import Exit, Option
 from keepset.cli.checks import check_minutes, check_whole, check_writable, parse_budgets
 from keepset.cli.console import (
     TimeUp,
-    bounded,
-    foretold,
     load,
-    moved,
     note,
     output,
     progress,
     say,
     show_table,
+    time_limit,
     write,
 )
 from keepset.cli.options import Html, Json, Minutes, takes_model
@@ -65,30 +63,37 @@ def tune(
     from keepset.bench.tune.excerpts import cut
     from keepset.bench.tune.tune import Tuner
 
-    loaded, tokenizer = load(model)
-    pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
+    tuner: Tuner | None = None
     finished = interrupted = False
-    with progress() as bar:
 
-        def show_progress() -> None:
-            race = tuner.race
-            description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
-            bar.update(task, description=description, total=race.planned)
-            step(race.done - bar.tasks[task].completed)
+    def show_progress() -> None:
+        assert tuner is not None
+        race = tuner.race
+        description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
+        bar.update(line, description=description, total=race.planned.steps, completed=race.done.steps)
 
-        tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
-        task = bar.add_task("", total=tuner.race.planned)
-        recipes = f"{len(tuner.race.entries)} recipes and what the best of them compose to"
-        step = bounded(foretold(moved(bar, task), recipes, tuner.race.planned), minutes)
-        try:
-            tuner.run()
-            finished = True
-        except TimeUp:
-            pass
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted and not any(entry.figures for entry in tuner.race.entries):
+    try:
+        with time_limit(minutes):
+            loaded, tokenizer = load(model)
+            pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
+            with progress("looking which recipes the model takes") as bar:
+                tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
+                race = tuner.race
+                line = bar.add_task("", total=race.planned.steps, left=lambda: race.seconds_left)
+                show_progress()
+                tuner.run()
+                finished = True
+    except TimeUp:
+        pass
+    except KeyboardInterrupt:
+        interrupted = True
+    measured = tuner is not None and any(entry.figures for entry in tuner.race.entries)
+    if interrupted and not measured:
         raise KeyboardInterrupt
+    if tuner is None or not measured:
+        raise KeepsetError(
+            f"--minutes {minutes:g} were over before a recipe was measured: give it more, or a shorter text."
+        )
     result = tuner.to_json()
     output(result, json_file, lambda: print_result(result))
     write(html, lambda: render(result))

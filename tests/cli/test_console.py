@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import pytest
@@ -82,24 +83,54 @@ def test_how_long_the_rest_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said == ["21 rows: about 85 seconds from here on"]
 
 
-def test_without_a_terminal_lines_say_how_far_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Now and then, and not for what is over soon; a terminal has a bar."""
-    clock, said = [0.0], list[str]()
-    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+def test_without_a_terminal_silence_is_broken_by_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a step takes: notes come while it lasts, and none where something else is said."""
+    said = list[str]()
+    monkeypatch.setattr(console, "_SILENT", 0.05)
     monkeypatch.setattr(console, "note", said.append)
-    for terminal in (False, True):
+    for terminal in (True, False):
         shown = Console(file=io.StringIO(), force_terminal=terminal)
         monkeypatch.setattr(console, "stderr", lambda shown=shown: shown)
-        with console.progress() as bar:
-            steps = console.counted(bar, "documents", 20, 4)
-            for seconds in (20.0, *[5.0] * 15):
-                clock[0] += seconds
-                steps()
-    assert said == [
-        "documents: 7 of 20, about 2 minutes left",
-        "documents: 13 of 20, about 47 seconds left",
-        "documents: 19 of 20, about 6 seconds left",
-    ]
+        with console.status("loading the model"), console.progress("getting ready") as bar:
+            time.sleep(0.2)
+            step = console.counted(bar, "documents", 4)
+            step()
+            time.sleep(0.2)
+        assert bool(said) is not terminal
+    assert {line.partition(" (after ")[0].partition(", ")[0] for line in said} == {
+        "loading the model", "getting ready", "documents: 1 of 4",
+    }  # fmt: skip
+    count = len(said)
+    time.sleep(0.1)
+    assert len(said) == count
+
+
+def test_how_far_a_bar_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean step tells what is left, or whoever knows better."""
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    with console.progress() as bar:
+        assert console.how_far(bar) == ""
+        step = console.counted(bar, "documents", 20, 4)
+        assert console.how_far(bar) == "documents: 4 of 20"
+        for seconds in (20.0, 10.0):
+            clock[0] += seconds
+            step()
+        assert console.how_far(bar) == "documents: 6 of 20, about 4 minutes left"
+        console.counted(bar, "cells", 3, left=lambda: 7.0)
+        assert console.how_far(bar) == "cells: 0 of 3, about 7 seconds left"
+
+
+def test_minutes_end_a_command_wherever_it_is() -> None:
+    """Within a step that would take long, and not after the block."""
+    began = time.monotonic()
+    with pytest.raises(console.TimeUp), console.time_limit(0.05 / 60):
+        time.sleep(30)
+    assert time.monotonic() - began < 10
+    with console.time_limit(0.05 / 60):
+        pass
+    with console.time_limit(None):
+        time.sleep(0.1)
 
 
 def test_streamed_text_is_text(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:

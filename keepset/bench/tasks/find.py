@@ -3,7 +3,9 @@
 import difflib
 import importlib
 import importlib.util
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from keepset.bench.tasks import MODULES
@@ -21,8 +23,7 @@ def find(names: Sequence[str], settings: TaskSettings) -> list[Task]:
     Raises:
         KeepsetError: if there is no such task; the sentence names the nearest ones.
     """
-    if not names:
-        raise KeepsetError("There is no task to evaluate: name one, such as gsm8k.")
+    check_names(names)
     tasks: dict[str, Task] = {}
     for name in names:
         own = next((module for module in map(_module, MODULES) if name in module.NAMES), None)
@@ -31,8 +32,42 @@ def find(names: Sequence[str], settings: TaskSettings) -> list[Task]:
     return list(tasks.values())
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Refuse what is certainly no task, within a second or two: the harness itself takes many to read its tasks.
+
+    Raises:
+        KeepsetError: a name is neither keepset's own nor stands in any file of the harness, or there is none.
+    """
+    if not names:
+        raise KeepsetError("There is no task to evaluate: name one, such as gsm8k.")
+    own = _own()
+    others = [name for name in names if name not in own and not name.endswith(".yaml")]
+    folder = harness_folder() if others else None
+    if folder is None:
+        return
+    texts = [file.read_text("utf-8", errors="replace") for file in folder.rglob("*.yaml")]
+    for name in others:
+        if not name or not any(name in text for text in texts):
+            known = [found for text in texts for found in _NAMED.findall(text)]
+            raise KeepsetError(f"There is no task {name!r}{_nearest(name, [*own, *known])}")
+
+
+_NAMED = re.compile(r"""^(?:task|group|tag):[ ]*["']?([\w./-]+)""", re.MULTILINE)
+"""The names that a file of the harness gives to tasks."""
+
+
+def harness_folder() -> Path | None:
+    """Return the folder of lm-evaluation-harness' tasks; None if it is not installed."""
+    package = importlib.util.find_spec("lm_eval")
+    return None if package is None or package.origin is None else Path(package.origin).parent / "tasks"
+
+
+def _own() -> list[str]:
+    return [known for module in map(_module, MODULES) for known in module.NAMES]
+
+
 def _of_harness(name: str, settings: TaskSettings) -> list[Task]:
-    own = [known for module in map(_module, MODULES) for known in module.NAMES]
+    own = _own()
     if importlib.util.find_spec("lm_eval") is None:
         raise KeepsetError(
             f'There is no task {name!r} without lm-evaluation-harness: pip install "keepset[eval]"{_nearest(name, own)}'

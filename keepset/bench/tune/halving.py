@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,6 +22,22 @@ LEAST = 6
 """Fewest pieces that tell recipes apart: five differences have the same sign by chance in 6 of 100 cases."""
 PREFILL = 10
 """Cost of a piece's prefill with second passes, in measurements of a recipe."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Prefills of pieces, which all recipes share, and measurements of a recipe on a piece; or the seconds of both."""
+
+    prefills: float = 0
+    measurements: float = 0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.prefills + other.prefills, self.measurements + other.measurements)
+
+    @property
+    def steps(self) -> int:
+        """The work in measurements of a recipe."""
+        return round(PREFILL * self.prefills + self.measurements)
 
 
 @dataclass(eq=False)
@@ -74,8 +91,9 @@ class Halving:
     Attributes:
         entries: all recipes that have ever been in the race, in the order in which they came.
         alive: the recipes that are still in the race.
-        done: work done so far, in measurements of a recipe on a piece.
+        done: work done so far.
         planned: all work.
+        spent: the seconds that the work took so far.
 
     Args:
         measure: measures recipes on a piece.
@@ -102,7 +120,7 @@ class Halving:
         self._rounds = [count for count in ROUNDS if count < pieces] + [pieces]
         self.entries = [TunedRecipe(recipe) for recipe in recipes]
         self.alive = list(self.entries)
-        self.round, self.rounds, self.done = 1, len(self._rounds), 0
+        self.round, self.rounds, self.done, self.spent = 1, len(self._rounds), Work(), Work()
         first, entries = self._rounds[0], len(self.alive)
         self.planned = _cost(first, entries) + _cost(first, grown) + self._later(1, entries + grown)
 
@@ -110,6 +128,17 @@ class Halving:
     def pieces(self) -> int:
         """Number of pieces on which every recipe in the race has been measured."""
         return min((len(entry.figures) for entry in self.alive if entry.error is None), default=0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that the rest takes at most, by the mean times so far; None before a piece is done."""
+        if self.done.prefills <= 1 and not self.pieces:
+            return None
+        prefills = self.planned.prefills - self.done.prefills
+        # A piece's first recipe is in the time of its prefill.
+        others = self.planned.measurements - self.done.measurements - prefills
+        known = max(1, self.done.measurements - self.done.prefills)
+        return prefills * self.spent.prefills / self.done.prefills + others * self.spent.measurements / known
 
     def run(self) -> None:
         """Run all rounds. What is known stays if they are interrupted."""
@@ -148,24 +177,29 @@ class Halving:
         """Return the best recipe and those that cannot be told from it, the best first."""
         return tied(self.ranked(), by_found=self._by_found())
 
-    def _run(self, entries: list[TunedRecipe], before: int, after: int) -> None:
-        for piece in range(before, after):
+    def _run(self, entries: list[TunedRecipe], first: int, after: int) -> None:
+        for piece in range(first, after):
             running = [entry for entry in entries if entry.error is None]
             if not running:
                 break
-            self.done += PREFILL
+            self.done += Work(prefills=1)
+            before, is_first = time.monotonic(), True
             for entry, row in zip(running, self._measure(piece, [e.recipe for e in running]), strict=True):
+                # The first recipe's time is that of the prefill: its own is small beside it.
+                took, before = time.monotonic() - before, time.monotonic()
+                self.spent += Work(prefills=took) if is_first else Work(measurements=took)
+                is_first = False
                 if row.error is not None:
                     entry.error = row.error
                 else:
                     entry.figures.append(row)
-                self.done += 1
+                self.done += Work(measurements=1)
                 self._on_step()
         self.alive = [entry for entry in self.alive if entry.error is None]
 
-    def _later(self, done: int, entries: int) -> int:
+    def _later(self, done: int, entries: int) -> Work:
         """Return the work of the rounds after `done` ones, at whose end there are this many recipes."""
-        cost = 0
+        cost = Work()
         for before, after in pairwise(self._rounds[done - 1 :]):
             entries = _half(entries)
             cost += _cost(after - before, entries)
@@ -239,5 +273,5 @@ def _half(entries: int) -> int:
     return max(math.ceil(entries / 2), min(entries, FINALISTS))
 
 
-def _cost(pieces: int, entries: int) -> int:
-    return pieces * (entries + PREFILL) if entries else 0
+def _cost(pieces: int, entries: int) -> Work:
+    return Work(pieces, pieces * entries) if entries else Work()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from keepset import KeepsetError
-from keepset.bench.tasks.find import find
+from keepset.bench.tasks.find import check_names, find
 from keepset.bench.tasks.task import TaskSettings
 from tests.bench.harness import WITH_HARNESS
 
@@ -22,16 +22,27 @@ def few_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """Reading the harness's thousands of own tasks takes seconds."""
     from lm_eval.tasks import TaskManager
 
-    from keepset.bench.tasks import harness
+    from keepset.bench.tasks import find, harness
 
-    tmp_path.joinpath("a.yaml").write_text("{task: hellaswag, dataset_path: x}")
-    tmp_path.joinpath("b.yaml").write_text("{task: gsm8k, dataset_path: x}")
+    tmp_path.joinpath("a.yaml").write_text("task: hellaswag\ndataset_path: x")
+    tmp_path.joinpath("b.yaml").write_text("task: gsm8k\ndataset_path: x")
     monkeypatch.setattr(
         harness, "TaskManager", partial(TaskManager, include_path=str(tmp_path), include_defaults=False)
     )
+    monkeypatch.setattr(find, "harness_folder", lambda: tmp_path)
     harness._manager.cache_clear()
     yield
     harness._manager.cache_clear()
+
+
+def test_a_misspelt_name_is_told_before_the_harness_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from keepset.bench.tasks import harness
+
+    monkeypatch.setattr(harness, "TaskManager", None)  # it would be called
+    for name in ("hellaswg", ""):
+        with pytest.raises(KeepsetError, match="There is no task"):
+            check_names(["needle", name])
+    check_names(["needle", "hellaswag", "a/file/of/mine.yaml"])
 
 
 def test_tasks_come_in_the_order_of_their_names_and_each_once() -> None:
