@@ -20,8 +20,8 @@ from keepset.cli.console import (
     progress,
     say,
     say_advice,
+    say_always,
     say_networks,
-    say_whole,
     show_table,
     write,
 )
@@ -156,7 +156,7 @@ def compare(
     say_advice(parsed)
     for candidate in candidates:
         if candidate.recipe is not None and not decode:
-            say_whole(candidate.recipe, task.prompt.shape[1])
+            say_always(candidate.recipe, loaded, task.prompt.shape[1])
     write(html, lambda: render(comparison, token_texts(tokenizer, ids[0].tolist()), sentence))
     if not finished:
         note(f"interrupted after {len(comparison.rows)} of {len(candidates)} rows: nothing is concluded")

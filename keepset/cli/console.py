@@ -190,14 +190,29 @@ def say_networks(default: str, called: str) -> None:
         )
 
 
-def say_whole(recipe: Recipe, length: int) -> None:
-    """Note that a prompt is too short for the recipe to drop anything of it."""
+def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
+    """Note that a recipe keeps more than its budget of a prompt, because some entries always stay.
+
+    Args:
+        recipe: the recipe, with a budget.
+        model: the model.
+        length: tokens of the prompt.
+    """
+    from keepset.hf.model_support import head_dim_of
+
     budget = recipe.budget
-    if budget.sinks + budget.recent >= length and budget.keep != 1.0:
-        always = " and ".join(
-            f"the {which} {count}" for which, count in (("first", budget.sinks), ("newest", budget.recent)) if count
-        )
-        note(f"The prompt stays whole: it has {length} tokens, and {recipe} always keeps {always}.")
+    stays = budget.sinks + budget.recent
+    always = f"{recipe} always keeps " + " and ".join(
+        f"the {which} {count}" for which, count in (("first", budget.sinks), ("newest", budget.recent)) if count
+    )
+    if budget.keep == 1.0 or budget.recent_extra:
+        return
+    if stays >= length:
+        note(f"The prompt stays whole: it has {length} tokens, and {always}.")
+        return
+    share = recipe.budget_of_sizes([(head_dim_of(model),) * 2]).keep
+    if isinstance(share, float) and stays > math.floor(share * length):
+        note(f"More than the budget stays: {always} of {length} tokens ({stays / length:.0%}).")
 
 
 def cell(text: str, error: str | None = None, style: str = "") -> Text:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_tensor_file, check_text, default_recipe
-from keepset.cli.console import counted, load, megabytes, note, progress, say, say_whole
+from keepset.cli.console import counted, load, megabytes, note, progress, say, say_always
 from keepset.cli.options import (
     Device,
     Dtype,
@@ -81,7 +81,7 @@ def build(
         f"{out}: {ids.shape[1]} tokens under {parsed} in {seconds:.1f} s; {kept}; "
         f"the file has {megabytes(out.stat().st_size)}",
     )
-    say_whole(parsed, ids.shape[1])
+    say_always(parsed, loaded, ids.shape[1])
 
 
 def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_text, default_recipe
-from keepset.cli.console import load, note, say, say_whole
+from keepset.cli.console import load, note, say, say_always
 from keepset.cli.options import OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS
@@ -72,7 +72,7 @@ def generate(
     note(f"{parsed}: kept {kept:.1%} of {length} prompt tokens{again}; {summary}")
     if given is not None and kept < 1 and length < SHORT:
         note(f"A prompt of {length} tokens is short: the entries that were dropped will be missed.")
-    say_whole(parsed, length)
+    say_always(parsed, loaded, length)
     if compare_full:
         say("\nThe full cache:")
         full = DynamicCache(config=loaded.config)

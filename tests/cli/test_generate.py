@@ -103,6 +103,18 @@ def test_a_short_prompt_stays_whole_and_it_is_said(run: Run, tiny: Any, recipe: 
     assert done.code == 0 and said in done.err and "kept 100.0% of 32 prompt tokens" in done.err
 
 
+@pytest.mark.parametrize("budget", ["bytes=0.05", "keep=0.05"])
+def test_a_budget_below_what_always_stays_is_said_to_be_exceeded(run: Run, text: Path, tiny: Any, budget: str) -> None:
+    for recipe, exceeds in ((f"snapkv({budget})", True), (f"knorm({budget})", False), ("snapkv(keep=64)", False)):
+        done = run("generate", "Go on.", "--text", "text", "--recipe", recipe, "--output-tokens", "2")
+        said = re.search(
+            r"More than the budget stays: (.*) always keeps the newest 64 of \d+ tokens \((\d+)%\).", done.err
+        )
+        assert bool(said) is exceeds
+        kept = re.search(r": kept ([\d.]+)% of", done.err)
+        assert said is None or (kept and said[1] == recipe and abs(float(said[2]) - float(kept[1])) <= 0.5)
+
+
 @pytest.mark.parametrize(("schedule", "kept", "later"), [("every=3", 8, 3), ("prefill=False, every=4", None, 2)])
 def test_compressions_while_decoding_are_counted(
     run: Run, tiny: Any, schedule: str, kept: int | None, later: int
