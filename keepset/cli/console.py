@@ -350,11 +350,12 @@ class TimeUp(BaseException):
 
 
 @contextmanager
-def time_limit(minutes: float | None) -> Iterator[None]:
+def time_limit(minutes: float | None, began: float | None = None) -> Iterator[None]:
     """Raise `TimeUp` within the block once the minutes are over, wherever the command is by then, as Ctrl-C would.
 
     Args:
-        minutes: from now on; None for no limit.
+        minutes: the limit; None for none.
+        began: from when on they count, by `time.monotonic`; from now on if not given.
     """
     if minutes is None:
         yield
@@ -364,7 +365,8 @@ def time_limit(minutes: float | None) -> Iterator[None]:
         raise TimeUp
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, 60 * minutes)
+    past = 0.0 if began is None else time.monotonic() - began
+    signal.setitimer(signal.ITIMER_REAL, max(60 * minutes - past, 1e-3))
     try:
         yield
     finally:

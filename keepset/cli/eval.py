@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -108,6 +109,7 @@ def evaluate(
     same command goes on where it was stopped. Recipes, budgets, tasks and seeds can be added to a file. One process
     adds to a file at a time; --ray uses many machines.
     """
+    began = time.monotonic()
     check_least(1, limit=limit)
     check_least(0, every=every)
     check_least(1, output_tokens=output_tokens)
@@ -146,7 +148,7 @@ def evaluate(
         if each.prompt_tokens + each.answer_tokens >= _LONG:
             note(str(each))
 
-    swept = sweep_grid(out, grid, model, asking, ray, foretell, minutes)
+    swept = sweep_grid(out, grid, model, asking, ray, foretell, minutes, began)
     failed = _show(swept.cells, out, json_file)
     say_lost(swept.lost)
     if failed or swept.lost:

@@ -46,6 +46,7 @@ def serve(
         folder,
         limit_cpu_pool,
         name_statistics,
+        precision_of,
         split,
         supervised,
         without_secrets,
@@ -57,10 +58,14 @@ def serve(
     check_installed(parsed, contexts)
     parsed = name_statistics(parsed, model)
     check_recipe(parsed, folder(model))
+    if (precision := precision_of(contexts, options)) is not None:
+        options = ["--dtype", precision, *options]
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
     check_model(folder(model))
     check_port(options)
-    for sentence in (shlex.join(without_secrets(line)), block_size_hint(parsed, options), limit_cpu_pool(options)):
+    of_files = None if precision is None else f"The server computes in {precision}, as its contexts were built."
+    hints = block_size_hint(parsed, options), limit_cpu_pool(options)
+    for sentence in (shlex.join(without_secrets(line)), of_files, *hints):
         if sentence is not None:
             note(sentence)
     os.environ[SIGNING_KEY] = new_key()

@@ -82,6 +82,7 @@ def sweep_grid(
     ray: bool,
     foretell: Foretell,
     minutes: float | None = None,
+    began: float | None = None,
     *,
     complete: bool = True,
 ) -> Swept:
@@ -97,6 +98,7 @@ def sweep_grid(
         ray: whether the workers of a Ray cluster make the cells.
         foretell: called before the first cell is made.
         minutes: the time that the command may take; None for any.
+        began: when the command began, by `time.monotonic`; now if not given.
         complete: whether a recipe is refused whose statistics or tables cannot be read; else its cells say so.
 
     Returns:
@@ -112,7 +114,7 @@ def sweep_grid(
     if (finished := _finished(out, grid, source, asking.chat, settings)) is not None:
         return finished
     try:
-        with time_limit(minutes):
+        with time_limit(minutes, began):
             return _swept(out, grid, source, asking, ray, foretell, settings, complete=complete)
     except TimeUp:
         raise KeepsetError(f"--minutes {minutes:g} were over before the model was ready: give it more.") from None

@@ -1,5 +1,6 @@
 """`keepset tune`: which recipe suits a text."""
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +49,7 @@ def tune(
     that follows and, with --retrieval, facts that are found after the text was compressed. What the intervals over
     pieces cannot tell apart is said to be tied.
     """
+    began = time.monotonic()
     budgets = parse_budgets(budget)
     if len(budgets) > 1:
         raise BudgetError(f"--budget {budget!r} is more than one: all recipes are compared under one, give that.")
@@ -73,7 +75,7 @@ def tune(
         bar.update(line, description=description, total=race.planned.steps, completed=race.done.steps)
 
     try:
-        with time_limit(minutes):
+        with time_limit(minutes, began):
             loaded, tokenizer = load(model)
             pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
             with progress("looking which recipes the model takes") as bar:

@@ -67,8 +67,10 @@ class TensorFile:
         check_replaceable(path)
         unfinished = path.parent / f".{uuid4().hex}.unfinished"
         try:
+            mode = _mode_of_a_new_file(unfinished)
             # One entry, because safetensors would order several differently from file to file.
             save_file(dict(tensors), unfinished, {self.metadata: json.dumps(metadata)})
+            unfinished.chmod(mode)  # safetensors writes files that their owner alone may read
             os.replace(unfinished, path)
         except (OSError, SafetensorError) as error:
             cause = getattr(error, "strerror", None) or error
@@ -254,3 +256,12 @@ def _layout(said: Any, first: int) -> TensorLocation:
 def is_count(said: Any) -> bool:
     """Return whether a value is a whole number from 0, of at most 63 bits."""
     return type(said) is int and 0 <= said < 2**63
+
+
+def _mode_of_a_new_file(path: Path) -> int:
+    """Make an empty file, and return the permissions that the umask gives it: no other way asks without changing it."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)

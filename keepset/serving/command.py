@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables
 from keepset.core.method import Method
 from keepset.errors import KeepsetError, UnsupportedEngineError
+from keepset.hf import saved
 from keepset.hf.fingerprint import sample_of, stores_other_weights
 from keepset.recipe import Recipe
 from keepset.vllm.engine_args import as_words, engine_args
@@ -154,6 +156,24 @@ def command(
         words += ["--host", "127.0.0.1"]
     # Of two options of one name vLLM takes the last.
     return [*words, *rest, *forced]
+
+
+def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:
+    """Return the precision that a folder's contexts have, for `--dtype`, if all have one and no other is asked for.
+
+    vLLM serves a 32-bit model in 16 bits unless told, and would refuse contexts that were built in 32.
+
+    Args:
+        contexts: the folder; None if there is none.
+        options: the server's options.
+    """
+    if contexts is None or has_option(options, "--dtype"):
+        return None
+    found = set()
+    for file in sorted(contexts.glob("*.safetensors")):
+        with suppress(KeepsetError):  # a request that names it gets the error
+            found.add(saved.contents(file).fingerprint.get("precision"))
+    return found.pop() if len(found) == 1 else None
 
 
 def has_option(options: Sequence[str], name: str) -> bool:

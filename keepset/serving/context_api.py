@@ -3,7 +3,8 @@
 The middleware checks `{"keepset": {...}}` in the body of a request. It passes the object to the engine among vLLM's
 extra arguments, with the owner of the API key, signed; the engine takes nothing that is not signed. A route that does
 not take the object answers 400. The engine itself refuses what only it can know, such as whether a prompt begins with a
-context; its reason then takes the place of vLLM's error 500. `GET /v1/contexts` lists an owner's contexts.
+context; its reason then takes the place of vLLM's error 500. `GET /v1/contexts` lists an owner's contexts,
+and the files that cannot be served with the reason.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ class _Contexts:
         return re.sub(rf"{re.escape(str(folder))}/(?:saved/[^/]*/)?([^/'\"@]*)(?:@[^/'\"]*)?", _name, sentence)
 
     def _listing(self, scope: Scope) -> dict[str, Any]:
-        used, library = stats.contexts(), self._of(scope)
+        used, library, owner = stats.contexts(), self._of(scope), self._owner(scope)
+        refused = {} if library is None else library.refused(owner)
         return {
             "object": "list",
             "data": [
@@ -170,8 +172,9 @@ class _Contexts:
                     "bytes": context.nbytes,
                     **used.get(context.title, {"requests": 0, "loads": 0}),
                 }
-                for context in ([] if library is None else library.all(self._owner(scope)))
+                for context in ([] if library is None else library.all(owner))
             ],
+            "refused": [{"id": name, "reason": self._without_paths(scope, why)} for name, why in refused.items()],
         }
 
     def _of(self, scope: Scope) -> ContextLibrary | None:

@@ -109,7 +109,8 @@ class ContextSaver:
             layer: {name: torch.cat([part[layer][name] for part in whole]) for name in columns}
             for layer, columns in whole[0].items()
         }
-        job.path.parent.mkdir(parents=True, exist_ok=True)
+        job.path.parent.parent.mkdir(mode=0o700, exist_ok=True)  # what people said is for this server alone
+        job.path.parent.mkdir(exist_ok=True)
         recipe = job.recipe
         if not Recipe.parse(recipe).method.traits.biased:  # its entries have biases only if a context had some
             biases = [columns.pop(BIAS) for columns in layers.values() if BIAS in columns]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -85,7 +84,7 @@ class ContextLibrary:
         self._recipe = recipe_of(config) if is_compressed(config) else None
         self._known: dict[Path, tuple[tuple[int, ...], SavedContext | KeepsetError]] = {}
         self._whole: set[str] = set()
-        self._listed: dict[Path, tuple[int, list[SavedContext]]] = {}
+        self._listed: dict[Path, tuple[int, list[SavedContext], dict[str, str]]] = {}
 
     def named(self, name: str, owner: str) -> SavedContext:
         """Return the context of a name.
@@ -112,8 +111,10 @@ class ContextLibrary:
         if context.digest not in self._whole:
             try:
                 saved.entries(context.path, context.digest)
-            except KeepsetError:
+            except KeepsetError as error:
                 self.named(name, owner)  # raises if the file is gone
+                self._known[context.path] = self._known[context.path][0], error
+                self._listed.pop(context.path.parent, None)
                 raise
             self._whole.add(context.digest)
         return context
@@ -169,6 +170,12 @@ class ContextLibrary:
         known = {context.name for context in contexts}
         return [*contexts, *(each for each in self._in(self.folder, self._shared, "") if each.name not in known)]
 
+    def refused(self, owner: str) -> dict[str, str]:
+        """Return why files cannot be served that are an owner's, or everybody's, by the names of their contexts."""
+        own = OwnedContexts(self.folder, owner)
+        self.all(owner)  # looks at what has changed
+        return {**self._listed[self.folder][2], **self._listed[own.folder][2]}
+
     def _shared(self) -> dict[str, Path]:
         files = (path for path in sorted(self.folder.glob(f"*{SUFFIX}")) if path.is_file())
         return {path.name.removesuffix(SUFFIX): path for path in files}
@@ -178,16 +185,18 @@ class ContextLibrary:
             version = folder.stat().st_mtime_ns
         except OSError:
             version = 0
-        if self._listed.get(folder, (-1, []))[0] != version:
-            contexts, there = [], files()
+        if folder not in self._listed or self._listed[folder][0] != version:
+            contexts, refused, there = list[SavedContext](), dict[str, str](), files()
             self._known = {
                 path: known for path, known in self._known.items() if path.parent != folder or path in there.values()
             }
             for name, path in there.items():
-                with suppress(KeepsetError):  # a request that names it gets the error
+                try:
                     if (context := self._at(path, name, owner)) is not None:
                         contexts.append(context)
-            self._listed[folder] = version, contexts
+                except KeepsetError as error:  # a request that names it gets the error, too
+                    refused[name] = str(error)
+            self._listed[folder] = version, contexts, refused
         return self._listed[folder][1]
 
     def _at(self, path: Path, name: str, owner: str) -> SavedContext | None:
@@ -201,6 +210,7 @@ class ContextLibrary:
             return None
         version = stat.st_mtime_ns, stat.st_size, stat.st_ino
         if path not in self._known or self._known[path][0] != version:
+            self._listed.pop(path.parent, None)
             try:
                 self._known[path] = version, self._opened(name, path, stat.st_size, owner)
             except KeepsetError as error:

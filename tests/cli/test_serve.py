@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import keepset
 from keepset import models
 from keepset.serving import command
 from keepset.vllm.signing import SIGNING_KEY
@@ -102,6 +104,30 @@ def test_small_budgets_are_advised(run: Run, became: list[list[str]], monkeypatc
     done = run("serve", "--recipe", "snapkv(keep=96, every=64)")
     assert "add --block-size 32" in done.err.splitlines()[1]
     assert "--block-size" not in " ".join(became[0])
+
+
+def test_a_server_computes_in_the_precision_of_its_contexts(
+    run: Run, became: list[list[str]], tiny: Any, tmp_path: Path
+) -> None:
+    """Unless it is told another, or its contexts do not agree."""
+    folder = tmp_path / "contexts"
+    folder.mkdir()
+
+    def dtypes(*words: str) -> list[str]:
+        done = run("serve", "--contexts", str(folder), "--port", "0", *words)
+        assert done.code == 0
+        line = became[-1]
+        return [line[at + 1] for at, word in enumerate(line) if word == "--dtype"]
+
+    assert dtypes() == []
+    for precision in ("float32", "bfloat16"):
+        cache = keepset.Cache(tiny[0].to(getattr(torch, precision)), "knorm(keep=0.5)")
+        with torch.no_grad():
+            tiny[0](torch.arange(40)[None], past_key_values=cache)
+        cache.save(folder / f"{precision}.safetensors")
+        assert dtypes() == (["float32"] if precision == "float32" else [])
+        assert dtypes("--dtype", "float16") == ["float16"]
+    tiny[0].float()
 
 
 @pytest.mark.parametrize(

@@ -325,3 +325,15 @@ def test_without_a_file_statistics_are_those_offered_for_the_model(tmp_path: Pat
     for model, said in (("other", "other"), ("", "MODEL")):
         with pytest.raises(KeepsetError, match=f"`keepset calibrate --model {said} --out stats.safetensors`"):
             statistics.load("", model)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_have_the_permissions_that_the_umask_says(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        FILE.write(tmp_path / "file", {"a": torch.zeros(2)}, {})
+        (tmp_path / "other").write_text("")
+    finally:
+        os.umask(before)
+    modes = [path.stat().st_mode & 0o777 for path in sorted(tmp_path.iterdir())]
+    assert modes == [0o666 & ~mask] * 2

@@ -336,6 +336,30 @@ def test_the_listing_follows_the_folder(folder: Path, tiny_model: PreTrainedMode
     assert posted(ask, {"context": "another"})[0] == 400
 
 
+def test_the_listing_says_why_files_cannot_be_served(
+    folder: Path, tiny_model: PreTrainedModel, counted: None, tmp_path: Path
+) -> None:
+    """In the words that a request gets that names one; damage is known once a request did."""
+    for name in ("goes on", "flipped", "manual"):
+        (tmp_path / f"{name}.safetensors").write_bytes((folder / f"{name}.safetensors").read_bytes())
+    (tmp_path / "no.safetensors").write_text("no context")
+    ask = server(tmp_path, tiny_model, Inner())
+
+    def refused() -> dict[str, str]:
+        answer = ask("GET", "/v1/contexts")[1]
+        assert {each["id"] for each in answer["data"]} == {"goes on", "flipped", "manual", "no"} - {
+            each["id"] for each in answer["refused"]
+        }
+        return {each["id"]: each["reason"] for each in answer["refused"]}
+
+    assert refused().keys() == {"goes on", "no"}
+    told = {name: posted(ask, {"context": name})[1] for name in ("goes on", "no", "flipped")}
+    assert refused() == told and all(told.values()) and str(tmp_path) not in "".join(told.values())
+    assert posted(ask, {"context": "flipped"}) == (400, told["flipped"])
+    (tmp_path / "flipped.safetensors").write_bytes((folder / "manual.safetensors").read_bytes())
+    assert posted(ask, {"context": "flipped"})[0] == 200 and refused().keys() == {"goes on", "no"}
+
+
 def test_a_folder_is_no_context_and_neither_is_a_file_that_goes_while_it_is_read(
     folder: Path, tiny_model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
