@@ -170,18 +170,25 @@ def _result(entry: Entry, model: str, rows: Sequence[MeasuredFigure]) -> dict[st
 
 
 def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
+    from keepset.bench.papers.price import price_of
+
+    prices = {each.name: price_of(each) for each in entries}
+
     def print_table() -> None:
-        grid = table("entry", "shows", "models", "state", optional=("state", "models"))
+        grid = table("entry", "shows", "H100", "models", "state", optional=("state", "models", "H100"))
         for each in entries:
-            grid.add_row(each.name, each.title, "\n".join(map(_short, each.models)), each.state)
+            models = "\n".join(map(_short, each.models))
+            grid.add_row(each.name, each.title, prices[each.name].text, models, each.state)
         show(grid)
         say(
             "\nData come from the hub, or from a folder with --data; what names none runs here. "
-            f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing."
+            f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing. H100: hours of one card at the "
+            "least, from tokens, operations and bytes."
         )
 
     listed = [
         {name: getattr(each, name) for name in ("name", "source", "title", "models", "data", "state", "note")}
+        | {"h100": asdict(prices[each.name])}
         for each in entries
     ]
     output(listed, json_file, print_table)

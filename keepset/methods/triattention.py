@@ -33,8 +33,9 @@ class TriAttention(Method):
     beforehand (`keepset calibrate`).
 
     As in the authors' program, distances are from the request's length plus 1, 2, 4 ... up to `horizon`, a query head's
-    scores are standardised over the entries, an entry gets the largest over the query heads that share its KV head, and
-    each layer and head decides by itself. Where the paper is silent: numbers that a model does not rotate count as of
+    scores are standardised over the entries, and an entry gets the largest over the query heads that share its KV head.
+    Each layer and head decides by itself, as under the program's `--per-layer-perhead-pruning`; its command averages
+    over layers by default. Where the paper is silent: numbers that a model does not rotate count as of
     frequency 0, each by itself, and statistics leave out the first four tokens of each text. A prompt is compressed
     like everything else, where the authors keep it (`prefill=False, every=128` waits until it is over), and nothing
     stays by itself.
