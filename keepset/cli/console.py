@@ -385,10 +385,10 @@ def load(source: models.Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     """Return a model and its tokenizer, see `models.load`; transformers shows progress on a terminal only."""
     with status("loading the model"), nullcontext() if stderr().is_terminal else models.no_progress_bars():
         loaded = models.load(*source)
-    if source.name is None:
+    if source.name is None and (name := loaded[0].config.name_or_path) == str(models.embedded_folder()):
         from keepset.core.statistics import offer
 
-        offer(loaded[0].config.name_or_path or "", _measured)
+        offer(name, _measured)
     return loaded
 
 
