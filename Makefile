@@ -76,6 +76,7 @@ bench: setup setup-vllm
 	$(BIN)/python benchmarks/memory.py --repeats 3
 	$(BIN)/python benchmarks/engine.py --repeats 3
 	$(BIN)/python benchmarks/speed.py --repeats 3
+	$(BIN)/python benchmarks/served_facts.py
 
 # Needs a GPU; on a machine where nothing is installed `python3 benchmarks/gpu.py` does the same.
 bench-gpu: setup

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import progress
+from harness.options import names
 from harness.report import Section, machine, publish
 from harness.summary import Summary, ratios, shown
 
@@ -122,11 +123,11 @@ def held(case: Case) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3)")
-    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    parser.add_argument("--only", type=names, default=[""], help="cases whose names contain one of these, with commas")
     parser.add_argument("--model", help="folder of a converted model (default: the embedded one)")
     args = parser.parse_args()
     text = essay()
-    cases = {name: case for name, case in CASES.items() if args.only in name}
+    cases = {name: case for name, case in CASES.items() if any(part in name for part in args.only)}
     figures: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     try:
         with progress.bar() as bar:
