@@ -51,16 +51,14 @@ class Predictor:
         )
 
     def log_scores(
-        self, heads: slice, inputs: Float[Tensor, "*rows heads entries inputs"]
-    ) -> Float[Tensor, "*rows heads entries"]:
+        self, inputs: Float[Tensor, "*rows kv_heads entries inputs"]
+    ) -> Float[Tensor, "*rows kv_heads entries"]:
         """Return the logarithm of each entry's score, without what its age adds.
 
         Args:
-            heads: the KV heads that the inputs are of.
             inputs: each entry's key before rotation, followed by its value.
         """
-        own = self.of_heads(heads)
-        return log_scores(inputs, own.linear, own.hidden, own.hidden_bias, own.output, own.output_bias)
+        return log_scores(inputs, self.linear, self.hidden, self.hidden_bias, self.output, self.output_bias)
 
 
 def interpolated(

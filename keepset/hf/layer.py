@@ -106,22 +106,30 @@ class LayerState(LogicalLayer):
             self.store.append(new.key, new.value, new.positions, real, self._room(new.start))
             at = new.positions if new.length > 1 else None
             output = ragged_attention(new.query, [self.store.heads], new.scaling, at)
-        until = None
-        if self.prompt is not None:
-            if self.store is None and new.real is not None:
-                self.store = _packed(new)
-            self.prompt.add(new, self.store)
-            if self.decoding is not None:
-                self.decoding.recorder.record(new, None, self.decoding.next)
-            until = new if new.end >= self.prompt.length else None
-        elif self.decoding is not None:
-            self.store = self.store or _packed(new)
-            self._write_scores(new)
-            if self.decoding.looks_at(new):
-                until, self.beyond = self.decoding.add(new, self.store)
+        if self.store is None and (self.prompt is None or new.real is not None):
+            self.store = _packed(new)
+        until = self._collect(new)
         if until is None and self.store is None:
             self.store = _packed(new)
         return output, until
+
+    @torch.no_grad()
+    def _collect(self, new: AttentionInput) -> AttentionInput | None:
+        """Take in what an event looks at of new tokens, and return the tokens up to the event that they reach.
+
+        No gradient flows through what is collected, nor through an event.
+        """
+        if self.prompt is not None:
+            self.prompt.add(new, self.store)
+            if self.decoding is not None:
+                self.decoding.recorder.record(new, None, self.decoding.next)
+            return new if new.end >= self.prompt.length else None
+        until = None
+        if self.decoding is not None and self.store is not None:
+            self._write_scores(new)
+            if self.decoding.looks_at(new):
+                until, self.beyond = self.decoding.add(new, self.store)
+        return until
 
     def observe(
         self,

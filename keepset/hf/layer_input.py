@@ -147,6 +147,7 @@ class LayerInput(QuerySource):
         UnsupportedModelError: the module rotates queries in a way that cannot be undone.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         call: ModuleCall,

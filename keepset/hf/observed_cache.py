@@ -403,6 +403,7 @@ class ObservedCache(TransformersCache, KnowsText):
                 )
         self.progress.advance(new)
 
+    @torch.no_grad()
     def _reached(self, layer: LayerState, until: AttentionInput) -> None:
         """Observe a layer at an event, and hand on the observations that are complete by that."""
         progress = self.progress
@@ -449,6 +450,7 @@ class ObservedCache(TransformersCache, KnowsText):
 
     # --- around the forwards
 
+    @torch.no_grad()
     def on_logits(self, perplexities: Mapping[Feature[Any], Tensor]) -> None:
         """Complete the observations that waited for the model's logits, once its call is over."""
         self._waiting = [observation.with_features(perplexities) for observation in self._waiting]

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.core.feature import Needs
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, interpolated, knot_weights
@@ -71,8 +72,8 @@ def parse_teachers(texts: Sequence[str]) -> list[Method]:
         KeepsetError: if a text is no recipe, or names `distilled`.
     """
     methods = [Recipe.parse(text).method for text in texts]
-    for text in texts:
-        if "distilled" in text:
+    for text, method in zip(texts, methods, strict=True):
+        if any(measured.predictors for measured in method.traits.needs.of(ModelStatistics)):
             raise KeepsetError(f"The teacher {text!r} looks at what it would teach: name another one, such as reread.")
     return methods
 
@@ -271,7 +272,7 @@ def _least_squares(blocks: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Float[Ten
 
 def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[int]) -> dict[str, Any]:
     """Return how the networks rank held-out entries, layer by layer: rank correlation, and share of the choice."""
-    told = predictor.log_scores(slice(None), held.inputs.float()) + interpolated(predictor.age, held.ages[None])
+    told = predictor.log_scores(held.inputs.float()) + interpolated(predictor.age, held.ages[None])
     ranks = [part.argsort(-1).argsort(-1).float() for part in (told, held.wanted)]
     centred = [part - part.mean(-1, keepdim=True) for part in ranks]
     correlation = F.cosine_similarity(centred[0], centred[1], dim=-1)
