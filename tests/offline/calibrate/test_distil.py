@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from keepset import KeepsetError, Method, Observation
-from keepset.core.predictor import PREDICTOR_FIELDS, Predictor
+from keepset.core.predictor import PREDICTOR_FIELDS
 from keepset.core.statistics import Statistics, load, save
 from keepset.offline.calibrate import distil
 from keepset.offline.calibrate.corpus import Corpus
