@@ -49,6 +49,8 @@ class _Heard:
 
 
 _heard = _Heard()
+_beating: list[threading.Event] = []
+"""The blocks of `beating` that have begun, the outermost first."""
 
 
 _STARTING = "loading..."
@@ -269,15 +271,18 @@ def beating(state: Callable[[], str]) -> Iterator[None]:
     def beat() -> None:
         while not ended.wait(min(1.0, _SILENT)):
             now = time.monotonic()
-            if now - max(_heard.at, began) >= _SILENT and (text := state()):
-                note(f"{text} (after {duration(now - began).removeprefix('about ')})")
+            # Of blocks inside one another the innermost knows best what is under way.
+            if _beating[-1:] == [ended] and now - max(_heard.at, began) >= _SILENT and (text := state()):
+                note(f"{text} (after {now - began:.0f} s)")
 
     thread = threading.Thread(target=beat, daemon=True)
+    _beating.append(ended)
     thread.start()
     try:
         yield
     finally:
         ended.set()
+        _beating.remove(ended)
         thread.join()
 
 

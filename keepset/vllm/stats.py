@@ -175,11 +175,13 @@ class PrometheusCollector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         folder = os.environ.get(FOLDER)
-        if folder is not None and (path := Path(folder) / _RECIPE).exists():
+        has_recipe = folder is not None and (path := Path(folder) / _RECIPE).exists()
+        if has_recipe:
             served = GaugeMetricFamily("keepset:recipe", "The recipe that is served.", labels=["recipe"])
             served.add_metric([path.read_text(encoding="utf-8")], 1.0)
             yield served
-        if _rows("counters", _COUNTER):
+        # From the start on: a rate of what is missing is no rate of 0.
+        if has_recipe or _rows("counters", _COUNTER):
             for name, value in totals().items():
                 yield CounterMetricFamily(f"keepset:{name}", COUNTERS[name], value=value)
 

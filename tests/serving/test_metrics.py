@@ -58,6 +58,8 @@ def test_the_recipe_that_is_served_is_a_metric(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv(stats.FOLDER, str(tmp_path))
     assert not list(stats.PrometheusCollector().collect())
     stats.serving("snapkv(keep=0.25)")
-    (family,) = stats.PrometheusCollector().collect()
+    family, *counters = stats.PrometheusCollector().collect()
+    # Alerts compare rates with 0, which a counter that is not there does not have.
+    assert [sample.value for counter in counters for sample in counter.samples] == [0.0] * len(stats.COUNTERS)
     assert family.name == "keepset:recipe"
     assert [(sample.labels, sample.value) for sample in family.samples] == [({"recipe": "snapkv(keep=0.25)"}, 1.0)]

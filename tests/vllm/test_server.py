@@ -10,7 +10,10 @@ import asyncio
 import base64
 import io
 import json
+import os
 import random
+import re
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,7 @@ pytestmark = pytest.mark.full
 
 Running = tuple[ServerProcess, httpx.Client, Path]
 Ask = Any
+DEPLOY = Path(__file__).parents[2] / "deploy"
 STEPS = 40
 REQUESTS, AT_ONCE = 80, 40
 
@@ -121,6 +125,21 @@ def test_a_prompt_of_embeddings_has_no_context(ask: Ask) -> None:
     for words in ({"context": "manual"}, {"save": "embedded"}):
         status, sentence = ask("/v1/completions", prompt_embeds=embeds, keepset=words)
         assert status == 400 and "tokens, not embeddings" in sentence
+
+
+def test_the_smoke_test_passes_and_all_metrics_of_alerts_are_served(with_keys: Running) -> None:
+    """And it fails with the first answer that is not as it should be."""
+    _, client, _ = with_keys
+    for key, code in (("one", 0), ("none", 1)):
+        done = subprocess.run(
+            ["sh", DEPLOY / "smoke.sh", str(client.base_url).rstrip("/")],
+            env={**os.environ, "VLLM_API_KEY": key},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stdout
+    served = set(re.findall(r"^\w+:\w+", client.get("/metrics").text, re.MULTILINE))
+    for name in ("prometheus-rules.yml", "grafana-dashboard.json"):
+        assert set(re.findall(r"\b(?:vllm|keepset):\w+", (DEPLOY / name).read_text("utf-8"))) <= served
 
 
 def test_a_stream_that_has_begun_ends_with_the_refusal(ask: Ask) -> None:
