@@ -184,6 +184,13 @@ def test_what_has_not_run_on_a_gpu_stands_at_the_top(name: str) -> None:
     assert re.search(r"\*\*[^*]*not (been )?run[^*]*\*\*|\*\*Nothing[^*]*run[^*]*GPU[^*]*\*\*", top, flags=re.I)
 
 
+def test_no_document_installs_keepset_from_an_index() -> None:
+    installs = re.findall(r"^ +pip install (.*)$", text_of(README), flags=re.M)
+    assert installs[0].strip() == "."
+    for document in [*DOCUMENTS, ROOT / "examples" / "README.md"]:
+        assert not re.search(r"pip install keepset\b", text_of(document)), document
+
+
 # --- concepts
 
 CONCEPTS = ("KV head", "Entry", "Sink", "Budget", "Prefill and decode", "Event", "Method", "Allocator", "Page")
