@@ -9,6 +9,8 @@ ANSWERED_AT_ONCE = "quantized(pool(prompt_queries), bytes=0.25)"
 ASKED_LATER = "quantized(match(reread), bytes=0.25)"
 """For other models, and a text that is asked about later. It takes two passes."""
 
+SHORT = 256
+"""The tokens below which a prompt is short: little of it can be spared, so no default compresses it."""
 COMPARED = ("reread", "glance", "snapkv", "adakv(expected_attention)", "kvzip", "streaming_llm", "random")
 """Recipes without budgets that stand beside the defaults in comparisons and in the playground's list."""
 

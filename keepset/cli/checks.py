@@ -90,13 +90,16 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
             Cache(model, recipe).stop_watching()
 
 
-def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
+def default_recipe(model: Any, called: str, otherwise: str, length: int) -> Recipe:
     """Return the recipe where none is named, and note how a model gets networks that has none; see `defaults`.
+
+    A short prompt is not compressed, which is noted.
 
     Args:
         model: the model.
         called: what the user calls it.
         otherwise: the recipe's text for a model without networks.
+        length: the prompt's tokens.
 
     Raises:
         KeepsetError: the model's statistics cannot be read.
@@ -105,8 +108,26 @@ def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
     from keepset.recipe import Recipe
 
     text = defaults.default_recipe(model.config.name_or_path or "", otherwise)
+    if length < defaults.SHORT:
+        note(
+            f"Not compressed: the prompt has {length} tokens (minimum {defaults.SHORT}); --recipe compresses it anyway."
+        )
+        return Recipe.parse(text).with_keep(1.0)
     say_networks(text, called)
     return Recipe.parse(text)
+
+
+def note_short(length: int, kept: float) -> None:
+    """Note that a prompt is short of which a recipe dropped something.
+
+    Args:
+        length: the prompt's tokens.
+        kept: the share of its entries that stays.
+    """
+    from keepset.defaults import SHORT
+
+    if kept < 1 and length < SHORT:
+        note(f"A prompt of {length} tokens is short (minimum {SHORT}): the entries that were dropped will be missed.")
 
 
 def offered_recipes(model: Any) -> list[Recipe]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from keepset.cli.checks import check_fits_context, check_tensor_file, check_text, default_recipe
+from keepset.cli.checks import check_fits_context, check_tensor_file, check_text, default_recipe, note_short
 from keepset.cli.console import counted, load, megabytes, note, progress, say, say_always
 from keepset.cli.options import (
     Device,
@@ -21,7 +21,7 @@ from keepset.cli.options import (
     takes_model,
 )
 from keepset.cli.streaming import Sampling, generate_streamed
-from keepset.defaults import ASKED_LATER, NETWORKS
+from keepset.defaults import ASKED_LATER, NETWORKS, SHORT
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED, Source
 from keepset.texts import chat_parts, read
@@ -37,7 +37,10 @@ def build(
     out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
     recipe: Annotated[
         str | None,
-        Option(help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ASKED_LATER}]"),
+        Option(
+            help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ASKED_LATER}; all of "
+            f"a text of fewer than {SHORT} tokens]"
+        ),
     ] = None,
     force: Force = False,
 ) -> None:
@@ -62,7 +65,7 @@ def build(
     prompt, _ = chat_parts(tokenizer, content, "")
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
     check_fits_context(loaded, ids.shape[1])
-    parsed = default_recipe(loaded, model.called, ASKED_LATER) if given is None else given
+    parsed = default_recipe(loaded, model.called, ASKED_LATER, ids.shape[1]) if given is None else given
     cache = Cache(loaded, parsed)
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):
@@ -74,6 +77,7 @@ def build(
     kept = "nothing dropped yet"
     if cache.events:
         event, keep_set = cache.events[-1], cache.keep_set
+        note_short(ids.shape[1], event.kept / event.entries)
         left = event.nbytes_before if keep_set is None else keep_set.nbytes
         share = f"{cache.share:.1%} of a full 16-bit cache's"
         kept = f"{megabytes(event.nbytes_before)} of keys and values before, {megabytes(left)} after ({share})"

@@ -5,16 +5,13 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from keepset.cli.checks import check_fits_context, check_text, default_recipe
+from keepset.cli.checks import check_fits_context, check_text, default_recipe, note_short
 from keepset.cli.console import load, note, say, say_always
 from keepset.cli.options import OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling, generate_streamed
-from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS
+from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS, SHORT
 from keepset.models import Source
 from keepset.texts import chat_parts, read
-
-SHORT = 256
-"""The tokens below which a prompt is short: little of it can be spared."""
 
 
 @takes_model
@@ -59,10 +56,7 @@ def generate(
     length = inputs["input_ids"].shape[1]
     check_fits_context(loaded, length, sampling.tokens)
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
-    parsed = default_recipe(loaded, model.called, ANSWERED_AT_ONCE) if given is None else given
-    if given is None and length < SHORT:
-        parsed = parsed.with_keep(1.0)
-        note(f"All {length} tokens of so short a prompt stay; with --recipe a recipe decides.")
+    parsed = default_recipe(loaded, model.called, ANSWERED_AT_ONCE, length) if given is None else given
     cache = Cache(loaded, parsed, task_tokens=task)
     ids, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
     at_end = next((event for event in cache.events if event.length == length), None)
@@ -70,8 +64,7 @@ def generate(
     later = sum(event.length > length for event in cache.events)
     again = "" if parsed.schedule.every is None else f", compressed {later} times while decoding"
     note(f"{parsed}: kept {kept:.1%} of {length} prompt tokens{again}; {summary}")
-    if given is not None and kept < 1 and length < SHORT:
-        note(f"A prompt of {length} tokens is short: the entries that were dropped will be missed.")
+    note_short(length, kept)
     say_always(parsed, loaded, length)
     if compare_full:
         say("\nThe full cache:")

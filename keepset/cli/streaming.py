@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from keepset.cli.console import megabytes, sanitize
+from keepset.cli.console import beating, megabytes, sanitize
 from keepset.errors import KeepsetError
 
 _SHOWN = 50_000
@@ -58,7 +58,7 @@ def generate_streamed(model: Any, tokenizer: Any, inputs: Any, cache: Any, sampl
     torch.manual_seed(sampling.seed)
     start = time.perf_counter()
     options = {**sampling.options, "logits_processor": LogitsProcessorList([Checked()])}
-    with torch.no_grad():
+    with torch.no_grad(), beating(lambda: "reading the prompt" if streamer.first is None else ""):
         model.generate(**inputs, past_key_values=cache, streamer=streamer, **options)
     stop = time.perf_counter()
     print(flush=True)

@@ -46,8 +46,9 @@ function take(event) {
   }
   if (event.full?.read) status("The recipe’s cache reads the text …");
   if (event.compressed?.text) status("Answering …");
+  if (event.note) told.note = event.note;
   if (event.done) {
-    status("Done.");
+    status(["Done.", told.note].filter(Boolean).join(" "));
     judge();
   }
 }

@@ -17,6 +17,7 @@ from keepset.bench.memory import dynamic_nbytes
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet
 from keepset.core.observation import Observation
+from keepset.defaults import SHORT
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.model_support import check_logits
@@ -132,6 +133,8 @@ class Playground:
             shading.cache.stop_watching()
         told = {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share, "share": shading.cache.share}
         send({"compressed": told})
+        if length < SHORT and shading.share < 1:
+            send({"note": f"The prompt has {length} tokens: below {SHORT} the entries that were dropped are missed."})
         if request.question.strip():
             self._ask(question, {"full": full, "compressed": shading.cache}, send)
         send({"done": True})

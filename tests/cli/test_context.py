@@ -57,6 +57,17 @@ def test_tells_what_was_kept(run: Run, tiny: Any, text: Path) -> None:
     check_refused(run, *words, because="do not fit the model's context of 2048")
 
 
+def test_a_short_text_is_compressed_only_by_a_recipe_that_is_named(run: Run, tiny: Any) -> None:
+    Path("few").write_text("A few words are no text that could spare any of them.")
+    length = parts(tiny[1], Path("few").read_text(), "")[0].shape[1]
+    done = run("context", "build", "--text", "few", "--out", "whole")
+    assert f"Not compressed: the prompt has {length} tokens (minimum 256)" in done.err and length < 256
+    assert int(keepset.Cache.load("whole", tiny[0]).keep_set.counts.min()) == length
+    done = run("context", "build", "--text", "few", "--out", "less", "--recipe", "knorm(keep=0.5)")
+    assert f"A prompt of {length} tokens is short (minimum 256)" in done.err
+    assert int(keepset.Cache.load("less", tiny[0]).keep_set.counts.max()) == length // 2
+
+
 @pytest.mark.parametrize("recipe", [RECIPE, "tova(keep=24, every=4)", "tova(keep=24, prefill=False, every=900)"])
 def test_answers_are_those_of_a_cache_that_was_never_saved(run: Run, tiny: Any, text: Path, recipe: str) -> None:
     model, tokenizer = tiny

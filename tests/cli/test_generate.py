@@ -40,7 +40,9 @@ def test_streams_what_the_model_generates(run: Run, embedded: Any, monkeypatch: 
     kept = int(0.5 * ids.shape[1]) / ids.shape[1]
     assert done.out == f"{text}\n"
     tail, short = done.err.splitlines()
-    assert short == f"A prompt of {ids.shape[1]} tokens is short: the entries that were dropped will be missed."
+    assert short == (
+        f"A prompt of {ids.shape[1]} tokens is short (minimum 256): the entries that were dropped will be missed."
+    )
     assert tail.startswith(f"{recipe}: kept {kept:.1%} of {ids.shape[1]} prompt tokens; ")
     match = SUMMARY.search(tail)
     assert match and int(match[1]) == len(new)
@@ -91,7 +93,7 @@ def test_a_seed_repeats_a_sample(run: Run, tiny: Any, before: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ([], "All 32 tokens of so short a prompt stay; with --recipe a recipe decides."),
+        ([], "Not compressed: the prompt has 32 tokens (minimum 256); --recipe compresses it anyway."),
         (
             ["--recipe", "snapkv(keep=0.25)"],
             "The prompt stays whole: it has 32 tokens, and snapkv(keep=0.25) always keeps the newest 64.",

@@ -65,6 +65,7 @@ def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, ti
     model, tokenizer = tiny_pair
     sent = events(server)
     assert sent[-1] == {"done": True}
+    assert ["below 256" in event["note"] for event in sent if "note" in event] == [True]
     context, rest = chat_parts(tokenizer, WISH["text"], WISH["question"])
     encoded = (tokenizer(part, add_special_tokens=False, return_tensors="pt") for part in (context, rest))
     ids, question = (tokens.input_ids for tokens in encoded)

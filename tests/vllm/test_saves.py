@@ -155,6 +155,7 @@ def check(engine: Result, some: Chat, folder: Path, model: PreTrainedModel, name
     other = turn(model, recipe or "streaming_llm(keep=1.0)", asks[7].ids, first)
     assert engine.tokens[8] == other.answer and engine.cached[7:9] == [len(second.said) + TOKENS - 1, 149 + TOKENS]
     path = owned.OwnedContexts(folder, ONE).newest()["chat"]
+    assert path.parents[1].stat().st_mode & 0o777 == 0o700  # what people said is for this server's user alone
     loaded = keepset.Cache.load(path, model)
     length = loaded.get_seq_length()
     assert length == len(second.said) + TOKENS - 1
