@@ -192,8 +192,13 @@ class Entry:
         found = (re.search(r"(\d+(?:\.\d+)?)B\b", model) for model in self.models)
         sizes = ", ".join(f"{size:g}B" for size in sorted({float(size[1]) for size in found if size}))
         texts = "".join(text for sweep in self.sweeps for text in sweep.methods.values())
+        texts += "".join(getattr(self.measure, "keywords", {}).get("methods", {}).values())
         needs = [f"models of {sizes}" if "," in sizes else f"a model of {sizes}"]
-        needs += [f"--{name} (keepset {command})" for name, command in _MADE_BY.items() if f"{{{name}}}" in texts]
+        needs += [
+            f"--{name} (keepset {command})"
+            for name, command in _MADE_BY.items()
+            if f"{{{name}}}" in texts or f"--{name}" in self.takes
+        ]
         needs += [f"data: {', '.join(self.data)}"] if self.data else []
         return f"needs {'; '.join(needs)}"
 

@@ -185,11 +185,12 @@ class Tuner:
 
     def _check_choice(self, recipe: Recipe) -> None:
         """Refuse a recipe that always keeps as much as its budget: it would have nothing to choose."""
-        keep, always = recipe.budget_of_sizes([(self._head_dim,) * 2]).keep, recipe.budget.sinks + recipe.budget.recent
+        keep, budget = recipe.budget_of_sizes([(self._head_dim,) * 2]).keep, recipe.budget
+        always = budget.sinks + (0 if budget.recent_extra else budget.recent)
         entries = math.floor(keep * self._shortest) if isinstance(keep, float) else keep
         if recipe.method.traits.needs_budget and entries is not None and always >= entries:
             raise KeepsetError(
-                f"It always keeps {always} entries, and {text_of(recipe.budget)} of {self._shortest} tokens are "
+                f"It always keeps {always} entries, and {text_of(budget)} of {self._shortest} tokens are "
                 f"{entries}: there is nothing to choose, so give a longer text or a larger budget."
             )
 
