@@ -69,7 +69,9 @@ def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch
     for name in ("max_position_embeddings", "name_or_path"):
         setattr(model.config, name, getattr(embedded[0].config, name))
     monkeypatch.setattr(models, "load", lambda *_: (model, embedded[1]))
-    monkeypatch.setattr(statistics, "_offers", {})  # those of the embedded model have another shape
+    # Those of the embedded model have another shape.
+    monkeypatch.setattr(statistics, "_offers", {})
+    monkeypatch.setattr(statistics, "offer", lambda *_: None)
     # Of tune's recipes, of its rounds and of an answer's tokens the least: the commands are what is tried.
     monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("streaming_llm, snapkv"))
     monkeypatch.setattr(space, "compositions", lambda best: [])

@@ -40,7 +40,7 @@ def conclusion(tasks: Mapping[str, Mapping[str, Records]]) -> str:
     elif len(tied) > 1:
         which = f"{len(tied)} of {len(totals)} recipes are a tie for the best; the cheapest of them is {chosen}"
     return (
-        f"On {counted(examples)} of {where} {which}, {_shown(totals[chosen])} with "
+        f"On {counted(examples)} of {where}, {which}: {_shown(totals[chosen])} with "
         f"{totals[chosen].means['share'] or 0.0:.1%} of a full 16-bit cache's bytes."
         + ("" if full is None else f" The full cache scores {_shown(full)}.")
     )

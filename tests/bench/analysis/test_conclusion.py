@@ -27,7 +27,7 @@ FOUR = [
 
 def test_the_cheapest_of_those_that_cannot_be_told_from_the_best() -> None:
     assert summarize(FOUR).conclusion == (
-        "On 12 examples of qa 3 of 4 recipes are a tie for the best; the cheapest of them is a(bytes=0.1), 91.7% "
+        "On 12 examples of qa, 3 of 4 recipes are a tie for the best; the cheapest of them is a(bytes=0.1): 91.7% "
         "(64.6..98.5) with 10.0% of a full 16-bit cache's bytes. The full cache scores 100.0% (75.8..100.0)."
     )
 
@@ -50,4 +50,4 @@ def test_recipes_are_compared_on_all_tasks() -> None:
     other = [*cells(FULL, RIGHT, task="other"), *cells("a(bytes=0.1)", found(0), task="other")]
     other += cells("b(bytes=0.25)", RIGHT, task="other")
     said = summarize([*FOUR, *other]).conclusion
-    assert said.startswith("On 24 examples of 2 tasks b(bytes=0.25) scores best of 2 recipes, 100.0% (")
+    assert said.startswith("On 24 examples of 2 tasks, b(bytes=0.25) scores best of 2 recipes: 100.0% (")
