@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import Record
+from keepset import models
 from keepset.cli import console
 from keepset.cli.compare import print_table
 from keepset.cli.streaming import Streamer
@@ -106,6 +108,27 @@ def test_without_a_terminal_silence_is_broken_by_what_is_under_way(monkeypatch: 
     shown = Console(file=io.StringIO(), force_terminal=True)
     with console.status("a terminal shows it"):
         assert console._beating == []
+
+
+def test_statistics_that_are_measured_first_are_announced_and_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, said = tmp_path / "statistics", list[str]()
+
+    def measure() -> Path:
+        time.sleep(0.4)
+        path.touch()
+        return path
+
+    monkeypatch.setattr(console, "_SILENT", 0.2)
+    monkeypatch.setattr(console, "note", said.append)
+    monkeypatch.setattr(console, "stderr", lambda shown=Console(file=io.StringIO()): shown)
+    monkeypatch.setattr(models, "statistics_path", lambda: path)
+    monkeypatch.setattr(models, "embedded_statistics", measure)
+    assert console._measured() == path
+    assert said[0].startswith("measuring the embedded model's statistics (after ") and "took" in said[-1]
+    said.clear()
+    assert console._measured() == path and not said
 
 
 def test_how_far_a_bar_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
