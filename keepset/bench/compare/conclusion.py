@@ -9,6 +9,8 @@ from keepset.bench.record import Record
 
 LEAST_TOKENS = 256
 """Tokens of text below which nothing is concluded: every entry of so short a text matters."""
+_ROUNDED = 1.01
+"""The share of a budget's bytes from which on it counts as exceeded."""
 _NAMED = 3
 """Most methods that a sentence names in one place."""
 
@@ -16,13 +18,14 @@ _NAMED = 3
 def conclusion(comparison: Comparison) -> str:
     """Return a sentence for readers who skip the table, about the smallest budget that says something.
 
-    Recipes whose intervals of KL overlap are called a tie. Nothing is concluded from a text of fewer than
-    `LEAST_TOKENS` tokens.
+    Recipes whose intervals of KL overlap are called a tie. A recipe that keeps more than its share of the bytes, because
+    some entries always stay, is not compared with others under that budget. Nothing is concluded from a text of fewer
+    than `LEAST_TOKENS` tokens.
     """
     tokens = comparison.tokens + (comparison.continuation_tokens if comparison.drift_tokens is not None else 0)
     if tokens < LEAST_TOKENS:
         return f"Nothing can be concluded from a text of {tokens} tokens: give one of at least {LEAST_TOKENS}."
-    groups = sorted(by_budget(comparison), key=_share)
+    groups = sorted(([row for row in rows if _keeps_to_it(row)] or rows for rows in by_budget(comparison)), key=_share)
     if not groups:
         return "No recipe could be measured."
     if not comparison.full.get("needle_found"):
@@ -31,6 +34,12 @@ def conclusion(comparison: Comparison) -> str:
         if rows[0].figures["needle_found"]:
             return _answering(rows)
     return "Under none of these budgets does a recipe answer the question as the full cache does: try larger ones."
+
+
+def _keeps_to_it(row: Record) -> bool:
+    """Return whether a row holds no more than its budget's share of the bytes, if the budget is one."""
+    name, _, number = (row.requested or "").partition("=")
+    return name != "bytes" or row.figures["share"] <= _ROUNDED * float(number)
 
 
 def _answering(rows: Sequence[Record]) -> str:

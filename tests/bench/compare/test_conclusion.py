@@ -51,6 +51,14 @@ def test_all_that_answer_are_named_under_the_smallest_budget_that_answers() -> N
     assert conclusion(compared(*none, needle_found=True)).startswith("Under none of these budgets")
 
 
+def test_who_keeps_more_than_its_budget_is_not_compared_with_those_who_do_not() -> None:
+    greedy = row("a", 0.1)
+    greedy = replace(greedy, figures={**greedy.figures, "share": 0.24})
+    said = conclusion(compared(greedy, row("b", 0.2), row("c", 0.9)))
+    assert "with 10% of a full 16-bit cache's bytes, b is nearest" in said
+    assert "with 24% of a full 16-bit cache's bytes, a is nearest" in conclusion(compared(greedy))
+
+
 def test_nothing_is_concluded_from_a_short_text() -> None:
     rows = row("a", 0.1), row("b", 0.9)
     assert conclusion(compared(*rows, tokens=41)) == (
