@@ -18,9 +18,9 @@ _NAMED = 3
 def conclusion(comparison: Comparison) -> str:
     """Return a sentence for readers who skip the table, about the smallest budget that says something.
 
-    Recipes whose intervals of KL overlap are called a tie. A recipe that keeps more than its share of the bytes, because
-    some entries always stay, is not compared with others under that budget. Nothing is concluded from a text of fewer
-    than `LEAST_TOKENS` tokens.
+    Recipes whose intervals of KL overlap are called a tie. A recipe that keeps more than its share of the bytes,
+    because some entries always stay, is not compared with others under that budget. Nothing is concluded from a text of
+    fewer than `LEAST_TOKENS` tokens.
     """
     tokens = comparison.tokens + (comparison.continuation_tokens if comparison.drift_tokens is not None else 0)
     if tokens < LEAST_TOKENS:
