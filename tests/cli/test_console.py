@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from keepset import models
 from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import Record
-from keepset import models
 from keepset.cli import console
 from keepset.cli.compare import print_table
 from keepset.cli.streaming import Streamer
@@ -122,7 +122,8 @@ def test_statistics_that_are_measured_first_are_announced_and_timed(
 
     monkeypatch.setattr(console, "_SILENT", 0.2)
     monkeypatch.setattr(console, "note", said.append)
-    monkeypatch.setattr(console, "stderr", lambda shown=Console(file=io.StringIO()): shown)
+    shown = Console(file=io.StringIO())
+    monkeypatch.setattr(console, "stderr", lambda: shown)
     monkeypatch.setattr(models, "statistics_path", lambda: path)
     monkeypatch.setattr(models, "embedded_statistics", measure)
     assert console._measured() == path

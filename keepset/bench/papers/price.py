@@ -1,8 +1,8 @@
 """The price of an entry on one H100: seconds from tokens, FLOPs and bytes, without running anything.
 
-A prefill is bound by FLOPs and a decoded token by bytes. Both are divided by the share of the card's peak that programs
-usually reach (`PREFILL_SHARE`, `DECODE_SHARE`). Choosing entries is left out, and transformers reaches less where answers
-are decoded one by one, so a price is what to expect at the least.
+A prefill is bound by FLOPs and a decoded token by bytes. Both are divided by the share of the card's peak that
+programs usually reach (`PREFILL_SHARE`, `DECODE_SHARE`). Choosing entries is left out, and transformers reaches less
+where answers are decoded one by one, so a price is what to expect at the least.
 """
 
 from collections.abc import Mapping
