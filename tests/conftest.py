@@ -27,6 +27,7 @@ FILE = pytest.StashKey[Path]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="all tests, with more examples and types checked at run time")
     parser.addoption("--papers", action="store_true", help="only those marked papers, which no tier has; with --full")
+    parser.addoption("--contract", action="store_true", help="only those marked contract, which no tier has")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -38,9 +39,10 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     only_full = config.stash[ONLY_FULL] = tiers.of_full_tier(items)
-    papers = config.getoption("--papers")
     left_out = tiers.of_no_tier(items) | (set() if tiers.FULL else only_full)
-    left_out = left_out | {item for item in items if papers is not bool(item.get_closest_marker("papers"))}
+    for name in ("papers", "contract"):
+        asked = config.getoption(f"--{name}")
+        left_out = left_out | {item for item in items if asked is not bool(item.get_closest_marker(name))}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
     # Engines first, and examples, a server among them: processes take work from each other's end, where it is divided

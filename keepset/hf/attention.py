@@ -258,6 +258,8 @@ class MaskRule:
     """The arguments of one mask, evaluated when somebody needs it."""
 
     arguments: dict[str, Any]
+    ndim = 4
+    """As of a finished mask: a model may hand its mask to a decoder that would make one of a two-dimensional mask."""
 
     @property
     def dtype(self) -> Never:
@@ -268,6 +270,17 @@ class MaskRule:
         """
         raise UnsupportedModelError(
             "This model changes its attention mask in every layer, by what it looks at, which keepset does not support."
+        )
+
+    def __radd__(self, other: Any) -> Never:
+        """No sum with logits, as of attention that a model computes by itself.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(
+            "This model adds its attention mask to logits by itself, past transformers' attention interface, which "
+            "keepset needs."
         )
 
     @cached_property
@@ -302,6 +315,8 @@ class MaskRule:
 @uncompiled
 def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
     """Return the rule of a mask for keepset's own layers, and transformers' SDPA mask for all others."""
+    if isinstance(finished := arguments.get("attention_mask"), MaskRule):
+        return finished  # which a model made and hands to its decoder
     held, new = arguments["q_offset"], int(arguments["q_length"])
     if not isinstance(held, KeepsetLength):
         return sdpa_mask(**arguments)
@@ -321,6 +336,7 @@ _UNSUPPORTED = {
     "softcap": "soft-capping of attention logits",
     "s_aux": "attention sinks in the softmax",
     "position_bias": "additive position biases",
+    "block_indices": "selection of blocks of keys",
 }
 """Arguments of transformers' interface that change attention in ways that keepset does not support."""
 

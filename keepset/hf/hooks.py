@@ -18,7 +18,7 @@ from keepset.core.features.runtime_features import Perplexity
 from keepset.core.shapes import HiddenStates
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.attention import AttentionInput
-from keepset.hf.layer_input import LayerInput, ModuleCall, hidden_states_of
+from keepset.hf.layer_input import LayerInput, ModuleCall, cos_and_sin, hidden_states_of
 
 
 class ModelHooks(ABC):
@@ -98,7 +98,7 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 class _Calls(threading.local):
     """The calls that one thread has made and that are under way."""
 
-    attention: ModuleCall | None = None
+    attention: tuple[ModuleCall, ...] = ()
     rotary: tuple[ModuleCall, ...] = ()
 
 
@@ -121,8 +121,8 @@ class AttentionHooks(ModelHooks):
         return hidden_states_of(self._seen(new.module))[new.rows]
 
     def _seen(self, module: nn.Module) -> ModuleCall:
-        seen = self._newest.attention
-        if seen is None or seen.module is not module:
+        seen = next((each for each in self._newest.attention if each.module is module), None)
+        if seen is None:
             raise UnsupportedModelError(
                 f"keepset could not see the input of {type(module).__name__}; methods that look at hidden states "
                 "do not support this model."
@@ -135,8 +135,8 @@ class AttentionHooks(ModelHooks):
         seen = self._seen(module)
         rotary = None
         if (rotation := seen.kwargs.get("position_embeddings")) is not None:
-            rotary = next((each for each in self._newest.rotary if each.output[0] is rotation[0]), None)
-            if rotary is None or rotation[0].ndim != 3:
+            rotary = next((each for each in self._newest.rotary if _is_output(rotation, each)), None)
+            if rotary is None or cos_and_sin(rotation)[0].ndim != 3:
                 raise UnsupportedModelError(
                     f"keepset could not find the rotary embedding of {type(module).__name__}; methods that look "
                     "at future queries do not support this model."
@@ -154,16 +154,24 @@ class AttentionHooks(ModelHooks):
                 yield after_calls(module, self._done, failed=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._newest.attention = ModuleCall(module, args, kwargs)
+        self._newest.attention = (*self._newest.attention, ModuleCall(module, args, kwargs))
 
     def _rotated(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self._newest.rotary = (*self._newest.rotary[-1:], ModuleCall(module, args, kwargs, output))
 
-    def _leave(self, *_: Any) -> None:
-        self._newest.attention = None
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        calls = self._newest.attention
+        while calls and calls[-1].module is not module:
+            calls = calls[:-1]
+        self._newest.attention = calls[:-1]
 
     def _done(self, *_: Any) -> None:
         self._newest.rotary = ()
+
+
+def _is_output(rotation: Any, call: ModuleCall) -> bool:
+    """Return whether a call of a rotary embedding has made this rotation."""
+    return rotation is call.output if isinstance(rotation, Tensor) else rotation[0] is call.output[0]
 
 
 def _is_rotary(module: nn.Module) -> bool:

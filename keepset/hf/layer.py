@@ -262,7 +262,8 @@ class LayerState(LogicalLayer):
             new.lse = [lse for _, lse in parts]
             return torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()
         matrix = None if new.mask is None or new.mask.matrix is None else new.mask.matrix[:, :, :n, :n]
-        return sdpa_attention_forward(new.module, new.query, new.key, new.value, matrix, 0.0, new.scaling)[0]
+        # Causal, whatever the module says of itself: some say that they are not, and leave it to the mask.
+        return sdpa_attention_forward(new.module, new.query, new.key, new.value, matrix, 0.0, new.scaling, True)[0]
 
 
 class PromptPhase:

@@ -211,7 +211,8 @@ class LayerInput(QuerySource):
         """Return the rotation of this forward's tokens."""
         if not self._layout.changes:
             return None
-        given = self._call.kwargs.get("position_embeddings") or _no_rotation(self._positions, self.hidden)
+        embedded = self._call.kwargs.get("position_embeddings")
+        given = _no_rotation(self._positions, self.hidden) if embedded is None else cos_and_sin(embedded)
         cos, sin = (part if len(part) == 1 else part[self._rows] for part in given)
         if not self._layout.scales:
             return self._layout.rotation(cos, sin, None)
@@ -242,8 +243,7 @@ class LayerInput(QuerySource):
         rotary = copy.copy(self._rotary.module)
         rotary._buffers = dict(rotary._buffers)
         args, kwargs = self._rotary.args, self._rotary.kwargs
-        cos, sin = rotary.forward(*map(ahead, args), **{name: ahead(value) for name, value in kwargs.items()})
-        return cos, sin
+        return cos_and_sin(rotary.forward(*map(ahead, args), **{name: ahead(value) for name, value in kwargs.items()}))
 
     def _replay(
         self, hidden: HiddenStates, positions: Int[Tensor, "batch n"] | None = None, rotation: Rotation | None = None
@@ -257,16 +257,23 @@ class LayerInput(QuerySource):
             if value is own:  # which some modules take several times
                 return hidden.contiguous()
             if name == "position_embeddings" and value is not None:
-                size = value[0].shape[-1]
+                size = cos_and_sin(value)[0].shape[-1]
                 given = rotation or (hidden.new_ones(n, size), hidden.new_zeros(n, size))
-                return tuple(part.to(hidden).expand(batch, -1, -1) for part in given)
+                cos, sin = (part.to(hidden).expand(batch, -1, -1) for part in given)
+                return torch.complex(cos.float(), sin.float()) if isinstance(value, Tensor) else (cos, sin)
             if isinstance(value, dict):  # which the module may write to
                 return dict(value)
             return _at_positions(value, at) if _length(value) == self._tokens else value
 
         args = [instead("", value) for value in self._call.args]
         kwargs = {name: instead(name, value) for name, value in self._call.kwargs.items()}
-        kwargs["attention_mask"] = probe
+        masks = self._call.kwargs.get("attention_mask")
+        if isinstance(masks, dict):  # of several kinds, of which tensors are of other tokens
+            kwargs["attention_mask"] = {
+                name: None if isinstance(mask, Tensor | None) else probe for name, mask in masks.items()
+            }
+        else:
+            kwargs["attention_mask"] = probe
         self._call.module.forward(*args, **kwargs)
         return probe.queries
 
@@ -295,7 +302,7 @@ class LayerInput(QuerySource):
         plain = self._replay(samples[:1]).float()
         at_far = self._replay(samples[:1].expand(-1, _FAR, -1), far[None])
         scales = not matches_unrotated(at_far, plain.expand_as(at_far), samples.dtype)
-        return RotaryLayout.found(probe, 1 if embeddings is None else embeddings[0].shape[-1], scales)
+        return RotaryLayout.found(probe, 1 if embeddings is None else cos_and_sin(embeddings)[0].shape[-1], scales)
 
     def _check(self, queries: Queries) -> None:
         """Compare the newest queries, rotated back, with what the module itself makes without rotation."""
@@ -303,9 +310,15 @@ class LayerInput(QuerySource):
         undone = self._unrotate(queries[:, :, first:], first)
         if not matches_unrotated(undone, self._replay(self.hidden[:, first : self._tokens]).float(), queries.dtype):
             raise UnsupportedModelError(
-                f"{type(self._call.module).__name__} rotates queries in a way that keepset cannot undo; methods "
+                f"{type(self._call.module).__name__} makes its queries in a way that keepset cannot undo; methods "
                 "that look at future queries do not support this model."
             )
+
+
+def cos_and_sin(embeddings: Any) -> Rotation:
+    """Return cosines and sines of what a rotary embedding makes: these two, or complex numbers."""
+    cos, sin = (embeddings.real, embeddings.imag) if isinstance(embeddings, Tensor) else embeddings
+    return cos, sin
 
 
 def position_offset(

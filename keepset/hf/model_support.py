@@ -33,17 +33,21 @@ def check_model(model: nn.Module) -> None:
         )
     if not hasattr(model, "config"):
         raise UnsupportedModelError(f"{type(model).__name__} is no model of transformers, which keepset needs here.")
-    config: Any = model.config
-    config = config.get_text_config(decoder=True)
+    whole: Any = model.config
+    config = whole.get_text_config(decoder=True)
     declared = partial(getattr, config)
-    foreign = not (isinstance(model, PreTrainedModel) and model._can_set_attn_implementation())
+    encoder_decoder = declared("is_encoder_decoder", False) or getattr(whole, "is_encoder_decoder", False)
+    foreign = not isinstance(model, PreTrainedModel) or not _uses_attention_interface(model)
     soft_caps = declared("attn_logit_softcapping", None) is not None
     sinks = any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters())
     wrapped = hasattr(model, "_orig_mod")
     own_cache = not getattr(model, "_supports_default_dynamic_cache", lambda: True)()
     reasons = {
         "is torch.compile's wrapper: give keepset the model itself, or compile it in place by model.compile()": wrapped,
-        "is an encoder-decoder; keepset compresses decoder-only models": declared("is_encoder_decoder", False),
+        "is an encoder-decoder; keepset compresses decoder-only models": encoder_decoder,
+        "attends to images in layers of their own; keepset does not support that": declared(
+            "cross_attention_layers", None
+        ),
         "soft-caps its attention logits, which keepset's attention does not support": soft_caps,
         "caches latents instead of keys and values; keepset does not support that": declared("kv_lora_rank", None),
         "shares keys and values between layers; keepset does not support that": declared("num_kv_shared_layers", None),
@@ -54,6 +58,14 @@ def check_model(model: nn.Module) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedModelError(f"{type(model).__name__} {reason}.")
+
+
+def _uses_attention_interface(model: PreTrainedModel) -> bool:
+    """Return whether a model, or the decoder inside it, can be given an attention implementation."""
+    decoder: Any = model.get_decoder()
+    return model._can_set_attn_implementation() or (
+        isinstance(decoder, PreTrainedModel) and decoder._can_set_attn_implementation()
+    )
 
 
 def check_logits(logits: Tensor) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
@@ -29,7 +29,7 @@ from keepset.hf.hooks import AttentionHooks, ModelHooks, PerplexityHooks
 from keepset.hf.known_text import KnownTokens, KnowsText
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
 from keepset.hf.model_support import check_model, output_projection, statistics_for, tables_for
-from keepset.hf.other_layers import HybridLayerState, compressible, cropped, nbytes_of
+from keepset.hf.other_layers import HybridLayerState, compressible, cropped, is_bounded, nbytes_of, own_layers
 from keepset.hf.second_pass import SecondPasses
 from keepset.recipe import Schedule
 
@@ -172,9 +172,13 @@ class ObservedCache(TransformersCache, KnowsText):
             model.set_attn_implementation(NAME)
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
-        layers = DynamicCache(config=self._config).layers
+        layers = own_layers(self._config, self._model_name)
         self.kept_layers = {i: kept for i, layer in enumerate(layers) if (kept := compressible(i, layer)) is not None}
         if not self.kept_layers:
+            if grows := next((type(layer).__name__ for layer in layers if not is_bounded(layer)), None):
+                raise UnsupportedModelError(
+                    f"{self._model_name} caches more than keys and values ({grows}), which keepset does not support."
+                )
             reason = _NOTHING_GROWS.format(model=self._model_name)
             if not any(isinstance(layer, CacheLayerMixin) for layer in layers):
                 raise UnsupportedModelError(f"{reason}, so keepset has nothing to compress.")

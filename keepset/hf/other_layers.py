@@ -7,9 +7,15 @@ from typing import Any
 
 from jaxtyping import Bool
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
-from keepset.errors import KeepsetError
+from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.layer import LayerState
 
 
@@ -44,6 +50,29 @@ class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[overri
         copied = super().fork()
         vars(copied).update(states_of(self))
         return copied
+
+
+def own_layers(config: PreTrainedConfig, model: str) -> list[Any]:
+    """Return transformers' own layers of an empty cache.
+
+    Args:
+        config: of the decoder.
+        model: name of the model's class.
+
+    Raises:
+        UnsupportedModelError: the configuration does not tell layers.
+    """
+    try:
+        return DynamicCache(config=config).layers
+    except (AttributeError, KeyError) as error:
+        raise UnsupportedModelError(
+            f"transformers makes no cache for {model}, because its configuration does not tell the layers of a decoder."
+        ) from error
+
+
+def is_bounded(layer: Any) -> bool:
+    """Return whether a layer of transformers holds no more for a longer text."""
+    return getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionLayer)
 
 
 def compressible(index: int, layer: Any) -> LayerState | None:

@@ -167,9 +167,9 @@ class SecondPasses(ModelHooks):
         return torch.cat(self._inputs, 1)[:, :length]
 
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        decoder: Any = model
-        yield before_calls(decoder.get_decoder(), self._enter)
-        for module in _rotary(decoder.get_decoder()):
+        decoder = _decoder_of(model)
+        yield before_calls(decoder, self._enter)
+        for module in _rotary(decoder):
             yield before_calls(module, self._rotate)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ class SecondPasses(ModelHooks):
         """Run parts in one call of the model's decoder."""
         model = self._model()
         assert model is not None
-        decoder, reached = model.get_decoder(), length + max(map(len, parts))
+        decoder, reached = _decoder_of(model), length + max(map(len, parts))
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is not None and reached > longest and not list(_rotary(model)):
             raise UnsupportedModelError(
@@ -285,6 +285,12 @@ def _check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"
     if int(task.min()) < 0 or int(task.max()) >= known:
         raise KeepsetError(f"task_tokens has ids that the model does not know: use those from 0 to {known - 1}.")
     return task
+
+
+def _decoder_of(model: Any) -> Any:
+    """Return the part of a model that takes a cache: one that calls its language head a decoder has another."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def _rotary(model: nn.Module) -> Iterator[nn.Module]:

@@ -113,12 +113,17 @@ def tiny(name: str) -> Any:
     kind, overrides = {**ARCHITECTURES, **HYBRIDS, **MORE_ARCHITECTURES}[name]
     options = {k: v for k, v in {**_COMMON, **overrides}.items() if v is not None or k in _MAY_BE_NONE}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval()
+    model = with_random_weights(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).eval())
+    model.config.name_or_path = str(tokenizer(f"tiny-{name}", "U:{{ messages[0]['content'] }}.A:"))
+    offer(model.config.name_or_path, lambda: statistics(name))
+    return model
+
+
+def with_random_weights(model: Any) -> Any:
+    """The model with other weights."""
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.data = 0.15 * noise if parameter.ndim > 1 else parameter.data + 0.2 * noise
-    model.config.name_or_path = str(tokenizer(f"tiny-{name}", "U:{{ messages[0]['content'] }}.A:"))
-    offer(model.config.name_or_path, lambda: statistics(name))
     return model
 
 

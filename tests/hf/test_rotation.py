@@ -53,7 +53,7 @@ def test_a_rotation_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "apply_rotary_pos_emb", bent)
     past = keepset.Cache(model, "expected_attention(keep=12)")
-    with refusal("rotates queries in a way that keepset cannot undo"):
+    with refusal("makes its queries in a way that keepset cannot undo"):
         generate(model, prompt(1, LENGTH), past, max_new_tokens=2)
 
 

@@ -1,0 +1,60 @@
+"""Every model type of transformers is in the table of models; with `--contract` each is checked."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+
+from tests.hf.contract.builds import KINDS, NOT_BUILT, build
+from tests.hf.contract.check import OK, check
+from tests.hf.contract.page import PAGE, types_in
+
+WORK = {
+    "aya_vision": 2,  # beside sliding windows
+    "bert": 2,  # an encoder made a decoder
+    "bigbird_pegasus": 2,  # attention that calls itself not causal, and leaves it to the mask
+    "got_ocr2": 2,  # whose decoder alone uses the attention interface
+    "granitemoehybrid": 2,  # beside states
+    "llama4_text": 2,  # rotations as complex numbers, beside chunks
+    "modernbert-decoder": 2,  # whose head is called decoder
+    "paligemma": 2,  # which hands a finished mask to its decoder
+}
+"""Types that all methods run on, and how many layers of the tiny model are compressed."""
+REFUSED = {
+    "blt": "makes no cache for BltForCausalLM, because its configuration does not tell the layers",
+    "git": "adds its attention mask to logits by itself",
+    "minimax_m3_vl_text": "does not support selection of blocks of keys",
+    "mllama": "attends to images in layers of their own",
+    "qwen4_exp_text": "caches more than keys and values \\(DynamicIndexedLayer\\)",
+    "t5gemma2": "is an encoder-decoder",
+}
+"""Types that are refused, and by which words."""
+
+
+def test_every_type_is_in_the_table() -> None:
+    """A type that a newer transformers has is added by `python -m tests.hf.contract --write`."""
+    listed = Counter(types_in(PAGE.read_text(encoding="utf-8")))
+    assert set(KINDS) - listed.keys() == set()
+    assert [kind for kind, times in listed.items() if times > 1] == []
+
+
+@pytest.mark.parametrize("kind", sorted(WORK.keys() & {*KINDS}))
+def test_some_types_work(kind: str) -> None:
+    row = check(kind, build(kind))
+    assert row.findings == {} and set(row.says.values()) == {OK}
+    assert row.compressed == WORK[kind]
+
+
+@pytest.mark.parametrize("kind", sorted(REFUSED.keys() & {*KINDS}))
+def test_some_types_are_refused_for_what_they_are(kind: str) -> None:
+    row = check(kind, build(kind))
+    assert row.findings == {} and re.search(REFUSED[kind], row.refused)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NOT_BUILT])
+def test_a_type(kind: str) -> None:
+    """It works, or is refused in a sentence."""
+    assert check(kind, build(kind)).findings == {}
