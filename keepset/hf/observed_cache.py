@@ -362,7 +362,7 @@ class ObservedCache(TransformersCache, KnowsText):
         new.positions, new.cache_valid = progress.positions.to(new.query.device), progress.valid
         new.start, new.end = layer.logical, layer.logical + new.query.shape[2]
         if self._hooks is not None and layer.looks_at(new):
-            self._look(layer, new)
+            self._attach_module_input(layer, new)
         # Drafts of assisted generation that follow the prompt see what its compression has left.
         parts = (new, None) if layer.prompt is None else new.split(progress.prompt)
         outputs = []
@@ -370,12 +370,12 @@ class ObservedCache(TransformersCache, KnowsText):
             output, until = layer.attend(part)
             outputs.append(output)
             if until is not None:
-                self._reached(layer, until)
+                self._observe_event(layer, until)
         if layer.index == self.compressed_layers[-1]:
             progress.positions = None  # for a prompt this is a tensor as long as the prompt
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _look(self, layer: LayerState, new: AttentionInput) -> None:
+    def _attach_module_input(self, layer: LayerState, new: AttentionInput) -> None:
         """Add what is seen of the attention module's call to the tokens that it brings to its layer."""
         assert self._hooks is not None
         if self.needs.unrotated:
@@ -408,7 +408,7 @@ class ObservedCache(TransformersCache, KnowsText):
         self.progress.advance(new)
 
     @torch.no_grad()
-    def _reached(self, layer: LayerState, until: AttentionInput) -> None:
+    def _observe_event(self, layer: LayerState, until: AttentionInput) -> None:
         """Observe a layer at an event, and hand on the observations that are complete by that."""
         progress = self.progress
         assert progress is not None
@@ -437,9 +437,9 @@ class ObservedCache(TransformersCache, KnowsText):
             passes = self._second.run(entries, until, progress.valid, self.layers)
             self._waiting = [each.with_features(passes[each.layer]) for each in self._waiting]
         if self._perplexity is None:
-            self._hand_on()
+            self._choose_waiting()
 
-    def _hand_on(self) -> None:
+    def _choose_waiting(self) -> None:
         """Have the observations that wait chosen from: they are complete."""
         waiting, self._waiting = self._waiting, []
         self._choose(waiting)
@@ -458,7 +458,7 @@ class ObservedCache(TransformersCache, KnowsText):
     def on_logits(self, perplexities: Mapping[Feature[Any], Tensor]) -> None:
         """Complete the observations that waited for the model's logits, once its call is over."""
         self._waiting = [observation.with_features(perplexities) for observation in self._waiting]
-        self._hand_on()
+        self._choose_waiting()
 
     def stop_watching(self) -> None:
         """Remove the hooks on the model: nothing more is compressed."""

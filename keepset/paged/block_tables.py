@@ -116,7 +116,7 @@ class EqualHeadTables(BlockTables):
             most = max(rows, self._max_requests)
             self._shifted = batch.block_table.new_zeros(most, width), batch.seq_lens.new_zeros(most)
         table, lengths = (each[:rows] for each in self._shifted)
-        step = batch.block_table, batch.seq_lens, batch.starts, batch.tensor(dropped), batch.slot_mapping
+        step = batch.block_table, batch.seq_lens, batch.query_start_loc, batch.tensor(dropped), batch.slot_mapping
         shift_step(*step, self.schedule.block_size, table, lengths)
         longest = max((request.after - dropped[request.row] for request in batch.requests), default=None)
         plan.shifted = ShiftedBatch(table, lengths, longest, dropped)
@@ -156,7 +156,7 @@ class EqualHeadTables(BlockTables):
         width, kept = request.after - schedule.dropped(request.prompt, request.before), 0
         # Nothing was packed at events that dropped nothing: what came since the one before is whole.
         if width < request.after:
-            kept = schedule.compressed(request.prompt, request.before) - (request.after - width)
+            kept = schedule.newest_effective_event(request.prompt, request.before) - (request.after - width)
         return width, kept
 
     def _subpages(

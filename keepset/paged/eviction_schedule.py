@@ -63,7 +63,7 @@ class EvictionSchedule:
         self._kept: dict[tuple[int, int], int] = {}
         self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
 
-    def under(self, recipe: Recipe | None, counted: bool = True) -> EvictionSchedule:
+    def with_recipe(self, recipe: Recipe | None, counted: bool = True) -> EvictionSchedule:
         """Return the schedule of a request with a budget of its own, and the same method; None is never compressed.
 
         `counted` is False where the entries that it has lost do not follow from its length.
@@ -77,7 +77,7 @@ class EvictionSchedule:
             )
         return self._others[recipe, counted]
 
-    def event(self, prompt: int, length: int) -> int:
+    def newest_event(self, prompt: int, length: int) -> int:
         """Return the newest event at or before `length` tokens; 0 if there was none."""
         schedule = self.recipe.schedule
         if length < prompt or self._off:
@@ -109,30 +109,30 @@ class EvictionSchedule:
         Each head of different lengths may waste part of a page, so one block is never freed. Such a request is first
         compressed when it drops at least a block.
         """
-        at = self.event(prompt, length)
+        at = self.newest_event(prompt, length)
         if not at or not self.fixed:
             return 0
         dropped = at - self._kept_at(prompt, at)
         return 0 if self.ragged and dropped < self.block_size else dropped
 
-    def compressed(self, prompt: int, length: int) -> int:
+    def newest_effective_event(self, prompt: int, length: int) -> int:
         """Return the newest event at or before `length` tokens that dropped something; 0 if there was none.
 
         Where a layer's share grows with the text, some events drop nothing. They are not executed.
         """
-        at = self.event(prompt, length) if self.dropped(prompt, length) else 0
+        at = self.newest_event(prompt, length) if self.dropped(prompt, length) else 0
         while at and self.dropped(prompt, at) == self.dropped(prompt, at - 1):
-            at = self.event(prompt, at - 1)
+            at = self.newest_event(prompt, at - 1)
         return at
 
     def due(self, prompt: int, before: int, after: int) -> int:
         """Return the event that a step from `before` to `after` tokens brings due; 0 if it brings none."""
-        at = (self.compressed if self.fixed else self.event)(prompt, after)
+        at = (self.newest_effective_event if self.fixed else self.newest_event)(prompt, after)
         return at if at > before else 0
 
     def was_compressed(self, prompt: int, length: int) -> bool:
         """Return whether a request of `length` tokens was compressed, or may have been if counts come from the data."""
-        return (self.dropped if self.fixed else self.event)(prompt, length) > 0
+        return (self.dropped if self.fixed else self.newest_event)(prompt, length) > 0
 
     def freed(self, prompt: int, length: int) -> int:
         """Return the number of leading blocks of the request that hold nothing any more."""
@@ -147,7 +147,7 @@ class EvictionSchedule:
         if not self.fixed:
             return 0
         every = self.recipe.schedule.every
-        first = self.event(prompt, prompt) or prompt + (every or 0)
+        first = self.newest_event(prompt, prompt) or prompt + (every or 0)
         if self.dropped(prompt, first):
             return self.freed(prompt, first) * self.block_size
         return None if every is None else 0
@@ -171,7 +171,7 @@ class EvictionSchedule:
         if len(self._kept) > _CACHED:
             self._kept.clear()
         every = self.recipe.schedule.every or 0
-        first = self.event(prompt, prompt) or prompt + every
+        first = self.newest_event(prompt, prompt) or prompt + every
         known = event
         while known > first and (prompt, known) not in self._kept:
             known -= every

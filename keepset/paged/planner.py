@@ -11,7 +11,7 @@ from keepset.paged.block_tables import BlockTables, EqualHeadTables
 from keepset.paged.eviction_event import EvictionEvent, batches_of_similar_length
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.ragged_heads import RaggedHeadTables, RaggedPages
-from keepset.paged.recording_plan import CapturePlanner
+from keepset.paged.recording_plan import RecordingPlanner
 from keepset.paged.request_table import FreedBlocks, RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recipe import Recipe
@@ -67,7 +67,7 @@ class Planner:
     ) -> None:
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
         self.requests = RequestTable(len(layers), schedule.kv_heads, schedule.block_size, blocks, max_requests)
-        self._recording_plan = CapturePlanner(schedule, recording, len(layers), self.requests)
+        self._recording_plan = RecordingPlanner(schedule, recording, len(layers), self.requests)
         group = PageGroup(range(len(layers)), len(layers), blocks)
         self._tables: BlockTables
         if schedule.ragged:
@@ -78,7 +78,7 @@ class Planner:
     def begin(self, name: str, page: int, layout: PageLayout, recipe: Recipe | None, prompt: int) -> None:
         """File a request that goes on after a context; `recipe` compresses it further, from `prompt` tokens on."""
         assert isinstance(self._tables, RaggedHeadTables)
-        own = self.schedule.under(recipe, counted=False)
+        own = self.schedule.with_recipe(recipe, counted=False)
         self._tables.begin(page, layout)
         self.requests.begin(page, int(layout.length[0, 0]), RequestOverrides(name, True, own, prompt))
 

@@ -1,4 +1,4 @@
-"""`CapturePlanner`: plans which of a step's queries are recorded or added up, because an event will look at them."""
+"""`RecordingPlanner`: plans which of a step's queries are recorded or added up, because an event will look at them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class _Step:
         return QueryCapture(*self._batch.tensor(places).unbind(1)) if places else None
 
 
-class CapturePlanner:
+class RecordingPlanner:
     """Plans what a group of layers records."""
 
     def __init__(self, schedule: EvictionSchedule, recording: Recording, layers: int, table: RequestTable) -> None:

@@ -51,8 +51,8 @@ class StepBatch:
         block_table: blocks by logical position; entries of blocks that the scheduler has freed are arbitrary.
         seq_lens: tokens of each request after this step.
         slot_mapping: `block * block_size + offset` of each new token; the layers write by this very tensor.
-        starts: the first query of each row, and the end of the last row's.
-        query_start_loc: the same on the CPU.
+        query_start_loc: the first query of each row, and the end of the last row's.
+        query_start_loc_cpu: the same on the CPU.
         max_query_len: the most queries of any request.
     """
 
@@ -60,8 +60,8 @@ class StepBatch:
     block_table: Int[Tensor, "rows width"]
     seq_lens: Int[Tensor, " rows"]
     slot_mapping: Int[Tensor, " tokens"]
-    starts: Int[Tensor, " rows_plus_1"]
     query_start_loc: Int[Tensor, " rows_plus_1"]
+    query_start_loc_cpu: Int[Tensor, " rows_plus_1"]
     max_query_len: int
 
     def tensor(self, values: Sequence[Any]) -> Tensor:

@@ -27,7 +27,7 @@ from keepset.vllm.recipe_support import objections
 from keepset.vllm.settings import KEY, SIGNED
 
 _ADDITIONAL = "--additional-config"
-_MIDDLEWARE = "keepset.serving.context_api.ContextMiddleware"
+_MIDDLEWARE = "keepset.serving.middleware.RequestMiddleware"
 _SHORTEST = len("--add")
 _SMALL = 256
 _SECRET = ("--api-key", "--hf-token", "--watermark-config")

@@ -148,7 +148,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             planner = context.groups[group.layer_names[0]].planner
             planner.requests.end(metadata.ended)
             for name, (budget, pages) in metadata.begin.items():
-                own = planner.schedule.under(
+                own = planner.schedule.with_recipe(
                     None if budget is None else replace(planner.schedule.recipe, budget=budget)
                 )
                 planner.requests.begin(pages[number], 0, RequestOverrides(name, own=own))

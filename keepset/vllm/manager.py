@@ -84,7 +84,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def settle(self, request_id: str, recipe: Recipe | None) -> None:
         """Have a new request compressed by a recipe of its own, of the same method; None if it never is."""
-        self._own[request_id] = OwnSchedule(self.schedule.under(recipe))
+        self._own[request_id] = OwnSchedule(self.schedule.with_recipe(recipe))
 
     def due(self, request: Request, before: int, after: int) -> int:
         """Return the event that a step from `before` to `after` tokens brings a request; 0 if it brings none."""
@@ -152,10 +152,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def allocate_new_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> list[KVCacheBlock]:
         """Allocate blocks as vLLM does, after the reserved one; from now on the request runs."""
         if self._coming is not None and self._coming[0] == request_id:
-            self._requests[request_id] = footprint = self._coming[1]
+            self._requests[request_id] = running = self._coming[1]
             self._coming = None
             if self._admission is not None:
-                self._admission.update(request_id, footprint.prompt, footprint.length, footprint.schedule)
+                self._admission.update(request_id, running.prompt, running.length, running.schedule)
         if (reserved := self._reserved.pop(request_id, None)) is None:
             return super().allocate_new_blocks(request_id, *args, **kwargs)
         self.req_to_blocks[request_id].append(reserved)
@@ -165,12 +165,12 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Return the blocks of a request that ended, was aborted or was preempted, and forget it."""
-        footprint = self._requests.pop(request_id, None)
+        running = self._requests.pop(request_id, None)
         if self._admission is not None:
             self._admission.remove(request_id)
-        if footprint is not None and self.kv_cache_group_id == 0:
-            dropped = footprint.schedule.dropped(footprint.prompt, footprint.length)
-            stats.ended(request_id, footprint.prompt, footprint.length, dropped, footprint.freed)
+        if running is not None and self.kv_cache_group_id == 0:
+            dropped = running.schedule.dropped(running.prompt, running.length)
+            stats.ended(request_id, running.prompt, running.length, dropped, running.freed)
         return super().pop_blocks_for_free(request_id)
 
     def forget(self, request_id: str) -> None:
@@ -189,7 +189,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         prompt: int,
     ) -> None:
         """Have a waiting request begin with a context, and be compressed by `recipe`, if any, after `prompt` tokens."""
-        schedule, first = self.schedule.under(recipe, counted=False), block_hashes[0] if placement.own else None
+        schedule, first = self.schedule.with_recipe(recipe, counted=False), block_hashes[0] if placement.own else None
         self._own[request_id] = OwnSchedule(schedule, prompt, placement, first)
         if first is not None:
             self._prefixes[first] = placement

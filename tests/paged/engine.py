@@ -204,7 +204,7 @@ class Engine:
             for row in range(len(requests)):
                 have = int(told.seq_lens[row])
                 blocks = told.block_table[row, : -(-have // BLOCK)].long()
-                own = slice(int(batch.query_start_loc[row]), int(batch.query_start_loc[row + 1]))
+                own = slice(int(batch.query_start_loc_cpu[row]), int(batch.query_start_loc_cpu[row + 1]))
                 for head in range(KV_HEADS):
                     mine = slice(head * GROUP, (head + 1) * GROUP)
                     output[own, mine] = attention(queries[own, mine], pages, blocks * KV_HEADS + head, have)

@@ -130,7 +130,7 @@ def test_counts_are_those_of_a_request_that_runs(
         assert before <= dropped <= length
         before = dropped
         newest = naive.compressions[-1][0] if naive.compressions else 0
-        assert schedule.compressed(prompt, length) == newest
+        assert schedule.newest_effective_event(prompt, length) == newest
         # What is freed held nothing any more: what is left fits into the rest, with every token to come.
         freed = schedule.freed(prompt, length)
         assert 0 <= freed * block <= max(dropped, 0)
@@ -146,7 +146,7 @@ def test_events_follow_one_another(recipe: Recipe, prompt: int, length: int) -> 
     schedule = timeline_of(recipe, 0, 4)
     points = [point for point in range(1, 200) if newest_event(recipe, prompt, point - 1, point)]
     coming = min((point for point in points if point > length), default=None)
-    assert schedule.event(prompt, length) == newest_event(recipe, prompt, 0, length)
+    assert schedule.newest_event(prompt, length) == newest_event(recipe, prompt, 0, length)
     assert schedule.next_event(prompt, length) == coming
     if coming and schedule.dropped(prompt, coming) == schedule.dropped(prompt, coming - 1):
         assert schedule.upcoming(prompt, length) == (None if schedule.fixed else coming)
@@ -190,7 +190,7 @@ def test_a_prompt_that_is_looked_at_as_a_whole_comes_from_nobody_elses_pages(rec
 def test_nothing_is_foreseen_where_the_data_decide() -> None:
     schedule = timeline_of(Recipe.parse("mass(every=8)"), 0, 4)
     assert not schedule.fixed and schedule.ragged
-    assert [schedule.event(20, length) for length in (19, 20, 27, 28, 36)] == [0, 20, 20, 28, 36]
+    assert [schedule.newest_event(20, length) for length in (19, 20, 27, 28, 36)] == [0, 20, 20, 28, 36]
     assert not any(schedule.dropped(20, length) or schedule.freed(20, length) for length in range(100))
     assert schedule.untouched(20) == schedule.shareable(20) == 0
 

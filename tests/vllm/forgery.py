@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import keepset
-from keepset.serving.context_api import HONOURED
+from keepset.serving.middleware import HONOURED
 from keepset.serving.server import ServerProcess
 from keepset.vllm.owned_contexts import EVERYBODY, owner_of
 from keepset.vllm.request_options import MAX_RANGES

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from keepset.serving import context_api
-from keepset.serving.context_api import HONOURED, KEY
+from keepset.serving import middleware
+from keepset.serving.middleware import HONOURED, KEY
 from keepset.vllm import signing
 from tests.vllm.asgi import call, text_of
 
@@ -47,7 +47,7 @@ def built(*options: str) -> Any:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     words = ["--enable-scale-out", "--enable-fault-tolerance", *options]
-    words += ["--middleware", "keepset.serving.context_api.ContextMiddleware"]
+    words += ["--middleware", "keepset.serving.middleware.RequestMiddleware"]
     tasks = ("generate", "transcription", "realtime")
     app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(words), tasks, None)
     app.state.vllm_config = SimpleNamespace(additional_config={"keepset_signed": True, KEY: "knorm(keep=0.5)"})
@@ -139,7 +139,7 @@ def test_a_server_behind_a_prefix_is_no_way_in() -> None:
 
 
 def test_a_body_has_a_limit(apps: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context_api, "MAX_BODY", 1000)
+    monkeypatch.setattr(middleware, "MAX_BODY", 1000)
     body = json.dumps({KEY: {"off": 1}}).encode()
     assert answer(apps["no key"], "POST", "/v1/completions", body.ljust(1000))[0] == 400
     status, text = answer(apps["no key"], "POST", "/v1/completions", body.ljust(1001))
@@ -161,7 +161,7 @@ def test_no_piece_of_an_answer_shows_a_signature() -> None:
             for number, piece in enumerate(pieces):
                 await send({"type": "http.response.body", "body": piece, "more_body": number + 1 < len(pieces)})
 
-        await context_api._Answer(send, lambda: None, signature).by(app, {}, send)
+        await middleware._Answer(send, lambda: None, signature).by(app, {}, send)
         assert len(sent) == 1 + len(pieces)
         return b"".join(message["body"] for message in sent[1:])
 
@@ -187,7 +187,7 @@ def test_an_answer_that_breaks_off_ends_with_the_refusal(begun: int, refusal: st
             await send(message)
         raise ValueError("broken")
 
-    answer = context_api._Answer(send, lambda: refusal, b"a" * 64).by(app, {}, send)
+    answer = middleware._Answer(send, lambda: refusal, b"a" * 64).by(app, {}, send)
     if refusal is None:
         with pytest.raises(ValueError, match="broken"):
             asyncio.run(answer)

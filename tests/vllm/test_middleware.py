@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 import keepset
 from keepset import KeepsetError
 from keepset.hf import saved
-from keepset.serving.context_api import HONOURED, ContextMiddleware
+from keepset.serving.middleware import HONOURED, RequestMiddleware
 from keepset.vllm import owned_contexts as owned
 from keepset.vllm import signing, stats
 from keepset.vllm.request_options import MAX_BYTES, MAX_RANGES, RequestOptions, from_signed, parse_options
@@ -102,7 +102,7 @@ def server(
     more = {**more, "keepset_save_bytes": limit} if limit else more
     said = {"keepset_contexts": str(folder), "keepset_signed": True, **more}
     config = SimpleNamespace(additional_config=said, model_config=model_config)
-    middleware, app = ContextMiddleware(inner), SimpleNamespace(state=SimpleNamespace(vllm_config=config))
+    middleware, app = RequestMiddleware(inner), SimpleNamespace(state=SimpleNamespace(vllm_config=config))
 
     def asked(method: str, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
         text = json.dumps(body).encode() if not isinstance(body, bytes) else body

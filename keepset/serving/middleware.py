@@ -46,7 +46,7 @@ HONOURED = (
 """The routes that take the object. On each of them vLLM asks for the API key, and passes vllm_xargs on."""
 
 
-class ContextMiddleware:
+class RequestMiddleware:
     """Puts the middleware's work behind vLLM's own check of API keys, which would otherwise come after it."""
 
     def __init__(self, app: Any) -> None:
@@ -57,16 +57,16 @@ class ContextMiddleware:
         while behind is not None and not isinstance(behind, AuthenticationMiddleware):
             behind = getattr(behind, "app", None)
         if behind is None:
-            self._app = _Contexts(app, keys=False)
+            self._app = _RequestHandler(app, keys=False)
         else:
-            behind.app = _Contexts(behind.app, keys=True)  # type: ignore[assignment,arg-type]
+            behind.app = _RequestHandler(behind.app, keys=True)  # type: ignore[assignment,arg-type]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         await self._app(scope, receive, send)
 
 
-class _Contexts:
+class _RequestHandler:
     """The middleware's work.
 
     Args:
