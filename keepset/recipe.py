@@ -136,7 +136,7 @@ class Recipe:
         """
         if not isinstance(text, str):
             raise RecipeError(f"A recipe is a text, and this is {text!r:.80}: {_EXAMPLE}.")
-        method, options = _read(text)
+        method, options = _parse(text)
         for name, value in options.items():
             if value is None:
                 raise RecipeError(f"{name}=None says nothing: leave {name} out.")
@@ -167,7 +167,7 @@ class Recipe:
             keep: see `Budget`; None leaves it out.
             bytes: see `Budget`; None leaves it out.
         """
-        return _short(self.method, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
+        return _short_text(self.method, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
     def with_keep(self, keep: int | float) -> Recipe:
         """Return the same recipe with this `keep`, and without `bytes`.
@@ -311,9 +311,9 @@ def in_full(text: str) -> str:
     Raises:
         RecipeError: as `Recipe.parse` does.
     """
-    method, options = _read(text)
-    options = {**_implied(method, options), **options}
-    return _written(method, _said(options), in_full=True)
+    method, options = _parse(text)
+    options = {**_default_options(method, options), **options}
+    return _text_of(method, _given_options(options), in_full=True)
 
 
 @cache
@@ -324,7 +324,7 @@ def in_short(text: str) -> str:
         RecipeError: as `Recipe.parse` does, and if the text leaves something out: its default may have been another
             when the file was written.
     """
-    return _short(*_read(text, in_full=True))
+    return _short_text(*_parse(text, in_full=True))
 
 
 def shown(text: str) -> str:
@@ -346,11 +346,11 @@ def _expression(text: str) -> ast.expr | None:
         return None
 
 
-def _read(text: str, *, in_full: bool = False) -> tuple[Method, dict[str, Any]]:
+def _parse(text: str, *, in_full: bool = False) -> tuple[Method, dict[str, Any]]:
     """Return the method that a text describes, and the options of budget and schedule that it names."""
     text = text.strip()
     node = _expression(text)
-    method = _method(node, text, _OPTIONS, in_full=in_full)
+    method = _build_method(node, text, _OPTIONS, in_full=in_full)
     _, _, keywords = _call(node, text)
     options = {
         name: (_ranges if name == "protect" else _literal)(keywords[name], name, text)
@@ -358,7 +358,7 @@ def _read(text: str, *, in_full: bool = False) -> tuple[Method, dict[str, Any]]:
         if name in keywords
     }
     if in_full:
-        _require(_said(_implied(method, options)), options, text)
+        _require(_given_options(_default_options(method, options)), options, text)
     return method, options
 
 
@@ -367,8 +367,8 @@ def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
         raise RecipeError(f"{_shorten(text)!r} does not say {missing[0]}, whose default may have been another.")
 
 
-def _implied(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of budget and schedule that hold if a text does not name them."""
+def _default_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the options of budget and schedule, which hold if a text does not name them."""
     own = method.traits
     implied = {"keep": None, "bytes": None, "sinks": own.sinks, "recent": own.recent, "protect_prompt": False}
     return implied | {
@@ -379,25 +379,27 @@ def _implied(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _said(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that have a value: older files do not name options that came later."""
-    said = {name: value for name, value in options.items() if value is not None and value != ()}
-    return said if said.get("recent_extra") else {name: value for name, value in said.items() if name != "recent_extra"}
+def _given_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that have a value. Files leave others out, because older files do not name newer options."""
+    given = {name: value for name, value in options.items() if value is not None and value != ()}
+    if not given.get("recent_extra"):
+        given.pop("recent_extra", None)
+    return given
 
 
-def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in_full: bool = False) -> Method:
+def _build_method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in_full: bool = False) -> Method:
     """Return the method that a call describes."""
     name, arguments, keywords = _call(node, text)
     kind = find(name)
     if kind is None:
         raise RecipeError(f"There is no method {name!r}{nearest(name, METHODS)}")
-    said = parameters_of(name)
-    parameters = [f.name for f in dataclasses.fields(kind) if f.name not in said]
+    fixed = parameters_of(name)
+    parameters = [f.name for f in dataclasses.fields(kind) if f.name not in fixed]
     values: dict[str, Any] = {}
     for keyword, value in keywords.items():
         if keyword in parameters:
             inner = keyword == "scorer"
-            values[keyword] = _method(value, text, in_full=in_full) if inner else _literal(value, keyword, text)
+            values[keyword] = _build_method(value, text, in_full=in_full) if inner else _literal(value, keyword, text)
         elif keyword not in options:
             known = [*(other for other in parameters if other != "scorer"), *options]
             where = " inside another method" if keyword in _OPTIONS else ""
@@ -409,12 +411,12 @@ def _method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in
     if arguments and "scorer" in values:
         raise RecipeError(f"{name} divides the budget of one method: give it once.")
     if arguments:
-        values["scorer"] = _method(arguments[0], text, in_full=in_full)
+        values["scorer"] = _build_method(arguments[0], text, in_full=in_full)
     if divides and "scorer" not in values:
         raise RecipeError(f"{name} divides the budget of another method: write for example {name}(snapkv, keep=0.25).")
     if in_full:
         _require(parameters, values, text)
-    return kind(**said, **values)
+    return kind(**fixed, **values)
 
 
 def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[str, ast.expr]]:
@@ -464,17 +466,17 @@ def _ranges(node: ast.expr, name: str, text: str) -> Any:
     return _literal(node, name, text)
 
 
-def _short(method: Method, options: Mapping[str, Any]) -> str:
-    implied = _implied(method, options)
-    return _written(method, {name: value for name, value in options.items() if value != implied[name]})
+def _short_text(method: Method, options: Mapping[str, Any]) -> str:
+    implied = _default_options(method, options)
+    return _text_of(method, {name: value for name, value in options.items() if value != implied[name]})
 
 
-def _written(method: Method, options: Mapping[str, Any], *, in_full: bool = False) -> str:
+def _text_of(method: Method, options: Mapping[str, Any], *, in_full: bool = False) -> str:
     parts = []
     for parameter in dataclasses.fields(method):
         value = getattr(method, parameter.name)
         if isinstance(value, Method):
-            parts.append(_written(value, {}, in_full=in_full))
+            parts.append(_text_of(value, {}, in_full=in_full))
         elif in_full or value != parameter.default:
             parts.append(f"{parameter.name}={value!r}")
     options = {name: list(map(list, value)) if name == "protect" else value for name, value in options.items()}

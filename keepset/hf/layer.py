@@ -152,15 +152,15 @@ class LayerState(LogicalLayer):
             features: what does not come from this layer's tokens.
         """
         store, self.store = self.store, None
-        whole = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
-        whole |= {"lengths": until.lengths, "scaling": until.scaling}
+        shared = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
+        shared |= {"lengths": until.lengths, "scaling": until.scaling}
         if self.prompt is not None:
             phase, self.prompt = self.prompt, None
-            observation = phase.observe(until, store, features, whole)
+            observation = phase.observe(until, store, features, shared)
             self.seconds = phase.seconds
             return observation
         assert self.decoding is not None and store is not None
-        return self.decoding.observe(until, store, features, whole)
+        return self.decoding.observe(until, store, features, shared)
 
     def held(self, until: AttentionInput) -> list[list[int]]:
         """Return how many entries each head of each request holds at an event.
@@ -311,7 +311,7 @@ class PromptPhase:
         until: AttentionInput,
         store: EntryStore | None,
         features: Mapping[Feature[Any], Any],
-        whole: Mapping[str, Any],
+        shared: Mapping[str, Any],
     ) -> Observation:
         """Return the observation at the prompt's end."""
         if store is None:
@@ -327,7 +327,7 @@ class PromptPhase:
             entries |= {"state": state, "valid": exists, "count": store.entries}
         collected = self._accumulators.values(until.lengths, entries["keys"].shape[2])
         queries: dict[str, Any] = self._window.newest(self.needs.window)
-        return Observation(**entries, **queries, **whole, features={**features, **collected})
+        return Observation(**entries, **queries, **shared, features={**features, **collected})
 
     def fork(self) -> PromptPhase:
         """Return an independent copy."""
@@ -384,7 +384,7 @@ class DecodingPhase:
         return until, beyond
 
     def observe(
-        self, until: AttentionInput, store: EntryStore, features: Mapping[Feature[Any], Any], whole: Mapping[str, Any]
+        self, until: AttentionInput, store: EntryStore, features: Mapping[Feature[Any], Any], shared: Mapping[str, Any]
     ) -> Observation:
         """Return the observation at an event, and begin the interval to the next one."""
         state = store.others
@@ -393,7 +393,7 @@ class DecodingPhase:
         collected = self.recorder.values(until, state)  # takes its columns out of the state
         self.recorder.begin(until.padded)
         self.next += self._every
-        return StoredObservation(store, **entries, **queries, **whole, state=state, features={**features, **collected})
+        return StoredObservation(store, **entries, **queries, **shared, state=state, features={**features, **collected})
 
     def fork(self) -> DecodingPhase:
         """Return an independent copy."""

@@ -183,12 +183,12 @@ def has_option(options: Sequence[str], name: str) -> bool:
 
 def option(options: Sequence[str], name: str) -> str | None:
     """Return the last value of an option; None if it is not given."""
-    said = None
+    value = None
     words = iter(options)
     for word in words:
         if _name(word) == name:
-            said = word.split("=", 1)[1] if "=" in word else next(words, None)
-    return said
+            value = word.split("=", 1)[1] if "=" in word else next(words, None)
+    return value
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:

@@ -126,8 +126,8 @@ class _RequestHandler:
     def _owner(self, scope: Scope) -> str:
         if not self._keys:
             return EVERYBODY
-        said = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-        return owner_of(said.decode("latin-1").partition(" ")[2])
+        header = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        return owner_of(header.decode("latin-1").partition(" ")[2])
 
     def _check(self, scope: Scope, options: RequestOptions) -> None:
         """Raise `KeepsetError` if it is known before the engine sees the request that it will be refused."""
@@ -201,8 +201,8 @@ async def _body(receive: Receive) -> bytes | None:
 
 def _is_form(scope: Scope) -> bool:
     """Return whether the body is a form, such as a sound to transcribe. No route that takes one takes the object."""
-    said = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
-    return said.lower().startswith(b"multipart/")
+    header = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
+    return header.lower().startswith(b"multipart/")
 
 
 def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:

@@ -190,10 +190,10 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def _options(self, request: Request) -> RequestOptions:
         """Return a request's options. Behind a front end that signs, only signed options count."""
         parameters = request.sampling_params
-        said = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
-        if said is None:
+        given = (parameters.extra_args or {}).get(KEY) if parameters is not None else None
+        if given is None:
             return RequestOptions()
-        return from_signed(said) if self._signed else parse_options(said)
+        return from_signed(given) if self._signed else parse_options(given)
 
     def _grant(self, request: Request, options: RequestOptions) -> None:
         """Prepare what a request asks for. Raises KeepsetError if it cannot be granted."""

@@ -130,34 +130,34 @@ class RequestOptions:
         return replace(engine, budget=replace(budget, protect=(*budget.protect, *self.protect))).require_budget()
 
 
-def parse_options(said: Any) -> RequestOptions:
+def parse_options(given: Any) -> RequestOptions:
     """Return the options that a client gives.
 
     Raises:
         KeepsetError: it is something else, or more than a request may say.
     """
-    fields = _fields(said)
+    fields = _fields(given)
     if fields is None or not fields.keys() <= {field.name for field in dataclasses.fields(RequestOptions)}:
-        raise KeepsetError(f"{KEY} is {shortened(said)}: {_ADVICE}.")
+        raise KeepsetError(f"{KEY} is {shortened(given)}: {_ADVICE}.")
     for name in _FRONT_END:
         if name in fields:
             raise KeepsetError(f"{KEY}: whose contexts they are the API key says: leave {name} out.")
     return RequestOptions(**fields)
 
 
-def from_signed(said: Any) -> RequestOptions:
+def from_signed(given: Any) -> RequestOptions:
     """Return the options that `RequestOptions.to_signed` has signed.
 
     Raises:
         KeepsetError: the text is something else, or was not signed with this server's key.
     """
-    return RequestOptions(**json.loads(verified(said)))
+    return RequestOptions(**json.loads(verified(given)))
 
 
-def _fields(said: Any) -> dict[str, Any] | None:
+def _fields(given: Any) -> dict[str, Any] | None:
     """Return an object's fields; None if it is no object, has no fields, or a field is null."""
     try:
-        text = said if isinstance(said, str) else json.dumps(said)
+        text = given if isinstance(given, str) else json.dumps(given)
         size = len(text.encode(errors="replace"))
         if size > MAX_BYTES:
             raise KeepsetError(f"{KEY} has {size} bytes: give at most {MAX_BYTES}.")

@@ -95,10 +95,10 @@ def is_signed(config: VllmConfig) -> bool:
     Raises:
         KeepsetError: the configuration says neither true nor false.
     """
-    said = _additional(config).get(SIGNED, False)
-    if not isinstance(said, bool):
-        raise KeepsetError(f'additional_config["{SIGNED}"] is {said!r}: give true or false.')
-    return said
+    value = _additional(config).get(SIGNED, False)
+    if not isinstance(value, bool):
+        raise KeepsetError(f'additional_config["{SIGNED}"] is {value!r}: give true or false.')
+    return value
 
 
 def is_compressed(config: VllmConfig) -> bool:

@@ -35,13 +35,13 @@ def signed(text: str) -> str:
     return f"{_signature(text)} {text}"
 
 
-def verified(said: Any) -> str:
+def verified(value: Any) -> str:
     """Return the text that `signed` has signed.
 
     Raises:
         KeepsetError: it is something else, or the signature was made with another key.
     """
-    signature, _, text = said.partition(" ") if isinstance(said, str) else ("", "", "")
+    signature, _, text = value.partition(" ") if isinstance(value, str) else ("", "", "")
     if not hmac.compare_digest(signature.encode(errors="replace"), _signature(text).encode()):
         raise KeepsetError(
             f"{KEY} came by a way on which this server does not check it: give it at the top of the body of a request "

@@ -173,11 +173,11 @@ def _how_to_start(config: VllmConfig, recipe: Recipe) -> str:
     """Return a sentence with what to write instead."""
     contexts = contexts_of(config)
     own = None if contexts is not None and not is_compressed(config) else recipe
-    said = ", ".join(
+    options = ", ".join(
         [*([repr(str(own))] if own is not None else []), *([f"contexts={str(contexts)!r}"] if contexts else [])]
     )
     return (
-        f"write LLM(model, **keepset.vllm.engine_args({said})), or start vllm serve MODEL with "
+        f"write LLM(model, **keepset.vllm.engine_args({options})), or start vllm serve MODEL with "
         f"{serve_options(own, contexts=contexts)}"
     )
 
