@@ -41,7 +41,7 @@ SECTIONS = {
 
 
 class Commands(TyperGroup):
-    """All commands: listed under headings, and noting that they were interrupted unless they have said more."""
+    """All commands. The help lists them under headings, and Ctrl-C ends each of them with a note."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands' names in the order of their headings."""
@@ -49,7 +49,12 @@ class Commands(TyperGroup):
         return listed + [name for name in super().list_commands(ctx) if name not in listed]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write each heading with its commands and what they do."""
+        """Write each heading with its commands and what they do.
+
+        Args:
+            ctx: typer's context.
+            formatter: is written to.
+        """
         width = max(len(name) for names in SECTIONS.values() for name in names)
         for heading, names in SECTIONS.items():
             rows = [(f"{name:{width}}", self.commands[name].get_short_help_str(formatter.width)) for name in names]

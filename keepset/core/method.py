@@ -103,7 +103,7 @@ class Method(ABC):
         """
 
     def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
-        """Return the method's own numbers per entry after this event.
+        """Return the numbers that the method remembers of each entry after this event.
 
         They move with the entries, and are `observation.state` at the next event. By default they do not change.
 
@@ -151,7 +151,15 @@ class Method(ABC):
         return ranking.best()
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
-        """Return what stays of one layer, and what the method remembers of it; see `select_all`."""
+        """Return what stays of one layer, and what the method remembers of it; see `select_all`.
+
+        Args:
+            observation: the layer, or several layers as rows of one batch.
+            budget: the recipe's budget.
+
+        Raises:
+            KeepsetError: if the observation lacks something that the method needs.
+        """
         return self.select_all([observation], budget)
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:

@@ -3,8 +3,8 @@
 Every architecture that uses transformers' attention interface calls these two. Neither is given the cache, so both
 find it without global state:
 
-- A cache notes on the keys that it returns from `update` who attends to them (`set_pending_attention`). The attention
-  module passes these very keys on to the attention function, which reads the note.
+- A cache attaches to the keys that it returns from `update` the function that attends to them
+  (`set_pending_attention`). The attention module passes these very keys on to the attention function, which calls it.
 - transformers makes one mask for all layers, but layers that dropped different entries need different ones. So the
   mask function returns a rule (`MaskRule`), and each layer applies it to what it holds.
 """
@@ -37,7 +37,7 @@ OTHER_PROMPT = "for another prompt make a new cache, because one serves one conv
 SWITCHING = threading.Lock()
 """Held while a model is given the implementation: transformers marks the model's configurations meanwhile."""
 _NOTE = "_keepset_attention"
-"""Attribute of a tensor of keys that says who attends to them."""
+"""Attribute of a tensor of keys: the function that attends to them, and their values."""
 
 
 Parameters = ParamSpec("Parameters")
@@ -47,8 +47,8 @@ Result = TypeVar("Result")
 def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Return the function so that PyTorch's compiler leaves it alone.
 
-    Caches change with every token, and the attention function finds its layer by a note on the very tensor that the
-    cache has returned. A graph would be good for one token, or lose the note.
+    A cache changes with every token, so a compiled graph would serve one token. And the attention function finds its
+    layer by an attribute of the tensor that the cache returned, which a graph would lose.
     """
     return cast(Callable[Parameters, Result], torch.compiler.disable(function))
 
@@ -169,7 +169,12 @@ class AttentionInput:
         return [self.length] * len(self.query) if self.real is None else self.real.counts
 
     def row(self, index: int, batched: BatchedAttention) -> AttentionInput:
-        """Return one request's part, before any cache has added to it."""
+        """Return one request's part, before any cache has added to it.
+
+        Args:
+            index: the request, by its row of the batch.
+            batched: what was done for the tokens of all requests.
+        """
         some, rows = copy.copy(self), slice(index, index + 1)
         some.query, some.key, some.value = self.query[rows], self.key[rows], self.value[rows]
         some.position_ids = None if self.position_ids is None else self.position_ids[rows]
@@ -199,7 +204,13 @@ Attend = Callable[[AttentionInput], Tensor]
 
 
 def set_pending_attention(attend: Attend, key: Tensor, value: Tensor) -> None:
-    """Note on new keys who attends to them."""
+    """Attach to new keys the function that attends to them, for `keepset_attention` to find.
+
+    Args:
+        attend: stores the new tokens and attends.
+        key: new keys, as the cache returns them.
+        value: new values, as the cache returns them.
+    """
     vars(key)[_NOTE] = attend, value
 
 
@@ -214,7 +225,25 @@ def keepset_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to what the layer of a keepset cache holds; for any other cache, or none, run transformers' own SDPA."""
+    """Attend to what the layer of a keepset cache holds; for any other cache, or none, run transformers' own SDPA.
+
+    Args:
+        module: the model's attention module.
+        query: queries after rotation, `[batch, query_heads, n, head_dim]`.
+        key: what `cache.update` returned, `[batch, kv_heads, n, head_dim]`.
+        value: what `cache.update` returned, `[batch, kv_heads, n, value_dim]`.
+        attention_mask: what `keepset_mask` returned, or the model's own.
+        scaling: factor of the products of queries and keys; None for `head_dim ** -0.5`.
+        dropout: for caches that are not keepset's.
+        kwargs: further arguments of transformers' attention functions.
+
+    Returns:
+        Attention's output `[batch, n, query_heads, value_dim]`, and None in place of the weights.
+
+    Raises:
+        KeepsetError: the call asks for attention weights.
+        UnsupportedModelError: the model's attention is of a kind that keepset does not compute.
+    """
     if isinstance(attention_mask, QueryProbe):
         attention_mask.queries = query
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None

@@ -92,6 +92,9 @@ class LayerState(LogicalLayer):
     ) -> tuple[Float[Tensor, "batch n query_heads value_dim"], AttentionInput | None]:
         """Store new tokens and attend over all that is kept.
 
+        Args:
+            new: the tokens, after the cache has added positions and lengths.
+
         Returns:
             Attention's output, and the tokens up to the event that is reached by them, or None. If there is such an
             event, `observe` and `keep` have to follow.
@@ -284,7 +287,12 @@ class PromptPhase:
         return self._accumulators.seconds
 
     def add(self, new: AttentionInput, store: EntryStore | None) -> None:
-        """Take in one chunk of the prompt."""
+        """Take in one chunk of the prompt.
+
+        Args:
+            new: the tokens of the chunk.
+            store: the entries so far, these tokens among them; None if the chunk is all of them.
+        """
         if not self.needs:
             return
         if size := self.needs.window:
@@ -313,7 +321,14 @@ class PromptPhase:
         features: Mapping[Feature[Any], Any],
         shared: Mapping[str, Any],
     ) -> Observation:
-        """Return the observation at the prompt's end."""
+        """Return the observation at the prompt's end.
+
+        Args:
+            until: the tokens up to the event.
+            store: the entries of the prompt; None if `until` has all of them.
+            features: what does not come from this layer's tokens.
+            shared: the arguments of an `Observation` that both phases give.
+        """
         if store is None:
             entries: dict[str, Any] = {"keys": until.key, "values": until.value}
         else:
@@ -366,6 +381,10 @@ class DecodingPhase:
     def add(self, new: AttentionInput, store: EntryStore) -> tuple[AttentionInput | None, AttentionInput | None]:
         """Take in the tokens of one forward, once its attention is done. Entries beyond an event leave the store.
 
+        Args:
+            new: the tokens.
+            store: the entries, these tokens among them.
+
         Returns:
             The tokens up to the newest event that they reach, and those beyond it. Older events are passed over.
         """
@@ -386,7 +405,14 @@ class DecodingPhase:
     def observe(
         self, until: AttentionInput, store: EntryStore, features: Mapping[Feature[Any], Any], shared: Mapping[str, Any]
     ) -> Observation:
-        """Return the observation at an event, and begin the interval to the next one."""
+        """Return the observation at an event, and begin the interval to the next one.
+
+        Args:
+            until: the tokens up to the event.
+            store: the entries up to the event.
+            features: what does not come from this layer's tokens.
+            shared: the arguments of an `Observation` that both phases give.
+        """
         state = store.others
         entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries}
         queries = self.recorder.window.newest(self._newest)

@@ -228,7 +228,8 @@ class ObservedCache(TransformersCache, KnowsText):
             args, kwargs: further arguments of transformers' caches.
 
         Returns:
-            Keys and values to attend to. For a kept layer these are the new ones, with a note of who attends to them.
+            Keys and values to attend to. For a kept layer these are the new ones, which carry the function that attends
+            to them.
 
         Raises:
             KeepsetError: the tokens do not fit the cache, or another attention implementation has run.

@@ -42,6 +42,11 @@ class BlockTables(ABC):
     def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
         """Place a step's tokens: alter the slot mapping, and tell attention where the entries lie.
 
+        Args:
+            batch: the step.
+            plan: its plan, to which `shifted` or `ragged` is added.
+            eventful: whether an event follows the step.
+
         Raises:
             RuntimeError: a compressed request is not where it was left.
         """
@@ -49,6 +54,10 @@ class BlockTables(ABC):
     @abstractmethod
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
         """Return a function that tells where the layers have the entries of requests, before the step's events.
+
+        Args:
+            batch: the step.
+            requests: some of its requests.
 
         Returns:
             The function, to be called once the step was placed.
@@ -60,11 +69,16 @@ class BlockTables(ABC):
 
     @abstractmethod
     def event_key(self, request: ScheduledRequest) -> Hashable:
-        """Return what must be equal of two requests that share an event, besides recipe and point."""
+        """Return what two requests must have in common to share an event, besides recipe and point."""
 
     @abstractmethod
     def event_pages(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> EventPages:
-        """Return the pages of the requests of an event, once the step was placed."""
+        """Return the pages of the requests of an event, once the step was placed.
+
+        Args:
+            batch: the step.
+            requests: the requests that are compressed together.
+        """
 
 
 class EqualHeadPages(EventPages):
@@ -100,7 +114,10 @@ class EqualHeadPages(EventPages):
 
 
 class EqualHeadTables(BlockTables):
-    """Shifted block tables. Attention gets the same two tensors in every step, where captured graphs look for them."""
+    """Block tables that are shifted by what was dropped.
+
+    Attention gets the same two tensors in every step, so CUDA graphs can capture their addresses.
+    """
 
     def __init__(self, schedule: EvictionSchedule, group: PageGroup, max_requests: int) -> None:
         super().__init__(schedule)
@@ -122,7 +139,10 @@ class EqualHeadTables(BlockTables):
         plan.shifted = ShiftedBatch(table, lengths, longest, dropped)
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
-        """Return where the entries lie: in pages that no head has alone, as after an event that left nothing."""
+        """Return where the entries lie.
+
+        No head has pages of its own, so the layouts have only the number of dropped entries.
+        """
         held = [self._held(request) for request in requests]
         known = [
             (one.row, one.after, one.after - width, kept) for one, (width, kept) in zip(requests, held, strict=True)

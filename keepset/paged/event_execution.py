@@ -55,7 +55,12 @@ class EventEntries(NamedTuple):
 
 
 def compress(group: LayerGroup, event: EvictionEvent) -> None:
-    """Execute an event in all layers of a group, as many layers together as there is room for."""
+    """Execute an event in all layers of a group, as many layers together as there is room for.
+
+    Args:
+        group: the layers.
+        event: the event, whose step was computed.
+    """
     method, start = event.recipe.method, time.perf_counter()
     for entries in read_event(group, event):
         budget = event.recipe.budget_for([entries.observation])
@@ -75,6 +80,9 @@ def compress(group: LayerGroup, event: EvictionEvent) -> None:
 
 def compress_across(due: Sequence[tuple[LayerGroup, EvictionEvent]]) -> None:
     """Execute one event of a recipe that looks across layers: it sees all of them before anything moves.
+
+    Args:
+        due: each group of layers with its event.
 
     Raises:
         RuntimeError: the groups do not mean the same requests, or the recipe keeps more than the scheduler expects.
@@ -104,7 +112,14 @@ def _assign(event: EvictionEvent, entries: EventEntries, kept: LayerKeepSet) -> 
 
 
 def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries]:
-    """Yield what the recipe may look at, up to the event's point: as many layers as a batch as there is room for."""
+    """Yield the entries up to the event's point, and what else the recipe looks at, for a few layers at a time.
+
+    How many layers are read together depends on the memory that their entries take.
+
+    Args:
+        group: the layers.
+        event: the event.
+    """
     layers, entry_bytes, kv_heads = len(group.layers), group.pages_of(0).entry_bytes, group.kv_heads
     entries, needs = event.pages.width * len(event.rows), group.recipe.method.traits.needs
     together = max_layers_per_event(event.recipe, entries, kv_heads)
@@ -153,7 +168,16 @@ def execute(
     assignment: PageAssignment,
     start: float,
 ) -> None:
-    """Pack what stays, and what came behind the event, into the pages assigned to it."""
+    """Pack what stays, and what came behind the event, into the pages assigned to it.
+
+    Args:
+        group: the layers.
+        event: the event.
+        entries: the entries of some of the layers.
+        kept: which of the entries stay.
+        assignment: the pages for them.
+        start: when the event began, by `time.perf_counter`.
+    """
     pages, paged, newer = group.pages_of(0), entries.paged, event.newer
     width, size, kv_heads = paged.shape[2], group.block_size, entries.heads.shape[1]
     index, rank = _survivors(kept, entries.heads, newer, width)
@@ -251,9 +275,16 @@ class EventQueue:
         self.steps: dict[LayerGroup, StepPlan] = {}
 
     def plan(self, group: LayerGroup, batch: StepBatch) -> StepPlan:
-        """Return what a group's layers do in a step; execute first what the step before has brought due.
+        """Execute the events that the step before has brought due, and plan the next step of a group's layers.
 
         Every step is planned for all groups, in any order, before it is computed.
+
+        Args:
+            group: the layers.
+            batch: the step, as the engine has scheduled it.
+
+        Returns:
+            What the layers do in the step.
 
         Raises:
             RuntimeError: a compressed request is not where it was left.
@@ -264,7 +295,7 @@ class EventQueue:
         return plan
 
     def run(self) -> None:
-        """Execute what is due: what the steps' plans say after their layers, list by list."""
+        """Execute what is due after the steps that were planned last, in the order that `StepPlan` lists."""
         steps, self.steps = self.steps, {}
         for group, plan in steps.items():
             group.record_replayed(plan)

@@ -68,7 +68,12 @@ class EventPages(ABC):
 
     @abstractmethod
     def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
-        """Return pages for what stays in these layers."""
+        """Return pages for what stays in these layers.
+
+        Args:
+            places: the layers, by their places in the group.
+            counts: how many entries of each head stay, layer after layer and row after row.
+        """
 
 
 Request = TypeVar("Request")
@@ -130,7 +135,15 @@ class EvictionEvent:
 
 
 def max_layers_per_event(recipe: Recipe, entries: int, kv_heads: int) -> int:
-    """Return how many layers an event looks at together."""
+    """Return how many layers an event may look at together: at least one, and more if they have few entries.
+
+    With the entries of a single request in a single layer it is the number of such requests.
+
+    Args:
+        recipe: the recipe.
+        entries: entries of each head of a layer, of all requests together.
+        kv_heads: KV heads of a layer.
+    """
     numbers = entries * recipe.method.traits.memory_factor
     return max(1, min(_MAX_HEAD_ENTRIES // numbers, MAX_ENTRIES // (numbers * kv_heads)))
 
@@ -138,10 +151,16 @@ def max_layers_per_event(recipe: Recipe, entries: int, kv_heads: int) -> int:
 def batches_of_similar_length(
     recipe: Recipe, requests: Sequence[Request], entries: Sequence[int], kv_heads: int
 ) -> Iterator[list[Request]]:
-    """Yield requests that are compressed together, the longest first.
+    """Yield the requests in batches that are compressed together, the longest first.
 
-    All of a batch are looked at as if they were as long as the longest, so none joins one of more than twice its
-    entries.
+    In a batch every request is padded to the longest one. So a batch has no request with less than half of the longest
+    one's entries.
+
+    Args:
+        recipe: their recipe.
+        requests: the requests.
+        entries: entries of each head of each request.
+        kv_heads: KV heads of a layer.
     """
     waiting = sorted(zip(entries, requests, strict=True), key=lambda one: -one[0])
     while waiting:

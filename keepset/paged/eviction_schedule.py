@@ -64,9 +64,11 @@ class EvictionSchedule:
         self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
 
     def with_recipe(self, recipe: Recipe | None, counted: bool = True) -> EvictionSchedule:
-        """Return the schedule of a request with a budget of its own, and the same method; None is never compressed.
+        """Return the schedule of a request with a recipe of its own.
 
-        `counted` is False where the entries that it has lost do not follow from its length.
+        Args:
+            recipe: the request's recipe, with the same method as the group's; None if the request is never compressed.
+            counted: False if the entries that the request has lost do not follow from its length.
         """
         if len(self._others) > _OTHERS:
             self._others.clear()
@@ -104,10 +106,10 @@ class EvictionSchedule:
         return None if event is None or not self.due(prompt, event - 1, event) else event
 
     def dropped(self, prompt: int, length: int) -> int:
-        """Return the number of entries that the average KV head has lost once `length` tokens were processed.
+        """Return how many entries each KV head has lost, on average, once `length` tokens were processed.
 
-        Each head of different lengths may waste part of a page, so one block is never freed. Such a request is first
-        compressed when it drops at least a block.
+        If heads keep different numbers of entries, each of them may leave part of a page empty. So one block of the
+        dropped ones is never freed, and a request is not compressed before it drops at least a block.
         """
         at = self.newest_event(prompt, length)
         if not at or not self.fixed:
@@ -126,7 +128,13 @@ class EvictionSchedule:
         return at
 
     def due(self, prompt: int, before: int, after: int) -> int:
-        """Return the event that a step from `before` to `after` tokens brings due; 0 if it brings none."""
+        """Return the event that a step from `before` to `after` tokens brings due; 0 if it brings none.
+
+        Args:
+            prompt: tokens of the request's prompt.
+            before: tokens of the request before the step.
+            after: tokens of the request after the step.
+        """
         at = (self.newest_effective_event if self.fixed else self.newest_event)(prompt, after)
         return at if at > before else 0
 
@@ -140,9 +148,10 @@ class EvictionSchedule:
         return max(blocks - 1, 0) if self.ragged else blocks
 
     def untouched(self, prompt: int) -> int | None:
-        """Return the number of first tokens whose pages no compression writes to, so that requests may share them.
+        """Return how many of the first tokens lie in pages that no compression writes to; None if nothing is ever
+        compressed.
 
-        None where nothing is ever compressed.
+        Requests may share these pages.
         """
         if not self.fixed:
             return 0
@@ -153,9 +162,10 @@ class EvictionSchedule:
         return None if every is None else 0
 
     def shareable(self, prompt: int) -> int | None:
-        """Return the number of a prompt's first tokens that may be taken from another request's pages; None for all.
+        """Return how many of a prompt's first tokens may be taken from another request's pages; None for all of them.
 
-        The queries of such tokens are not seen, so tokens that the first compression looks at are not shared.
+        Nobody sees the queries of tokens that are taken from pages. So tokens whose queries the first compression looks
+        at are not among them.
         """
         untouched = self.untouched(prompt)
         if untouched is None:
@@ -163,7 +173,7 @@ class EvictionSchedule:
         return 0 if self.whole_prompt else max(min(untouched, prompt - self.recipe.method.traits.needs.window), 0)
 
     def shares(self, prompt: int, length: int) -> bool:
-        """Return whether other requests may have pages of this one: of its prompt, until its first compression."""
+        """Return whether others may share pages of a request: those of its prompt, before its first compression."""
         return self.untouched(prompt) != 0 and not self.was_compressed(prompt, length)
 
     def _kept_at(self, prompt: int, event: int) -> int:
@@ -202,12 +212,18 @@ def one_table(recipe: Recipe) -> bool:
 
 
 def table_per_head(recipe: Recipe) -> bool:
-    """Return whether keepset itself finds each head's pages: heads may differ, or entries have biases."""
+    """Return whether each head has its own pages: heads keep different numbers of entries, or entries have biases."""
     return not (recipe.method.traits.fixed_total and recipe.method.traits.equal_heads) or recipe.method.traits.biased
 
 
 def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
-    """Return the first of the layers whose block table a layer shares."""
+    """Return the first of the layers whose block table a layer shares.
+
+    Args:
+        recipe: the recipe.
+        layer: the layer, by its index in the model.
+        layers: all layers that are compressed.
+    """
     if one_table(recipe):
         return layers[0]
     if recipe.method.traits.fixed_total:

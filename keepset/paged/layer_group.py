@@ -92,7 +92,13 @@ class LayerGroup:
         return EntryColumns(self._columns, *shape, pages.device, biased)
 
     def record(self, places: range, plan: StepPlan, queries: Float[Tensor, "layers n query_heads head_dim"]) -> None:
-        """Do what a step's plan says of its queries, once these layers have attended."""
+        """Run the plan's operations on the queries of some layers, which have attended.
+
+        Args:
+            places: the layers, by their places in the group.
+            plan: the plan of the step.
+            queries: the step's queries of these layers, after rotation.
+        """
         plan.recorded = True
         for operation in plan.in_layers:
             operation.run(self, places, queries)
@@ -151,6 +157,10 @@ class LayerGroup:
 
     def export_request(self, blocks: Sequence[int], length: int) -> dict[int, dict[str, Tensor]]:
         """Return what a request that has ended left in its blocks, once all events that are due are over.
+
+        Args:
+            blocks: the blocks of the request, by logical position.
+            length: tokens of the request.
 
         Returns:
             For every layer, by its index in the model, columns packed head after head, and the heads' `counts`.

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 class StridedPages:
     """Pages of backends that keep an entry's numbers in order, at any strides: those for GPUs.
 
+    Args:
+        caches: the caches of all layers with the same block tables.
+        place: which of them is the layer's.
+        format: how the cache is read and written if it is quantised, else None.
+
     Attributes:
         caches, place, format: as given.
         kv_heads, block_size, head_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages` has them.
@@ -61,7 +66,13 @@ class StridedPages:
         return keys, values
 
     def write(self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n row"], slots: Int[Tensor, " n"]) -> None:
-        """Write entry `i` to `slots[i]`. Quantised rows may be bytes, whatever the type of the cache."""
+        """Write entry `i` to `slots[i]`.
+
+        Args:
+            keys: keys after rotation, as they are stored; bytes are taken as well if the cache is quantised.
+            values: values, likewise.
+            slots: the slot of each entry; distinct.
+        """
         if self.format is not None:
             keys, values = (rows.view(self._moved[0].dtype) for rows in (keys, values))
         write_entries(self._moved, keys, values, self._through(slots))
@@ -76,7 +87,12 @@ class StridedPages:
 
 
 def decoded_keys(pages: Pages, subpages: Int[Tensor, "*rows pages"]) -> Float[Tensor, "*rows entries head_dim"]:
-    """Return the keys of whole sub-pages of a layer, in their own type."""
+    """Return the keys of whole sub-pages of a layer, in their own type.
+
+    Args:
+        pages: the layer's cache.
+        subpages: numbers of whole sub-pages.
+    """
     keys, format = pages.read_keys(subpages), pages.format
     return keys if format is None else format.decode(keys, format.key_scale)
 
@@ -84,7 +100,12 @@ def decoded_keys(pages: Pages, subpages: Int[Tensor, "*rows pages"]) -> Float[Te
 def decoded_entries(
     pages: Pages, subpages: Int[Tensor, "*rows pages"]
 ) -> tuple[Float[Tensor, "*rows entries head_dim"], Float[Tensor, "*rows entries head_dim"]]:
-    """Return the keys and values of whole sub-pages of a layer, in their own type."""
+    """Return the keys and values of whole sub-pages of a layer, in their own type.
+
+    Args:
+        pages: the layer's cache.
+        subpages: numbers of whole sub-pages.
+    """
     (keys, values), format = pages.read(subpages), pages.format
     if format is None:
         return keys, values
@@ -94,7 +115,15 @@ def decoded_entries(
 def add_received(
     pages: Sequence[Pages], places: range, queries: RecordedQueries, entries: EntriesInPages, received: ColumnTarget
 ) -> None:
-    """Add the attention that entries get from queries, in some neighbouring layers."""
+    """Add the attention that entries receive from queries to a column, in some neighbouring layers.
+
+    Args:
+        pages: the cache of each layer.
+        places: the layers, by their places in the group.
+        queries: the queries.
+        entries: where the entries lie.
+        received: the column that is added to.
+    """
     first = pages[0]
     if isinstance(first, StridedPages):
         formats = [layer.format for layer in pages if layer.format is not None]
@@ -181,7 +210,12 @@ class PagedEntries:
         return entry_scores_in_pages(*where, positions, new, networks, known, self._formats)
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of entries of some heads, as they are stored."""
+        """Return the keys and values of some entries, as they are stored.
+
+        Args:
+            heads: the heads, counted through all layers and rows.
+            index: the entries, `head * entries + place` with `entries` of `shape`.
+        """
         if isinstance(self.pages, StridedPages):
             size = self.pages.block_size
             slots = self._subpages.flatten().index_select(0, index // size) * size + index % size

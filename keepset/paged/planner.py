@@ -76,7 +76,15 @@ class Planner:
             self._tables = EqualHeadTables(schedule, group, max_requests)
 
     def begin(self, name: str, page: int, layout: PageLayout, recipe: Recipe | None, prompt: int) -> None:
-        """File a request that goes on after a context; `recipe` compresses it further, from `prompt` tokens on."""
+        """File a request that begins with a context.
+
+        Args:
+            name: the engine's name of the request.
+            page: the page that holds the request's newest token, the context's last.
+            layout: where the context's entries lie.
+            recipe: compresses the request further; None to leave it as it is.
+            prompt: tokens that count as its prompt.
+        """
         assert isinstance(self._tables, RaggedHeadTables)
         own = self.schedule.with_recipe(recipe, counted=False)
         self._tables.begin(page, layout)
@@ -84,6 +92,10 @@ class Planner:
 
     def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
         """Return where the entries of a request lie that has ended.
+
+        Args:
+            blocks: the blocks of the request, by logical position.
+            length: tokens of the request.
 
         Raises:
             RuntimeError: it is not known any more.
@@ -93,6 +105,9 @@ class Planner:
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """Plan what the group's layers do in a step.
+
+        Args:
+            batch: the step, as the engine has scheduled it.
 
         Returns:
             The plan, the same for all layers of the group; of a dummy run, what a graph is to capture.

@@ -29,7 +29,12 @@ _NO_SLOT = -1
 class RaggedPages:
     """The pages of some requests whose heads have different numbers of entries.
 
-    The device is asked for the sizes of heads at once, and waited for when they are needed.
+    The copy of the heads' sizes to the host begins at once. The host waits for it when somebody asks for a size.
+
+    Args:
+        entries: where the entries lie.
+        group: the layers.
+        block_size: tokens per page.
     """
 
     def __init__(self, entries: EntriesInPages, group: PageGroup, block_size: int) -> None:
@@ -68,10 +73,16 @@ class RaggedPages:
 
 
 class RaggedEventPages(RaggedPages, EventPages):
-    """The pages of an event's requests, whose layouts the event writes anew.
+    """The pages of an event's requests.
 
-    `first` is the first block of each request that the scheduler will not free. If it does not know, what stays takes
-    the last blocks that it fits in.
+    Args:
+        entries: where the entries lie before the event.
+        group: the layers.
+        block_size: tokens per page.
+        filed: the layouts of all requests, of which the event writes some anew.
+        pages: the page that each request's layout is filed under.
+        first: the first block of each request that the scheduler will not free; None if it does not know. Then what
+            stays takes the last blocks that it fits in.
     """
 
     def __init__(
@@ -130,7 +141,12 @@ class RaggedHeadTables(BlockTables):
         self._is_steady = False
 
     def begin(self, page: int, layout: PageLayout) -> None:
-        """File the layout of one request under the page that holds its newest token."""
+        """File the layout of one request under the page that holds its newest token.
+
+        Args:
+            page: the page.
+            layout: the layout, as its only row.
+        """
         self._table.file_layout(page, layout)
         self._is_steady = False
 
@@ -164,10 +180,20 @@ class RaggedHeadTables(BlockTables):
         eventful: bool,
         needed: bool,
     ) -> RaggedStep | None:
-        """Move the requests' layouts along. A request that was `compressed` before must have one.
+        """Move the layouts of a step's requests to the pages of their newest tokens.
+
+        Args:
+            block_table: the engine's block table.
+            before: tokens of each request before the step.
+            after: tokens of each request after the step.
+            compressed: 1 for requests that were compressed before: they must have a layout.
+            tokens: the tokens that are written and attended by the layouts; None if there are none.
+            others: whether there are other tokens.
+            eventful: whether an event follows the step.
+            needed: whether the layouts are needed even without such tokens.
 
         Returns:
-            The step; None where the engine's own tables say the same.
+            The step; None if the engine's own tables are right for all tokens.
 
         Raises:
             RuntimeError: a compressed request is not where it was left.
@@ -217,12 +243,23 @@ class RaggedHeadTables(BlockTables):
         longest: int,
         first: Int[Tensor, " rows"] | None,
     ) -> RaggedEventPages:
-        """Return the pages of some requests of the step that was placed last."""
+        """Return the pages of some requests of the step that was placed last.
+
+        Args:
+            rows: the requests, by their rows of the batch.
+            block_table: their block tables.
+            longest: tokens of the longest of them.
+            first: as for `RaggedEventPages`.
+        """
         entries, size = self._entries(rows, block_table, longest), self.schedule.block_size
         return RaggedEventPages(entries, self._group, size, self._table.layouts, self.step.pages[rows], first)
 
     def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
         """Return where the entries of a request lie that has ended, after its last event.
+
+        Args:
+            blocks: the blocks of the request, by logical position.
+            length: tokens of the request.
 
         Raises:
             RuntimeError: it is not known any more.
@@ -346,14 +383,24 @@ class PerHeadSequences:
         return self._batches[place]
 
     def split(self, rows: Float[Tensor, "n heads dim"], kv_heads: int) -> Float[Tensor, "tokens_heads group dim"]:
-        """Return queries, keys or values of the step as those of the heads' requests."""
+        """Return queries, keys or values of the step as those of the heads' requests.
+
+        Args:
+            rows: the step's queries, keys or values.
+            kv_heads: KV heads of a layer.
+        """
         own = rows[: len(self._batches[0].seq_lens) // kv_heads] if self._places is None else rows[self._places]
         return own.reshape(len(own) * kv_heads, -1, own.shape[-1])
 
     def output_buffer(
         self, output: Float[Tensor, "n query_heads dim"], kv_heads: int
     ) -> Float[Tensor, "tokens_heads group dim"]:
-        """Return a tensor for the attention of the heads' requests: a view of `output` if it can be one."""
+        """Return a tensor for the attention of the heads' requests: a view of `output` if it can be one.
+
+        Args:
+            output: the tensor for the step's attention.
+            kv_heads: KV heads of a layer.
+        """
         if self._places is None:
             return self.split(output, kv_heads)
         return output.new_empty(len(self._places) * kv_heads, output.shape[1] // kv_heads, output.shape[2])
@@ -361,6 +408,11 @@ class PerHeadSequences:
     def merge(
         self, attended: Float[Tensor, "tokens_heads group dim"], output: Float[Tensor, "n query_heads dim"]
     ) -> None:
-        """Write results to where the step's belong, unless `output_buffer` was a view."""
+        """Write the attention of the heads' requests to its places in the step's output, unless it is a view of that.
+
+        Args:
+            attended: the attention of the heads' requests.
+            output: the tensor for the step's attention.
+        """
         if self._places is not None:
             output[self._places] = attended.view(-1, *output.shape[1:])

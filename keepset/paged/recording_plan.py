@@ -72,7 +72,16 @@ class _Step:
     def window(
         self, request: ScheduledRequest, record: QueryRecord, point: int, first: int, stop: int, begins: int
     ) -> None:
-        """Plan the step's tokens in the window of one event of a request."""
+        """Plan the step's tokens in the window of one event of a request.
+
+        Args:
+            request: the request.
+            record: what is recorded of it.
+            point: tokens at the event.
+            first: position of the first of these tokens.
+            stop: position after the last of them.
+            begins: position at which the window begins.
+        """
         recording, behind = self._recording, first > request.before
         offset = request.first_query - request.before
         record.aim(point, max(0, point - recording.summed(point == request.prompt)))
@@ -160,7 +169,14 @@ class _Step:
 
 
 class RecordingPlanner:
-    """Plans what a group of layers records."""
+    """Plans which queries the layers of a group record.
+
+    Args:
+        schedule: when the requests are compressed.
+        recording: what is recorded of queries for that.
+        layers: the number of layers.
+        table: the states of the requests.
+    """
 
     def __init__(self, schedule: EvictionSchedule, recording: Recording, layers: int, table: RequestTable) -> None:
         self._schedule, self._recording, self._layers = schedule, recording, layers
@@ -173,7 +189,13 @@ class RecordingPlanner:
         self._ended: list[QueryRecord] = []
 
     def plan(self, batch: StepBatch, plan: StepPlan, entries: LocateEntries) -> None:
-        """Add to a step's plan the queries and prompts that later events look at."""
+        """Add to a step's plan the queries and prompts that later events look at.
+
+        Args:
+            batch: the step.
+            plan: its plan.
+            entries: says where entries lie.
+        """
         if not self._records:
             return
         windows = []
@@ -239,6 +261,10 @@ class RecordingPlanner:
 
     def recorded(self, requests: Sequence[ScheduledRequest], points: Sequence[int]) -> list[QueryRecord]:
         """Return what is recorded of requests that are compressed after the step that was planned last.
+
+        Args:
+            requests: the requests.
+            points: tokens of each at the event.
 
         Raises:
             RuntimeError: queries are missing that the event looks at.

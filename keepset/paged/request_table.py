@@ -1,13 +1,13 @@
 """`RequestTable`: what is known of each request, filed by the page that holds the request's newest token.
 
-Nothing that reaches attention layers names a request. What does is the page that holds its newest token: no other
-request may write to it. So a request's state is filed under that page and moved along in every step, and neither
-reordering, aborts, preemption nor the reuse of pages can confuse it. A request that ends leaves its state behind,
-which is forgotten when somebody else writes to the page.
+Attention layers get no request ids. But no other request may write to the page that holds a request's newest token. So
+a request's state is filed under that page, and moved to the new one in every step. Reordering, aborts, preemption and
+reused pages cannot confuse it. A request that ends leaves its state behind, which is forgotten when another request
+writes to the page.
 
-There are two parts. The layouts of heads of different lengths lie on the device and are moved there, without a host
-sync. Everything else is the host's, which has to wait for the ids of pages: so it asks for those of requests alone
-whose state matters in a step.
+There are two parts. The layouts of heads of different lengths are on the device and are moved there, without a host
+sync. Everything else is on the host, which has to wait for the device to learn page ids. So it asks only for those of
+requests whose state matters in the step.
 """
 
 from __future__ import annotations
@@ -86,7 +86,13 @@ class RequestTable:
     # --- the host's part
 
     def begin(self, page: int, tokens: int, overrides: RequestOverrides) -> None:
-        """File a request that begins."""
+        """File a request that begins.
+
+        Args:
+            page: the page that is to hold its newest token.
+            tokens: tokens that it has had.
+            overrides: what holds for it in place of what the engine says.
+        """
         self._forget(page)
         self._states[page] = RequestState(page, tokens, overrides=overrides)
 
@@ -222,7 +228,12 @@ class RequestTable:
     # --- the device's part
 
     def file_layout(self, page: int, layout: PageLayout) -> None:
-        """File the layout of one request, once all events that are due are over."""
+        """File the layout of one request, once all events that are due are over.
+
+        Args:
+            page: the page that holds the request's newest token.
+            layout: the layout, as its only row.
+        """
         filed = self._layouts_on(layout.counts.device)
         for part, now in zip(filed.layout, layout, strict=True):
             part[page] = now[0].to(part)
@@ -238,7 +249,12 @@ class RequestTable:
     ) -> Int[Tensor, " rows"]:
         """Move the layouts of a step's requests to the pages of their newest tokens, without a host sync.
 
-        `layout` is filled with them, row by row: zeros for requests that are not `required` to have one.
+        Args:
+            block_table: the engine's block table.
+            before: tokens of each request before the step.
+            after: tokens of each request after the step.
+            required: 1 for requests that must have a layout.
+            layout: is filled with the layouts, row by row; with zeros for requests that have none and need none.
 
         Returns:
             The pages.
@@ -254,11 +270,20 @@ class RequestTable:
         return pages
 
     def note_tokens(self, pages: Int[Tensor, " rows"], tokens: Int[Tensor, " rows"]) -> None:
-        """Note how many tokens requests have whose newest ones stay in these pages."""
+        """Note how many tokens requests have, whose newest tokens are in the same pages as before.
+
+        Args:
+            pages: the pages.
+            tokens: tokens of each request.
+        """
         self.layouts.tokens[pages] = tokens.int()
 
     def layout_at(self, page: int, tokens: int) -> PageLayout:
         """Return the layout of a request, as its only row.
+
+        Args:
+            page: the page that holds the request's newest token.
+            tokens: tokens of the request.
 
         Raises:
             RuntimeError: it is not known any more.
@@ -321,7 +346,12 @@ class FreedBlocks:
         self._emptied: list[tuple[list[RequestKey | None], AsyncHostCopy]] = []
 
     def add(self, table: RequestTable, pages: Int[Tensor, " rows"]) -> None:
-        """Note an event that follows the step which is planned."""
+        """Note an event that follows the step which is planned.
+
+        Args:
+            table: has the requests.
+            pages: the pages that hold the requests' newest tokens.
+        """
         self._events.append((table, pages, AsyncHostCopy(pages)))
 
     def expect(self, keys: Mapping[int, RequestKey]) -> None:

@@ -49,7 +49,14 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Refuse options with which a benchmark could not reach its server."""
+    """Refuse options with which a benchmark could not reach its server.
+
+    Args:
+        options: vLLM's options.
+
+    Raises:
+        KeepsetError: there is such an option, or something that is no option.
+    """
     if options and not options[0].startswith("-"):
         raise KeepsetError(f"{options[0]!r} is no option for vLLM: write MODEL, then --, then options.")
     for word in options:
@@ -60,6 +67,10 @@ def check_options(options: Sequence[str]) -> None:
 
 def check_installed(recipe: Recipe | None, contexts: Path | None = None) -> None:
     """Refuse a server that could not start, or would not know keepset.
+
+    Args:
+        recipe: the recipe; None for plain vLLM.
+        contexts: the folder of contexts; None if there is none.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed, or does not load keepset's plug-in.
@@ -177,12 +188,22 @@ def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:
 
 
 def has_option(options: Sequence[str], name: str) -> bool:
-    """Return whether an option is given as `--name value` or `--name=value`, with dashes or underscores."""
+    """Return whether an option is given as `--name value` or `--name=value`, with dashes or underscores.
+
+    Args:
+        options: vLLM's options, as words of a command line.
+        name: the option, such as `--dtype`.
+    """
     return any(_name(word) == name for word in options)
 
 
 def option(options: Sequence[str], name: str) -> str | None:
-    """Return the last value of an option; None if it is not given."""
+    """Return the last value of an option; None if it is not given.
+
+    Args:
+        options: vLLM's options, as words of a command line.
+        name: the option, such as `--dtype`.
+    """
     value = None
     words = iter(options)
     for word in words:
@@ -206,7 +227,15 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
-    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU."""
+    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU.
+
+    Args:
+        recipe: the recipe; None for plain vLLM.
+        options: vLLM's options.
+
+    Returns:
+        A sentence, or None if there is nothing to advise.
+    """
     keep = None if recipe is None else recipe.budget.keep
     few = isinstance(keep, int) and keep < _SMALL
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
@@ -215,7 +244,16 @@ def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None
 
 
 def check_recipe(recipe: Recipe | None, folder: str) -> None:
-    """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or are of another model."""
+    """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or are of another model.
+
+    Args:
+        recipe: the recipe; None for plain vLLM.
+        folder: the model's folder or hub name.
+
+    Raises:
+        UnsupportedEngineError: vLLM cannot serve the recipe.
+        KeepsetError: a file that it names cannot be read, or is of another model.
+    """
     if recipe is None:
         return
     needs = recipe.method.traits.needs
@@ -232,7 +270,14 @@ def check_recipe(recipe: Recipe | None, folder: str) -> None:
 
 
 def check_model(folder: str) -> None:
-    """Refuse what is neither a model's folder nor a hub name, and on a CPU weights that do not fit free memory."""
+    """Refuse what is neither a model's folder nor a hub name, and on a CPU weights that do not fit free memory.
+
+    Args:
+        folder: the model's folder or hub name.
+
+    Raises:
+        KeepsetError: it is neither, or its weights do not fit.
+    """
     models.check_name(folder)
     if not Path(folder).is_dir():
         return
@@ -245,7 +290,14 @@ def check_model(folder: str) -> None:
 
 
 def check_port(options: Sequence[str]) -> None:
-    """Refuse a port that is in use."""
+    """Refuse a port that is in use.
+
+    Args:
+        options: vLLM's options.
+
+    Raises:
+        KeepsetError: the port is no number, or in use.
+    """
     given, host = option(options, "--port"), option(options, "--host") or "127.0.0.1"
     port = given or str(_PORT)
     if not port.isdecimal() or not 0 <= int(port) < 2**16:
@@ -279,7 +331,12 @@ def _memory() -> int:
 
 
 def supervised(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words that start a server with a supervisor, which ends all of its processes after a signal."""
+    """Return the words that start a server with a supervisor, which ends all of its processes after a signal.
+
+    Args:
+        words: the words that start the server.
+        options: vLLM's options.
+    """
     try:
         seconds = _END_SECONDS + max(0, int(option(options, "--shutdown-timeout") or 0))
     except ValueError:  # vLLM itself refuses it

@@ -1,10 +1,11 @@
 """keepset's part of a vLLM server's HTTP interface: middleware that `keepset serve` adds.
 
-The middleware checks `{"keepset": {...}}` in the body of a request. It passes the object to the engine among vLLM's
-extra arguments, with the owner of the API key, signed; the engine takes nothing that is not signed. A route that does
-not take the object answers 400. The engine itself refuses what only it can know, such as whether a prompt begins with a
-context; its reason then takes the place of vLLM's error 500. `GET /v1/contexts` lists an owner's contexts,
-and the files that cannot be served with the reason.
+The middleware checks the object `{"keepset": {...}}` in the body of a request. It adds the owner of the API key, signs
+both, and passes them to the engine among vLLM's extra arguments. The engine takes nothing that is not signed. A route
+that does not take the object answers 400 if a body has one. Some requests only the engine can refuse, for example
+because a prompt does not begin with a context; the answer then has the engine's reason in place of vLLM's error 500.
+
+`GET /v1/contexts` lists an owner's contexts, and the files that cannot be served, each with the reason.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ HONOURED = (
 
 
 class RequestMiddleware:
-    """Puts the middleware's work behind vLLM's own check of API keys, which would otherwise come after it."""
+    """Places keepset's part behind vLLM's own check of API keys, which vLLM would otherwise run after it."""
 
     def __init__(self, app: Any) -> None:
         from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -67,7 +68,7 @@ class RequestMiddleware:
 
 
 class _RequestHandler:
-    """The middleware's work.
+    """Checks requests, and lists contexts.
 
     Args:
         app: the application behind it.
@@ -241,7 +242,13 @@ class _Answer:
         self._status, self._refused, self._held = 0, False, b""
 
     async def by(self, app: App, scope: Scope, receive: Receive) -> None:
-        """Let an application answer a request."""
+        """Let an application answer a request.
+
+        Args:
+            app: the application.
+            scope: of the request.
+            receive: returns the messages of the request.
+        """
         try:
             await app(scope, receive, self)
         except Exception:  # vLLM raises one when the engine has refused a stream's request

@@ -19,9 +19,10 @@ from keepset.vllm.formats import format_of
 
 
 class CompressedAttentionImpl:
-    """Attends to what is kept, and records what later events look at.
+    """Attends to the kept entries, and records the queries that later events look at.
 
-    What is not overridden suits backends that keep an entry's numbers in order: those for GPUs.
+    These methods are for backends that store an entry's numbers in order, which are those for GPUs. `CPUMixin` and
+    `RowsMixin` override them for others.
     """
 
     num_heads: int
@@ -46,11 +47,22 @@ class CompressedAttentionImpl:
         return False
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
-        """Return the cache of one of the layers that share block tables, as sub-pages."""
+        """Return the cache of one of the layers that share block tables, as sub-pages.
+
+        Args:
+            layer: vLLM's layer.
+            caches: the caches of the layers that share block tables.
+            place: which of them is the layer's.
+        """
         return StridedPages(caches, place, format_of(layer, cast(torch.dtype, self._context.config.model_config.dtype)))
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
-        """Return the layer's cache as sub-pages, which are made once."""
+        """Return the layer's cache as sub-pages, which are made once.
+
+        Args:
+            layer: vLLM's layer.
+            kv_cache: its cache.
+        """
         if self._pages is None or self._pages[0] is not kv_cache:
             group, place = self._context.neighbours[layer.layer_name]
             for each in group:  # whose pages may be written to through this layer's
@@ -66,7 +78,18 @@ class CompressedAttentionImpl:
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write new entries; where heads have pages of their own, each head's entry to its own place."""
+        """Write new entries; where heads have pages of their own, each head's entry to its own place.
+
+        Args:
+            layer: vLLM's layer.
+            key: new keys after rotation, `[tokens, kv_heads, head_dim]`.
+            value: new values, `[tokens, kv_heads, head_dim]`.
+            kv_cache: the layer's cache.
+            slot_mapping: the slot of each token.
+
+        Raises:
+            UnsupportedEngineError: the slots are not those that keepset was told of.
+        """
         metadata: Any = get_forward_context().attn_metadata
         known = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
         step = self._context.step(layer.layer_name, known)
@@ -79,14 +102,30 @@ class CompressedAttentionImpl:
             self.append_ragged(layer, step, key, value, kv_cache)
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        """Write each head's new entries to its own place."""
+        """Write each head's new entries to its own place.
+
+        Args:
+            layer: vLLM's layer.
+            step: the step.
+            key: new keys after rotation.
+            value: new values.
+            kv_cache: the layer's cache.
+        """
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         pages, layout = self.pages(layer, kv_cache), ragged.of_layer(step.places[layer.layer_name])
         append_to_pages(key, value, kv_cache, ragged.tokens, layout, pages.format)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Compute the attention of each head over entries of its own."""
+        """Compute the attention of each head over entries of its own.
+
+        Args:
+            layer: vLLM's layer.
+            step: the step.
+            query: queries after rotation, `[tokens, query_heads, head_dim]`.
+            kv_cache: the layer's cache.
+            output: the tensor that the result is written to.
+        """
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         place = step.places[layer.layer_name]
@@ -114,7 +153,22 @@ class CompressedAttentionImpl:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Run vLLM's attention, then what the step's plan says of this layer."""
+        """Run vLLM's attention, then what the step's plan says of this layer.
+
+        Args:
+            layer: vLLM's layer.
+            query: queries after rotation, `[tokens, query_heads, head_dim]`.
+            key: new keys, which are in the cache already.
+            value: new values, which are in the cache already.
+            kv_cache: the layer's cache.
+            attn_metadata: what `KeepBuilder.build` returned.
+            output: the tensor that the result is written to.
+            args: further arguments of vLLM's backend.
+            kwargs: further arguments of vLLM's backend.
+
+        Returns:
+            `output`.
+        """
         step = self._context.step(layer.layer_name, attn_metadata)
         ragged = None if step is None else step.plan.ragged
         if ragged is None or ragged.others:

@@ -1,9 +1,11 @@
 """`BlockCountConnector`: messages between the scheduler and the layers, through vLLM's interface of KV connectors.
 
-Most recipes need no message, because what they drop follows from lengths. Where it does not, the number of emptied
-blocks goes from the processes that compute to the one that schedules. And only the scheduler sees that a request has a
-budget of its own. Layers know requests by their pages, so such a request gets its first page a step before it begins,
-and the layers are told of that page. No keys and values move.
+Most recipes need no message, because the number of entries that they drop follows from lengths. For the others, the
+workers report to the scheduler how many blocks were emptied.
+
+The scheduler reports to the workers which requests have budgets of their own. Layers know requests by their pages. So
+such a request gets its first page a step before it begins, and the workers are told of that page. No keys and values
+move.
 """
 
 from __future__ import annotations
@@ -217,7 +219,13 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         request.skip_reading_prefix_cache = False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return None to have a request wait for a step, or tokens that cannot be loaded to end it."""
+        """Return how many tokens a connector would load: None makes the request wait for a step, too many end a refused
+        one.
+
+        Args:
+            request: the waiting request.
+            num_computed_tokens: tokens of it that are cached.
+        """
         name, known = request.request_id, self._known[request.request_id]
         if known.denied:
             return request.num_tokens - num_computed_tokens, True

@@ -192,13 +192,24 @@ class EngineContext:
         return first
 
     def leave(self, layer: str, queries: Tensor) -> None:
-        """Copy the queries of a step that a graph may capture to the tape; those beyond its length pad the step."""
+        """Copy the queries of a step that a graph may capture to the tape.
+
+        Args:
+            layer: the layer's name.
+            queries: its queries, after rotation; those beyond the length of the tape only pad the step.
+        """
         if self._tape is not None:
             tape = self._tape[list(self.layers).index(layer)]
             tape[: len(queries)].copy_(queries[: len(tape)])
 
     def add(self, group: LayerGroup, layers: Sequence[str]) -> None:
-        """Add a group of layers, in place of an earlier one: that was of a cache with which vLLM measured graphs."""
+        """Add a group of layers. It replaces an earlier group of these layers, whose cache vLLM made only to measure
+        graphs.
+
+        Args:
+            group: the group.
+            layers: names of its layers.
+        """
         if (former := self.groups.get(layers[0])) is not None:
             self.events.steps.pop(former, None)
         self.groups[layers[0]] = group
@@ -209,6 +220,10 @@ class EngineContext:
 
     def step(self, layer: str, metadata: Any) -> PlannedStep | None:
         """Return the step that a layer computes; None in a run without metadata.
+
+        Args:
+            layer: the layer's name.
+            metadata: the metadata that vLLM hands to the layer; None in a run without.
 
         Raises:
             UnsupportedEngineError: these are not the metadata that were made for the layer.

@@ -1,4 +1,4 @@
-"""`KeepManager`: the scheduler's side. It frees blocks that compressions have emptied, and admits requests by that."""
+"""`KeepManager`: vLLM's manager of blocks in the scheduler. It also frees the blocks that events have emptied."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class OwnSchedule(NamedTuple):
 
 
 class KeepManager(FullAttentionManager, SchedulerAdapter):
-    """vLLM's manager of blocks, which also frees blocks that compressions have emptied.
+    """vLLM's manager of blocks, which also frees the blocks that events have emptied.
 
     Block tables stay indexed by logical position, and empty blocks become null blocks. To the rest of the scheduler a
     compressed request looks like one with a sliding window, so nothing else changes, from positions to preemption.
@@ -83,11 +83,22 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return self._own[request_id].schedule if request_id in self._own else self.schedule
 
     def settle(self, request_id: str, recipe: Recipe | None) -> None:
-        """Have a new request compressed by a recipe of its own, of the same method; None if it never is."""
+        """Have a new request compressed by a recipe of its own.
+
+        Args:
+            request_id: the new request.
+            recipe: its recipe, with the same method as the engine's; None if it is never compressed.
+        """
         self._own[request_id] = OwnSchedule(self.schedule.with_recipe(recipe))
 
     def due(self, request: Request, before: int, after: int) -> int:
-        """Return the event that a step from `before` to `after` tokens brings a request; 0 if it brings none."""
+        """Return the event that a step from `before` to `after` tokens brings a request; 0 if it brings none.
+
+        Args:
+            request: the request.
+            before: its tokens before the step.
+            after: its tokens after the step.
+        """
         own = self._own.get(request.request_id)
         prompt = request.num_prompt_tokens if own is None or own.prompt is None else own.prompt
         return self.schedule_of(request.request_id).due(prompt, before, after)
@@ -109,7 +120,13 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Free what fully processed tokens have emptied: never what a step in flight reads."""
+        """Free the blocks that events of finished steps have emptied. No step in flight reads them.
+
+        Args:
+            request_id: the request.
+            processed_computed_tokens: tokens whose steps are over.
+            num_prompt_tokens: tokens of its prompt; None in calls that free nothing.
+        """
         if num_prompt_tokens is None:
             return
         known = self._requests.get(request_id)
@@ -139,7 +156,15 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             stats.count(blocks_freed=freed)
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """Return vLLM's count; for a waiting request, with the room that running requests will grow into."""
+        """Return how many blocks a request needs. A waiting request also needs room for what running requests will grow
+        by.
+
+        Args:
+            request_id: the request.
+            num_tokens: tokens that it needs blocks for.
+            args: further arguments of vLLM's manager.
+            kwargs: further arguments of vLLM's manager.
+        """
         needed = super().get_num_blocks_to_allocate(request_id, num_tokens, *args, **kwargs)
         needed -= self.is_reserved(request_id)
         own = self._own.get(request_id)
@@ -188,14 +213,29 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         recipe: Recipe | None,
         prompt: int,
     ) -> None:
-        """Have a waiting request begin with a context, and be compressed by `recipe`, if any, after `prompt` tokens."""
+        """Have a waiting request begin with a context.
+
+        Args:
+            request_id: the waiting request.
+            block_hashes: hashes of its blocks.
+            placement: where the context lies in its blocks.
+            recipe: compresses it further; None if nothing does.
+            prompt: tokens that count as its prompt.
+        """
         schedule, first = self.schedule.with_recipe(recipe, counted=False), block_hashes[0] if placement.own else None
         self._own[request_id] = OwnSchedule(schedule, prompt, placement, first)
         if first is not None:
             self._prefixes[first] = placement
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Offer to other requests only blocks that no compression of this one writes to."""
+        """Offer to other requests only blocks that no compression of this one writes to.
+
+        Args:
+            request: the request.
+            num_tokens: tokens that are in the cache.
+            args: further arguments of vLLM's manager.
+            kwargs: further arguments of vLLM's manager.
+        """
         if (own := self._own.get(request.request_id)) is not None:
             # The hashes of a request's tokens do not say its budget, but those of a context begin with its digest.
             if own.placement is not None and own.placement.shared:
@@ -211,7 +251,14 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     @classmethod
     def find_longest_cache_hit(cls, *, max_length: int, kv_cache_spec: Any, **others: Any) -> Any:  # type: ignore[override]
-        """Shares only blocks that this request's own compression will not write to, and a context's with all."""
+        """Return the cached blocks that a prompt begins with: those that its own compression will not write to, or a
+        context's.
+
+        Args:
+            max_length: tokens of the prompt but the last.
+            kv_cache_spec: the kind of cache.
+            others: further arguments of vLLM's manager.
+        """
         hashes, placement = others["block_hashes"], None
         if kv_cache_spec.contexts and len(hashes):
             placement = kv_cache_spec.contexts.get(hashes[0])

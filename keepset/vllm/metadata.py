@@ -66,6 +66,11 @@ class MetadataAdapter(StepAdapter):
 def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) -> LayerGroup:
     """Return the group of vLLM's layers of these names.
 
+    Args:
+        context: what keepset's classes share.
+        planner: plans the steps of the layers.
+        names: vLLM's names of the layers.
+
     Raises:
         UnsupportedModelError: the recipe needs the model's rotation, which cannot be told.
     """
@@ -93,7 +98,7 @@ def _pages(layer: Any) -> Pages:
 
 
 class KeepBuilder:
-    """A mixin for metadata builders: they get metadata for what the cache holds, instead of what it has held.
+    """A mixin for vLLM's metadata builders, which plans each step. Attention's metadata then describe the kept entries.
 
     Raises:
         UnsupportedEngineError: this vLLM divides blocks, or asks for layers in an unknown order.
@@ -132,7 +137,12 @@ class KeepBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Return vLLM's own answer; where heads differ, only decode steps are captured, without prompts beside them."""
+        """Return what CUDA graphs may capture: what vLLM's backend says, but decode steps alone if heads differ.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            kv_cache_spec: the kind of cache.
+        """
         assert isinstance(kv_cache_spec, KeepSpec)
         support: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         if kv_cache_spec.schedule.ragged:
@@ -142,7 +152,13 @@ class KeepBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Any:
-        """Return vLLM's metadata for what is left, and tell the context what the layers are to do besides."""
+        """Plan the step, and return vLLM's metadata for the entries that are kept.
+
+        Args:
+            common_prefix_len: as vLLM gives it.
+            common_attn_metadata: vLLM's metadata of the step, as if nothing had ever been dropped.
+            fast_build: as vLLM gives it.
+        """
         plan = self._context.events.plan(self._group, self._adapter.batch(common_attn_metadata))
         common = self._adapter.planned(common_attn_metadata, plan)
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]

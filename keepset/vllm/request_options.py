@@ -133,8 +133,11 @@ class RequestOptions:
 def parse_options(given: Any) -> RequestOptions:
     """Return the options that a client gives.
 
+    Args:
+        given: what the client wrote: an object, or its JSON text.
+
     Raises:
-        KeepsetError: it is something else, or more than a request may say.
+        KeepsetError: it is something else, an option is unknown or out of range, or it is larger than a request may be.
     """
     fields = _fields(given)
     if fields is None or not fields.keys() <= {field.name for field in dataclasses.fields(RequestOptions)}:
@@ -147,6 +150,9 @@ def parse_options(given: Any) -> RequestOptions:
 
 def from_signed(given: Any) -> RequestOptions:
     """Return the options that `RequestOptions.to_signed` has signed.
+
+    Args:
+        given: a text, if the request came by the front end.
 
     Raises:
         KeepsetError: the text is something else, or was not signed with this server's key.

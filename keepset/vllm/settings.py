@@ -68,7 +68,13 @@ def contexts_of(config: VllmConfig | None) -> Path | None:
 
 
 def by_head(config: VllmConfig, recipe: Recipe) -> bool:
-    """Return whether heads have pages of their own, because those of the recipe or of contexts may differ."""
+    """Return whether each head has its own pages: the recipe's heads may keep different numbers of entries, or a
+    context's.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: its recipe.
+    """
     return table_per_head(recipe) or contexts_of(config) is not None
 
 

@@ -38,6 +38,9 @@ def signed(text: str) -> str:
 def verified(value: Any) -> str:
     """Return the text that `signed` has signed.
 
+    Args:
+        value: what reached the engine; anything but a signed text is refused.
+
     Raises:
         KeepsetError: it is something else, or the signature was made with another key.
     """

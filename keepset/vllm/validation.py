@@ -1,4 +1,4 @@
-"""Refuses configurations and models that keepset cannot serve, in one sentence, when the engine starts."""
+"""Checks of vLLM's configuration and model when the engine starts: what cannot be served is refused in a sentence."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, INT8, by_head, c
 def check(config: VllmConfig, recipe: Recipe) -> None:
     """Refuse a recipe that cannot be served.
 
+    Args:
+        config: vLLM's configuration.
+        recipe: its recipe.
+
     Raises:
         UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
         UnsupportedModelError: the model is why.
@@ -49,6 +53,11 @@ def _joined(recipe: Recipe, reasons: Sequence[str]) -> str:
 
 def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
     """Refuse a layer that cannot be compressed.
+
+    Args:
+        name: the layer's name.
+        layer: vLLM's layer.
+        unseen: whether its hidden states are needed and were not found.
 
     Raises:
         UnsupportedModelError: the layer cannot be compressed.
