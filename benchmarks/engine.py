@@ -43,7 +43,7 @@ CASES = {
     "short pool, 36 requests: snapkv": Case(KEEP, 36, 512, 256, SHORT),
     "short pool, 12 requests: knorm": Case("knorm(keep=96, every=64)", 12, 512, 256, SHORT),
     "short pool, 12 requests: distilled": Case("distilled(keep=96, every=64)", 12, 512, 256, SHORT),
-    "short pool, 12 requests: pool(distilled)": Case("pool(distilled, keep=96, every=64)", 12, 512, 256, SHORT),
+    "short pool, 12 requests: adakv(distilled)": Case("adakv(distilled, keep=96, every=64)", 12, 512, 256, SHORT),
     "ample pool: knorm": Case("knorm(keep=96, every=64)", 8, 512, 256, AMPLE),
     "ample pool: distilled": Case("distilled(keep=96, every=64)", 8, 512, 256, AMPLE),
     "ample pool: plain": Case(None, 8, 512, 256, AMPLE),
