@@ -19,9 +19,10 @@ class Predictor:
     With x an entry's key before rotation followed by its value, the network gives the logarithm of the entry's score,
     `linear . x + output . gelu(hidden x + hidden_bias) + output_bias`. The weights contain the scales of the inputs.
 
-    Most heads look less at what is far from the end of the text, whatever it holds. So what an entry's distance from
-    the end is worth is added: `age` has it for the distances 1, 2, 4, ..., and between them it is interpolated linearly
-    in the logarithm of the distance. Beyond the last of them it stays as it is.
+    Most heads look less at what is far from the end of the text, whatever it holds, and in long texts more so. So what
+    an entry's distance from the end is worth in a text of some length is added: `age` has it for the lengths 1, 2, 4,
+    ... and the distances 1, 2, 4, .... Between them it is interpolated linearly in both logarithms. Beyond the last of
+    them it stays as it is.
 
     Attributes:
         linear: the weights from the inputs to the output.
@@ -29,7 +30,7 @@ class Predictor:
         hidden_bias: the biases of the hidden layer.
         output: the weights of the output.
         output_bias: the bias of the output.
-        age: what the distances 1, 2, 4, ... from the end of the text add.
+        age: what the distances 1, 2, 4, ... from the end of texts of the lengths 1, 2, 4, ... add.
     """
 
     linear: Float[Tensor, "*rows kv_heads inputs"]
@@ -37,7 +38,7 @@ class Predictor:
     hidden_bias: Float[Tensor, "*rows kv_heads width"]
     output: Float[Tensor, "*rows kv_heads width"]
     output_bias: Float[Tensor, "*rows kv_heads"]
-    age: Float[Tensor, "*rows kv_heads knots"]
+    age: Float[Tensor, "*rows kv_heads lengths knots"]
 
     def of_heads(self, heads: slice) -> Predictor:
         """Return the networks of some KV heads."""
@@ -47,7 +48,7 @@ class Predictor:
             self.hidden_bias[..., heads, :],
             self.output[..., heads, :],
             self.output_bias[..., heads],
-            self.age[..., heads, :],
+            self.age[..., heads, :, :],
         )
 
     def log_scores(
@@ -62,28 +63,40 @@ class Predictor:
 
 
 def interpolated(
-    age: Float[Tensor, "*rows kv_heads knots"], distances: Int[Tensor, "*rows #kv_heads entries"]
+    age: Float[Tensor, "*rows kv_heads lengths knots"],
+    distances: Int[Tensor, "*rows #kv_heads entries"],
+    lengths: Int[Tensor, "*rows"],
 ) -> Float[Tensor, "*rows kv_heads entries"]:
     """Return what some distances from the end of the text add; see `Predictor.age`.
 
     Args:
         age: the numbers at the knots.
         distances: of entries from the end of the text; 1 for the newest token.
+        lengths: of the texts, in tokens.
     """
-    last = age.shape[-1] - 1
-    places = distances.clamp(min=1).float().log2().clamp(max=last).expand(*age.shape[:-1], -1)
+    size, last = age.shape[-2] - 1, age.shape[-1] - 1
+    places = _places(lengths, size)[..., None, None, None]
     low = places.long()
-    return age.gather(-1, low).lerp(age.gather(-1, (low + 1).clamp(max=last)), places - low)
+    row = [age.take_along_dim((low + step).clamp(max=size), -2) for step in (0, 1)]
+    of_length = row[0].lerp(row[1], places - low).squeeze(-2)
+    places = _places(distances, last).expand(*of_length.shape[:-1], -1)
+    low = places.long()
+    return of_length.gather(-1, low).lerp(of_length.gather(-1, (low + 1).clamp(max=last)), places - low)
 
 
-def knot_weights(distances: Int[Tensor, " entries"], knots: int) -> Float[Tensor, "entries knots"]:
-    """Return the weights of the knots at some distances: `interpolated` is linear in its numbers.
+def knot_weights(numbers: Int[Tensor, " entries"], knots: int) -> Float[Tensor, "entries knots"]:
+    """Return the weights of the knots 1, 2, 4, ... at some numbers: `interpolated` is linear in what it has at knots.
 
     Args:
-        distances: of entries from the end of the text.
+        numbers: distances from the end of the text, or lengths of texts.
         knots: how many knots there are.
     """
-    return interpolated(torch.eye(knots, device=distances.device), distances[None]).T
+    places = _places(numbers, knots - 1)[:, None]
+    return (1 - (places - torch.arange(knots, device=numbers.device)).abs()).clamp(min=0)
+
+
+def _places(numbers: Int[Tensor, "*shape"], last: int) -> Float[Tensor, "*shape"]:
+    return numbers.clamp(min=1).float().log2().clamp(max=last)
 
 
 PREDICTOR_FIELDS = tuple(field.name for field in dataclasses.fields(Predictor))

@@ -21,7 +21,7 @@ from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 from keepset.kernels.predictor import Networks, turns_of
 
-FORMAT = 3
+FORMAT = 4
 """The version of the file format; raise it with every change to what is written."""
 _FILE = TensorFile(
     "keepset_statistics",
@@ -94,9 +94,16 @@ class RowStatistics:
         """Return `LayerStatistics.norm` of each row."""
         return self._take("norm")
 
-    def by_age(self, distances: Int[Tensor, "batch kv_heads entries"]) -> Float[Tensor, "batch kv_heads entries"]:
-        """Return what distances from the end of the text add to the logarithm of a score; see `Predictor.age`."""
-        return interpolated(self._take("age"), distances)
+    def by_age(
+        self, distances: Int[Tensor, "batch kv_heads entries"], lengths: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch kv_heads entries"]:
+        """Return what distances from the end of the text add to the logarithm of a score; see `Predictor.age`.
+
+        Args:
+            distances: of entries from the end of the text; 1 for the newest token.
+            lengths: of the texts, in tokens.
+        """
+        return interpolated(self._take("age"), distances, lengths)
 
     @cached_property
     def gain(self) -> Float[Tensor, "batch head_dim"]:
@@ -400,7 +407,7 @@ def _predictors(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, P
             or predictor.linear.shape[:-1] != (heads,)
             or predictor.output.shape != (heads, width)
             or predictor.output_bias.shape != (heads,)
-            or predictor.age.dim() != 2
+            or predictor.age.dim() != 3
             or len(predictor.age) != heads
             or not predictor.age.numel()
             or not all(getattr(predictor, name).isfinite().all() for name in PREDICTOR_FIELDS)

@@ -28,7 +28,8 @@ class Distilled(Method):
     `keepset calibrate --teacher reread` fits one small network per KV head. It reads the entry's key before rotation
     and its value, and nothing else: no query, no hidden state. So it takes one pass, and an entry goes through its
     network once, when the first event looks at it. What it says is remembered, 4 bytes an entry. Only what the distance
-    from the end of the text is worth to the head changes as the text grows: a table's number, a factor of the score.
+    from the end of the text is worth to the head changes as the text grows: a number of a table over distances and
+    lengths, a factor of the score.
     The method is keepset's own; KVzap (arXiv:2601.07891) fits such networks to the hidden states that enter attention.
 
     With a `threshold`, entries with a lower score go, whatever their number, and `keep` is a cap. A score is relative:
@@ -77,7 +78,8 @@ class Distilled(Method):
     def _by_age(self, observation: Observation) -> Scores:
         """Return the factor of each entry's distance from the end of the text."""
         measured = self._statistics.repeat_per_request(observation)
-        return measured.by_age(observation.lengths[:, None, None] - observation.positions).exp()
+        lengths = observation.lengths
+        return measured.by_age(lengths[:, None, None] - observation.positions, lengths).exp()
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         return ranking.best_from(self.threshold) if self.threshold else ranking.best()

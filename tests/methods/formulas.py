@@ -423,6 +423,13 @@ def expected_attention(observation: Observation, method: ExpectedAttention, requ
     return [(weight + method.epsilon) * size for weight, size in zip(attention, norms, strict=True)]
 
 
+def _between(number: int, knots: int) -> tuple[int, float]:
+    """The knot of 1, 2, 4, ... before a number, and how far it is to the next one in the logarithm."""
+    place = min(math.log2(number), knots - 1)
+    before = min(int(place), knots - 2)
+    return before, place - before
+
+
 @formula(Distilled(), Distilled(threshold=0.3), exact=dict(rtol=1e-4, atol=1e-6))
 def distilled(observation: Observation, method: Distilled, request: int, head: int) -> list[float]:
     """The network of an entry's un-rotated key and value, number by number."""
@@ -441,9 +448,11 @@ def distilled(observation: Observation, method: Distilled, request: int, head: i
             if second is not None:
                 plain[second] = point.imag
         inputs = [*plain, *value]
-        place = min(math.log2(length - position), len(age) - 1)
-        knot = min(int(place), len(age) - 2)
-        score = output_bias + dot(linear, inputs) + age[knot] + (place - knot) * (age[knot + 1] - age[knot])
+        (knot, place), (row, of_row) = _between(length - position, len(age[0])), _between(length, len(age))
+        nearer, further = (
+            between[knot] + place * (between[knot + 1] - between[knot]) for between in age[row : row + 2]
+        )
+        score = output_bias + dot(linear, inputs) + nearer + of_row * (further - nearer)
         for weights, bias, weight in zip(hidden, hidden_bias, output, strict=True):
             unit = dot(weights, inputs) + bias
             score += weight * unit * (1 + math.erf(unit / math.sqrt(2))) / 2

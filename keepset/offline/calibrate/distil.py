@@ -27,11 +27,11 @@ from keepset.core.feature import Needs
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, interpolated, knot_weights
+from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, knot_weights
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.prompt_session import Recorder
-from keepset.offline.calibrate.corpus import Corpus
+from keepset.offline.calibrate.corpus import SHORTEST, Corpus
 from keepset.offline.calibrate.measure import SKIP
 from keepset.recipe import Recipe
 
@@ -41,6 +41,10 @@ _RATE, _DECAY, _FLOOR = 2e-3, 0.05, 5e-3
 """AdamW's learning rate and weight decay; the share of a passage's mean score that is added before the logarithm."""
 _RIDGE = 1.0
 """What is added to the diagonal of the least squares' equations, of inputs that have variance 1."""
+_DEVIATION = 32.0
+"""The same for how a length of text differs from all of them: few entries of a length say little."""
+_LENGTHS = 3
+"""Passages are cut to a half, a quarter ... of their length in turn, so many lengths with the whole."""
 _HELD_OUT = 8
 """One of this many passages is not fitted to: it says how well the networks rank."""
 _HEADS_AT_ONCE, _ENTRIES_AT_ONCE = 128, 4096
@@ -58,11 +62,13 @@ class Samples:
         inputs: each entry's key before rotation, followed by its value.
         wanted: the logarithm of the teachers' scores, times the length of the passage.
         ages: how many tokens lie between an entry and the end of its passage; 1 for the last entry.
+        lengths: tokens of the passage that each entry is of.
     """
 
     inputs: Float[Tensor, "heads entries inputs"]
     wanted: Float[Tensor, "heads entries"]
     ages: Int[Tensor, " entries"]
+    lengths: Int[Tensor, " entries"]
 
 
 def parse_teachers(texts: Sequence[str]) -> list[Method]:
@@ -107,7 +113,7 @@ def with_predictors(
         UnsupportedModelError: scores are not finite.
     """
     methods = parse_teachers(teachers)
-    passages = corpus.passages
+    passages = [_cut(passage, number % _LENGTHS) for number, passage in enumerate(corpus.passages)]
     held = max(1, len(passages) // _HELD_OUT) if len(passages) > 1 else 0
     each = max(1, ROWS // max(1, len(passages) - held))
     key = _key(statistics, corpus, teachers, each)
@@ -131,11 +137,16 @@ def with_predictors(
         "teachers": list(teachers),
         "passages": len(passages) - held,
         "entries": fitted.inputs.shape[1],
-        "longest": int(fitted.ages.max()),
+        "longest": int(fitted.lengths.max()),
         "width": width,
         "held_out": _quality(predictor, _together(rest), heads, list(statistics.layers)) if rest else None,
     }
     return replace(statistics, predictors=predictors, provenance={**statistics.provenance, "predictors": made})
+
+
+def _cut(passage: Int[Tensor, " n"], halvings: int) -> Int[Tensor, " _"]:
+    """Return the beginning of a passage, halved so often; but not less than `SHORTEST` tokens of it."""
+    return passage[: max(len(passage) >> halvings, SHORTEST)]
 
 
 def _sampled(
@@ -150,7 +161,7 @@ def _sampled(
     inputs = [_inputs(each, statistics.layers[each.layer], places) for each in recorder.observations]
     if not wanted.isfinite().all():
         raise UnsupportedModelError("Some of the teachers' scores are not finite numbers: nothing can be fitted.")
-    return Samples(torch.cat(inputs), wanted[:, places], len(ids) - places)
+    return Samples(torch.cat(inputs), wanted[:, places], len(ids) - places, torch.full_like(places, len(ids)))
 
 
 def _wanted(teacher: Method, observations: Sequence[Observation]) -> Float[Tensor, "heads entries"]:
@@ -202,7 +213,9 @@ def fit(
                 told += 1
                 on_step()
 
-        part = Samples(*(each.to(device) for each in (samples.inputs[few], samples.wanted[few], samples.ages)))
+        part = Samples(
+            *(each.to(device) for each in (samples.inputs[few], samples.wanted[few], samples.ages, samples.lengths))
+        )
         parts.append(_fitted(part, width, seed + first, step))
     return Predictor(*(torch.cat([getattr(part, name) for part in parts]) for name in PREDICTOR_FIELDS))
 
@@ -214,7 +227,12 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
     heads, entries, size = samples.inputs.shape
     centre, scale = _mean_and_spread(samples.inputs)
     mean, spread = _mean_and_spread(samples.wanted[..., None])
-    knots = knot_weights(samples.ages, math.ceil(math.log2(int(samples.ages.max()))) + 1)
+    row_weights, knots = (
+        knot_weights(each, math.ceil(math.log2(int(each.max()))) + 1) for each in (samples.lengths, samples.ages)
+    )
+    # What a distance is worth in all texts, and how those of a length differ.
+    deviations = (row_weights[:, :, None] * knots[:, None]).flatten(1)
+    knots = torch.cat([knots, deviations], 1)
     usual = knots.mean(0)
 
     def block(entries: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,7 +240,9 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
         return (inputs - centre) / scale, (knots[entries] - usual).expand(heads, -1, -1), (wanted - mean) / spread
 
     blocks = [slice(first, first + _ENTRIES_AT_ONCE) for first in range(0, entries, _ENTRIES_AT_ONCE)]
-    linear, age = _least_squares(block(each) for each in blocks).split([size, knots.shape[1]], 1)
+    ridge = torch.full((size + knots.shape[1],), _RIDGE, device=device)
+    ridge[len(ridge) - deviations.shape[1] :] = _DEVIATION
+    linear, age = _least_squares((block(each) for each in blocks), ridge).split([size, knots.shape[1]], 1)
 
     def weights(*shape: int, fan: int) -> Tensor:
         return ((torch.rand(shape, generator=chance) * 2 - 1) / math.sqrt(fan)).to(device).requires_grad_()
@@ -245,7 +265,7 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
         folded = (hidden / scale.transpose(1, 2)).transpose(1, 2).contiguous()
         shifted = bias[:, 0] - (folded @ centre.transpose(1, 2))[..., 0]
         constant = (last * spread + mean)[:, 0, 0] - (straight * centre[:, 0]).sum(1)
-        by_age = (age[..., 0] - usual @ age) * spread[..., 0]
+        by_age = (_table(age[..., 0], row_weights) - (usual @ age)[..., None]) * spread
         parts = straight, folded, shifted, output[..., 0] * spread[..., 0], constant, by_age
         return Predictor(*(part.detach().cpu() for part in parts))
 
@@ -258,8 +278,31 @@ def _mean_and_spread(
     return means, torch.stack([head.float().std(0, keepdim=True) for head in rows]).clamp(min=1e-6)
 
 
-def _least_squares(blocks: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Float[Tensor, "heads weights 1"]:
-    """Return the weights of inputs and knots that come closest to what is wanted, over blocks of entries."""
+def _table(
+    age: Float[Tensor, "heads weights"], row_weights: Float[Tensor, "entries lengths"]
+) -> Float[Tensor, "heads lengths knots"]:
+    """Return what each distance adds in texts of each length; a length that no passage has is as the nearest.
+
+    Args:
+        age: what each distance adds in all texts, and then for each length how much more.
+        row_weights: of the lengths at each entry.
+    """
+    lengths = row_weights.shape[1]
+    all_texts, more = age.split([age.shape[1] // (lengths + 1), age.shape[1] // (lengths + 1) * lengths], 1)
+    seen = row_weights.sum(0).nonzero()[:, 0]
+    nearest = seen[(torch.arange(lengths, device=seen.device)[:, None] - seen).abs().argmin(1)]
+    return all_texts[:, None] + more.unflatten(1, (lengths, -1))[:, nearest]
+
+
+def _least_squares(
+    blocks: Iterable[tuple[Tensor, Tensor, Tensor]], ridge: Float[Tensor, " weights"]
+) -> Float[Tensor, "heads weights 1"]:
+    """Return the weights of inputs and knots that come closest to what is wanted, over blocks of entries.
+
+    Args:
+        blocks: inputs, knots and what is wanted.
+        ridge: what is added to the diagonal.
+    """
     total: Tensor | None = None
     for inputs, knots, wanted in blocks:
         both = torch.cat([inputs, knots], 2)
@@ -267,12 +310,16 @@ def _least_squares(blocks: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Float[Ten
         total = sums if total is None else total + sums
     assert total is not None
     products, goals = total[:, :, :-1], total[:, :, -1:]
-    return torch.linalg.solve(products + _RIDGE * torch.eye(products.shape[1], device=products.device), goals)
+    return torch.linalg.solve(products + ridge.diag(), goals)
 
 
 def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[int]) -> dict[str, Any]:
     """Return how the networks rank held-out entries, layer by layer: rank correlation, and share of the choice."""
-    told = predictor.log_scores(held.inputs.float()) + interpolated(predictor.age, held.ages[None])
+    row_weights, knots = (
+        knot_weights(held.lengths, predictor.age.shape[1]),
+        knot_weights(held.ages, predictor.age.shape[2]),
+    )
+    told = predictor.log_scores(held.inputs.float()) + torch.einsum("el,hlk,ek->he", row_weights, predictor.age, knots)
     ranks = [part.argsort(-1).argsort(-1).float() for part in (told, held.wanted)]
     centred = [part - part.mean(-1, keepdim=True) for part in ranks]
     correlation = F.cosine_similarity(centred[0], centred[1], dim=-1)
@@ -291,14 +338,15 @@ def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[i
 
 def _together(parts: Sequence[Samples]) -> Samples:
     inputs, wanted = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("inputs", "wanted"))
-    return Samples(inputs, wanted, torch.cat([part.ages for part in parts]))
+    ages, lengths = (torch.cat([getattr(part, name) for part in parts]) for name in ("ages", "lengths"))
+    return Samples(inputs, wanted, ages, lengths)
 
 
 def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], each: int) -> str:
     """Return a text that differs where a passage's part would."""
     said: Mapping[str, Any] = {
         "model": statistics.provenance["model"],
-        "corpus": [corpus.sha256, corpus.seed, [len(passage) for passage in corpus.passages]],
+        "corpus": [corpus.sha256, corpus.seed, [len(passage) for passage in corpus.passages], _LENGTHS],
         "teachers": list(teachers),
         "entries": each,
     }

@@ -35,14 +35,15 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Linear(Method):
-    """A teacher whose logarithm is linear in values and in the logarithm of the distance from the text's end."""
+    """A teacher whose logarithm is linear in values and in that of the distance from the end, more so in long texts."""
 
     name = "linear"
 
     def score(self, observation: Observation) -> Tensor:
         weights = torch.linspace(-0.2, 0.2, observation.values.shape[-1])
         distances = observation.lengths[:, None, None] - observation.positions
-        return (observation.values.float() @ weights).exp() / distances**0.7
+        slope = 0.3 + 0.1 * (observation.lengths / 16).log2()[:, None, None]
+        return (observation.values.float() @ weights).exp() / distances**slope
 
 
 def equal(left: Statistics, right: Statistics) -> bool:
@@ -54,7 +55,8 @@ def test_a_linear_teacher_is_recovered(measured: Statistics, monkeypatch: pytest
     """On passages that it was not fitted to; a small floor, so that its logarithm is linear indeed."""
     monkeypatch.setattr(distil, "parse_teachers", lambda texts: [Linear()])
     monkeypatch.setattr(distil, "_FLOOR", 1e-6)
-    held = with_predictors(measured, tiny(MODEL), CORPUS, ["linear"]).provenance["predictors"]["held_out"]
+    many = Corpus(list(prompt(120, 60, seed=1)), "0", 0)
+    held = with_predictors(measured, tiny(MODEL), many, ["linear"]).provenance["predictors"]["held_out"]
     assert min(held["by_layer"][distil.CORRELATION].values()) > 0.99
     assert min(held["by_layer"][distil.SHARE].values()) > 0.93
 
@@ -89,14 +91,17 @@ def test_a_file_holds_what_was_fitted(measured: Statistics, tmp_path: Path) -> N
     read = load(str(tmp_path / "stats.safetensors"))
     assert equal(read, fitted)
     assert read.provenance["predictors"]["teachers"] == ["knorm"]
-    assert read.provenance["predictors"]["entries"] == 7 * 56  # seven of eight passages, without the first four tokens
+    # Seven of eight passages, whole, by half and by quarter but not below 16 tokens, without the first four tokens.
+    assert read.provenance["predictors"]["entries"] == 3 * 56 + 2 * 26 + 2 * 12
 
 
 def test_folding_scales_changes_nothing() -> None:
     """The network with standardised inputs, in float64, beside the one with scales in its weights."""
     torch.manual_seed(0)
     inputs, wanted = torch.randn(2, 40, 5) * 3 + 1, torch.randn(2, 40)
-    predictor = distil._fitted(distil.Samples(inputs, wanted, torch.arange(40) + 1), 4, 0, lambda _: None)
+    predictor = distil._fitted(
+        distil.Samples(inputs, wanted, torch.arange(40) + 1, torch.full([40], 40)), 4, 0, lambda _: None
+    )
     told = predictor.log_scores(inputs)
     error = (told - wanted).square().mean()
     assert error < 0.9 * wanted.var()  # it has learnt something of forty points by heart
