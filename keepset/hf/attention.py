@@ -149,6 +149,11 @@ class AttentionInput:
         return None if self.real is None else self.real.mask
 
     @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return self.mask is None or not self.mask.shows_later
+
+    @property
     def padded(self) -> bool:
         """Whether the cache has any padding, that of these tokens included."""
         return self.cache_valid is not None
@@ -318,16 +323,34 @@ class MaskRule:
         return sdpa_mask(**self.arguments)
 
     @cached_property
+    def shows_later(self) -> bool:
+        """Whether some tokens of a prompt see later ones, as those of an image see each other.
+
+        Raises:
+            UnsupportedModelError: the mask is neither causal attention with padding, nor that and more of a prompt.
+        """
+        if self.arguments["mask_function"] is causal_mask_function:
+            return False
+        in_full = {**self.arguments, "allow_is_causal_skip": False}
+        whole, causal = sdpa_mask(**in_full), sdpa_mask(**{**in_full, "mask_function": causal_mask_function})
+        assert whole is not None and causal is not None
+        if torch.equal(whole, causal):
+            return False
+        if int(self.arguments["q_offset"]) or not bool((whole | ~causal).all()):
+            raise UnsupportedModelError(
+                "keepset.Cache supports causal attention with padding, and in the first call tokens that see later "
+                "ones, as those of an image do; this model or call asks for another mask."
+            )
+        return True
+
+    @cached_property
     def real(self) -> RealTokens | None:
         """The new tokens that are not padding; None if all are real.
 
         Raises:
-            UnsupportedModelError: the mask is not plain causal attention with padding.
+            UnsupportedModelError: layers that dropped entries cannot apply the mask.
         """
-        if self.arguments["mask_function"] is not causal_mask_function:
-            raise UnsupportedModelError(
-                "keepset.Cache supports plain causal attention with padding; this model or call asks for another mask."
-            )
+        _ = self.shows_later  # which refuses other masks
         padding: Tensor | None = self.arguments.get("attention_mask")
         if padding is None:
             return None

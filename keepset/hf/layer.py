@@ -259,7 +259,7 @@ class LayerState(LogicalLayer):
     def _attend_first(self, new: AttentionInput) -> Tensor:
         """Attend from the first tokens to themselves, and keep the log-sum-exp where that saves work."""
         n = new.length
-        if self.prompt is not None and self.prompt.needs.log_sum_exp and new.valid is None:
+        if self.prompt is not None and self.prompt.needs.log_sum_exp and new.valid is None and new.causal:
             rows = zip(new.query, new.key, new.value, strict=True)
             parts = [attention_with_lse(q, k, v, new.scaling) for q, k, v in rows]
             new.lse = [lse for _, lse in parts]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 import pytest
+import torch
 
+import keepset
 from tests.hf.contract.builds import KINDS, NOT_BUILT, build
-from tests.hf.contract.check import OK, check
+from tests.hf.contract.check import LENGTH, OK, check, generate, masked
 from tests.hf.contract.page import PAGE, types_in
+from tests.hf.models import prompt
 
 WORK = {
     "aya_vision": 2,  # beside sliding windows
@@ -51,6 +55,24 @@ def test_some_types_work(kind: str) -> None:
 def test_some_types_are_refused_for_what_they_are(kind: str) -> None:
     row = check(kind, build(kind))
     assert row.findings == {} and re.search(REFUSED[kind], row.refused)
+
+
+def test_tokens_of_an_image_see_each_other() -> None:
+    model, ids = build("gemma3"), prompt(1, LENGTH)
+    image = torch.zeros_like(ids)
+    image[:, 10:30] = 1
+
+    def said(past: Any) -> Any:
+        return generate(model, ids, past, token_type_ids=image)
+
+    expected, as_text = said(None), generate(model, ids, None)
+    assert (expected.logits[0] - as_text.logits[0]).abs().max() > 0.01
+    assert torch.equal(said(keepset.Cache(model, "h2o(keep=1.0)")).sequences, expected.sequences)
+    past = keepset.Cache(model, "snapkv(window=8, keep=20)", history=True)
+    output = said(past)
+    longer = torch.nn.functional.pad(image, (0, output.sequences.shape[1] - 1 - LENGTH))
+    gap = torch.stack(output.logits, 1) - masked(model, past, output, token_type_ids=longer)
+    assert past.keep_set.counts.unique().tolist() == [20] and gap.abs().max() < 1e-3
 
 
 @pytest.mark.contract

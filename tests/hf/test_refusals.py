@@ -98,11 +98,6 @@ def test_models_of_other_kinds(make: Callable[[], Any], words: str) -> None:
         ),
         ("bert", {}, "BertSelfAttention lets tokens see later ones"),
         ("doge", {}, "changes its attention mask in every layer"),
-        (
-            "gemma3_text",
-            dict(layer_types=["full_attention"] * 2, use_bidirectional_attention=True),
-            "plain causal attention",
-        ),
     ],
 )
 @torch.no_grad()

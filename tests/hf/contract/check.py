@@ -94,12 +94,11 @@ def check(kind: str, model: Any) -> Row:
     return row
 
 
-def generate(model: Any, ids: Tensor, past: Any, new: int = NEW) -> Any:
+def generate(model: Any, ids: Tensor, past: Any, new: int = NEW, **more: Any) -> Any:
     """The model's most likely tokens, with every step's logits."""
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
     with torch.no_grad():
-        return model.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=past, max_new_tokens=new, **GREEDY
-        )
+        return model.generate(**inputs, past_key_values=past, max_new_tokens=new, **GREEDY)
 
 
 def told(error: Exception) -> str:
@@ -184,14 +183,14 @@ class _Masks:
     past: keepset.Cache
 
 
-def masked(model: Any, past: keepset.Cache, output: Any) -> Tensor:
+def masked(model: Any, past: keepset.Cache, output: Any, **more: Tensor) -> Tensor:
     """Return the logits of all generated tokens, from one call in which dropped entries are hidden.
 
     Most models count positions from 0 as `generate` tells them, some by themselves: the prompt's last logits, before
     anything was dropped, tell which.
     """
     ids = output.sequences[:, :-1]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": True, **more}
     told = {"position_ids": torch.arange(ids.shape[1])[None]}
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     implementation = model.config._attn_implementation
