@@ -19,7 +19,7 @@ from keepset.errors import (
     UnsupportedModelError,
 )
 from keepset.hf.saved import header
-from keepset.serving.command import check_installed
+from keepset.serving.start_checks import check_installed
 
 
 def unknown_method(folder: Path) -> None:

@@ -78,11 +78,12 @@ def serve(
     """
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
-    from keepset.serving.command import block_size_hint, check_options, split
+    from keepset.serving.command import split
     from keepset.serving.figures import documents_rows, table_rows
     from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
     from keepset.serving.metrics import check_bench, import_http, import_parser
     from keepset.serving.server import ServerError
+    from keepset.serving.start_checks import block_size_hint, check_options
 
     model, options = split(words or [])
     at_once = min(requests, MAX_CONCURRENCY) if concurrency is None else concurrency
@@ -95,15 +96,7 @@ def serve(
             raise KeepsetError(f"--{name}-timeout {seconds} is out of range: use seconds from above 0 to {_DAY}.")
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     urls = [local_url(each) for each in url or ()]
-    if urls:
-        if parsed is not None or options or documents:
-            raise KeepsetError(
-                "--url names a server that runs already: leave out --recipe, --contexts and options for vLLM."
-            )
-        if len(urls) > 2 or len({*urls}) < len(urls):
-            raise KeepsetError("--url is given once, or twice for two servers that are compared.")
-    elif parsed is None:
-        raise KeepsetError("--recipe is missing: write what to keep, such as --recipe 'snapkv(keep=512, every=256)'.")
+    _check_urls(urls, parsed, options, documents)
     check_options(options)
     check_writable(json_file, html)
     import_http()
@@ -138,16 +131,23 @@ def serve(
         raise Exit(1)
 
 
+def _check_urls(urls: Sequence[str], recipe: Recipe | None, options: Sequence[str], documents: bool) -> None:
+    """Raise KeepsetError if neither a recipe nor running servers are given, or both are."""
+    if urls:
+        if recipe is not None or options or documents:
+            raise KeepsetError(
+                "--url names a server that runs already: leave out --recipe, --contexts and options for vLLM."
+            )
+        if len(urls) > 2 or len({*urls}) < len(urls):
+            raise KeepsetError("--url is given once, or twice for two servers that are compared.")
+    elif recipe is None:
+        raise KeepsetError("--recipe is missing: write what to keep, such as --recipe 'snapkv(keep=512, every=256)'.")
+
+
 def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load: Load, *, started: bool) -> None:
     """Refuse what would keep servers or the load from starting, and say what is about to happen."""
-    from keepset.serving.command import (
-        check_installed,
-        check_model,
-        check_recipe,
-        folder,
-        limit_cpu_pool,
-        name_statistics,
-    )
+    from keepset.serving.command import folder, name_statistics
+    from keepset.serving.start_checks import check_installed, check_model, check_recipe, limit_cpu_pool
 
     check_installed(recipe)
     if not started:

@@ -37,19 +37,21 @@ def serve(
     """
     from keepset.recipe import Recipe
     from keepset.serving.command import (
-        block_size_hint,
-        check_installed,
-        check_model,
-        check_port,
-        check_recipe,
         command,
         folder,
-        limit_cpu_pool,
         name_statistics,
         precision_of,
         split,
         supervised,
         without_secrets,
+    )
+    from keepset.serving.start_checks import (
+        block_size_hint,
+        check_installed,
+        check_model,
+        check_port,
+        check_recipe,
+        limit_cpu_pool,
     )
     from keepset.vllm.signing import SIGNING_KEY, new_key
 

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from keepset.serving import command as commands
-from keepset.serving import prompts
+from keepset.serving import prompts, start_checks
 from keepset.serving.prompts import TextSource
 from tests.bench.sweep.letters import letters
 from tests.cli.conftest import Forked, Run
@@ -37,7 +37,7 @@ def tokens(monkeypatch: pytest.MonkeyPatch, bench: None) -> None:
     tokenizer = letters()
     alphabet = tokenizer("".join(map(chr, range(65, 123))))["input_ids"]
     monkeypatch.setattr(prompts, "text_source", lambda folder: TextSource(tokenizer, alphabet))
-    monkeypatch.setattr(commands, "check_installed", lambda recipe: None)
+    monkeypatch.setattr(start_checks, "check_installed", lambda recipe: None)
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
 

@@ -14,7 +14,7 @@ import torch
 
 import keepset
 from keepset import models
-from keepset.serving import command
+from keepset.serving import command, start_checks
 from keepset.vllm.signing import SIGNING_KEY
 from tests.cli.conftest import Run
 
@@ -31,7 +31,7 @@ def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         raise SystemExit(0)
 
     monkeypatch.setattr(os, "execvp", execvp)
-    monkeypatch.setattr(command, "check_installed", lambda *_: None)
+    monkeypatch.setattr(start_checks, "check_installed", lambda *_: None)
     monkeypatch.setattr(command, "_program", lambda model: [sys.executable, "-m", "vllm", "serve", model])
     monkeypatch.setattr(models, "embedded_folder", lambda: tmp_path / "embedded")
     (tmp_path / "embedded").mkdir()
@@ -169,7 +169,7 @@ def test_a_port_that_is_taken(run: Run, became: list[list[str]]) -> None:
 def test_a_model_that_memory_has_no_room_for(
     run: Run, became: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_memory", lambda: 1000)
+    monkeypatch.setattr(start_checks, "_memory", lambda: 1000)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     (tmp_path / "embedded" / "model.safetensors").write_bytes(b"x" * 1001)
     done = run("serve", "--port", "0")
@@ -181,7 +181,7 @@ def test_on_a_cpu_memory_is_asked_for_sparingly(
     run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch, free: int, space: int
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    monkeypatch.setattr(command, "_memory", lambda: free)
+    monkeypatch.setattr(start_checks, "_memory", lambda: free)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     assert run("serve", "a/model", "--port", "0", "--gpu-memory-utilization", "0.5").code == 0
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
@@ -193,7 +193,7 @@ def test_on_a_cpu_memory_is_asked_for_sparingly(
 
 
 def test_the_recipe_is_read_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(start_checks.importlib.util, "find_spec", lambda name: None)
     assert "did you mean" in run("serve", "--recipe", "snapvk").err
     done = run("serve", "--recipe", "snapkv(keep=0.5)")
     assert done.code == 2

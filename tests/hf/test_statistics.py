@@ -17,7 +17,7 @@ from keepset.core.statistics import load, save
 from keepset.hf.prompt_session import Recorder
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
-from keepset.serving.command import check_recipe
+from keepset.serving.start_checks import check_recipe
 from tests.hf.models import generate, padded_prompt, prompt, same_keep_set, statistics, tiny
 
 

@@ -13,16 +13,8 @@ import pytest
 from keepset import models
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
-from keepset.serving import command as module
-from keepset.serving.command import (
-    block_size_hint,
-    check_installed,
-    check_options,
-    command,
-    has_option,
-    name_statistics,
-    split,
-)
+from keepset.serving.command import command, has_option, name_statistics, split
+from keepset.serving.start_checks import block_size_hint, check_installed, check_options
 
 RECIPE = Recipe.parse("snapkv(keep=64, every=64, window=8)")
 
@@ -206,7 +198,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
 
 
 def test_vllm_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KeepsetError, match=r'pip install "keepset\[vllm\]"'):
         check_installed(None)
 

@@ -1,0 +1,173 @@
+"""Checks before a vLLM server starts, because vLLM itself takes a minute to say what is wrong."""
+
+import importlib.metadata
+import importlib.util
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from keepset import models
+from keepset.core import tables
+from keepset.core.features.runtime_features import ModelStatistics, ModelTables
+from keepset.errors import KeepsetError, UnsupportedEngineError
+from keepset.hf.fingerprint import sample_of, stores_other_weights
+from keepset.recipe import Recipe
+from keepset.serving.command import has_option, option
+from keepset.vllm.recipe_support import objections
+
+_SMALL = 256
+_POOL = "VLLM_CPU_KVCACHE_SPACE"
+_GIB = 2**30
+_MOST_GIB = 4
+"""The most GiB of a CPU's KV cache if nobody asks for more. vLLM itself takes nearly all memory."""
+_PORT = 8000
+_RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Refuse options with which a benchmark could not reach its server.
+
+    Args:
+        options: vLLM's options.
+
+    Raises:
+        KeepsetError: there is such an option, or something that is no option.
+    """
+    if options and not options[0].startswith("-"):
+        raise KeepsetError(f"{options[0]!r} is no option for vLLM: write MODEL, then --, then options.")
+    for word in options:
+        name = word.split("=", 1)[0].replace("_", "-")
+        if name in _RESERVED:
+            raise KeepsetError(f"{name} is not for the benchmark: its servers listen on a free port of 127.0.0.1.")
+
+
+def check_installed(recipe: Recipe | None, contexts: Path | None = None) -> None:
+    """Refuse a server that could not start, or would not know keepset.
+
+    Args:
+        recipe: the recipe; None for plain vLLM.
+        contexts: the folder of contexts; None if there is none.
+
+    Raises:
+        UnsupportedEngineError: vLLM is not installed, or does not load keepset's plug-in.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise UnsupportedEngineError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
+    if recipe is None and contexts is None:
+        return
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
+    ours = {plugin.name for plugin in plugins if plugin.module.split(".")[0] == "keepset"}
+    if not ours:
+        raise UnsupportedEngineError('vLLM would not find keepset\'s plug-in: run `pip install "keepset[vllm]"` again.')
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ours.isdisjoint(allowed.split(",")):
+        raise UnsupportedEngineError(
+            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading keepset's plug-in: add {min(ours)!r} to it, or unset it."
+        )
+
+
+def check_recipe(recipe: Recipe | None, folder: str) -> None:
+    """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or are of another model.
+
+    Args:
+        recipe: the recipe; None for plain vLLM.
+        folder: the model's folder or hub name.
+
+    Raises:
+        UnsupportedEngineError: vLLM cannot serve the recipe.
+        KeepsetError: a file that it names cannot be read, or is of another model.
+    """
+    if recipe is None:
+        return
+    needs = recipe.method.traits.needs
+    samples = {each.file: sample_of(tables.load(each.file)) for each in needs.of(ModelTables)}
+    samples |= {each.file: sample_of(each.load()) for each in needs.of(ModelStatistics)}
+    for sentence in objections(recipe):
+        raise UnsupportedEngineError(f"keepset cannot serve {recipe}: {sentence}")
+    for file, sampled in samples.items():
+        if Path(folder).is_dir() and stores_other_weights(Path(folder), sampled):
+            raise KeepsetError(
+                f"{file!r} was made for another model than {folder!r}: make it for this one with keepset calibrate or "
+                "keepset compile."
+            )
+
+
+def check_model(folder: str) -> None:
+    """Refuse what is neither a model's folder nor a hub name, and on a CPU weights that do not fit free memory.
+
+    Args:
+        folder: the model's folder or hub name.
+
+    Raises:
+        KeepsetError: it is neither, or its weights do not fit.
+    """
+    models.check_name(folder)
+    if not Path(folder).is_dir():
+        return
+    weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    if not torch.accelerator.is_available() and weights > _memory():
+        raise KeepsetError(
+            f"The weights in {folder!r} take {weights / 1e6:.0f} MB, and {_memory() / 1e6:.0f} MB of memory are free: "
+            "free some, or serve a smaller model."
+        )
+
+
+def check_port(options: Sequence[str]) -> None:
+    """Refuse a port that is in use.
+
+    Args:
+        options: vLLM's options.
+
+    Raises:
+        KeepsetError: the port is no number, or in use.
+    """
+    given, host = option(options, "--port"), option(options, "--host") or "127.0.0.1"
+    port = given or str(_PORT)
+    if not port.isdecimal() or not 0 <= int(port) < 2**16:
+        raise KeepsetError(f"--port {port} is no port: use a number from 1 to {2**16 - 1}.")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise KeepsetError(f"--port {port} of {host} cannot be had ({error.strerror}): give another.") from None
+
+
+def limit_cpu_pool(options: Sequence[str]) -> str | None:
+    """Limit a CPU's KV cache, in the environment, unless its size is given; return a sentence that says so."""
+    asked = [option(options, name) for name in ("--gpu-memory-utilization", "--kv-cache-memory-bytes")]
+    if any(asked) or _POOL in os.environ or torch.accelerator.is_available():
+        return None
+    space = max(1, min(_MOST_GIB, int(_memory() / 4 / _GIB)))
+    os.environ[_POOL] = str(space)
+    megabytes = space * _GIB / 1e6
+    return f"The KV cache gets {megabytes:.0f} MB; the environment variable {_POOL} asks for more, in GiB."
+
+
+def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
+    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU.
+
+    Args:
+        recipe: the recipe; None for plain vLLM.
+        options: vLLM's options.
+
+    Returns:
+        A sentence, or None if there is nothing to advise.
+    """
+    keep = None if recipe is None else recipe.budget.keep
+    few = isinstance(keep, int) and keep < _SMALL
+    if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
+        return None
+    return f"keep={keep} is small for the blocks of 128 tokens that vLLM uses on a CPU: add --block-size 32."
+
+
+def _memory() -> int:
+    """Return the bytes of memory that are free or only cache files."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
