@@ -62,9 +62,9 @@ def calibrate(
     passkeys that are hidden in the texts.
 
     distilled needs networks that were fitted to another method's scores: --teacher reread, with --length as long as
-    the texts that you compress, and --tokens 49152 or more. Some passages are cut to a half or a quarter of that length.
-    What each passage gave is kept in a folder beside the file
-    until all is done, so an interrupted command goes on where it was.
+    the texts that you compress, and --tokens 49152 or more. Some passages are cut to a half or a quarter of that
+    length. What each passage gave is kept in a folder beside the file until all is done, so an interrupted command goes
+    on where it was.
 
     kvzap and fast_kvzip need modules that their authors have published: --import. A .pt file is read without running
     what it says.
