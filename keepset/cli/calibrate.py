@@ -1,10 +1,13 @@
 """`keepset calibrate`: statistics of a model, for methods that look at them."""
 
+from __future__ import annotations
+
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -14,6 +17,10 @@ from keepset.cli.options import Force, takes_model
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import read
+
+if TYPE_CHECKING:
+    from keepset.core.statistics import Statistics
+    from keepset.offline.artefacts.artefact import Artefact
 
 
 @takes_model
@@ -117,20 +124,32 @@ def calibrate(
             statistics = with_gates(statistics, loaded, tokenizer, corpus, steps=gate_steps, on_step=advance)
     save(statistics, out)
     shutil.rmtree(unfinished, ignore_errors=True)
-    for path, artefact in artefacts.items():
-        note(f"{path.name} is of {artefact.format} and gives: {', '.join(artefact.gives)}.")
-        if artefact.advice:
-            note(f"{path.name}: {artefact.advice}.")
-    if (made := statistics.provenance.get("predictors")) and made["held_out"]:
-        for name, by_layer in made["held_out"]["by_layer"].items():
-            worst = min(by_layer, key=by_layer.__getitem__)
-            note(
-                f"On passages held out, {name}: {fmean(by_layer.values()):.2f} on average, and least in layer "
-                f"{worst}, {by_layer[worst]:.2f}."
-            )
+    _note_artefacts(artefacts)
+    _note_networks(statistics)
     if tokens - corpus.tokens >= SHORTEST:
         note(f"The texts had {corpus.tokens} tokens, fewer than the {tokens} asked for.")
     say(
         f"{out}: {len(statistics.layers)} layers of {statistics.provenance['model']['name']}, "
         f"measured over {corpus.tokens} tokens in {len(corpus.passages)} passages",
     )
+
+
+def _note_artefacts(artefacts: Mapping[Path, Artefact]) -> None:
+    """Say what each imported file has given, and what its authors advise."""
+    for path, artefact in artefacts.items():
+        note(f"{path.name} is of {artefact.format} and gives: {', '.join(artefact.gives)}.")
+        if artefact.advice:
+            note(f"{path.name}: {artefact.advice}.")
+
+
+def _note_networks(statistics: Statistics) -> None:
+    """Say how the networks of `distilled` rank entries of passages that they were not fitted to."""
+    made = statistics.provenance.get("predictors")
+    if not made or not made["held_out"]:
+        return
+    for name, by_layer in made["held_out"]["by_layer"].items():
+        worst = min(by_layer, key=by_layer.__getitem__)
+        note(
+            f"On passages held out, {name}: {fmean(by_layer.values()):.2f} on average, and least in layer "
+            f"{worst}, {by_layer[worst]:.2f}."
+        )

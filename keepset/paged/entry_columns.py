@@ -43,11 +43,11 @@ def columns_of(
 
 
 class EntryColumns:
-    """Columns of some layers.
+    """Numbers of the entries of some layers, by slot.
 
     Several requests may begin with the same pages until each has its first event. What an entry receives until then
-    differs from request to request, and the pages' slots have room for one number. So such a request has private
-    columns, in which an entry's place is its position.
+    differs from request to request, but its slot has one number. So such a request has private columns, in which an
+    entry's place is its position.
 
     Args:
         columns: the name of each column, and the shape of an entry's numbers in it.
@@ -88,7 +88,13 @@ class EntryColumns:
         return sum(column.nbytes for column in (*self._columns.values(), *self._private.values()))
 
     def private(self, request: int, name: str, entries: int) -> Float[Tensor, "layers kv_heads places *rest"]:
-        """Return a request's private column, to be written to."""
+        """Return a request's private column, to be written to.
+
+        Args:
+            request: the request, by its ring slot.
+            name: of the column.
+            entries: entries of each head that it must have room for.
+        """
         column, whole = self._private.get((request, name)), self._columns[name]
         if column is None or column.shape[2] < entries:
             shape = len(whole), self._kv_heads, entries + _ROOM, *whole.shape[2:]
@@ -111,11 +117,22 @@ class EntryColumns:
     def read(
         self, name: str, slots: Int[Tensor, "layers_rows kv_heads entries"]
     ) -> Float[Tensor, "layers_rows kv_heads entries *rest"]:
-        """Return a column's numbers."""
+        """Return a column's numbers of some entries.
+
+        Args:
+            name: of the column.
+            slots: the slots of entries, from 0 in the first layer on.
+        """
         return self[name].flatten(0, 1)[slots]
 
     def write(self, name: str, slots: Int[Tensor, " n"], numbers: Float[Tensor, " n"]) -> None:
-        """Write number `i` to `slots[i]`."""
+        """Write number `i` to `slots[i]`.
+
+        Args:
+            name: of the column.
+            slots: the slots of entries; distinct.
+            numbers: the number of each.
+        """
         self._biased |= name == BIAS
         self[name].view(-1)[slots] = numbers.to(self[name].dtype)
 
@@ -127,7 +144,12 @@ class EntryColumns:
     def positions(
         self, occupied: OccupiedPages, lengths: Int[Tensor, " layers_rows"]
     ) -> Int[Tensor, "layers_rows kv_heads entries"]:
-        """Return the original position of each entry."""
+        """Return the original position of each entry.
+
+        Args:
+            occupied: where the entries lie.
+            lengths: tokens of each request.
+        """
         subpages, packed, entries = occupied
         index = torch.arange(subpages.shape[-1] * self._block_size, device=subpages.device)
         # Nothing was dropped of what came after the event before, so it lies in front of its position by one distance.
@@ -138,6 +160,11 @@ class EntryColumns:
         return stored.where(index < packed[..., None], positions)
 
     def write_positions(self, slots: Int[Tensor, " n"], positions: Int[Tensor, " n"]) -> None:
-        """Write the original positions of entries, if there is a column for them."""
+        """Write the original positions of entries, if there is a column for them.
+
+        Args:
+            slots: the slots of entries; distinct.
+            positions: the position of each, counted from its request's first token.
+        """
         if POSITION in self:
             self.write(POSITION, slots, positions.int().view(torch.float32))

@@ -33,7 +33,17 @@ from keepset.recording.ring import QueryRing, of_step
 
 
 class Observer:
-    """What a group of layers collects for its events."""
+    """What a group of layers collects for its events.
+
+    Args:
+        needs: what the recipe's method looks at.
+        recording: what is recorded of queries.
+        ring: the rings of queries.
+        scaling: the factor of query-key products.
+        rotary: the model's rotation, if the recipe looks at queries before it.
+        projections: of the layers, if the recipe looks at hidden states.
+        share: which of the model's heads this process has; None: all of them.
+    """
 
     def __init__(
         self,
@@ -56,7 +66,14 @@ class Observer:
     def collect(
         self, place: int, chunk: PromptChunk, queries: Float[Tensor, "n query_heads head_dim"], pages: Pages
     ) -> None:
-        """Take in what one step brings of a prompt to a layer."""
+        """Take in the part of a prompt that a step brings to a layer.
+
+        Args:
+            place: the layer, by its place in the group.
+            chunk: says which of the queries are the prompt's.
+            queries: the step's queries of the layer, after rotation.
+            pages: the layer's cache.
+        """
         own = queries[chunk.first_query : chunk.end_query]
         positions = torch.arange(chunk.position, chunk.position + len(own), device=own.device)[None]
         rows = own.transpose(0, 1)[None]
@@ -81,7 +98,15 @@ class Observer:
         pages: Sequence[Pages],
         columns: EntryColumns,
     ) -> None:
-        """Add queries to the window sums and moments of their requests."""
+        """Add queries to the window sums and moments of their requests.
+
+        Args:
+            places: the layers, by their places in the group.
+            addition: says which queries are added, and for which event.
+            queries: the step's queries of these layers, after rotation; None between steps.
+            pages: the cache of each of these layers.
+            columns: has the window sums.
+        """
         waiting = self._waiting(places, addition, queries)
         for feature in self._recording.sums:
             last = feature.last_visible(addition.positions, addition.points)
@@ -126,7 +151,15 @@ class Observer:
     def parts(
         self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int
     ) -> dict[str, Any]:
-        """Return all that was collected for an event, as keyword arguments of an Observation."""
+        """Return all that was collected for an event, as keyword arguments of an Observation.
+
+        Args:
+            event: the event.
+            places: the layers, by their places in the group.
+            occupied: where the entries lie.
+            columns: has the window sums.
+            width: entries of each head that the observation shows.
+        """
         parts: dict[str, Any] = {"scaling": self._scaling}
         if number := self._needs.newest:
             parts["queries"], positions = self._newest(event, places, number)

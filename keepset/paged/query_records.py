@@ -47,13 +47,18 @@ class QueryRecord:
     prompt_tokens: int = 0
 
     def aim(self, point: int, begins: int) -> None:
-        """Start the sums of the event at `point`, unless they have begun."""
+        """Start the sums of the event at `point`, unless they have begun.
+
+        Args:
+            point: tokens at the event.
+            begins: position of the first query that counts.
+        """
         if self.point != point:
             self.point, self.added, self.written, self.held = point, begins, 0, 0
 
 
 def slots_for(requests: int) -> int:
-    """Return how many slots layers need: a quarter more than requests run, for requests that ended unseen or pause."""
+    """Return how many ring slots layers need: a quarter more than requests run, because some ended unseen or pause."""
     return requests + max(requests // 4, 2)
 
 
