@@ -99,7 +99,13 @@ class KeptIndices:
 
     @classmethod
     def of(cls, indices: Tensor, positions: Tensor, heads: HeadCounts) -> KeptIndices:
-        """Return indices and positions that are known already."""
+        """Return indices and positions that are known already.
+
+        Args:
+            indices: the index of each kept entry, packed head after head.
+            positions: the position of each.
+            heads: how many each head keeps.
+        """
         return cls(heads, lambda total: (indices, positions))
 
     @classmethod

@@ -214,7 +214,7 @@ class LayerState(LogicalLayer):
     def can_take_back(self, removed: int) -> bool:
         """Return whether the newest `removed` tokens can be forgotten."""
         decoding = self.decoding
-        return decoding is None or decoding.recorder.taken_back(self.logical - removed, decoding.next)
+        return decoding is None or decoding.recorder.can_take_back(self.logical - removed, decoding.next)
 
     def take_back(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
         """Forget the newest tokens.

@@ -30,9 +30,10 @@ _SHARE = 20
 class QueryRecorder:
     """Window sums and moments of the queries since an event, and the newest of these queries.
 
-    What an entry receives is added to a column of the store. A few queries wait before they are added up, so that one
-    product serves several, and so that their tokens can be taken back. Throughout, `point` is the logical length at the
-    next event, and `store` has the entries of the layer, or is None while the prompt is not complete.
+    The attention that an entry receives is added to a column of the store. A few queries are buffered and then added
+    together, because one product is quicker than several, and because tokens can be taken back while their queries are
+    in the buffer. In all methods `point` is the logical length at the next event, and `store` has the entries of the
+    layer, or is None while the prompt is not complete.
 
     Args:
         needs: what the method looks at.
@@ -60,7 +61,13 @@ class QueryRecorder:
         return lengths + self.window.nbytes + sum(moments.nbytes for moments in self.moments.values())
 
     def record(self, forward: AttentionInput, store: EntryStore | None, point: int) -> None:
-        """Record those queries of a forward that the next event looks at."""
+        """Record those queries of a forward that the next event looks at.
+
+        Args:
+            forward: the tokens of a forward.
+            store: the entries, these tokens among them; None while the prompt is not complete.
+            point: logical length at the next event.
+        """
         newest = self._features.newest
         keeps_all = forward.padded and newest  # a request with padding may have its newest queries further back
         first = 0 if keeps_all else max(point - self.reach - forward.start, 0)
@@ -84,11 +91,22 @@ class QueryRecorder:
             self.window.keep(bound)
 
     def add_up(self, new: AttentionInput, store: EntryStore, point: int) -> None:
-        """Add up all recorded queries."""
+        """Add up all recorded queries.
+
+        Args:
+            new: the newest tokens.
+            store: the entries, these tokens among them.
+            point: logical length at the event.
+        """
         self._add_up(new, store, new.end, new.lengths, point)
 
     def values(self, new: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
-        """Return the features of an event at the end of these tokens."""
+        """Return the features of an event at the end of these tokens.
+
+        Args:
+            new: the tokens up to the event.
+            state: the store's columns, from which the window sums are taken out.
+        """
         values: dict[Feature[Any], Any] = {
             feature: WindowSums(state.pop(feature.column), self._features.window(feature))
             for feature in self._features.sums
@@ -110,12 +128,23 @@ class QueryRecorder:
         self._lengths = self._lengths if padded else None
         self.window.keep(self._features.newest if padded else self._features.newest - self._every)
 
-    def taken_back(self, end: int, point: int) -> bool:
-        """Return whether queries can be forgotten; those that are added up only all together."""
+    def can_take_back(self, end: int, point: int) -> bool:
+        """Return whether the newest queries can be forgotten: those in the sums only if all queries in the sums are.
+
+        Args:
+            end: logical length that would be left.
+            point: logical length at the next event.
+        """
         return end >= self.until or end <= point - self._features.summed()
 
     def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
-        """Forget the newest queries."""
+        """Forget the newest queries.
+
+        Args:
+            end: logical length that is left.
+            lengths: tokens that each request has afterwards.
+            store: the entries.
+        """
         if end < self.until:
             self.forget(store)
             self.until, self._lengths = end, lengths.clone()
@@ -149,7 +178,13 @@ class QueryRecorder:
         return tensors if self._lengths is None else {**tensors, "added": self._lengths}
 
     def restore(self, tensors: Mapping[str, Tensor], end: int, point: int) -> None:
-        """Take over the `tensors` of another recorder."""
+        """Take over the `tensors` of another recorder.
+
+        Args:
+            tensors: of the other recorder.
+            end: logical length of the cache.
+            point: logical length at the next event.
+        """
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

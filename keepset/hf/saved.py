@@ -155,6 +155,17 @@ def save(
 ) -> None:
     """Write what a cache holds into a file.
 
+    Args:
+        path: of the file.
+        cache: the cache, with a whole prompt.
+        recipe: the text of the cache's recipe.
+        event: the newest event; None if there was none.
+        model: the cache's model.
+        name: what the model is found by.
+        tokens: token ids of the text, if a server is to find the file by them; else None.
+        opening: how many of them any message begins with.
+        joint: tokens between the text and a question.
+
     Raises:
         KeepsetError: the cache holds no whole prompt, or another number of tokens, or has layers that are not saved.
     """
@@ -319,6 +330,10 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
 
 def load(path: Path, model: PreTrainedModel) -> Saved:
     """Return a context on the devices of its model.
+
+    Args:
+        path: of the file.
+        model: the model that the context is of.
 
     Raises:
         KeepsetError: the file is no saved context, damaged, of another version or of another model.

@@ -31,11 +31,17 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_TOKEN_ID = 2**31
 _MAX_LENGTH = 2**26
 """Most tokens of a context. Their attention mask alone takes half a gigabyte."""
-_PASSING = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added|added_up")
+_RECORDER_TENSORS = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added|added_up")
+"""Names of a layer's `QueryRecorder.tensors`; in a file they begin with `passing.`."""
 
 
 def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
-    """Check the metadata and the tensors' types and shapes, without reading a tensor."""
+    """Check the metadata and the tensors' types and shapes, without reading a tensor.
+
+    Args:
+        metadata: the file's JSON object, as it was read.
+        layout: the file's tensors, by name.
+    """
     _require(isinstance(metadata, dict))
     _check_metadata(metadata)
     _require(metadata["tensors"].keys() == layout.keys())
@@ -58,7 +64,13 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
 
 
 def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocation], recipe: Recipe) -> None:
-    """Check that the layers have the columns of a recipe's entries, once `check_header` has checked what is there."""
+    """Check that the layers have the columns of a recipe's entries. `check_header` must have passed.
+
+    Args:
+        metadata: the file's JSON object.
+        layout: the file's tensors, by name.
+        recipe: the recipe that the file names.
+    """
     method, goes_on = recipe.method, recipe.schedule.every is not None
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
     sums = {feature.column: feature for feature in method.traits.needs.of(WindowAttention)} if goes_on else {}
@@ -81,7 +93,12 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
 
 
 def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Check how many tokens the requests have."""
+    """Check how many tokens the requests have.
+
+    Args:
+        metadata: the file's JSON object.
+        tensors: `lengths`, `prompts` and, if there is padding, `seen`.
+    """
     lengths, prompts, logical = tensors["lengths"], tensors["prompts"], metadata["progress"]["logical"]
     _require(bool(((prompts >= 0) & (prompts <= lengths) & (lengths <= logical)).all()))
     tokens = tensors["seen"].sum(-1) if "seen" in tensors else torch.full_like(lengths, logical)
@@ -91,14 +108,26 @@ def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 def check_counts(
     counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: TensorLocation
 ) -> None:
-    """Check how many entries each head of a layer has."""
+    """Check how many entries each head of a layer has.
+
+    Args:
+        counts: entries of each head.
+        lengths: tokens of each request.
+        keys: the layer's keys in the file.
+    """
     _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
 
 
 def check_positions(
     positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"]
 ) -> None:
-    """Check that every head's positions rise, and are positions of tokens."""
+    """Check that every head's positions rise, and are positions of tokens.
+
+    Args:
+        positions: the position of each entry, packed head after head.
+        counts: entries of each head.
+        lengths: tokens of each request.
+    """
     limits = torch.repeat_interleave(lengths.repeat_interleave(counts.shape[1]), counts.flatten())
     _require(bool(((positions >= 0) & (positions < limits)).all()))
     heads = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
@@ -111,12 +140,22 @@ def check_finite(columns: Iterable[Tensor]) -> None:
 
 
 def check_kept(positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"]) -> None:
-    """Check what an event has kept in a layer."""
+    """Check what an event has kept in a layer.
+
+    Args:
+        positions: the position of each entry that the newest event kept.
+        counts: how many it kept in each head.
+    """
     _require(bool((counts >= 0).all()) and int(counts.sum()) == len(positions) and bool((positions >= 0).all()))
 
 
 def check_added_up(added_up: Int[Tensor, ""], logical: int) -> None:
-    """Check up to where a layer's queries are added up."""
+    """Check up to where a layer's queries are in sums.
+
+    Args:
+        added_up: logical length up to which the layer's queries are in sums.
+        logical: logical length of the cache.
+    """
     _require(0 <= int(added_up) <= logical)
 
 
@@ -166,14 +205,14 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
         _require(event and len(_of(tensors, "kept.counts", torch.int64)) == 2)
         _require(len(_of(tensors, "kept.positions", torch.int32)) == 1)
     for name in others - kept:
-        _require(name.startswith("passing.") and _PASSING.fullmatch(name.removeprefix("passing.")))
-    _check_passing(
+        _require(name.startswith("passing.") and _RECORDER_TENSORS.fullmatch(name.removeprefix("passing.")))
+    _check_recorder(
         {name.removeprefix("passing."): tensors[name] for name in others - kept}, requests, heads, keys.shape[1]
     )
 
 
-def _check_passing(tensors: Mapping[str, TensorLocation], requests: int, kv_heads: int, head_dim: int) -> None:
-    """Check what queries have left for the next event."""
+def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_heads: int, head_dim: int) -> None:
+    """Check the types and shapes of `QueryRecorder.tensors`."""
     if not tensors:
         return
     _require(_of(tensors, "holes", torch.bool) == () and _of(tensors, "added_up", torch.int64) == ())

@@ -77,7 +77,12 @@ class RecordedFeatures:
 
 
 def moments_nbytes(query_heads: int, head_dim: int) -> int:
-    """Return the bytes of the moments of one request's queries: a mean and a covariance's triangle in float32."""
+    """Return the bytes of the moments of one request's queries: a mean and a covariance's triangle in float32.
+
+    Args:
+        query_heads: query heads of a layer.
+        head_dim: numbers of a query.
+    """
     return 4 * query_heads * (head_dim * (head_dim + 1) // 2 + head_dim)
 
 

@@ -70,9 +70,12 @@ class ContextLoader:
         self._tails: OrderedDict[str, ContextColumns] = OrderedDict()
 
     def start(self, jobs: Sequence[LoadJob], idle: bool, ended: Collection[str]) -> None:
-        """Start to fill blocks of requests; those for which nothing has to be read are filled at once.
+        """Start to fill blocks of requests; blocks for which nothing has to be read are filled at once.
 
-        An `idle` step computes nothing, so that there is time to wait.
+        Args:
+            jobs: the blocks to fill, each with its context.
+            idle: whether the step computes nothing, so that there is time to wait.
+            ended: requests that have ended.
         """
         self._gone |= {job.request for job, _ in self._reading} & set(ended)
         for job in jobs:

@@ -89,6 +89,10 @@ class ContextLibrary:
     def named(self, name: str, owner: str) -> SavedContext:
         """Return the context of a name.
 
+        Args:
+            name: the name, as a client wrote it.
+            owner: who asks.
+
         Raises:
             KeepsetError: there is none, or it cannot be served to this model.
         """
@@ -102,7 +106,11 @@ class ContextLibrary:
         return context
 
     def checked(self, name: str, owner: str) -> SavedContext:
-        """Return the context of a name, after the whole file was read once, so that damage is found.
+        """Return the context of a name. The whole file is read once, so damage is found.
+
+        Args:
+            name: the name, as a client wrote it.
+            owner: who asks.
 
         Raises:
             KeepsetError: there is none, it is damaged, or it cannot be served to this model.
@@ -125,6 +133,10 @@ class ContextLibrary:
         If the prompt begins with the context's tokens, that is what follows them. If not, it is the whole prompt,
         without the tokens that every message begins with. A context that a request has saved is only served to
         prompts that begin with its tokens.
+
+        Args:
+            context: the context.
+            prompt: the prompt's token ids.
 
         Returns:
             The tokens after the context, and whether the prompt begins with the context's.
@@ -153,7 +165,12 @@ class ContextLibrary:
         return question, begins
 
     def beginning(self, tokens: Sequence[int], owner: str) -> SavedContext | None:
-        """Return the longest context that a prompt begins with, if there is one and a token is left to compute."""
+        """Return the longest context that a prompt begins with; None if there is none or it is the whole prompt.
+
+        Args:
+            tokens: the prompt's token ids.
+            owner: who asks.
+        """
         fitting = [each for each in self.all(owner) if each.contents.text and each.tokens < len(tokens)]
         longest, text, done = None, hashlib.sha256(), 0
         for context in sorted(fitting, key=lambda context: context.tokens):

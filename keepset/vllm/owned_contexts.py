@@ -77,7 +77,14 @@ class OwnedContexts:
         self.sweep(limit, used, finished)
 
     def sweep(self, limit: int | None, used: Collection[Path], last: Path | None = None) -> None:
-        """Delete versions that were replaced, and then others until the rest is within the limit."""
+        """Delete replaced versions, then the least recently used contexts until the rest is within the limit.
+
+        Args:
+            limit: bytes that all of the owner's contexts may have together; None for no limit, and then nothing is
+                deleted.
+            used: files that requests still need, which stay.
+            last: the file that is deleted last.
+        """
         if limit is None:
             return
         newest, stats = set(self.newest().values()), {}
@@ -110,6 +117,11 @@ class OwnedContexts:
 
 def check_save(limit: int | None, name: str, objection: str = "") -> None:
     """Check that a request can be saved.
+
+    Args:
+        limit: bytes that an owner's contexts may have; None if the server saves none.
+        name: the name to save under, as a client wrote it.
+        objection: why the request cannot be saved, as the end of a sentence; "" if it can.
 
     Raises:
         KeepsetError: it cannot be saved.
