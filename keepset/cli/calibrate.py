@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
@@ -87,7 +88,7 @@ def calibrate(
     from keepset.core.statistics import save
     from keepset.offline.artefacts.read import read_artefact, with_artefact
     from keepset.offline.calibrate.corpus import SHORTEST, Corpus
-    from keepset.offline.calibrate.distil import STEPS, parse_teachers, with_predictors
+    from keepset.offline.calibrate.distil import STEPS, cut_passages, parse_teachers, with_predictors
     from keepset.offline.calibrate.gates import with_gates
     from keepset.offline.calibrate.measure import measure
     from keepset.offline.corpus import default_texts, texts_to_fit
@@ -102,11 +103,20 @@ def calibrate(
     corpus = Corpus.draw(tokenizer, texts, tokens=tokens, length=length, seed=seed)
     unfinished, began = out.with_name(f"{out.name}.unfinished"), time.monotonic()
     with progress() as bar:
+
+        @cache
+        def fit_line() -> Callable[..., None]:
+            return counted(bar, "fit", STEPS)  # once it begins: until then "teacher" is what is under way
+
+        def on_step() -> None:
+            fit_line()()
+
         statistics = measure(loaded, corpus, counted(bar, "passages", len(corpus.passages)))
         if teacher:
             passages = len(corpus.passages)
             passes = sum(2.5 if each.traits.needs.of(SecondPass) else 1.1 for each in teachers)
-            seconds = (time.monotonic() - began) * passes
+            share = sum(map(len, cut_passages(corpus))) / corpus.tokens
+            seconds = (time.monotonic() - began) * passes * share
             note(f"{', '.join(teacher)} over {passages} passages: {duration(seconds)}; the fit comes after it.")
             statistics = with_predictors(
                 statistics,
@@ -115,7 +125,7 @@ def calibrate(
                 teacher,
                 folder=unfinished,
                 on_passage=counted(bar, "teacher", passages),
-                on_step=counted(bar, "fit", STEPS),
+                on_step=on_step,
             )
         for path, artefact in artefacts.items():
             statistics = with_artefact(statistics, artefact, path.name)

@@ -113,7 +113,7 @@ def with_predictors(
         UnsupportedModelError: scores are not finite.
     """
     methods = parse_teachers(teachers)
-    passages = [_cut(passage, number % _LENGTHS) for number, passage in enumerate(corpus.passages)]
+    passages = cut_passages(corpus)
     held = max(1, len(passages) // _HELD_OUT) if len(passages) > 1 else 0
     each = max(1, ROWS // max(1, len(passages) - held))
     key = _key(statistics, corpus, teachers, each)
@@ -144,9 +144,14 @@ def with_predictors(
     return replace(statistics, predictors=predictors, provenance={**statistics.provenance, "predictors": made})
 
 
-def _cut(passage: Int[Tensor, " n"], halvings: int) -> Int[Tensor, " _"]:
-    """Return the beginning of a passage, halved so often; but not less than `SHORTEST` tokens of it."""
-    return passage[: max(len(passage) >> halvings, SHORTEST)]
+def cut_passages(corpus: Corpus) -> list[Int[Tensor, " _"]]:
+    """Return the passages, in turn whole, the first half of one and the first quarter, so that lengths differ.
+
+    Args:
+        corpus: the passages; none is cut to fewer than `SHORTEST` tokens.
+    """
+    halvings = enumerate(corpus.passages)
+    return [passage[: max(len(passage) >> number % _LENGTHS, SHORTEST)] for number, passage in halvings]
 
 
 def _sampled(
