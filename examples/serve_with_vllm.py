@@ -2,7 +2,7 @@
 
 In another terminal, with the small embedded model or a MODEL of yours before the options:
 
-    pip install "keepset[vllm]" openai
+    pip install ".[vllm]" openai
     keepset serve --recipe "glance(keep=128)"
 """
 

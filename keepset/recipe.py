@@ -270,10 +270,10 @@ class Recipe:
         if self.method.traits.needs_budget and not self.budget.is_given:
             entries = self.text(max(512, self.budget.sinks + self.budget.recent))
             if self.schedule.every is not None:
-                raise BudgetError(f"{self} says not how much to keep: write {entries}.")
+                raise BudgetError(f"{self} does not say how much to keep: write {entries}.")
             raise BudgetError(
-                f"{self} says not how much to keep: write {self.with_bytes(0.25)}, a share of a full 16-bit cache's "
-                f"bytes, or {entries}, entries per KV head."
+                f"{self} does not say how much to keep: write {self.with_bytes(0.25)}, a share of a full 16-bit "
+                f"cache's bytes, or {entries}, entries per KV head."
             )
         return self
 

@@ -485,10 +485,10 @@ def test_a_damaged_recipe_is_a_recipe_or_refused(recipe: Recipe, data: st.DataOb
 def test_select_needs_a_budget() -> None:
     observation = Observation(keys=torch.ones(1, 1, 8, 2), values=torch.ones(1, 1, 8, 2))
     assert Recipe.parse("knorm(keep=0.5)").select(observation).counts.tolist() == [[[4]]]
-    both = r"knorm says not how much to keep: write knorm\(bytes=0.25\), .* or knorm\(keep=512\)"
+    both = r"knorm does not say how much to keep: write knorm\(bytes=0.25\), .* or knorm\(keep=512\)"
     with pytest.raises(KeepsetError, match=both):
         Recipe.parse("knorm").select(observation)
-    with pytest.raises(KeepsetError, match=r"says not how much to keep: write snapkv\(keep=512, every=8\)\.$"):
+    with pytest.raises(KeepsetError, match=r"does not say how much to keep: write snapkv\(keep=512, every=8\)\.$"):
         Recipe.parse("snapkv(every=8)").select(observation)
 
 

@@ -93,7 +93,7 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
 def default_recipe(model: Any, called: str, otherwise: str, length: int) -> Recipe:
     """Return the recipe where none is named, and note how a model gets networks that has none; see `defaults`.
 
-    A short prompt is not compressed, which is noted.
+    Nothing of a short prompt is dropped, which is noted.
 
     Args:
         model: the model.
@@ -110,7 +110,8 @@ def default_recipe(model: Any, called: str, otherwise: str, length: int) -> Reci
     text = defaults.default_recipe(model.config.name_or_path or "", otherwise)
     if length < defaults.SHORT:
         note(
-            f"Not compressed: the prompt has {length} tokens (minimum {defaults.SHORT}); --recipe compresses it anyway."
+            f"Nothing is dropped: the prompt has {length} tokens (minimum {defaults.SHORT}); "
+            "--recipe compresses it anyway."
         )
         return Recipe.parse(text).with_keep(1.0)
     say_networks(text, called)

@@ -49,6 +49,8 @@ class _Heard:
 
 
 _heard = _Heard()
+_ends = [math.inf]
+"""When the minutes of each block of `time_limit` are over, by `time.monotonic`; infinity outside of all."""
 _beating: list[threading.Event] = []
 """The blocks of `beating` that have begun, the outermost first."""
 
@@ -297,9 +299,10 @@ def how_far(bar: Progress) -> str:
 
 
 def _left(task: Any) -> float | None:
-    """Return the seconds that a line of a bar still takes; None if nothing was measured yet."""
+    """Return the seconds that a line of a bar still takes, at most until the minutes are over; None if not known."""
     left: Callable[[], float | None] | None = task.fields.get("left")
-    return None if left is None else left()
+    seconds = None if left is None else left()
+    return None if seconds is None else max(min(seconds, _ends[-1] - time.monotonic()), 0.0)
 
 
 def counted(
@@ -371,10 +374,13 @@ def time_limit(minutes: float | None, began: float | None = None) -> Iterator[No
 
     before = signal.signal(signal.SIGALRM, stop)
     past = 0.0 if began is None else time.monotonic() - began
-    signal.setitimer(signal.ITIMER_REAL, max(60 * minutes - past, 1e-3))
+    left = max(60 * minutes - past, 1e-3)
+    signal.setitimer(signal.ITIMER_REAL, left)
+    _ends.append(time.monotonic() + left)
     try:
         yield
     finally:
+        _ends.pop()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 

@@ -182,8 +182,12 @@ class Budget:
 def _joined(ranges: object) -> tuple[tuple[int, int], ...]:
     """Return ranges in order, those that meet joined into one."""
     if not isinstance(ranges, list | tuple) or not all(map(_is_range, ranges)):
+        # Ranges are shown as recipes and requests write them.
+        shown = ranges
+        if isinstance(ranges, list | tuple):
+            shown = [list(each) if isinstance(each, tuple) else each for each in ranges]
         raise BudgetError(
-            f"protect={ranges!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
+            f"protect={shown!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
             "after the last, as often as needed."
         )
     joined: list[tuple[int, int]] = []

@@ -488,6 +488,8 @@ def _tensor_digest(tensor: Tensor) -> str:
 def _opened(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any], Recipe]]:
     """Open a file and check its header."""
     if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
+        if os.path.isdir(path):
+            raise KeepsetError(f"{quoted(path)} is a folder: {_ADVICE}.")
         raise KeepsetError(f"There is no file {quoted(path)}: {_ADVICE}.")
     with _FILE.opened(path) as (file, metadata):
         saved_schema.check_header(metadata, file.layout)

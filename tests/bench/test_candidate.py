@@ -85,7 +85,7 @@ def test_what_does_not_go_together_is_a_candidate_with_the_reason() -> None:
 
 def test_a_recipe_without_a_budget_is_refused() -> None:
     [_, found] = candidates(RECIPES[:1], [])
-    assert found.text == "snapkv" and "says not how much to keep" in (found.error or "")
+    assert found.text == "snapkv" and "does not say how much to keep" in (found.error or "")
 
 
 def test_budgets_are_in_order_of_their_size() -> None:

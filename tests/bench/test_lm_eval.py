@@ -230,7 +230,7 @@ def test_a_perplexity_is_refused(folder: str, tasks: Path) -> None:
     [
         ({"recipe": "snapkv(keep=0.5)"}, "There is no model to evaluate: write --model_args pretrained=FOLDER"),
         ({"pretrained": "FOLDER"}, "There is no recipe to evaluate: write --model_args"),
-        ({"pretrained": "FOLDER", "recipe": "snapkv"}, r"says not how much to keep: write snapkv\(bytes=0.25\)"),
+        ({"pretrained": "FOLDER", "recipe": "snapkv"}, r"does not say how much to keep: write snapkv\(bytes=0.25\)"),
         ({"pretrained": "FOLDER", "recipe": "snapkw(keep=0.5)"}, "did you mean 'snapkv'"),
         ({"pretrained": "FOLDER", "recipe": 3}, "'3' is not a recipe"),
         ({"pretrained": "no/where/at/all", "recipe": "snapkv(keep=0.5)"}, "'no/where/at/all' cannot be loaded"),

@@ -151,6 +151,14 @@ def test_how_far_a_bar_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
         assert console.how_far(bar) == "cells: 0 of 3, about 7 seconds left"
 
 
+def test_the_time_left_ends_with_the_minutes() -> None:
+    with console.progress() as bar:
+        console.counted(bar, "cells", 3, left=lambda: 7200.0)
+        with console.time_limit(3):
+            assert console.how_far(bar) == "cells: 0 of 3, about 3 minutes left"
+        assert console.how_far(bar) == "cells: 0 of 3, about 2.0 hours left"
+
+
 def test_minutes_end_a_command_wherever_it_is() -> None:
     """Within a step that would take long, and not after the block."""
     began = time.monotonic()

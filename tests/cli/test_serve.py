@@ -134,7 +134,7 @@ def test_a_server_computes_in_the_precision_of_its_contexts(
     ("words", "because"),
     [
         (["--recipe", "snapvk"], "did you mean 'snapkv'?"),
-        (["--recipe", "snapkv"], "says not how much to keep"),
+        (["--recipe", "snapkv"], "does not say how much to keep"),
         (["m", "--additional-config", '{"keepset": "x"}'], "give the recipe with --recipe only"),
         (["m", "--recipe", "tova(keep=9)", "--additional-config", "{"], "is no JSON object"),
         (["m", "--recipe", "compilerkv(tables='t', keep=90)"], "There is no file 't' with tables"),

@@ -100,7 +100,7 @@ def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, ti
         ({"text": "word " * 3000}, "2000 at most are taken here"),
         ({"recipe": "snapkvv"}, "There is no method 'snapkvv'"),
         ({"budget": "much"}, "The budget 'much' is no number"),
-        ({"budget": ""}, "says not how much to keep"),
+        ({"budget": ""}, "does not say how much to keep"),
         ({"budget": "0"}, "keep=0 is out of range"),
     ],
 )

@@ -177,6 +177,7 @@ def test_ranges_that_meet_are_one() -> None:
         ("protect_prompt=1 is neither True nor False", [dict(protect_prompt=1)]),
         ("recent_extra=1 is neither True nor False", [dict(recent_extra=1)]),
         ("counts every entry, and recent_extra=True does not", [dict(bytes=0.5, recent_extra=True)]),
+        ("protect=[[5, 2]] is no list of ranges", [dict(protect=((5, 2),)), dict(protect=([5, 2],))]),
         ("no list of ranges", [dict(protect=bad) for bad in (7, [3], [[5, 5]], [[-1, 4]], [[0, 1.0]])]),
         ("below the 6 entries that always stay (sinks=4, recent=2)", [dict(keep=5, sinks=4, recent=2)]),
         ("below the 4 entries that always stay (sinks=4)", [dict(keep=3, sinks=4, recent=2, recent_extra=True)]),

@@ -376,7 +376,7 @@ DAMAGED = "is damaged: build it again"
 )
 def test_no_context(path: Path, content: bytes | None, words: str) -> None:
     if content is None:
-        refused(path.parent, words, tiny("llama"))
+        refused(path.parent, "is a folder: give a file that", tiny("llama"))
         path.unlink()
     else:
         path.write_bytes(content)

@@ -396,7 +396,7 @@ def test_no_recipe_is_no_recipe(additional: Any) -> None:
     ("value", "sentence"),
     [
         (0.25, "is 0.25: give a recipe's text"),
-        ("snapkv", "says not how much to keep"),
+        ("snapkv", "does not say how much to keep"),
         ("snap_kv(keep=0.5)", "There is no method 'snap_kv'"),
     ],
 )

@@ -69,7 +69,8 @@ class Store:
             KeepsetError: there is no such file, or it is no sweep's.
         """
         if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
-            raise KeepsetError(f"There is no file {quoted(path)}: name one that `keepset eval` has written.")
+            missing = f"{quoted(path)} is a folder" if os.path.isdir(path) else f"There is no file {quoted(path)}"
+            raise KeepsetError(f"{missing}: name a file that `keepset eval` has written.")
         with _sentences(path), ExitStack() as undo:
             store = cls._connected(path, undo, writes=False)
             if not store._is_sweep():

@@ -299,5 +299,6 @@ def test_no_place_for_a_file_is_said(path: Path) -> None:
     assert "is no place for a file: give one in a folder that exists" in refusal(begin, path.parent)
     assert "is no place for a file" in refusal(begin, path.parent / "missing" / "sweep.sqlite")
     said = refusal(Store.open, path)
-    assert said.startswith("There is no file") and "name one that `keepset eval` has written" in said
+    assert refusal(Store.open, path.parent).startswith(f"{str(path.parent)!r} is a folder")
+    assert said.startswith("There is no file") and "name a file that `keepset eval` has written" in said
     assert list(path.parent.iterdir()) == []
