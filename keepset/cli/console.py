@@ -195,7 +195,7 @@ def say_networks(default: str, called: str) -> None:
 
 
 def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
-    """Note that a recipe keeps more than its budget of a prompt, because some entries always stay.
+    """Note that what always stays of a prompt fills a recipe's budget, or exceeds it.
 
     Args:
         recipe: the recipe, with a budget.
@@ -217,6 +217,8 @@ def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
     share = recipe.budget_of_sizes([(head_dim_of(model),) * 2]).keep
     if isinstance(share, float) and stays > math.floor(share * length):
         note(f"More than the budget stays: {always} of {length} tokens ({stays / length:.0%}).")
+    elif share is not None and stays == (math.floor(share * length) if isinstance(share, float) else share):
+        note(f"Nothing is chosen: {always}, which is the whole budget. Give a larger one.")
 
 
 def cell(text: str, error: str | None = None, style: str = "") -> Text:

@@ -117,6 +117,14 @@ def test_a_budget_below_what_always_stays_is_said_to_be_exceeded(run: Run, text:
         assert said is None or (kept and said[1] == recipe and abs(float(said[2]) - float(kept[1])) <= 0.5)
 
 
+@pytest.mark.parametrize("entries", [64, 65])
+def test_a_budget_that_always_stays_is_said_to_choose_nothing(run: Run, text: Path, tiny: Any, entries: int) -> None:
+    recipe = f"snapkv(keep={entries})"
+    done = run("generate", "Go on.", "--text", "text", "--recipe", recipe, "--output-tokens", "2")
+    said = f"Nothing is chosen: {recipe} always keeps the newest 64, which is the whole budget."
+    assert done.code == 0 and (said in done.err) is (entries == 64)
+
+
 @pytest.mark.parametrize(("schedule", "kept", "later"), [("every=3", 8, 3), ("prefill=False, every=4", None, 2)])
 def test_compressions_while_decoding_are_counted(
     run: Run, tiny: Any, schedule: str, kept: int | None, later: int
