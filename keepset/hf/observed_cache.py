@@ -31,6 +31,7 @@ from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
 from keepset.hf.model_support import check_model, output_projection, statistics_for, tables_for
 from keepset.hf.other_layers import HybridLayerState, compressible, cropped, is_bounded, nbytes_of, own_layers
 from keepset.hf.second_pass import SecondPasses
+from keepset.hf.store import StoredObservation
 from keepset.recipe import Schedule
 
 
@@ -429,9 +430,13 @@ class ObservedCache(TransformersCache, KnowsText):
             num_kept=self._num_kept(layer, until),
             features=features,
         )
+        stacks = self._stacks_layers and isinstance(observation, StoredObservation)
+        if self._stacks_layers and not (stacks or self._waits_for_all_layers):
+            # A prompt's end. Layers may wait for a later event of the same forward.
+            self._choose([observation])
+            return
         self._waiting.append(observation)
-        waits = self._waits_for_all_layers or (self._stacks_layers and until.end > progress.prompt)
-        if waits and len(self._waiting) < len(self.kept_layers):
+        if (self._waits_for_all_layers or stacks) and len(self._waiting) < len(self.kept_layers):
             return
         if self._second is not None:
             entries = {each.layer: (each.keys, each.values) for each in self._waiting}

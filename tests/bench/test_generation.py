@@ -143,7 +143,7 @@ def test_what_an_event_takes_is_its_own_answers(monkeypatch: pytest.MonkeyPatch)
     first, second = decoded(model, streams)
     assert lengths == [10, 11, 12, 13]  # it is told after every token that the cache takes
     own = sum(event.seconds for event in streams[0].cache.events) - before
-    assert own >= 0.4  # of two layers
+    assert own >= 0.2  # of both layers, which are chosen from together
     assert first.seconds - own == pytest.approx(second.seconds)
 
 

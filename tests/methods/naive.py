@@ -151,7 +151,7 @@ def random_statistics(shape: Shape, layers: tuple[int, ...], gain: float = 1.3) 
 
 def random_predictor(kv_heads: int, inputs: int, draw: torch.Generator, width: int = 6) -> Predictor:
     """Networks with random weights, whose outputs are a few units apart."""
-    shapes = [(inputs,), (width, inputs), (width,), (width,), (), (6, 4)]  # texts up to 32, ages up to 8
+    shapes = [(inputs,), (width, inputs), (width,), (width,), (), (5, 4)]  # texts up to 16, ages up to 8
     return Predictor(*(torch.randn(kv_heads, *shape, generator=draw) * 0.4 for shape in shapes))
 
 

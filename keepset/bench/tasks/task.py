@@ -99,12 +99,4 @@ class Task(ABC):
 
     @abstractmethod
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:
-        """Return the scores of a reply, by their names.
-
-        Args:
-            question: a question of one of the examples.
-            reply: the model's answer, or the likelihoods of the question's choices.
-
-        Returns:
-            Scores from 0 to 1; higher is better.
-        """
+        """Return the reply's scores by name, from 0 to 1; higher is better."""

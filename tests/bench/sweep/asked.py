@@ -65,8 +65,12 @@ def watched(model: Any, stop: Any = lambda calls: None) -> Iterator[list[tuple[i
 
 
 def timeless(cell: Record) -> Record:
-    """The cell without what may differ: its seconds, and beside how many others it was made."""
+    """The cell without what may differ: its seconds, beside how many others it was made, and digits of a correlation.
+
+    Its masses are sums of attention, which a batch adds up in another order.
+    """
     if cell.error is not None:
         return cell
     seconds = dict(prefill_seconds=0.0, select_seconds=0.0, decode_seconds=0.0)
-    return replace(cell, figures={**cell.figures, **seconds, "batch": 1.0})
+    correlation = {name: round(cell.figures[name], 4) for name in ("length_by_mass",) if name in cell.figures}
+    return replace(cell, figures={**cell.figures, **seconds, **correlation, "batch": 1.0})

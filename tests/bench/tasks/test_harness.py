@@ -231,6 +231,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     group = {"group": "all", "task": ["write", "choose", {"task": "prefixed", "num_fewshot": 1}]}
     own.joinpath("all.yaml").write_text(json.dumps(group), encoding="utf-8")
     monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_path=str(own), include_defaults=False))
+    monkeypatch.setattr("keepset.bench.tasks.find.harness_folder", lambda: own)
     harness._manager.cache_clear()
     yield data
     harness._manager.cache_clear()
