@@ -7,7 +7,6 @@ all layers together, there are as many as for one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from itertools import chain
 
 import torch
@@ -16,6 +15,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
+from keepset.core.lazy_observation import LazyObservation
 from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 from keepset.hf.store import StoredObservation
@@ -26,7 +26,7 @@ _WORKSPACE = 1 << 26
 """Bytes of entries of the layers that are chosen from together: what an event may hold twice."""
 
 
-class LayerStack(Observation):
+class LayerStack(LazyObservation):
     """The entries that several neighbouring layers store, layer after layer, each with all requests.
 
     Keys and values are copied when a method reads them.
@@ -40,12 +40,13 @@ class LayerStack(Observation):
     def __init__(self, members: Sequence[StoredObservation]) -> None:
         first, width = members[0], max(each.valid.shape[2] for each in members)
         whole = len(members) * first.valid.shape[0], first.valid.shape[1], width
-        # They have the right shape and take no memory.
-        nothing = torch.empty((), dtype=first.dtype, device=first.valid.device)
         kept = [each.num_kept for each in members if each.num_kept is not None]
         super().__init__(
-            keys=nothing.expand(*whole, first.head_dim),
-            values=nothing.expand(*whole, first.value_dim),
+            whole,
+            first.head_dim,
+            first.value_dim,
+            first.dtype,
+            first.valid.device,
             positions=_joined([each.positions for each in members], width),
             valid=_joined([each.valid for each in members], width),
             lengths=first.lengths.repeat(len(members)),
@@ -59,39 +60,13 @@ class LayerStack(Observation):
             longest=first.longest,
             num_kept=list(chain.from_iterable(kept)) if len(kept) == len(members) else None,
         )
-        own = vars(self)
-        del own["keys"], own["values"]
-        own["members"] = members
-
-    @cached_property
-    def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:  # type: ignore[override]
-        return self.keys_of(slice(None))
-
-    @cached_property
-    def values(self) -> Float[Tensor, "batch kv_heads entries value_dim"]:  # type: ignore[override]
-        return self.values_of(slice(None))
+        vars(self)["members"] = members
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
         return _joined([each.store.keys[:, heads] for each in self.members], self.valid.shape[2])
 
     def values_of(self, heads: slice) -> Float[Tensor, "batch heads entries value_dim"]:
         return _joined([each.store.values[:, heads] for each in self.members], self.valid.shape[2])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.members[0].dtype
-
-    @property
-    def head_dim(self) -> int:
-        return self.members[0].head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.members[0].value_dim
-
-    @property
-    def entry_bytes(self) -> int:
-        return self.members[0].entry_bytes
 
     def _predicted_in_place(
         self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None

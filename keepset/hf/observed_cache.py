@@ -431,12 +431,13 @@ class ObservedCache(TransformersCache, KnowsText):
             features=features,
         )
         stacks = self._stacks_layers and isinstance(observation, StoredObservation)
-        if self._stacks_layers and not (stacks or self._waits_for_all_layers):
-            # A prompt's end. Layers may wait for a later event of the same forward.
+        waits = self._waits_for_all_layers or stacks
+        if not waits and self._perplexity is None:
+            # Alone: at a prompt's end other layers may wait already, for a later event of the same forward.
             self._choose([observation])
             return
         self._waiting.append(observation)
-        if (self._waits_for_all_layers or stacks) and len(self._waiting) < len(self.kept_layers):
+        if waits and len(self._waiting) < len(self.kept_layers):
             return
         if self._second is not None:
             entries = {each.layer: (each.keys, each.values) for each in self._waiting}

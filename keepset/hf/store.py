@@ -17,7 +17,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.keep_set import HeadCounts
-from keepset.core.observation import BIAS, Observation
+from keepset.core.lazy_observation import LazyObservation
+from keepset.core.observation import BIAS
 from keepset.kernels.attention import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
 from keepset.kernels.packed import HeadRun, PackedHeads, dequantize, quantize, runs_of
@@ -69,7 +70,7 @@ class EntryStore:
             indices: the entries that stay, packed head after head.
             heads: how many entries each head keeps.
         """
-        stored = {name: self._columns[name] for name in (*_SCALES, *_SCALES.values()) if name in self._columns}
+        stored = self._stored
         if len(self._runs) == 1:
             views = {name: self._rectangle(flat) for name, flat in stored.items()}
             return EntryStore.pack({**views, **others}, indices, heads)
@@ -297,14 +298,18 @@ class EntryStore:
         """
         starts = upload(_starts(self._runs), index.device).view(self.batch, self.kv_heads, 1)
         places = (starts + index).flatten().clamp(max=len(self._columns["positions"]) - 1)
-        stored = {name: self._columns[name] for name in (*_SCALES, *_SCALES.values()) if name in self._columns}
-        rows = dequantized({name: flat.index_select(0, places) for name, flat in stored.items()})
+        rows = dequantized({name: flat.index_select(0, places) for name, flat in self._stored.items()})
         return rows["keys"].unflatten(0, index.shape), rows["values"].unflatten(0, index.shape)
+
+    @property
+    def _stored(self) -> dict[str, Shaped[Tensor, "places *rest"]]:
+        """Keys and values as they are stored, with their scales."""
+        return {name: self._columns[name] for name in (*_SCALES, *_SCALES.values()) if name in self._columns}
 
     @property
     def others(self) -> dict[str, Shaped[Tensor, "batch kv_heads entries *rest"]]:
         """Columns other than keys and values, as in `padded`."""
-        stored = {*_SCALES, *_SCALES.values()}
+        stored = self._stored
         return {name: self._rectangle(flat) for name, flat in self._columns.items() if name not in stored}
 
     @property
@@ -405,7 +410,7 @@ def dequantized(columns: dict[str, Tensor]) -> dict[str, Tensor]:
     return columns
 
 
-class StoredObservation(Observation):
+class StoredObservation(LazyObservation):
     """An observation of what a store holds, to which nothing is added any more.
 
     Ragged and 8-bit heads have to be copied to be looked at, so keys and values are copied when a method reads them.
@@ -419,13 +424,9 @@ class StoredObservation(Observation):
 
     def __init__(self, store: EntryStore, **parts: Any) -> None:
         heads, shape = store.heads, parts["valid"].shape
-        # They have the right shape and take no memory.
-        nothing = torch.empty((), dtype=heads.dtype, device=heads.keys.device)
-        keys, values = (nothing.expand(*shape, entries.shape[-1]) for entries in (heads.keys, heads.values))
-        super().__init__(keys=keys, values=values, **parts)
-        own = vars(self)
-        del own["keys"], own["values"]
-        own["store"] = store
+        sizes = heads.keys.shape[-1], heads.values.shape[-1]
+        super().__init__(shape, *sizes, heads.dtype, heads.keys.device, **parts)
+        vars(self)["store"] = store
 
     @cached_property
     def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:  # type: ignore[override]
@@ -434,20 +435,3 @@ class StoredObservation(Observation):
     @cached_property
     def values(self) -> Float[Tensor, "batch kv_heads entries value_dim"]:  # type: ignore[override]
         return self.store.values
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.store.heads.dtype
-
-    @property
-    def head_dim(self) -> int:
-        return self.store.heads.keys.shape[-1]
-
-    @property
-    def value_dim(self) -> int:
-        return self.store.heads.values.shape[-1]
-
-    @property
-    def entry_bytes(self) -> int:
-        heads = self.store.heads
-        return (heads.keys.shape[-1] + heads.values.shape[-1]) * heads.dtype.itemsize

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from keepset.core.observation import Observation
+from keepset.core.lazy_observation import LazyObservation
 from keepset.core.shapes import Scores
 from keepset.kernels.dispatch import uses_triton
 from keepset.kernels.page_entries import LayerPages, read_pages, take_entries, write_entries
@@ -229,28 +229,15 @@ class PagedEntries:
         return keys.index_select(0, index), values.index_select(0, index)
 
 
-class PagedObservation(Observation):
+class PagedObservation(LazyObservation):
     """An observation of the first entries of each head; reading `keys` or `values` copies all of them."""
 
     _entries: PagedEntries
 
     def __init__(self, entries: PagedEntries, width: int, **parts: Any) -> None:
-        pages = entries.pages
-        # Tensors of the right shape that take no memory.
-        nothing = torch.empty((), dtype=pages.dtype, device=pages.device)
-        nothing = nothing.expand(*entries.shape[:2], width, pages.head_dim)
-        super().__init__(keys=nothing, values=nothing, **parts)
-        own = vars(self)
-        del own["keys"], own["values"]
-        own["_entries"] = entries
-
-    @cached_property
-    def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:  # type: ignore[override]
-        return self.keys_of(slice(None))
-
-    @cached_property
-    def values(self) -> Float[Tensor, "batch kv_heads entries value_dim"]:  # type: ignore[override]
-        return self.values_of(slice(None))
+        pages, shape = entries.pages, (*entries.shape[:2], width)
+        super().__init__(shape, pages.head_dim, pages.head_dim, pages.dtype, pages.device, **parts)
+        vars(self)["_entries"] = entries
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
         return self._entries.keys(heads)[:, :, : self.valid.shape[2]]
@@ -262,19 +249,3 @@ class PagedObservation(Observation):
         self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
     ) -> Scores | None:
         return self._entries.predicted(self.positions, new, networks, known)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._entries.pages.dtype
-
-    @property
-    def head_dim(self) -> int:
-        return self._entries.pages.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self._entries.pages.head_dim
-
-    @property
-    def entry_bytes(self) -> int:
-        return 2 * self.head_dim * self.dtype.itemsize
