@@ -1,12 +1,20 @@
-"""The recipes of commands and of the playground where none is named, each a quarter of a full 16-bit cache's bytes."""
+"""The recipes where none is named: of commands, of `Cache`, of a vLLM server and of the playground.
+
+Each is a quarter of a full 16-bit cache's bytes, and leaves prompts of fewer than `SHORT` tokens whole.
+"""
 
 from __future__ import annotations
 
-NETWORKS = "quantized(match(pool(distilled)), bytes=0.25)"
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from keepset.recipe import Recipe
+
+NETWORKS = "quantized(match(pool(distilled)), bytes=0.25, short=256)"
 """For a model whose statistics hold the networks of `distilled`. It takes one pass."""
-ANSWERED_AT_ONCE = "quantized(pool(prompt_queries), bytes=0.25)"
+ANSWERED_AT_ONCE = "quantized(pool(prompt_queries), bytes=0.25, short=256)"
 """For other models, and a prompt that is answered at once. It takes one pass."""
-ASKED_LATER = "quantized(match(reread), bytes=0.25)"
+ASKED_LATER = "quantized(match(reread), bytes=0.25, short=256)"
 """For other models, and a text that is asked about later. It takes two passes."""
 
 SHORT = 256
@@ -14,13 +22,66 @@ SHORT = 256
 COMPARED = ("reread", "glance", "snapkv", "adakv(expected_attention)", "kvzip", "streaming_llm", "random")
 """Recipes without budgets that stand beside the defaults in comparisons and in the playground's list."""
 
+_TAKEN = "No recipe is named, so the default is taken:"
 
-def default_recipe(model: str, otherwise: str) -> str:
+
+class Default(NamedTuple):
+    """A recipe that nobody named, and a sentence for people that says so, and why it is this one."""
+
+    recipe: Recipe
+    why: str
+
+
+def default_recipe(model: str, called: str, otherwise: str) -> Default:
     """Return the recipe for a model: `NETWORKS` if the statistics that are offered for it hold those networks.
 
     Args:
         model: the model's name, `model.config.name_or_path`.
+        called: what the user calls it.
         otherwise: the recipe for a model without them.
+
+    Raises:
+        KeepsetError: the statistics cannot be read.
+    """
+    from keepset.recipe import Recipe  # imported here because it loads torch
+
+    if has_networks(model):
+        return Default(Recipe.parse(NETWORKS), f"{_TAKEN} {NETWORKS}, because there are networks for {called}.")
+    return Default(Recipe.parse(otherwise), f"{_TAKEN} {otherwise}, because {lack_of_networks(called)}")
+
+
+def lack_of_networks(called: str) -> str:
+    """Return that there are no networks for a model, and how they are made: a sentence without its capital letter.
+
+    Args:
+        called: what the user calls the model.
+    """
+    return (
+        f"there are no networks for {called}: `keepset calibrate --model {called} --teacher reread --out "
+        "stats.safetensors` makes them, and distilled(stats='stats.safetensors') names them."
+    )
+
+
+def default_methods(model: str) -> list[Recipe]:
+    """Return every default for a model without its budget, each once.
+
+    Args:
+        model: the model's name, `model.config.name_or_path`.
+
+    Raises:
+        KeepsetError: the statistics cannot be read.
+    """
+    from keepset.recipe import Recipe
+
+    texts = [NETWORKS] if has_networks(model) else [ASKED_LATER, ANSWERED_AT_ONCE]
+    return [Recipe.of(Recipe.parse(text).method) for text in texts]
+
+
+def has_networks(model: str) -> bool:
+    """Return whether the statistics that are offered for a model hold the networks of `distilled`.
+
+    Args:
+        model: the model's name, `model.config.name_or_path`.
 
     Raises:
         KeepsetError: the statistics cannot be read.
@@ -28,16 +89,4 @@ def default_recipe(model: str, otherwise: str) -> str:
     from keepset.core.statistics import offered
 
     measured = offered(model)
-    return NETWORKS if measured is not None and measured.predictors else otherwise
-
-
-def default_recipes(model: str) -> list[str]:
-    """Return every default for a model, each once.
-
-    Args:
-        model: the model's name, `model.config.name_or_path`.
-
-    Raises:
-        KeepsetError: the statistics cannot be read.
-    """
-    return list(dict.fromkeys(default_recipe(model, otherwise) for otherwise in (ASKED_LATER, ANSWERED_AT_ONCE)))
+    return measured is not None and bool(measured.predictors)

@@ -73,13 +73,8 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
     """
     placed = _placed(device, dtype)
     if name is None:
-        # Imported here because it loads torch.
-        from keepset.core.statistics import offer
-
-        folder = str(embedded_folder())
-        offer(folder, embedded_statistics)
         with no_progress_bars():
-            return _read(folder, "delete that folder and it will be made again", placed)
+            return _read(str(embedded_folder()), "delete that folder and it will be made again", placed)
     check_name(name)
     if os.path.isdir(Path(name)):
         return _read(name, _EXPECTED, placed)
@@ -152,8 +147,15 @@ def context_length(model: "transformers.PreTrainedModel") -> int | None:
 
 
 def embedded_folder() -> Path:
-    """Return the embedded model's folder, made on first use; raise `KeepsetError` if it cannot be made."""
+    """Return the embedded model's folder, made on first use, and offer its statistics to recipes that name none.
+
+    Raises:
+        KeepsetError: it cannot be made.
+    """
+    from keepset.core.statistics import offer  # imported here because it loads torch
+
     folder = _home() / _FOLDER
+    offer(str(folder), embedded_statistics)
     for killed in folder.parent.glob(f"*{_UNFINISHED}"):
         with suppress(OSError):  # a conversion does not take an hour
             if time.time() - killed.stat().st_mtime > _HOUR:

@@ -52,8 +52,8 @@ class Recipe:
     """A method, a budget and a schedule: what to keep, how much of it, and when.
 
     The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its parameters, then the
-    options of the budget (`keep` or `bytes`, `sinks`, `recent`, `recent_extra`, `protect_prompt`, `protect`) and of the
-    schedule (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
+    options of the budget (`keep` or `bytes`, `sinks`, `recent`, `recent_extra`, `protect_prompt`, `protect`, `short`)
+    and of the schedule (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
 
     Attributes:
         method: decides what to keep.
@@ -97,6 +97,7 @@ class Recipe:
         recent_extra: bool = False,
         protect_prompt: bool = False,
         protect: Sequence[Sequence[int]] = (),
+        short: int = 0,
         prefill: bool = True,
         every: int | None = None,
     ) -> Recipe:
@@ -111,6 +112,7 @@ class Recipe:
             recent_extra: see `Budget`.
             protect_prompt: see `Budget`.
             protect: see `Budget`.
+            short: see `Budget`.
             prefill: see `Schedule`.
             every: see `Schedule`.
 
@@ -119,7 +121,8 @@ class Recipe:
         """
         sinks = method.traits.sinks if sinks is None else sinks
         recent = method.traits.recent if recent is None else recent
-        budget = Budget(keep, sinks, recent, protect_prompt, protect, bytes=bytes, recent_extra=recent_extra)
+        always = sinks, recent, protect_prompt, protect
+        budget = Budget(keep, *always, bytes=bytes, recent_extra=recent_extra, short=short)
         return cls(method, budget, Schedule(prefill, every))
 
     @classmethod
@@ -374,6 +377,7 @@ def _default_options(method: Method, options: Mapping[str, Any]) -> dict[str, An
     return implied | {
         "protect": (),
         "recent_extra": False,
+        "short": 0,
         "prefill": not options.get("protect_prompt", False),
         "every": None,
     }
@@ -381,10 +385,12 @@ def _default_options(method: Method, options: Mapping[str, Any]) -> dict[str, An
 
 def _given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that have a value. Files leave others out, because older files do not name newer options."""
-    given = {name: value for name, value in options.items() if value is not None and value != ()}
-    if not given.get("recent_extra"):
-        given.pop("recent_extra", None)
-    return given
+    newer = {"recent_extra": False, "short": 0}
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and value != () and (name not in newer or value != newer[name])
+    }
 
 
 def _build_method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in_full: bool = False) -> Method:

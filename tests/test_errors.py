@@ -43,7 +43,7 @@ def damaged_file(folder: Path) -> None:
 def no_engine(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
-        check_installed(None)
+        check_installed()
 
 
 CASES: list[tuple[Callable[[Path], None], type[KeepsetError]]] = [

@@ -83,7 +83,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
     protect = draw(st.just([]) | st.lists(st.tuples(st.integers(0, 9), st.integers(10, 2**63 - 1)), max_size=2))
     share = draw(st.none() | fraction) if keep is None and not every else None
     extra = draw(st.booleans()) if share is None else False
-    budget = Budget(keep, sinks, recent, protect_prompt, protect, bytes=share, recent_extra=extra)
+    short = draw(st.just(0) | st.integers(1, 2**63 - 1))
+    budget = Budget(keep, sinks, recent, protect_prompt, protect, bytes=share, recent_extra=extra, short=short)
     return Recipe(method, budget, Schedule(prefill, every))
 
 
@@ -109,6 +110,8 @@ def test_a_text_in_full_names_everything_and_says_the_same(recipe: Recipe) -> No
     for name, value in {**vars(recipe.budget), **vars(recipe.schedule)}.items():
         if name == "recent_extra":  # older files do not name it
             assert ("recent_extra=True" in full) is value and "recent_extra=False" not in full
+        elif name == "short":
+            assert (f"short={value}" in full) is bool(value) and "short=0" not in full
         elif name != "protect":
             assert (f"{name}={value!r}" in full) is (value is not None)
 

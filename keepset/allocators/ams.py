@@ -116,8 +116,7 @@ class AMS(Allocator):
         worth = finite(ranking.raw).masked_fill(~observation.valid, float("-inf"))
         chosen = segments.top_of_segments(worth, segment, ends, parts)
         always = budget.is_protected(observation) | budget.is_recent(observation)
-        protects = budget.protect_prompt or budget.protect
-        most = mass.shape[-1] if protects else budget.sinks + budget.recent
+        most = mass.shape[-1] if budget.protects else budget.sinks + budget.recent
         mask = segments.trimmed(ranking.scores, chosen | always & observation.valid, quotas, most)
         if credit is None:
             return ranking.keep(mask)

@@ -73,7 +73,7 @@ def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
     keep = recipe.budget_of_sizes([(_LARGE, _LARGE)]).keep  # of smaller heads fewer entries fit
     assert keep is not None
     ranges = sum(min(end, total) - min(first, total) for first, end in recipe.budget.protect)
-    always = recipe.budget.sinks + recipe.budget.recent + ranges
+    always = recipe.budget.sinks + recipe.budget.recent + max(ranges, prompt if prompt < recipe.budget.short else 0)
     kept = round(keep * prompt) if isinstance(keep, float) else keep
     kept = max(kept + (recipe.budget.recent if recipe.budget.recent_extra else 0), always)
     every = recipe.schedule.every

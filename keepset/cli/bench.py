@@ -41,7 +41,10 @@ def serve(
             help="A folder or a hub name, a small embedded model if none; after -- options of `vllm serve`.",
         ),
     ] = None,
-    recipe: Annotated[str | None, Option(help="A recipe, such as 'snapkv(keep=512, every=256)'.")] = None,
+    recipe: Annotated[
+        str | None,
+        Option(help="A recipe, such as 'snapkv(keep=512, every=256)'. [default: as keepset serve or context build]"),
+    ] = None,
     requests: Annotated[int, Option(help="Number of requests in each round.")] = 28,
     prompt_tokens: Annotated[int, Option(help="Tokens of each prompt.")] = 512,
     output_tokens: Annotated[int, Option(help="Tokens of each answer.")] = 256,
@@ -78,7 +81,7 @@ def serve(
     """
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
-    from keepset.serving.command import split
+    from keepset.serving.command import default_for, split
     from keepset.serving.figures import documents_rows, table_rows
     from keepset.serving.load import MAX_CONCURRENCY, Load, local_url
     from keepset.serving.metrics import check_bench, import_http, import_parser
@@ -96,6 +99,9 @@ def serve(
             raise KeepsetError(f"--{name}-timeout {seconds} is out of range: use seconds from above 0 to {_DAY}.")
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     urls = [local_url(each) for each in url or ()]
+    if parsed is None and not urls:
+        parsed, why = default_for(model, options, contexts=documents)
+        note(why)
     _check_urls(urls, parsed, options, documents)
     check_options(options)
     check_writable(json_file, html)
@@ -132,16 +138,15 @@ def serve(
 
 
 def _check_urls(urls: Sequence[str], recipe: Recipe | None, options: Sequence[str], documents: bool) -> None:
-    """Raise KeepsetError if neither a recipe nor running servers are given, or both are."""
-    if urls:
-        if recipe is not None or options or documents:
-            raise KeepsetError(
-                "--url names a server that runs already: leave out --recipe, --contexts and options for vLLM."
-            )
-        if len(urls) > 2 or len({*urls}) < len(urls):
-            raise KeepsetError("--url is given once, or twice for two servers that are compared.")
-    elif recipe is None:
-        raise KeepsetError("--recipe is missing: write what to keep, such as --recipe 'snapkv(keep=512, every=256)'.")
+    """Raise KeepsetError if running servers are given together with what starts others, or too many of them."""
+    if not urls:
+        return
+    if recipe is not None or options or documents:
+        raise KeepsetError(
+            "--url names a server that runs already: leave out --recipe, --contexts and options for vLLM."
+        )
+    if len(urls) > 2 or len({*urls}) < len(urls):
+        raise KeepsetError("--url is given once, or twice for two servers that are compared.")
 
 
 def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load: Load, *, started: bool) -> None:
@@ -149,7 +154,7 @@ def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load:
     from keepset.serving.command import folder, name_statistics
     from keepset.serving.start_checks import check_installed, check_model, check_recipe, limit_cpu_pool
 
-    check_installed(recipe)
+    check_installed(started)
     if not started:
         return
     # A context's recipe compresses before any server starts.

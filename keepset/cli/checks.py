@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepset.cli.console import note, say_networks
+from keepset.cli.console import note
 from keepset.cli.options import STANDARD_OUTPUT
 from keepset.core.files import check_replaceable
 from keepset.errors import BudgetError, KeepsetError
@@ -90,32 +90,22 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
             Cache(model, recipe).stop_watching()
 
 
-def default_recipe(model: Any, called: str, otherwise: str, length: int) -> Recipe:
-    """Return the recipe where none is named, and note how a model gets networks that has none; see `defaults`.
-
-    Nothing of a short prompt is dropped, which is noted.
+def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
+    """Return the recipe where none is named, and note which it is and why; see `defaults`.
 
     Args:
         model: the model.
         called: what the user calls it.
         otherwise: the recipe's text for a model without networks.
-        length: the prompt's tokens.
 
     Raises:
         KeepsetError: the model's statistics cannot be read.
     """
     from keepset import defaults
-    from keepset.recipe import Recipe
 
-    text = defaults.default_recipe(model.config.name_or_path or "", otherwise)
-    if length < defaults.SHORT:
-        note(
-            f"Nothing is dropped: the prompt has {length} tokens (minimum {defaults.SHORT}); "
-            "--recipe compresses it anyway."
-        )
-        return Recipe.parse(text).with_keep(1.0)
-    say_networks(text, called)
-    return Recipe.parse(text)
+    recipe, why = defaults.default_recipe(model.config.name_or_path or "", called, otherwise)
+    note(why)
+    return recipe
 
 
 def note_short(length: int, kept: float) -> None:
@@ -140,7 +130,7 @@ def offered_recipes(model: Any) -> list[Recipe]:
     from keepset import defaults
     from keepset.recipe import Recipe
 
-    own = [Recipe.parse(text).without_budget() for text in defaults.default_recipes(model.config.name_or_path or "")]
+    own = defaults.default_methods(model.config.name_or_path or "")
     return list(dict.fromkeys([*own, *Recipe.parse_list(", ".join(defaults.COMPARED))]))
 
 

@@ -26,7 +26,6 @@ from keepset.cli.console import (
     write,
 )
 from keepset.cli.options import Html, Json, OneText, Recipes, takes_model
-from keepset.defaults import ASKED_LATER, default_recipe
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import NEEDLE, Needle, essay, read, token_texts
@@ -171,7 +170,7 @@ def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("ke
 
 
 def _offered(model: Any, called: str) -> list[Recipe]:
-    say_networks(default_recipe(model.config.name_or_path or "", ASKED_LATER), called)
+    say_networks(model, called)
     return offered_recipes(model)
 
 

@@ -21,7 +21,6 @@ from keepset import models
 from keepset.bench.report import page
 from keepset.cli.grid import Grid
 from keepset.cli.options import STANDARD_OUTPUT
-from keepset.defaults import NETWORKS
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -184,18 +183,17 @@ def say_advice(recipes: Iterable[Recipe]) -> None:
             note(recipe.advice)
 
 
-def say_networks(default: str, called: str) -> None:
-    """Note how networks are made for a model whose default recipe does without them."""
-    if default != NETWORKS:
-        note(
-            f"There are no networks for {called}, with which {NETWORKS} would be the default: `keepset calibrate "
-            f"--model {called} --teacher reread --out stats.safetensors` makes them, and "
-            "distilled(stats='stats.safetensors') names them."
-        )
+def say_networks(model: PreTrainedModel, called: str) -> None:
+    """Note how networks are made for a model that has none."""
+    from keepset.defaults import has_networks, lack_of_networks
+
+    if not has_networks(model.config.name_or_path or ""):
+        sentence = lack_of_networks(called)
+        note(sentence[0].upper() + sentence[1:])
 
 
 def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
-    """Note that what always stays of a prompt fills a recipe's budget, or exceeds it.
+    """Note that a prompt is short, or that what always stays of it fills a recipe's budget, or exceeds it.
 
     Args:
         recipe: the recipe, with a budget.
@@ -209,6 +207,9 @@ def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
     always = f"{recipe} always keeps " + " and ".join(
         f"the {which} {count}" for which, count in (("first", budget.sinks), ("newest", budget.recent)) if count
     )
+    if length < budget.short:
+        note(f"The prompt stays whole: it has {length} tokens, and short={budget.short} leaves shorter ones whole.")
+        return
     if budget.keep == 1.0 or budget.recent_extra:
         return
     if stays >= length:

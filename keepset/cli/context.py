@@ -21,7 +21,7 @@ from keepset.cli.options import (
     takes_model,
 )
 from keepset.cli.streaming import Sampling, generate_streamed
-from keepset.defaults import ASKED_LATER, NETWORKS, SHORT
+from keepset.defaults import ASKED_LATER, NETWORKS
 from keepset.errors import KeepsetError
 from keepset.models import EMBEDDED, Source
 from keepset.texts import chat_parts, read
@@ -37,10 +37,7 @@ def build(
     out: Annotated[Path, Option(help="The file to write, such as report.safetensors.")],
     recipe: Annotated[
         str | None,
-        Option(
-            help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ASKED_LATER}; all of "
-            f"a text of fewer than {SHORT} tokens]"
-        ),
+        Option(help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ASKED_LATER}]"),
     ] = None,
     force: Force = False,
 ) -> None:
@@ -65,7 +62,7 @@ def build(
     prompt, _ = chat_parts(tokenizer, content, "")
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
     check_fits_context(loaded, ids.shape[1])
-    parsed = default_recipe(loaded, model.called, ASKED_LATER, ids.shape[1]) if given is None else given
+    parsed = default_recipe(loaded, model.called, ASKED_LATER) if given is None else given
     cache = Cache(loaded, parsed)
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):

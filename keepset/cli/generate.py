@@ -9,7 +9,7 @@ from keepset.cli.checks import check_fits_context, check_text, default_recipe, n
 from keepset.cli.console import load, note, say, say_always
 from keepset.cli.options import OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling, generate_streamed
-from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS, SHORT
+from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS
 from keepset.models import Source
 from keepset.texts import chat_parts, read
 
@@ -21,8 +21,7 @@ def generate(
     recipe: Annotated[
         str | None,
         Option(
-            help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ANSWERED_AT_ONCE}; "
-            f"all of a prompt of fewer than {SHORT} tokens]"
+            help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ANSWERED_AT_ONCE}]"
         ),
     ] = None,
     text: Annotated[Path | None, Option(help="A UTF-8 text file that goes before the prompt.")] = None,
@@ -56,7 +55,7 @@ def generate(
     length = inputs["input_ids"].shape[1]
     check_fits_context(loaded, length, sampling.tokens)
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids
-    parsed = default_recipe(loaded, model.called, ANSWERED_AT_ONCE, length) if given is None else given
+    parsed = default_recipe(loaded, model.called, ANSWERED_AT_ONCE) if given is None else given
     cache = Cache(loaded, parsed, task_tokens=task)
     ids, summary = generate_streamed(loaded, tokenizer, inputs, cache, sampling)
     at_end = next((event for event in cache.events if event.length == length), None)

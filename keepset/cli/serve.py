@@ -20,7 +20,11 @@ def serve(
         ),
     ] = None,
     recipe: Annotated[
-        str | None, Option(help="A recipe, such as 'snapkv(keep=512, every=256)'. [default: plain vLLM]")
+        str | None,
+        Option(
+            help="A recipe, such as 'snapkv(keep=512, every=256)'. [default: as keepset generate, less what the server "
+            "cannot serve; with --contexts none]"
+        ),
     ] = None,
     contexts: Annotated[
         Path | None, Option(help="A folder with files of keepset context build, which requests can name.")
@@ -33,11 +37,12 @@ def serve(
 
     The address is OpenAI-compatible. Saved contexts can be served too, or alone. This process runs `vllm serve`, which
     gets every option that is not keepset's own, and ends with it. It listens on 127.0.0.1 unless --host says otherwise.
-    The model comes before vLLM's options.
+    The model comes before vLLM's options. For plain vLLM run `vllm serve` itself.
     """
     from keepset.recipe import Recipe
     from keepset.serving.command import (
         command,
+        default_for,
         folder,
         name_statistics,
         precision_of,
@@ -51,23 +56,27 @@ def serve(
         check_model,
         check_port,
         check_recipe,
+        compile_hint,
         limit_cpu_pool,
     )
     from keepset.vllm.signing import SIGNING_KEY, new_key
 
     parsed = None if recipe is None else Recipe.parse(recipe).require_budget()
     model, options = split(words or [])
-    check_installed(parsed, contexts)
+    check_installed()
+    check_model(folder(model))
+    why = None
+    if parsed is None and contexts is None:
+        parsed, why = default_for(model, options)
     parsed = name_statistics(parsed, model)
     check_recipe(parsed, folder(model))
     if (precision := precision_of(contexts, options)) is not None:
         options = ["--dtype", precision, *options]
     line = command(model, parsed, options, contexts=contexts, save_bytes=save_bytes)
-    check_model(folder(model))
     check_port(options)
     of_files = None if precision is None else f"The server computes in {precision}, as its contexts were built."
-    hints = block_size_hint(parsed, options), limit_cpu_pool(options)
-    for sentence in (shlex.join(without_secrets(line)), of_files, *hints):
+    hints = block_size_hint(parsed, options), limit_cpu_pool(options), compile_hint(line)
+    for sentence in (why, shlex.join(without_secrets(line)), of_files, *hints):
         if sentence is not None:
             note(sentence)
     os.environ[SIGNING_KEY] = new_key()

@@ -10,7 +10,6 @@ from typer import Option
 from keepset.cli.checks import offered_recipes
 from keepset.cli.console import load, note, say, say_networks
 from keepset.cli.options import takes_model
-from keepset.defaults import ASKED_LATER, default_recipe
 from keepset.errors import KeepsetError
 from keepset.models import Source
 from keepset.texts import NEEDLE, essay, insert
@@ -46,7 +45,7 @@ def ui(
     facts = {"model": model.called, "text": text, "question": question, "recipes": recipes, "methods": methods}
     with PlaygroundServer(port, playground, facts) as server:
         say(f"http://{HOST}:{server.port}")
-        say_networks(default_recipe(loaded.config.name_or_path or "", ASKED_LATER), model.called)
+        say_networks(loaded, model.called)
         note("Ctrl-C ends it.")
         server.serve_forever()
 

@@ -33,6 +33,7 @@ class Budget:
             entries than sinks and recent tokens together, all of these stay.
         recent_extra: whether the recent tokens stay in addition to `keep`, which then says how much stays of the text
             before them. It does not go with `bytes`, which counts every entry.
+        short: prompts of fewer tokens than this are protected, each request's by itself: little of them can be spared.
         protect_prompt: whether the request's prompt always stays, as sinks do. It counts towards `keep`. Where prompt
             and recent tokens are more than that, they are what stays.
         protect: ranges of tokens `(first, end)` that always stay, as a protected prompt does; `end` is not part of
@@ -49,9 +50,10 @@ class Budget:
     protect_prompt: bool = False
     protect: Sequence[Sequence[int]] = ()
     recent_extra: bool = field(default=False, kw_only=True)
+    short: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("sinks", "recent"):
+        for name in ("sinks", "recent", "short"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LIMIT:
                 raise BudgetError(f"{name}={value!r} is not a number of tokens: use an integer from 0.")
@@ -95,13 +97,18 @@ class Budget:
 
     @property
     def _key(self) -> tuple[object, ...]:
-        always = self.sinks, self.recent, self.recent_extra, self.protect_prompt, self.protect
+        always = self.sinks, self.recent, self.recent_extra, self.protect_prompt, self.protect, self.short
         return type(self.keep), self.keep, self.bytes, *always
 
     @property
     def is_given(self) -> bool:
         """Return whether the budget says how much stays."""
         return self.keep is not None or self.bytes is not None
+
+    @property
+    def protects(self) -> bool:
+        """Return whether more than the first and the newest tokens may always stay."""
+        return self.protect_prompt or bool(self.protect) or self.short > 0
 
     def in_entries(self, full: int, stored: int) -> Budget:
         """Return the same budget with `keep` in place of `bytes`.
@@ -137,7 +144,9 @@ class Budget:
     def first(self, sizes: Sizes) -> Int[Tensor, " batch"]:
         """Return how many of the first tokens always stay: the sinks, or the whole prompt if it is protected."""
         sinks = sizes.lengths.clamp(max=self.sinks)
-        return sinks.maximum(sizes.prompts) if self.protect_prompt else sinks
+        if self.protect_prompt:
+            return sinks.maximum(sizes.prompts)
+        return sinks.maximum(sizes.prompts.where(sizes.prompts < self.short, 0)) if self.short else sinks
 
     def always(self, sizes: Sizes) -> Int[Tensor, " batch"]:
         """Return how many tokens always stay: the first ones, the protected ranges and the newest ones.
@@ -163,8 +172,7 @@ class Budget:
         """
         assert isinstance(self.keep, int)
         keep = self.keep + self.extra(sizes)
-        protects = self.protect_prompt or self.protect
-        return keep.maximum(self.always(sizes)) if protects else keep
+        return keep.maximum(self.always(sizes)) if self.protects else keep
 
     def is_protected(self, observation: Observation) -> Mask:
         """Return which entries are among the first tokens that always stay, or in a protected range."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 import os
 import time
 import weakref
@@ -24,6 +26,7 @@ from keepset.core.keep_set import KeepSet, LayerKeepSet
 from keepset.core.method import forecast_quotas
 from keepset.core.observation import Observation
 from keepset.core.traits import FULL_BYTES
+from keepset.defaults import ANSWERED_AT_ONCE, default_recipe
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.attention import AttentionInput
@@ -33,6 +36,8 @@ from keepset.hf.model_support import check_model
 from keepset.hf.observed_cache import Event, ObservedCache
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
+
+logger = logging.getLogger(__name__)
 
 EventCallback = Callable[[Observation, Budget, KeepSet], None]
 """Called for every layer at every event with the observation as the method found it, the budget, and what it kept."""
@@ -49,7 +54,8 @@ class Cache(ObservedCache):
 
     Args:
         model: a decoder-only transformers model.
-        recipe: a text such as `"snapkv(keep=0.25)"`, or a `Recipe`.
+        recipe: a text such as `"snapkv(keep=0.25)"`, or a `Recipe`. If none is named, the default for a prompt that is
+            answered at once is taken (`keepset.defaults`), which a warning says once for each model.
         task_tokens: for methods with a second pass: the tokens of a question that is known, `[batch, tokens]`, which
             then run instead of the prompt's own; one row, or one for every request. Several questions are a list.
         prompt_length: tokens of the prompt, padding included. Needed only where the first forward is not
@@ -64,13 +70,16 @@ class Cache(ObservedCache):
     def __init__(
         self,
         model: PreTrainedModel,
-        recipe: str | Recipe,
+        recipe: str | Recipe | None = None,
         *,
         task_tokens: Tensor | Sequence[Tensor] | None = None,
         prompt_length: int | None = None,
         history: bool = False,
         observer: EventCallback | None = None,
     ) -> None:
+        if recipe is None:
+            check_model(model)
+            recipe = _default_recipe(model.config.name_or_path or "")
         self.recipe = (recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)).require_budget()
         check_schedule(self.recipe)
         needs = self.recipe.method.traits.needs
@@ -366,3 +375,19 @@ class Cache(ObservedCache):
         self.events.append(event)
         if self.schedule.every is None:
             self.stop_watching()
+
+
+def _default_recipe(name: str) -> Recipe:
+    """Return the recipe for a model where none is named, and say which it is and why, once for each model.
+
+    Args:
+        name: the model's name, `model.config.name_or_path`.
+    """
+    recipe, why = default_recipe(name, name or "this model", ANSWERED_AT_ONCE)
+    _say_once(why)
+    return recipe
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    logger.warning("keepset: %s", sentence)  # a warning is shown even if logging is not set up

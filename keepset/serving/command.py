@@ -12,16 +12,20 @@ from typing import Any
 from keepset import models
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method
+from keepset.defaults import ANSWERED_AT_ONCE, ASKED_LATER, Default, default_recipe
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.recipe import Recipe
 from keepset.vllm.engine_args import as_words, engine_args
+from keepset.vllm.served_default import INT8, EngineLimits
 from keepset.vllm.settings import KEY, SIGNED
 
 _ADDITIONAL = "--additional-config"
 _MIDDLEWARE = "keepset.serving.middleware.RequestMiddleware"
 _SHORTEST = len("--add")
 _SECRET = ("--api-key", "--hf-token", "--watermark-config")
+_GPUS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+_DRAFTS = ("--speculative-config", "-sc", "--spec-method")
 _END_SECONDS = 10.0
 """Seconds that vLLM may take to end, in addition to --shutdown-timeout."""
 
@@ -38,6 +42,41 @@ def folder(model: str | None) -> str:
     if model is None or (model == models.EMBEDDED and not Path(model).is_dir()):
         return str(models.embedded_folder())
     return model
+
+
+def default_for(model: str | None, options: Sequence[str], contexts: bool = False) -> Default:
+    """Return the recipe of a server where none is named: the default of the other commands, less what it cannot serve.
+
+    Args:
+        model: as for `command`.
+        options: vLLM's options.
+        contexts: whether the recipe is for texts that are compressed before, of which all can be served.
+
+    Raises:
+        KeepsetError: the model's statistics cannot be read.
+    """
+    place, called = folder(model), model or models.EMBEDDED
+    if contexts:
+        return default_recipe(place, called, ASKED_LATER)
+    recipe, why = default_recipe(place, called, ANSWERED_AT_ONCE)
+    limits = EngineLimits(
+        several_gpus=any(option(options, name) not in (None, "1") for name in _GPUS),
+        drafts=any(has_option(options, name) for name in _DRAFTS),
+        int8=option(options, "--kv-cache-dtype") in (None, INT8),
+        model_type=_model_type(place),
+    )
+    nearest, missing = limits.nearest(recipe)
+    if missing:
+        why = f"{why} This server cannot serve {', '.join(missing)} and takes {nearest}."
+    return Default(nearest, why)
+
+
+def _model_type(place: str) -> str:
+    """Return a model's type; "" if the model does not lie in a folder, or its configuration names none."""
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads((Path(place) / "config.json").read_text("utf-8"))
+        return str(config.get("text_config", config).get("model_type", ""))
+    return ""
 
 
 def name_statistics(recipe: Recipe | None, model: str | None) -> Recipe | None:
@@ -194,7 +233,7 @@ def _program(model: str) -> list[str]:
 
 
 def _name(word: str) -> str:
-    return word.split("=", 1)[0].replace("_", "-") if word.startswith("--") else ""
+    return word.split("=", 1)[0].replace("_", "-") if word.startswith("-") else ""
 
 
 def _additional(options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

@@ -44,19 +44,18 @@ def check_options(options: Sequence[str]) -> None:
             raise KeepsetError(f"{name} is not for the benchmark: its servers listen on a free port of 127.0.0.1.")
 
 
-def check_installed(recipe: Recipe | None, contexts: Path | None = None) -> None:
+def check_installed(starts: bool = True) -> None:
     """Refuse a server that could not start, or would not know keepset.
 
     Args:
-        recipe: the recipe; None for plain vLLM.
-        contexts: the folder of contexts; None if there is none.
+        starts: whether a server starts; otherwise only vLLM's benchmark runs, which does without the plug-in.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed, or does not load keepset's plug-in.
     """
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedEngineError('vLLM is not installed: run `pip install "keepset[vllm]"`.')
-    if recipe is None and contexts is None:
+    if not starts:
         return
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     ours = {plugin.name for plugin in plugins if plugin.module.split(".")[0] == "keepset"}
@@ -162,6 +161,20 @@ def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
         return None
     return f"keep={keep} is small for the blocks of 128 tokens that vLLM uses on a CPU: add --block-size 32."
+
+
+def compile_hint(options: Sequence[str]) -> str | None:
+    """Return a sentence that says how long the first start takes, and why; None if nothing is compiled.
+
+    Args:
+        options: vLLM's options.
+    """
+    if has_option(options, "--enforce-eager"):
+        return None
+    return (
+        "The first start with a model and options takes minutes, because vLLM compiles the model for them; it keeps "
+        "what it has compiled for later starts. --enforce-eager compiles nothing, and answers more slowly."
+    )
 
 
 def _memory() -> int:

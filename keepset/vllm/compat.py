@@ -32,6 +32,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from keepset.core.rope import RotaryTable
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
+from keepset.vllm.served_default import ONE_ROTATION
 
 SUPPORTED = ("0.32", "0.33")
 """The vLLM versions that keepset is tested with. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
@@ -66,10 +67,6 @@ BORROWED: dict[str, tuple[str, ...]] = {
     "vllm.model_executor.layers.rotary_embedding._ROPE_DICT": (),
 }
 """Names that must exist, and the parameters or fields that each must have."""
-
-ONE_ROTATION = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types in which all layers rotate, with the same table."""
-
 
 _TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl."
 BORROWED_OF_ROWS: dict[str, tuple[str, ...]] = {

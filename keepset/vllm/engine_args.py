@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from keepset.core.features.runtime_features import QuantizedEntries
+from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, INT8, KEY, SAVE_LIMIT
+from keepset.vllm.served_default import INT8
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT
 
 
 def engine_args(
@@ -21,17 +23,20 @@ def engine_args(
     """Return the arguments of `vllm.LLM` with which it serves a recipe: `LLM(model, **engine_args("knorm(keep=0.5)"))`.
 
     Args:
-        recipe: what each request keeps; None for an engine that only serves contexts.
+        recipe: what each request keeps. If none is named, the engine serves contexts alone, or without a folder of them
+            the default of `keepset.defaults`, less what it cannot serve with its other arguments; its log names it.
         contexts: the folder of saved contexts, whose files requests name; None for none.
         save_bytes: bytes that each owner's requests may save in that folder.
 
     Raises:
-        KeepsetError: the recipe is invalid or names no budget, there is no such folder, or nothing is asked for.
+        KeepsetError: the recipe is invalid or names no budget, or there is no such folder.
     """
-    if recipe is None and contexts is None:
-        raise KeepsetError("There is nothing to serve: give a recipe, or a folder of contexts.")
-    parsed = None if recipe is None else Recipe.parse(recipe) if isinstance(recipe, str) else recipe
+    is_default = recipe is None and contexts is None
+    named = ANSWERED_AT_ONCE if is_default else recipe
+    parsed = Recipe.parse(named) if isinstance(named, str) else named
     args: dict[str, Any] = {"additional_config": _additional(parsed, contexts, save_bytes)}
+    if is_default:
+        args["additional_config"][KEY] = True
     args["kv_transfer_config"] = dict(CONNECTOR if contexts is None else CONTEXT_CONNECTOR)
     if parsed is None:
         return args

@@ -37,7 +37,8 @@ class RequestOptions:
 
     Attributes:
         context: the name of the context that it goes on from.
-        keep: another budget than that of the engine's recipe; see `Budget`.
+        keep: another budget than that of the engine's recipe, also for a prompt that its recipe leaves whole because it
+            is short; see `Budget`.
         bytes: the same as a share of bytes; see `Budget`.
         off: whether it is not compressed at all.
         protect: ranges of its tokens that always stay, besides those of the recipe.
@@ -126,7 +127,7 @@ class RequestOptions:
             return None
         budget = engine.budget
         if self.has_budget:
-            budget = replace(budget, keep=self.keep, bytes=self.bytes)
+            budget = replace(budget, keep=self.keep, bytes=self.bytes, short=0)
         return replace(engine, budget=replace(budget, protect=(*budget.protect, *self.protect))).require_budget()
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError, RecipeError
 from keepset.paged.eviction_schedule import table_per_head
 from keepset.recipe import Recipe
+from keepset.vllm.served_default import INT8, EngineLimits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KEY = "keepset"
-"""The key of `additional_config` for the recipe's text."""
-
-INT8 = "int8_per_token_head"
-"""The `kv_cache_dtype` that a recipe int8(...) asks for."""
+"""The key of `additional_config` for the recipe's text, or true for the default."""
 
 CONNECTOR = {
     "kv_connector": "BlockCountConnector",
@@ -112,6 +111,19 @@ def is_compressed(config: VllmConfig) -> bool:
     return KEY in _additional(config)
 
 
+def limits_of(config: VllmConfig) -> EngineLimits:
+    """Return what decides which default an engine serves. vLLM changes none of it while it starts."""
+    parallel = config.parallel_config
+    return EngineLimits(
+        several_gpus=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
+        drafts=config.speculative_config is not None,
+        int8=config.cache_config.cache_dtype == INT8,
+        connector=config.kv_transfer_config is not None,
+        contexts=contexts_of(config) is not None,
+        model_type=config.model_config.hf_text_config.model_type,
+    )
+
+
 def recipe_of(config: VllmConfig | None) -> Recipe | None:
     """Return the recipe of a configuration; None if it has neither recipe nor contexts, and vLLM uses its own classes.
 
@@ -122,8 +134,11 @@ def recipe_of(config: VllmConfig | None) -> Recipe | None:
     if contexts_of(config) is None and KEY not in additional:
         return None
     text = additional.get(KEY, _WHOLE)
+    if text is True and config is not None:
+        return limits_of(config).nearest(Recipe.parse(ANSWERED_AT_ONCE))[0]
     if not isinstance(text, str):
         raise RecipeError(
-            f'additional_config["{KEY}"] is {text!r}: give a recipe\'s text, such as "snapkv(keep=0.25)".'
+            f'additional_config["{KEY}"] is {text!r}: give a recipe\'s text, such as "snapkv(keep=0.25)", or true for '
+            "the default."
         )
     return Recipe.parse(text).require_budget()

@@ -20,7 +20,8 @@ from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
 from keepset.vllm.recipe_support import objections
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, INT8, by_head, contexts_of, is_compressed
+from keepset.vllm.served_default import INT8
+from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, by_head, contexts_of, is_compressed
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:

@@ -77,7 +77,6 @@ REFUSED = [
     ("bench latency --output-tokens 0", "--output-tokens 0 is too few"),
     ("bench latency --recipes snapkv", "does not say how much to keep"),
     ("bench latency --json absent/a", PLACE),
-    ("bench serve", "--recipe is missing"),
     ("bench serve --recipe snapvk", "did you mean 'snapkv'?"),
     ("bench serve --recipe snapkv", "does not say how much to keep"),
     (f"{BENCH} --requests 0", "--requests 0 is out of range"),

@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import keepset
 from keepset import defaults, models
 from keepset.core import statistics
 from keepset.core.statistics import save
 from keepset.defaults import ANSWERED_AT_ONCE, ASKED_LATER, NETWORKS, default_recipe
+from keepset.hf import cache
 from keepset.recipe import Recipe
 from tests.cli.conftest import Run
 from tests.methods.naive import Shape, random_statistics
 
+TAKEN = "No recipe is named, so the default is taken: "
 ADVICE = (
-    r"There are no networks for SmolLM2-135M-Instruct, .*: `keepset calibrate --model SmolLM2-135M-Instruct --teacher "
+    r"here are no networks for SmolLM2-135M-Instruct: `keepset calibrate --model SmolLM2-135M-Instruct --teacher "
     r"reread --out stats\.safetensors` makes them, and distilled\(stats='stats\.safetensors'\) names them\."
 )
 COMMANDS = {
@@ -55,13 +59,52 @@ def used(run: Run, command: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_model_with_networks_uses_them(run: Run, text: Path, networks: None, command: str) -> None:
-    assert used(run, command) == (NETWORKS, "")
+    said = f"{TAKEN}{NETWORKS}, because there are networks for SmolLM2-135M-Instruct.\n"
+    assert used(run, command) == (NETWORKS, said)
 
 
 @pytest.mark.parametrize(("command", "recipe"), [("generate", ANSWERED_AT_ONCE), ("build", ASKED_LATER)])
 def test_a_model_without_is_told_how_to_get_them(run: Run, text: Path, tiny: Any, command: str, recipe: str) -> None:
     named, said = used(run, command)
-    assert named == recipe and re.fullmatch(ADVICE + "\n", said)
+    assert named == recipe and re.fullmatch(f"{re.escape(TAKEN + recipe)}, because t{ADVICE}\n", said)
+
+
+@pytest.mark.parametrize(("networks_there", "recipe"), [(True, NETWORKS), (False, ANSWERED_AT_ONCE)])
+def test_a_cache_takes_the_same_and_says_so_once(
+    networks_there: bool,
+    recipe: str,
+    tiny: tuple[Any, Any],
+    request: pytest.FixtureRequest,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if networks_there:
+        request.getfixturevalue("networks")
+    cache._say_once.cache_clear()
+    model = tiny[0]
+    made = [keepset.Cache(model), keepset.Cache(model)]
+    assert [str(each.recipe) for each in made] == [recipe] * 2
+    (said,) = caplog.messages
+    assert said.startswith(f"keepset: {TAKEN}{recipe}, because there are {'' if networks_there else 'no '}networks for")
+
+
+@pytest.mark.parametrize("padding", [0, 30])
+def test_the_default_leaves_short_prompts_whole_each_by_itself(tiny: tuple[Any, Any], padding: int) -> None:
+    model, held = tiny[0], keepset.Cache(tiny[0], ANSWERED_AT_ONCE)
+    lengths = [256, 255 - padding]
+    mask = torch.arange(256) >= 256 - torch.tensor(lengths)[:, None]
+    ids = torch.randint(3, 500, (2, 256), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(ids, attention_mask=mask.long(), past_key_values=held)
+    counts = held.keep_set.counts  # [layers, requests, heads]
+    size = model.config.hidden_size // model.config.num_attention_heads
+    share = 0.25 * 2 * 2 * size / (2 * size + 4 + 4)
+    assert int(counts[:, 0].sum()) == int(share * 256 * counts[:, 0].numel())
+    assert (counts[:, 1] == lengths[1]).all()
+
+
+def test_a_cache_without_a_model_still_says_so() -> None:
+    with pytest.raises(keepset.KeepsetError, match=r"keepset\.Cache takes a model"):
+        keepset.Cache("a/model")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("fixture", "recipes"), [("networks", [NETWORKS]), ("tiny", [ASKED_LATER, ANSWERED_AT_ONCE])])
@@ -78,7 +121,8 @@ def test_comparisons_have_the_defaults_among_the_others(
     words = ("--prompt-tokens", "60", "--continuation", "4", "--budgets", "0.25,20", "--json", "-")
     done = run("compare", "--text", "text", *words)
     rows = [row["recipe"] for row in json.loads(done.out)["rows"]]
-    pairs = [(recipe, str(Recipe.parse(recipe).without_budget().with_keep(20))) for recipe in recipes]
+    methods = [Recipe.of(Recipe.parse(recipe).method) for recipe in recipes]
+    pairs = [(str(method.with_bytes(0.25)), str(method.with_keep(20))) for method in methods]
     assert rows == [*(each for pair in pairs for each in pair), "random(bytes=0.25)", "random(keep=20)"]
     assert bool(done.err) == (fixture == "tiny")
 
@@ -86,17 +130,18 @@ def test_comparisons_have_the_defaults_among_the_others(
 def test_statistics_without_networks_are_none(networks: None, tiny: Any, tmp_path: Path) -> None:
     name, path = tiny[0].config.name_or_path, tmp_path / "stats.safetensors"
     measured = statistics.load("", name)
-    assert default_recipe(name, ASKED_LATER) == NETWORKS and default_recipe("another", ASKED_LATER) == ASKED_LATER
+    assert defaults.has_networks(name) and not defaults.has_networks("another")
     save(replace(measured, predictors={}), path)
     statistics.offer(name, lambda: path)
-    assert default_recipe(name, ASKED_LATER) == ASKED_LATER
+    assert str(default_recipe(name, name, ASKED_LATER).recipe) == ASKED_LATER
 
 
 @pytest.mark.full
 def test_the_embedded_model_has_networks(embedded: Any) -> None:
-    assert default_recipe(str(models.embedded_folder()), ANSWERED_AT_ONCE) == NETWORKS
+    assert defaults.has_networks(str(models.embedded_folder()))
 
 
-def test_each_is_a_quarter_of_the_bytes() -> None:
+def test_each_is_a_quarter_of_the_bytes_and_leaves_short_prompts_whole() -> None:
     recipes = [Recipe.parse(text) for text in (NETWORKS, ANSWERED_AT_ONCE, ASKED_LATER)]
-    assert [recipe.budget.bytes for recipe in recipes] == [0.25] * 3
+    assert [(recipe.budget.bytes, recipe.budget.short) for recipe in recipes] == [(0.25, defaults.SHORT)] * 3
+    assert [str(recipe) for recipe in recipes] == [NETWORKS, ANSWERED_AT_ONCE, ASKED_LATER]

@@ -14,6 +14,7 @@ import torch
 
 import keepset
 from keepset import models
+from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.serving import command, start_checks
 from keepset.vllm.signing import SIGNING_KEY
 from tests.cli.conftest import Run
@@ -54,7 +55,7 @@ def test_recipe_and_options(run: Run, became: list[list[str]]) -> None:
     assert words[words.index("--host") + 1] == "127.0.0.1"
     rest = ["--block-size", "32", "--enforce-eager", "--dtype=float32", "-tp", "2", "-O3", "--port", "0"]
     assert words[-len(rest) :] == rest
-    assert "serve a/model" in done.err and done.err.count("\n") == 1
+    assert "serve a/model" in done.err and done.err.count("\n") == 1  # nothing is compiled
 
 
 @pytest.mark.parametrize(
@@ -94,9 +95,22 @@ def test_options_alone_serve_the_embedded_model(run: Run, became: list[list[str]
     assert run("serve").code == 0
     assert run("serve", "--", "--max-model-len", "1024").code == 0
     assert [words[4] for words in became] == [str(tmp_path / "embedded")] * 3
-    assert all("--additional-config" not in words for words in became)
     assert became[0] == became[2]
     assert became[0][-2:] == ["--max-model-len", "1024"]
+
+
+def test_without_a_recipe_it_is_the_default(run: Run, became: list[list[str]], tmp_path: Path) -> None:
+    done = run("serve", "a/model", "--port", "0")
+    said = json.loads(became[0][became[0].index("--additional-config") + 1])
+    assert said["keepset"] == ANSWERED_AT_ONCE and "--no-enable-prefix-caching" in became[0]
+    why, line, compiles = done.err.splitlines()
+    assert why.startswith(
+        f"No recipe is named, so the default is taken: {ANSWERED_AT_ONCE}, because there are no networks"
+    )
+    assert ANSWERED_AT_ONCE in line and compiles.startswith("The first start with a model and options takes minutes")
+    run("serve", "a/model", "--port", "0", "--contexts", str(tmp_path))
+    said = json.loads(became[1][became[1].index("--additional-config") + 1])
+    assert "keepset" not in said and said["keepset_contexts"] == str(tmp_path)
 
 
 def test_small_budgets_are_advised(run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,24 @@ def test_a_protected_prompt_stays_and_counts(lengths: list[int], data: st.DataOb
 
 
 @examples(100)
+@given(lengths=numbers, data=st.data(), short=st.integers(1, 70), always=sinks_and_recent)
+def test_a_short_prompt_is_protected_and_a_longer_one_is_not(
+    lengths: list[int], data: st.DataObject, short: int, always: tuple[int, int]
+) -> None:
+    sinks, recent = always
+    prompts = [data.draw(st.integers(1, length)) for length in lengths]
+    keep = data.draw(st.integers(max(1, sinks + recent), 70) | st.floats(0.1, 1))
+    budget, plain = (Budget(keep, sinks, recent, short=each) for each in (short, 0))
+    seen = replace(observation(*lengths), prompts=torch.tensor(prompts))
+    for request, (length, prompt) in enumerate(zip(lengths, prompts, strict=True)):
+        quota, without = (each.quotas(seen.sizes)[request].tolist() for each in (budget, plain))
+        first = max(sinks, prompt) if prompt < short else sinks
+        assert marked(budget.is_protected(seen), request, length) == list(range(min(first, length)))
+        assert quota == ([min(max(without[0], prompt + recent), length)] * 2 if prompt < short else without)
+    assert budget != plain and budget.protects and not plain.protects
+
+
+@examples(100)
 @given(
     lengths=numbers,
     ranges=st.lists(st.lists(st.integers(0, 70), min_size=2, max_size=2, unique=True).map(sorted), max_size=4),
@@ -174,6 +192,8 @@ def test_ranges_that_meet_are_one() -> None:
         ("sinks=-1", [dict(sinks=-1)]),
         ("sinks=1.0", [dict(sinks=1.0)]),
         ("recent=", [dict(recent=True), dict(recent=None)]),
+        ("short=-1 is not a number of tokens", [dict(short=-1)]),
+        ("short=True is not a number of tokens", [dict(short=True)]),
         ("protect_prompt=1 is neither True nor False", [dict(protect_prompt=1)]),
         ("recent_extra=1 is neither True nor False", [dict(recent_extra=1)]),
         ("counts every entry, and recent_extra=True does not", [dict(bytes=0.5, recent_extra=True)]),

@@ -189,7 +189,7 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
 ) -> None:
     """An event after others: every head holds the whole prompt, and each lost other entries of what followed.
 
-    The whole prompt is protected, or a range that is part of every one.
+    The whole prompt is protected, by itself or because it is short, or a range that is part of every one.
     """
     prompts = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
     bounds = st.lists(st.integers(0, min(prompts)), min_size=2, max_size=2, unique=True).map(sorted)
@@ -209,7 +209,9 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
         for layer in layers
     ]
     method = make(name)
-    budget = Budget(keep, 0, recent, protect_prompt=span is None, protect=[] if span is None else [span])
+    is_short = data.draw(st.booleans())
+    by_itself = {"short": 13} if is_short else {"protect_prompt": True}
+    budget = Budget(keep, 0, recent, **(by_itself if span is None else {"protect": [span]}))
     keep_set = method.select_all(observations, budget)
     for request, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         protected = set(range(prompt) if span is None else range(*span))

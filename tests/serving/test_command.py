@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from keepset import models
+from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
-from keepset.serving.command import command, has_option, name_statistics, split
+from keepset.serving.command import command, default_for, has_option, name_statistics, split
 from keepset.serving.start_checks import block_size_hint, check_installed, check_options
+from keepset.vllm.recipe_support import objections
 
 RECIPE = Recipe.parse("snapkv(keep=64, every=64, window=8)")
 
@@ -72,6 +74,36 @@ def test_the_embedded_models_statistics_are_named(
     assert name_statistics(recipe, None) == named == name_statistics(named, None)
     assert name_statistics(recipe, "a/model") == recipe and name_statistics(RECIPE, None) == RECIPE
     assert additional(command(None, recipe, []))["keepset"] == str(named)
+
+
+@pytest.mark.parametrize(
+    ("options", "model_type", "recipe", "missing"),
+    [
+        ([], "llama", ANSWERED_AT_ONCE, ""),
+        (["-tp", "1", "--kv-cache-dtype", "int8_per_token_head"], "qwen3", ANSWERED_AT_ONCE, ""),
+        (["--tensor_parallel_size=2"], "llama", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
+        (["-pp", "2"], "llama", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
+        (["--speculative-config", "{}"], "", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
+        (["--kv-cache-dtype", "fp8"], "", "pool(prompt_queries, bytes=0.25, short=256)", "quantized"),
+        ([], "phi3", "quantized(pool(snapkv), bytes=0.25, short=256)", "prompt_queries"),
+        (
+            ["-tp", "2", "--kv-cache-dtype=fp8"],
+            "phi3",
+            "snapkv(bytes=0.25, short=256)",
+            "quantized, pool, prompt_queries",
+        ),
+    ],
+)
+def test_without_a_recipe_a_server_has_the_default_less_what_it_cannot_serve(
+    options: list[str], model_type: str, recipe: str, missing: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"model_type": model_type}}))
+    taken, why = default_for(str(tmp_path), options)
+    assert str(taken) == recipe
+    assert why.startswith(f"No recipe is named, so the default is taken: {ANSWERED_AT_ONCE}, because there are no")
+    ending = f" This server cannot serve {missing} and takes {recipe}." if missing else "names them."
+    assert why.endswith(ending)
+    assert [*objections(taken)] == []
 
 
 def test_contexts_take_a_connector_and_middleware(tmp_path: Path) -> None:
@@ -200,20 +232,20 @@ def plugins(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
 def test_vllm_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KeepsetError, match=r'pip install "keepset\[vllm\]"'):
-        check_installed(None)
+        check_installed()
 
 
 def test_vllm_must_load_the_plug_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     plugins(monkeypatch, "other.plugin:register")
-    check_installed(None)
+    check_installed(starts=False)
     with pytest.raises(KeepsetError, match="would not find keepset's plug-in"):
-        check_installed(RECIPE)
+        check_installed()
     plugins(monkeypatch, "other.plugin:register", "keepset.vllm.plugin:register")
-    check_installed(RECIPE)
+    check_installed()
     monkeypatch.setenv("VLLM_PLUGINS", "p0")
     with pytest.raises(KeepsetError, match="VLLM_PLUGINS='p0' keeps vLLM from loading keepset's plug-in: add 'p1'"):
-        check_installed(RECIPE)
+        check_installed()
     monkeypatch.setenv("VLLM_PLUGINS", "p0,p1")
-    check_installed(RECIPE)
+    check_installed()

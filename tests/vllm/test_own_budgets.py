@@ -142,3 +142,9 @@ def test_in_other_engines(name: str, others: dict[str, Any], tiny_model: PreTrai
 def test_ranges_are_added_to_those_of_the_recipe() -> None:
     engine = Recipe.parse("snapkv(keep=0.5, protect=[(0, 4)])")
     assert options.parse_options({"protect": [[9, 20]]}).recipe(engine).budget.protect == ((0, 4), (9, 20))
+
+
+def test_a_budget_of_its_own_also_compresses_a_short_prompt() -> None:
+    engine = Recipe.parse("snapkv(bytes=0.25, short=256)")
+    assert options.parse_options({"keep": 64}).recipe(engine) == Recipe.parse("snapkv(keep=64)")
+    assert options.parse_options({"protect": [[0, 4]]}).recipe(engine).budget.short == 256

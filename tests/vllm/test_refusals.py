@@ -21,6 +21,7 @@ from keepset.core.statistics import Statistics
 from keepset.core.statistics import save as save_statistics
 from keepset.core.tables import save
 from keepset.core.traits import Traits
+from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
@@ -53,7 +54,8 @@ def config(**changes: Any) -> Any:
         "parallel_config": dict.fromkeys(ONE, 1) | {"use_ubatching": False, "enable_dbo": False},
         "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
         "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
-        "model_config": dict.fromkeys(OTHER_MODELS, False) | {"runner_type": "generate", "enforce_eager": True},
+        "model_config": dict.fromkeys(OTHER_MODELS, False)
+        | {"runner_type": "generate", "enforce_eager": True, "hf_text_config": SimpleNamespace(model_type="llama")},
         "attention_config": {"use_non_causal": False, "backend": None},
         "compilation_config": {"mode": "VLLM_COMPILE", "cudagraph_mode": "FULL_AND_PIECEWISE", "splitting_ops": SPLIT},
     }
@@ -179,10 +181,6 @@ def test_all_that_is_missing_is_said_at_once() -> None:
 @pytest.mark.parametrize("shares", [False, True])
 def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: bool, tmp_path: Path) -> None:
     contexts = tmp_path if shares else None
-    if not (recipe or shares):
-        with pytest.raises(KeepsetError, match="nothing to serve: give a recipe, or a folder"):
-            engine_args()
-        return
     args = engine_args(recipe, contexts=contexts)
     words = shlex.split(serve_options(recipe, contexts=contexts))
     parsed = arguments.EngineArgs.add_cli_args(parsers.FlexibleArgumentParser()).parse_args(words)
@@ -393,8 +391,43 @@ def test_no_recipe_is_no_recipe(additional: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "recipe"),
+    [
+        ({}, ANSWERED_AT_ONCE),
+        ({"parallel_config__tensor_parallel_size": 2}, "quantized(prompt_queries, bytes=0.25, short=256)"),
+        ({"speculative_config": NGRAM}, "quantized(prompt_queries, bytes=0.25, short=256)"),
+        ({"cache_config__cache_dtype": "auto"}, "pool(prompt_queries, bytes=0.25, short=256)"),
+        ({"kv_transfer_config": None}, "quantized(prompt_queries, bytes=0.25, short=256)"),
+        (CONTEXTS | {"cache_config__enable_prefix_caching": True}, "quantized(prompt_queries, bytes=0.25, short=256)"),
+        (
+            {"model_config__hf_text_config": SimpleNamespace(model_type="phi3")},
+            "quantized(pool(snapkv), bytes=0.25, short=256)",
+        ),
+        (
+            {
+                "cache_config__cache_dtype": "auto",
+                "kv_transfer_config": None,
+                "cache_config__enable_prefix_caching": True,
+            },
+            "prompt_queries(bytes=0.25, short=256)",
+        ),
+    ],
+)
+def test_an_engine_that_is_told_true_takes_the_default_less_what_it_cannot_serve(
+    changes: dict[str, Any], recipe: str
+) -> None:
+    """Started with nothing else, too."""
+    settings = {**SERVED, "cache_config__cache_dtype": "int8_per_token_head", **changes}
+    made = config(**{**settings, "additional_config": {**settings.get("additional_config", {}), "keepset": True}})
+    taken = recipe_of(made)
+    assert str(taken) == recipe
+    validation.check(made, taken)
+
+
+@pytest.mark.parametrize(
     ("value", "sentence"),
     [
+        (False, "is False: give a recipe's text"),
         (0.25, "is 0.25: give a recipe's text"),
         ("snapkv", "does not say how much to keep"),
         ("snap_kv(keep=0.5)", "There is no method 'snap_kv'"),

@@ -118,6 +118,11 @@ MORE_LIFE = {
     "sharing of ragged heads": Scenario(RAGGED, SHARING, engine=SHARED),
     "sharing of networks": Scenario("distilled(stats='FILE', keep=40, every=16)", SHARING, engine=SHARED),
     "sharing until it decodes": Scenario("snapkv(window=8, keep=40, every=16, prefill=False)", SHARING, engine=SHARED),
+    "short prompts": Scenario("snapkv(window=8, keep=0.3, short=100)", UNDISTURBED, engine=CHUNKED),
+    "short prompts from data": Scenario("pool(snapkv, bytes=0.25, short=100)", UNDISTURBED, engine=CHUNKED),
+    "short prompts, every": Scenario(
+        "adakv(snapkv(window=8), keep=40, every=12, short=100)", UNDISTURBED, engine=CHUNKED
+    ),
     "together": Scenario(ONCE, TOGETHER, engine=SHARED | {"max_num_batched_tokens": 512}),
 }
 
