@@ -1,4 +1,4 @@
-"""What sharing one prefill among recipes costs: 10 recipes under 3 budgets, and the demo as a whole."""
+"""What sharing one prefill among recipes costs: the default recipes under 3 budgets, and the demo as a whole."""
 
 import argparse
 import subprocess
@@ -13,11 +13,11 @@ from harness.report import Section, machine, publish
 from harness.summary import Summary, shown, verdict
 from transformers import DynamicCache
 
-from keepset import Budget, Recipe, models, texts
+from keepset import Budget, models, texts
 from keepset.bench.candidate import grid
 from keepset.bench.compare.prompt import PromptComparer
 from keepset.bench.compare.text_task import make_text_task
-from keepset.cli.compare import RECIPES
+from keepset.cli.checks import offered_recipes
 from keepset.hf.prompt_session import CachedPrompt
 
 KEEPS = (0.5, 0.25, 0.1)
@@ -33,7 +33,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = models.load()
-    recipes = Recipe.parse_list(RECIPES)
+    recipes = offered_recipes(model)
     candidates = grid(recipes, [Budget(keep) for keep in KEEPS])
     task = make_text_task(tokenizer, texts.essay(), tokens=args.tokens, continuation=128)
     ratios, demos = [], []

@@ -28,6 +28,7 @@ TARGETS: dict[str, float | None] = {
     "kvcompose": None,
     "gvote": 1.10,
     "glance": 1.25,
+    "pool(prompt_queries)": None,
     "pool(distilled)": 1.05,
     "reread": None,
     "adakv(expected_attention)": 1.08,

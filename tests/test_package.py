@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import os
@@ -29,6 +30,21 @@ def in_a_fresh_process(code: str) -> str:
 
 
 HEAVY = {"torch", "transformers", "numpy", "jaxtyping", "plotly", "typer", "rich", "gguf", "vllm"}
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_programs_import_names_that_exist(folder: str) -> None:
+    """Nothing else runs the long ones."""
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module.split(".")[0] == "keepset":
+                home = importlib.import_module(module)
+                for name in node.names:
+                    assert hasattr(home, name.name) or importlib.util.find_spec(f"{module}.{name.name}"), (
+                        file,
+                        name.name,
+                    )
 
 
 def test_import_is_light() -> None:
