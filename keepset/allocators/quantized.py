@@ -11,6 +11,7 @@ from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import parameter
 from keepset.core.observation import Observation
 from keepset.core.traits import FULL_BYTES, Traits
+from keepset.errors import KeepsetError
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Quantized(PostProcessor):
     name = "quantized"
     stage = 2
 
-    bits: int = parameter(8, choices=(8,))
+    bits: int = parameter(8, choices=(8, 4))
 
     @property
     def own_traits(self) -> Traits:
@@ -42,5 +43,10 @@ class Quantized(PostProcessor):
         )
 
     def processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
+        if self.bits == 4 and (observation.head_dim % 2 or observation.value_dim % 2):
+            raise KeepsetError(
+                f"Two numbers of 4 bits share a byte, and this model's keys and values have {observation.head_dim} and "
+                f"{observation.value_dim}: use bits=8."
+            )
         rows = sum(-(-self.bits * size // 8) for size in (observation.head_dim, observation.value_dim))
         return replace(kept, bits=self.bits, entry_bytes=rows + 2 * observation.dtype.itemsize)

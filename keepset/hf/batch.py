@@ -114,7 +114,7 @@ def _attend_together(
     by_kind: dict[torch.dtype, dict[int, EntryStore]] = defaultdict(dict)
     for row, store in stores.items():
         by_kind[store.heads.keys.dtype][row] = store
-    if len(by_kind) != 1:  # no row, or some are 8-bit integers, which are attended to separately
+    if len(by_kind) != 1:  # no row, or some are in other bits, which are attended to separately
         output = new.value.new_zeros(len(new.query), n, query_heads, new.value.shape[-1])
         return sum((_attend_together(rows, new, positions) for rows in by_kind.values()), output)
     some = None if len(stores) == len(new.query) else upload(list(stores), new.query.device)

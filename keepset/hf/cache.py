@@ -177,7 +177,7 @@ class Cache(ObservedCache):
         beside = 0
         for layer in self.kept_layers.values():
             if layer.store is not None:
-                beside += layer.nbytes - layer.store.entries * layer.store.entry_bytes
+                beside += layer.nbytes - layer.store.entries_nbytes
         return self.nbytes - beside
 
     @property
@@ -187,7 +187,7 @@ class Cache(ObservedCache):
         for layer in self.kept_layers.values():
             if layer.store is not None:
                 heads = layer.store.heads
-                entry = (heads.keys.shape[-1] + heads.values.shape[-1]) * heads.dtype.itemsize
+                entry = sum(heads.sizes) * heads.dtype.itemsize
                 total += layer.store.batch * layer.store.kv_heads * layer.logical * entry - layer.nbytes
         return total
 
@@ -201,8 +201,9 @@ class Cache(ObservedCache):
         held = full = 0
         for layer in self.kept_layers.values():
             if layer.store is not None and self.progress is not None:
-                sizes = layer.store.heads.keys.shape[-1], layer.store.heads.values.shape[-1]
+                sizes = layer.store.heads.sizes
                 held += layer.store.entries * self.recipe.method.traits.entry_bytes(*sizes)
+                held += 0 if layer.store.newest is None else layer.store.newest.entries_nbytes
                 full += layer.store.kv_heads * sum(self.progress.tokens) * FULL_BYTES * sum(sizes)
         return held / full if full else 1.0
 
@@ -346,7 +347,7 @@ class Cache(ObservedCache):
         for group in [stacks] if method.traits.across_layers else [[stack] for stack in stacks]:
             members = [each for stack in group for each in layers_of(stack)]
             counts = [observation.count for observation in members]
-            # As they are stored, which after an event before may be in 8 bits.
+            # As they are stored, which after an event before may be in few bits.
             before = self.keep_set
             stored = [each if before is None else before.layer(each.layer) for each in members]
             nbytes = sum(count * each.entry_bytes for count, each in zip(counts, stored, strict=True))

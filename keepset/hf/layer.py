@@ -192,7 +192,7 @@ class LayerState(LogicalLayer):
         if kept.values is not None:
             self.store.replace_values(kept.values)
         if kept.bits is not None:
-            self.store.quantize()
+            self.store.quantize(kept.bits)
 
     def append_after_event(self) -> None:
         """Store the tokens after an event, which it did not look at."""

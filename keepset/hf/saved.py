@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import keepset
 from keepset.core.files import quoted
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
-from keepset.core.tensor_file import TensorFile, TensorReader
+from keepset.core.tensor_file import TensorFile, TensorLocation, TensorReader
 from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
 from keepset.hf import saved_schema
 from keepset.hf.fingerprint import difference, fingerprint
@@ -34,7 +34,8 @@ from keepset.hf.known_text import KnownTokens
 from keepset.hf.layer import DecodingPhase, LayerState
 from keepset.hf.observed_cache import Event, ObservedCache, Progress
 from keepset.hf.saved_schema import FIGURES, LAYER
-from keepset.hf.store import EntryStore
+from keepset.hf.store import NEWEST, EntryStore
+from keepset.kernels.entry_format import format_of
 from keepset.recipe import Recipe, in_full, in_short
 
 FORMAT = 5
@@ -298,8 +299,8 @@ def contents(path: Path) -> Contents:
             text=metadata.get("text", ""),
             opening=metadata.get("opening", []),
             joint=metadata.get("joint", []),
-            columns=set(columns),
-            sizes={each.shape[1] for name, each in columns.items() if name in ("keys", "values")},
+            columns={name for name in columns if not name.startswith(NEWEST)},
+            sizes={_size(each) for name, each in columns.items() if name in ("keys", "values")},
             counts=counts,
             layers=metadata["layers"],
         )
@@ -459,12 +460,22 @@ def _read(file: TensorReader, metadata: Mapping[str, Any], name: str) -> Tensor:
     return tensor
 
 
+def _size(rows: TensorLocation) -> int:
+    """Return the numbers of a key or a value."""
+    format = format_of(rows.dtype)
+    return format.size(rows.shape[1]) if format else rows.shape[1]
+
+
 def _counts(
     file: TensorReader, metadata: Mapping[str, Any], layer: int, lengths: Int[Tensor, " requests"]
 ) -> Int[Tensor, "requests kv_heads"]:
     """Read how many entries the heads of a layer have."""
     counts = _read(file, metadata, f"{LAYER}{layer}.counts")
-    saved_schema.check_counts(counts, lengths, file.layout[f"{LAYER}{layer}.columns.keys"])
+    columns = f"{LAYER}{layer}.columns."
+    saved_schema.check_counts(counts, lengths, file.layout[f"{columns}keys"])
+    if f"{columns}{NEWEST}counts" in file:
+        newest = _read(file, metadata, f"{columns}{NEWEST}counts")
+        saved_schema.check_newest(newest, counts, file.layout[f"{columns}{NEWEST}keys"])
     return counts
 
 

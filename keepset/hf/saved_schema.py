@@ -19,6 +19,8 @@ from torch import Tensor
 from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.features.window import WindowAttention
 from keepset.core.tensor_file import TensorLocation, is_count
+from keepset.hf.store import NEWEST
+from keepset.kernels.entry_format import format_of
 from keepset.kernels.moments import NAMES as MOMENTS
 from keepset.recipe import Recipe
 
@@ -83,11 +85,13 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
     for name, each in layout.items():
         if match := re.fullmatch(rf"({LAYER}\d+\.)columns\.(.+)", name):
             column = match[2]
+            if column.startswith(NEWEST):
+                continue
             _require(column in allowed)
             # A layer that holds more entries than others lets more queries wait before it adds them up.
             layers[match[1]] |= {column} - sums.keys()
             _require(len(each.shape) == 1 or column in ("keys", "values") or column in sums)
-        elif name.endswith(".counts") and not name.endswith(".kept.counts"):
+        elif re.fullmatch(rf"{LAYER}\d+\.counts", name):
             _require(all(name.replace("counts", f"columns.{column}") in layout for column in required))
     _require(len(set(map(frozenset, layers.values()))) < 2)
 
@@ -116,6 +120,19 @@ def check_counts(
         keys: the layer's keys in the file.
     """
     _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
+
+
+def check_newest(
+    newest: Int[Tensor, "requests kv_heads"], counts: Int[Tensor, "requests kv_heads"], keys: TensorLocation
+) -> None:
+    """Check how many entries of each head of a layer have a second layer.
+
+    Args:
+        newest: how many entries have one.
+        counts: how many there are.
+        keys: the second layer's keys in the file.
+    """
+    _require(bool(((newest >= 0) & (newest <= counts)).all()) and int(newest.sum()) == keys.shape[0])
 
 
 def check_positions(
@@ -188,16 +205,19 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
     rows, heads = _of(tensors, "counts", torch.int64)
     _require(rows == requests and heads > 0)
     columns = {name.removeprefix("columns."): each for name, each in tensors.items() if name.startswith("columns.")}
-    _require(columns.keys() >= _ENTRIES and len({each.shape[0] for each in columns.values()}) == 1)
-    keys, values = columns["keys"], columns["values"]
-    _require(len(keys.shape) == len(values.shape) == 2 and keys.dtype == values.dtype)
-    _require(columns["positions"].dtype == torch.int32 and len(columns["positions"].shape) == 1)
-    _require((columns.keys() & _SCALES) == (_SCALES if keys.dtype == torch.int8 else set()))
-    _require(keys.dtype == torch.int8 or keys.dtype.is_floating_point)
-    for name in columns.keys() - _ENTRIES - _SCALES:
-        _require(columns[name].dtype == torch.float32 and len(columns[name].shape) in (1, 2))
-    for name in columns.keys() & _SCALES:  # in the model's precision
-        _require(columns[name].dtype.is_floating_point and len(columns[name].shape) == 1)
+    newest = {name.removeprefix(NEWEST): each for name, each in columns.items() if name.startswith(NEWEST)}
+    columns = {name: each for name, each in columns.items() if not name.startswith(NEWEST)}
+    _check_columns(columns)
+    keys = columns["keys"]
+    format = format_of(keys.dtype)
+    if newest:
+        _require(format is not None and format.refined)
+        _require(_of(newest, "counts", torch.int64) == (requests, heads))
+        newest = {name: each for name, each in newest.items() if name != "counts"}
+        _check_columns(newest)
+        _require(newest.keys() == _ENTRIES | _SCALES)
+        for name, each in newest.items():
+            _require((each.dtype, each.shape[1:]) == (columns[name].dtype, columns[name].shape[1:]))
     others = {name for name in tensors if not name.startswith("columns.")} - {"counts"}
     kept = {"kept.positions", "kept.counts"}
     _require(kept <= others if others & kept else True)
@@ -207,8 +227,26 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
     for name in others - kept:
         _require(name.startswith("passing.") and _RECORDER_TENSORS.fullmatch(name.removeprefix("passing.")))
     _check_recorder(
-        {name.removeprefix("passing."): tensors[name] for name in others - kept}, requests, heads, keys.shape[1]
+        {name.removeprefix("passing."): tensors[name] for name in others - kept},
+        requests,
+        heads,
+        format.size(keys.shape[1]) if format else keys.shape[1],
     )
+
+
+def _check_columns(columns: Mapping[str, TensorLocation]) -> None:
+    """Check the types and shapes of a store's columns."""
+    _require(columns.keys() >= _ENTRIES and len({each.shape[0] for each in columns.values()}) == 1)
+    keys, values = columns["keys"], columns["values"]
+    _require(len(keys.shape) == len(values.shape) == 2 and keys.dtype == values.dtype)
+    _require(columns["positions"].dtype == torch.int32 and len(columns["positions"].shape) == 1)
+    is_coded = format_of(keys.dtype) is not None
+    _require((columns.keys() & _SCALES) == (_SCALES if is_coded else set()))
+    _require(is_coded or keys.dtype.is_floating_point)
+    for name in columns.keys() - _ENTRIES - _SCALES:
+        _require(columns[name].dtype == torch.float32 and len(columns[name].shape) in (1, 2))
+    for name in columns.keys() & _SCALES:  # in the model's precision
+        _require(columns[name].dtype.is_floating_point and len(columns[name].shape) == 1)
 
 
 def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_heads: int, head_dim: int) -> None:

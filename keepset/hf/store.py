@@ -7,7 +7,7 @@ has a run per head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,14 +21,17 @@ from keepset.core.lazy_observation import LazyObservation
 from keepset.core.observation import BIAS
 from keepset.kernels.attention import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
-from keepset.kernels.packed import HeadRun, PackedHeads, dequantize, quantize, runs_of
+from keepset.kernels.entry_format import FORMATS, EntryFormat, format_of
+from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
 
 SLACK = 64
 """Free places per head that a store allocates at once when it grows, at least."""
 _ENTRIES = ("keys", "values", "positions")
 """The columns that every store has; all others are a method's own."""
 _SCALES = {"keys": "key_scale", "values": "value_scale"}
-"""Two more columns if keys and values are 8-bit integers: what these are multiplied with."""
+"""Two more columns if keys and values are stored in few bits: what these are multiplied with."""
+NEWEST = "newest."
+"""What the names of a second layer's columns begin with, where they stand beside the others."""
 _SHARE = 8
 """A growing store allocates at least one free place for so many entries, so growing costs a constant share."""
 
@@ -43,12 +46,17 @@ class EntryStore:
         batch, kv_heads: number of requests, and of KV heads of each.
         columns: `[entries, ...]`, head after head, without free places.
         sizes: returns the number of entries of each head; called once the host has to know it.
+
+    Attributes:
+        newest: a store of the newest entries of every head once more, if their format is refined: a second layer, whose
+            rows are added to theirs. An event drops it.
     """
 
     def __init__(
         self, batch: int, kv_heads: int, columns: dict[str, Tensor], sizes: Callable[[], Sequence[int]]
     ) -> None:
         self.batch, self.kv_heads, self._columns, self._sizes = batch, kv_heads, columns, sizes
+        self.newest: EntryStore | None = None
 
     @classmethod
     def pack(cls, columns: dict[str, Tensor], indices: Int[Tensor, " kept"], heads: HeadCounts) -> EntryStore:
@@ -103,32 +111,59 @@ class EntryStore:
             counts: number of entries of each head.
         """
         batch, kv_heads = counts.shape
-        return cls(batch, kv_heads, columns, lambda: counts.flatten().tolist())
+        own = {name: column for name, column in columns.items() if not name.startswith(NEWEST)}
+        store = cls(batch, kv_heads, own, lambda: counts.flatten().tolist())
+        newest = {name.removeprefix(NEWEST): column for name, column in columns.items() if name not in own}
+        if newest:
+            store.newest = cls.of(newest, newest.pop("counts"))
+        return store
 
     @cached_property
     def _runs(self) -> list[HeadRun]:
         return runs_of(self._sizes())
 
-    @cached_property
+    @property
     def heads(self) -> PackedHeads:
         """The entries as attention takes them."""
+        self._own_heads.newest = None if self.newest is None else self.newest.heads
+        return self._own_heads
+
+    @cached_property
+    def _own_heads(self) -> PackedHeads:
         keys, values, positions = (self._columns[name] for name in _ENTRIES)
         bias, key_scale, value_scale = (self._columns.get(name) for name in (BIAS, *_SCALES.values()))
         return PackedHeads(keys, values, positions, self._runs, bias, key_scale, value_scale)
 
     @property
+    def _format(self) -> EntryFormat | None:
+        return format_of(self._columns["keys"].dtype)
+
+    @property
     def packed(self) -> dict[str, Shaped[Tensor, " entries *rest"]]:
-        """All columns, head after head and without free places; copied only if there are free places."""
-        return self._columns if all(run.count == run.capacity for run in self._runs) else self.fork()._columns
+        """All columns, head after head and without free places; copied only if there are free places.
+
+        Those of the second layer are among them, if there is one, and the `counts` of its heads.
+        """
+        own = self._columns if all(run.count == run.capacity for run in self._runs) else self._packed_again()._columns
+        if self.newest is None:
+            return own
+        counts = torch.tensor(self.newest.counts).view(self.batch, self.kv_heads)
+        newest = {**self.newest.packed, "counts": counts}
+        return own | {NEWEST + name: column for name, column in newest.items()}
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, free places included."""
-        return sum(column.nbytes for column in self._columns.values())
+        return sum(column.nbytes for column in self._columns.values()) + (self.newest.nbytes if self.newest else 0)
+
+    @property
+    def entries_nbytes(self) -> int:
+        """Bytes of all entries, without free places."""
+        return self.entries * self.entry_bytes + (self.newest.entries_nbytes if self.newest else 0)
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry in one head, over all columns."""
+        """Bytes of one entry in one head, over all columns; of one without a second layer."""
         return sum(column[:1].nbytes for column in self._columns.values())
 
     @property
@@ -148,24 +183,31 @@ class EntryStore:
             keys: of the tokens, `[batch, kv_heads, n, head_dim]`.
             values: of the tokens, `[batch, kv_heads, n, value_dim]`.
         """
-        held, held_values = self._columns["keys"], self._columns["values"]
-        fits = self.kv_heads == keys.shape[1] and held.shape[-1] == keys.shape[-1]
-        return fits and held_values.shape[-1] == values.shape[-1] and held.dtype in (keys.dtype, torch.int8)
+        sizes, dtype = self.heads.sizes, self._columns["keys"].dtype
+        fits = (self.kv_heads, *sizes) == (keys.shape[1], keys.shape[-1], values.shape[-1])
+        return fits and (self._format is not None or dtype == keys.dtype)
 
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
         """Give every entry another value. There must be no free places."""
-        scale = self._columns.get(_SCALES["values"])
-        if scale is None:
+        scale, format = self._columns.get(_SCALES["values"]), self._format
+        if scale is None or format is None:
             self._columns["values"] = values.to(self._columns["values"].dtype)
         else:
-            self._columns["values"], self._columns[_SCALES["values"]] = quantize(values.to(scale.dtype))
+            rows = format.mix(values.to(scale.dtype))
+            self._columns["values"], self._columns[_SCALES["values"]] = format.quantize(rows, scale.dtype)
         self._moved()
 
-    def quantize(self) -> None:
-        """Store keys and values, also those of tokens to come, as 8-bit integers. There must be no free places."""
-        for name, scale in _SCALES.items():
-            if scale not in self._columns:
-                self._columns[name], self._columns[scale] = quantize(self._columns[name])
+    def quantize(self, bits: int) -> None:
+        """Store keys and values, also those of tokens to come, in few bits. There must be no free places.
+
+        Args:
+            bits: of a number, as in `FORMATS`.
+        """
+        if self._format is None:
+            format = FORMATS[bits]
+            for name, scale in _SCALES.items():
+                rows = self._columns[name]
+                self._columns[name], self._columns[scale] = format.quantize(format.mix(rows), rows.dtype)
         self._moved()
 
     def append(
@@ -184,12 +226,15 @@ class EntryStore:
             real: indices of each request's tokens that are not padding; None if all are real.
             room: free places per head to allocate if the store has to grow, unless that is too many; 0 if unknown.
         """
-        if real is not None:
+        self._begin_newest()
+        if real is None:
+            self.make_room(keys.shape[2], room)
+            append_entries([self.heads], keys, values, positions)
+            self.count_appended(keys.shape[2])
+        elif self._format is None:
             self._append_real(keys, values, positions, real)
-            return
-        self.make_room(keys.shape[2], room)
-        append_entries([self.heads], keys, values, positions)
-        self.count_appended(keys.shape[2])
+        else:
+            self._append_real(self._format.mix(keys), self._format.mix(values), positions, real)
 
     def _append_real(
         self,
@@ -198,20 +243,36 @@ class EntryStore:
         positions: Int[Tensor, "batch n"],
         real: Sequence[Int[Tensor, " _"]],
     ) -> None:
-        """Add those of some new tokens that are not padding; everything is packed anew."""
+        """Add those of some new tokens that are not padding, whose rows are mixed; everything is packed anew."""
         shape = self.batch, self.kv_heads, keys.shape[2]
-        new = {"keys": keys, "values": values, "positions": positions.int()[:, None].expand(shape)}
-        columns, _ = self.padded()
+        new: dict[str, Tensor] = {"positions": positions.int()[:, None].expand(shape)}
+        lost: list[Tensor] = []
+        for name, rows in (("keys", keys), ("values", values)):
+            scale = self._columns.get(_SCALES[name])
+            if self._format is None or scale is None:
+                new[name] = rows
+                continue
+            new[name], new[_SCALES[name]] = self._format.quantize(rows, scale.dtype)
+            lost.append(rows - self._format.dequantize(new[name], new[_SCALES[name]]))
+        columns = {name: self._rectangle(flat) for name, flat in self._columns.items()}
         others = {name: column for name, column in columns.items() if name not in new}
         new |= {name: column.new_zeros(*shape, *column.shape[3:]) for name, column in others.items()}
         joined = {name: torch.cat([column, new[name]], 2) for name, column in columns.items()}
         before = torch.arange(columns["keys"].shape[2], device=keys.device)
         heads = [(before[:count], real[head // self.kv_heads]) for head, count in enumerate(self.counts)]
         packed = EntryStore.packed_by(joined, [torch.cat([old, len(before) + added]) for old, added in heads])
-        if self.heads.key_scale is not None:
-            packed.quantize()
         self._columns, self._runs = packed._columns, packed._runs
         self._moved()
+        if self.newest is not None:
+            lost_keys, lost_values = lost
+            self.newest._append_real(lost_keys, lost_values, positions, real)
+
+    def _begin_newest(self) -> None:
+        """Begin a second layer for the tokens to come, if the format is refined."""
+        if self.newest is None and self._format is not None and self._format.refined:
+            names = (*_ENTRIES, *_SCALES.values())
+            nothing = {name: torch.empty_like(self._columns[name][:0]) for name in names}
+            self.newest = EntryStore(self.batch, self.kv_heads, nothing, lambda: [0] * self.batch * self.kv_heads)
 
     def make_room(self, n: int, room: int = 0) -> None:
         """Make sure that every head has free places for new tokens.
@@ -220,6 +281,12 @@ class EntryStore:
             n: how many tokens.
             room: as for `append`.
         """
+        self._begin_newest()
+        if self.newest is not None:
+            self.newest._grow_for(n, room)
+        self._grow_for(n, room)
+
+    def _grow_for(self, n: int, room: int) -> None:
         for run in self._runs:
             if run.count + n > run.capacity:
                 most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
@@ -268,15 +335,16 @@ class EntryStore:
         """Free the places that hold no entry."""
         if any(run.count < run.capacity for run in self._runs):
             self._rebuild(list(enumerate(self.counts)))
+        if self.newest is not None:
+            self.newest.trim()
 
     def padded(self) -> tuple[dict[str, Tensor], Bool[Tensor, "batch kv_heads entries"]]:
         """Return all columns, each `[batch, kv_heads, entries, ...]`, and which entries exist.
 
-        Columns are views if all heads have equally many entries. Keys and values are as attention takes them: copies if
-        they are stored as 8-bit integers. Places without an entry are zero, never uninitialised: 0 x NaN is NaN.
+        Columns are views if all heads have equally many entries. Keys and values are as the model made them: copies if
+        they are stored in few bits. Places without an entry are zero, never uninitialised: 0 x NaN is NaN.
         """
-        columns = {name: self._rectangle(flat) for name, flat in self._columns.items()}
-        return dequantized(columns), self.exists
+        return {"keys": self.keys, "values": self.values, **self.others}, self.exists
 
     @property
     def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:
@@ -296,10 +364,26 @@ class EntryStore:
         Args:
             index: the entries, as `padded` counts them; what lies behind a head's own is of no use.
         """
+        rows = self._take(index)
+        if self._format is None:
+            return rows["keys"], rows["values"]
+        if self.newest is not None and self.newest.entries:
+            before = upload(self.counts, index.device) - upload(self.newest.counts, index.device)
+            place = index - before.view(self.batch, self.kv_heads, 1)
+            for name, newest in self.newest._take(place.clamp(min=0)).items():
+                rows[name] += newest.masked_fill_(place[..., None] < 0, 0.0)
+        return self._format.unmix(rows["keys"]), self._format.unmix(rows["values"])
+
+    def _take(self, index: Int[Tensor, "batch kv_heads n"]) -> dict[str, Float[Tensor, "batch kv_heads n size"]]:
+        """Return the keys and values of some entries of each head, mixed, and without what a second layer adds."""
         starts = upload(_starts(self._runs), index.device).view(self.batch, self.kv_heads, 1)
         places = (starts + index).flatten().clamp(max=len(self._columns["positions"]) - 1)
-        rows = dequantized({name: flat.index_select(0, places) for name, flat in self._stored.items()})
-        return rows["keys"].unflatten(0, index.shape), rows["values"].unflatten(0, index.shape)
+        taken = {name: flat.index_select(0, places).unflatten(0, index.shape) for name, flat in self._stored.items()}
+        return {name: self._as_numbers(taken, name) for name in _SCALES}
+
+    def _as_numbers(self, columns: Mapping[str, Tensor], name: str) -> Tensor:
+        """Return keys or values of some columns as attention takes them: as they are, or mixed."""
+        return columns[name] if self._format is None else self._format.dequantize(columns[name], columns[_SCALES[name]])
 
     @property
     def _stored(self) -> dict[str, Shaped[Tensor, "places *rest"]]:
@@ -313,25 +397,36 @@ class EntryStore:
         return {name: self._rectangle(flat) for name, flat in self._columns.items() if name not in stored}
 
     @property
+    def _longest(self) -> int:
+        return max(run.count for run in self._runs)
+
+    @property
     def exists(self) -> Bool[Tensor, "batch kv_heads entries"]:
         """Mask of the places of `padded` that hold an entry."""
         shape, device = (self.batch, self.kv_heads), self._columns["positions"].device
-        longest = max(run.count for run in self._runs)
+        longest = self._longest
         if len(self._runs) == 1:
             return torch.ones(*shape, longest, dtype=torch.bool, device=device)
         return (torch.arange(longest, device=device) < upload(self.counts, device)[:, None]).unflatten(0, shape)
 
     def _looked_at(self, name: str) -> Tensor:
-        columns = {each: self._columns[each] for each in (name, _SCALES[name]) if each in self._columns}
-        return dequantized({each: self._rectangle(flat) for each, flat in columns.items()})[name]
+        if self._format is None:
+            return self._rectangle(self._columns[name])
+        heads, size = self.heads, self.heads.sizes[name == "values"]
+        rows_of = heads.keys_of if name == "keys" else heads.values_of
+        if len(self._runs) == 1:
+            return self._format.unmix(rows_of(self._runs[0])).unflatten(0, (self.batch, self.kv_heads))
+        rows = self._columns[_SCALES[name]].new_zeros(self.batch * self.kv_heads, self._longest, size)
+        for run in self._runs:
+            rows[run.first : run.first + run.heads, : run.count] = rows_of(run)
+        return self._format.unmix(rows).unflatten(0, (self.batch, self.kv_heads))
 
     def _rectangle(self, flat: Shaped[Tensor, "places *rest"]) -> Shaped[Tensor, "batch kv_heads entries *rest"]:
         """Return a column head by head; a view if all heads have equally many entries."""
         shape = (self.batch, self.kv_heads)
         if len(self._runs) == 1:
             return self._runs[0].view(flat).unflatten(0, shape)
-        longest = max(run.count for run in self._runs)
-        column = flat.new_zeros(self.batch * self.kv_heads, longest, *flat.shape[1:])
+        column = flat.new_zeros(self.batch * self.kv_heads, self._longest, *flat.shape[1:])
         for run in self._runs:
             column[run.first : run.first + run.heads, : run.count] = run.view(flat)
         return column.unflatten(0, shape)
@@ -342,6 +437,8 @@ class EntryStore:
         self.batch = len(requests)
         rows = [request * self.kv_heads + head for request in requests for head in heads]
         self._rebuild([(row, counts[row]) for row in rows])
+        if self.newest is not None:
+            self.newest.reorder(requests)
 
     def crop(self, removed: Sequence[int]) -> None:
         """Drop the newest entries of every head.
@@ -349,8 +446,11 @@ class EntryStore:
         Args:
             removed: how many, for each request.
         """
+        if self.newest is not None:
+            held = self.newest.counts[:: self.kv_heads]
+            self.newest.crop([min(pair) for pair in zip(held, removed, strict=True)])
         if len(set(removed)) == 1:
-            self.count_appended(-removed[0])
+            self._count(-removed[0])
             for name in self._columns.keys() - set(_ENTRIES):
                 for run in self._runs:
                     run.behind(self._columns[name], removed[0]).zero_()
@@ -359,6 +459,12 @@ class EntryStore:
 
     def fork(self) -> EntryStore:
         """Return an independent copy, without free places."""
+        copy = self._packed_again()
+        copy.newest = None if self.newest is None else self.newest.fork()
+        return copy
+
+    def _packed_again(self) -> EntryStore:
+        """Return a copy without free places and without the second layer."""
         copy = EntryStore(self.batch, self.kv_heads, dict(self._columns), lambda: self.counts)
         copy._runs = self._runs
         copy._rebuild(list(enumerate(self.counts)))
@@ -380,13 +486,18 @@ class EntryStore:
 
     def _moved(self) -> None:
         """Forget where heads lay, because they lie elsewhere from now on."""
-        vars(self).pop("heads", None)
+        vars(self).pop("_own_heads", None)
 
     def count_appended(self, n: int) -> None:
         """Count `n` entries more in every head, which were written behind those of each."""
+        self._count(n)
+        if self.newest is not None:
+            self.newest._count(n)
+
+    def _count(self, n: int) -> None:
         for run in self._runs:
             run.count += n
-        self.heads.grown += n
+        self._own_heads.grown += n
 
     def _rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
         """Make the store consist of some heads, in this order."""
@@ -402,18 +513,25 @@ def _starts(runs: Sequence[HeadRun]) -> list[int]:
     return [run.start + i * run.capacity for run in runs for i in range(run.heads)]
 
 
-def dequantized(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Replace 8-bit integers and their scales by keys and values as attention takes them."""
-    for name, scale in _SCALES.items():
-        if scale in columns:
-            columns[name] = dequantize(columns[name], columns.pop(scale))
-    return columns
+def widened(columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> dict[str, Tensor]:
+    """Return what `packed` has returned of a store, with keys and values as the model made them.
+
+    Args:
+        columns: of the store.
+        counts: number of entries of each head.
+    """
+    heads = EntryStore.of(columns, counts).heads
+    left = {name: column for name, column in columns.items() if name not in _SCALES.values()}
+    left = {name: column for name, column in left.items() if not name.startswith(NEWEST)}
+    whole = heads.whole()
+    return {**left, "keys": whole.keys, "values": whole.values}
 
 
 class StoredObservation(LazyObservation):
     """An observation of what a store holds, to which nothing is added any more.
 
-    Ragged and 8-bit heads have to be copied to be looked at, so keys and values are copied when a method reads them.
+    Heads that are ragged or in few bits have to be copied to be looked at, so keys and values are copied when a method
+    reads them.
 
     Args:
         store: the entries.
@@ -424,8 +542,7 @@ class StoredObservation(LazyObservation):
 
     def __init__(self, store: EntryStore, **parts: Any) -> None:
         heads, shape = store.heads, parts["valid"].shape
-        sizes = heads.keys.shape[-1], heads.values.shape[-1]
-        super().__init__(shape, *sizes, heads.dtype, heads.keys.device, **parts)
+        super().__init__(shape, *heads.sizes, heads.dtype, heads.keys.device, **parts)
         vars(self)["store"] = store
 
     @cached_property

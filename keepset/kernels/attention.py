@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.packed import HeadRun, PackedHeads, quantize
+from keepset.kernels.packed import HeadRun, PackedHeads
 
 
 def append_entries(
@@ -28,27 +28,42 @@ def append_entries(
         keys, values: of the new entries, with any strides.
         positions: of the new tokens.
     """
-    if uses_triton(keys.device):
+    format = stores[0].format
+    if uses_triton(keys.device) and not (format and format.refined):
         from keepset.kernels.triton import attention  # loads Triton
 
         with launched_on(keys.device):
             attention.append(stores, keys, values, positions)
         return
-    n, first = keys.shape[2], 0
+    first = 0
     at = positions[:, None].expand(-1, keys.shape[1], -1).flatten(0, 1)
-    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    rows = keys.flatten(0, 1), values.flatten(0, 1)
     for store in stores:
         own = slice(first, first + store.heads)
         first = own.stop
-        columns = [(store.positions, at[own])]
-        for flat, scale, rows in (
-            (store.keys, store.key_scale, keys[own]),
-            (store.values, store.value_scale, values[own]),
-        ):
-            columns += [(flat, rows)] if scale is None else zip((flat, scale), quantize(rows), strict=True)
-        for run in store.runs:
-            for flat, rows in columns:
-                run.behind(flat, n).copy_(rows[run.first : run.first + run.heads])
+        new_keys, new_values = (format.mix(part[own]) if format else part[own] for part in rows)
+        _write(store, new_keys, new_values, at[own])
+
+
+def _write(
+    store: PackedHeads, keys: Float[Tensor, "heads n _"], values: Float[Tensor, "heads n _"], at: Int[Tensor, "heads n"]
+) -> None:
+    """Write new entries of a store, whose rows are mixed; and what is lost of them to the second layer."""
+    columns, lost = [(store.positions, at)], []
+    for flat, scale, rows in ((store.keys, store.key_scale, keys), (store.values, store.value_scale, values)):
+        if store.format is None or scale is None:
+            columns.append((flat, rows))
+            continue
+        stored, factor = store.format.quantize(rows, scale.dtype)
+        columns += [(flat, stored), (scale, factor)]
+        if store.newest is not None:
+            lost.append(rows - store.format.dequantize(stored, factor))
+    for run in store.runs:
+        for flat, rows in columns:
+            run.behind(flat, at.shape[1]).copy_(rows[run.first : run.first + run.heads])
+    if store.newest is not None:
+        lost_keys, lost_values = lost
+        _write(store.newest, lost_keys, lost_values, at)
 
 
 def ragged_attention(
@@ -62,8 +77,8 @@ def ragged_attention(
         output = softmax(queries @ keys' * scaling + bias) @ values
 
     The query heads that share a KV head are folded into the query axis, so that nothing is repeated or padded. A GPU
-    computes all heads in one launch (two if heads are split along their entries), whichever stores hold them. A CPU
-    computes one product per run of heads of equal length.
+    computes all heads in one launch (two if heads are split along their entries), whichever stores hold them; it widens
+    entries in 4 bits before. A CPU computes one product per run of heads of equal length.
 
     Args:
         queries: queries of the newest tokens, after rotation.
@@ -75,11 +90,16 @@ def ragged_attention(
     Returns:
         The output in the queries' dtype, contiguous.
     """
+    format = stores[0].format
     if uses_triton(queries.device):
         from keepset.kernels.triton import attention  # loads Triton
 
+        if format and format.refined:
+            stores = [store.whole() for store in stores]
         with launched_on(queries.device):
             return attention.ragged_attention(queries, stores, scaling, query_positions)
+    if format:
+        queries = format.mix(queries)
     batch, query_heads, n, head_dim = queries.shape
     runs = _runs(stores)
     kv_heads = runs[-1][2].stop // batch
@@ -98,6 +118,8 @@ def ragged_attention(
         keys, values = store.keys_of(run)[None], store.values_of(run)[None]
         outputs.append(F.scaled_dot_product_attention(folded[None, heads], keys, values, mask, scale=scaling)[0])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    if format:
+        output = format.unmix(output)
     return output.view(batch, query_heads, n, -1).transpose(1, 2).contiguous()
 
 

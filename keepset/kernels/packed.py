@@ -7,35 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int, Int8, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import CACHE_BLOCK
-
-LARGEST = 127
-"""The integer for a row's largest magnitude; -128 has no counterpart and is not used."""
-
-
-def quantize(rows: Float[Tensor, "*places dim"]) -> tuple[Int8[Tensor, "*places dim"], Float[Tensor, "*places"]]:
-    """Return rows as 8-bit integers, and each row's scale.
-
-        scale = max(|row|) / 127     integers = round(row / scale)
-
-    The output of `dequantize` is mapped to itself, up to the last bit of the scale. A row with NaN or infinity gets
-    such a scale, and is NaN as a whole when it is read.
-
-    Returns:
-        The integers, and the scales in the rows' dtype.
-    """
-    largest = torch.linalg.vector_norm(rows, torch.inf, -1, dtype=torch.float32)
-    scale = (largest / LARGEST).to(rows.dtype)
-    steps = rows / scale.float().clamp(min=torch.finfo(torch.float32).tiny)[..., None]  # of nothing but zeros none
-    return steps.round_().clamp_(-LARGEST, LARGEST).char(), scale
-
-
-def dequantize(rows: Int8[Tensor, "*places dim"], scale: Float[Tensor, "*places"]) -> Float[Tensor, "*places dim"]:
-    """Return `rows * scale` in the scales' dtype."""
-    return rows.to(scale.dtype).mul_(scale[..., None])
+from keepset.kernels.entry_format import EntryFormat, format_of
 
 
 @dataclass
@@ -60,6 +36,10 @@ class HeadRun:
         """Return this run's entries of a flat tensor, without a copy."""
         stop = self.start + self.heads * self.capacity
         return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, : self.count]
+
+    def at(self, head: int) -> int:
+        """Return the place of a head's first entry."""
+        return self.start + (head - self.first) * self.capacity
 
     def behind(self, flat: Shaped[Tensor, " places *rest"], n: int) -> Shaped[Tensor, "heads n *rest"]:
         """Return the `n` free places after each head's entries, without a copy."""
@@ -91,17 +71,19 @@ class PackedHeads:
         keys, values, positions: flat and contiguous, of all heads; positions count from each request's first token.
         runs: where the heads lie, in the order `request * kv_heads + head`.
         bias: added to the logit of each entry; None if there is none.
-        key_scale, value_scale: factor of each 8-bit key and value; None if these are not 8-bit integers.
+        key_scale, value_scale: scale of each key and value in few bits; None if they are stored as they are.
+        newest: the same heads' newest entries once more, where these have a second layer; its rows are added to theirs.
         grown: entries that every head has beyond the table's count.
     """
 
-    keys: Shaped[Tensor, "places head_dim"]
-    values: Shaped[Tensor, "places value_dim"]
+    keys: Shaped[Tensor, "places key_width"]
+    values: Shaped[Tensor, "places value_width"]
     positions: Int[Tensor, " places"]
     runs: Sequence[HeadRun]
     bias: Float[Tensor, " places"] | None = None
     key_scale: Float[Tensor, " places"] | None = None
     value_scale: Float[Tensor, " places"] | None = None
+    newest: PackedHeads | None = None
     grown: int = 0
 
     @property
@@ -110,27 +92,61 @@ class PackedHeads:
         return self.keys.dtype if self.key_scale is None else self.key_scale.dtype
 
     @property
+    def format(self) -> EntryFormat | None:
+        """How keys and values are stored; None: as they are."""
+        return format_of(self.keys.dtype)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of a key and of a value."""
+        key_size, value_size = self.keys.shape[1], self.values.shape[1]
+        return (self.format.size(key_size), self.format.size(value_size)) if self.format else (key_size, value_size)
+
+    @property
     def pieces(self) -> Sequence[HeadRun]:
-        """The runs; 8-bit heads in pieces whose dequantised copies stay in a core's cache."""
-        if self.key_scale is None:
+        """The runs; heads in few bits in pieces whose dequantised copies stay in a core's cache."""
+        if self.format is None:
             return self.runs
         pieces = []
         for run in self.runs:
-            most = max(1, CACHE_BLOCK // max(run.count * self.keys.shape[1], 1))
+            most = max(1, CACHE_BLOCK // max(run.count * self.sizes[0], 1))
             for i in range(0, run.heads, most):
                 heads = min(most, run.heads - i)
                 pieces.append(replace(run, first=run.first + i, heads=heads, start=run.start + i * run.capacity))
         return pieces
 
     def keys_of(self, run: HeadRun) -> Float[Tensor, "heads entries head_dim"]:
-        """Return a run's keys as attention takes them: a view, or a copy if they are 8-bit integers."""
-        keys = run.view(self.keys)
-        return keys if self.key_scale is None else dequantize(keys, run.view(self.key_scale))
+        """Return a run's keys as attention takes them: a view, or a copy if they are in few bits, and then mixed."""
+        return self._rows(run, "keys", "key_scale")
 
     def values_of(self, run: HeadRun) -> Float[Tensor, "heads entries value_dim"]:
         """Return a run's values, in the same way as `keys_of`."""
-        values = run.view(self.values)
-        return values if self.value_scale is None else dequantize(values, run.view(self.value_scale))
+        return self._rows(run, "values", "value_scale")
+
+    def _rows(self, run: HeadRun, name: str, scale: str) -> Float[Tensor, "heads entries size"]:
+        stored = run.view(getattr(self, name))
+        if self.format is None:
+            return stored
+        rows = self.format.dequantize(stored, run.view(getattr(self, scale)))
+        for part in () if self.newest is None else self.newest.runs:
+            first, last = max(run.first, part.first), min(run.first + run.heads, part.first + part.heads)
+            if first < last and part.count:
+                assert self.newest is not None
+                own = replace(part, first=first, heads=last - first, start=part.at(first))
+                newest = rows[first - run.first : last - run.first, run.count - part.count :]
+                newest += self.newest._rows(own, name, scale)
+        return rows
+
+    def whole(self) -> PackedHeads:
+        """Return the same heads with keys and values as they are, for kernels that do not read this format."""
+        if self.format is None:
+            return self
+        rows = [torch.zeros(len(self.keys), size, dtype=self.dtype, device=self.keys.device) for size in self.sizes]
+        for run in self.runs:
+            run.view(rows[0]).copy_(self.keys_of(run))
+            run.view(rows[1]).copy_(self.values_of(run))
+        keys, values = map(self.format.unmix, rows)
+        return replace(self, keys=keys, values=values, key_scale=None, value_scale=None, newest=None)
 
     @cached_property
     def heads(self) -> int:

@@ -88,8 +88,12 @@ def add_received(
     if uses_triton(packed.keys.device):
         from keepset.kernels.triton import window  # loads Triton
 
+        if packed.format and packed.format.refined:
+            packed = packed.whole()
         with launched_on(packed.keys.device):
             return window.add_received(column, queries, packed, kv_heads, last_visible, scaling, sums_of)
+    if packed.format:
+        queries = packed.format.mix(queries)
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     last = last_visible[:, None].expand(-1, kv_heads, -1).flatten(0, 1)
     for run in packed.pieces:

@@ -15,7 +15,8 @@ from vllm.logger import init_logger
 
 from keepset.errors import KeepsetError
 from keepset.hf import saved
-from keepset.hf.store import dequantized
+from keepset.hf.store import widened
+from keepset.kernels.entry_format import format_of
 from keepset.kernels.page_layout import PageLayout
 from keepset.paged.contexts import ContextPlacement, EntryPlaces, context_places
 from keepset.vllm.contexts import SavedContext
@@ -104,10 +105,12 @@ class ContextLoader:
 
     def _read(self, job: LoadJob) -> ContextColumns:
         stored = saved.entries(job.context.path, job.context.digest)
-        layers, dtype = stored, self._group.pages_of(0).dtype
-        if all(columns["keys"].dtype == torch.int8 for columns in stored.values()) and not self._group.holds_int8:
-            logger.info("The context %s is in 8 bits; its pages are given it in %s.", job.context.name, dtype)
-            layers = {index: dequantized(columns) for index, columns in stored.items()}
+        layers, format = stored, format_of(next(iter(stored.values()))["keys"].dtype)
+        if format is not None and not (format.bits == 8 and self._group.holds_int8):
+            kind = "8 bits" if self._group.holds_int8 else self._group.pages_of(0).dtype
+            logger.info("The context %s is in %d bits; its pages hold it in %s.", job.context.name, format.bits, kind)
+            counts = zip(stored.items(), job.context.counts, strict=True)
+            layers = {index: widened(columns, heads[None]) for (index, columns), heads in counts}
         before = job.context.counts[:, : self._rank * self._kv_heads].sum(1).tolist()
         own = self._counts(job).sum(1).tolist()
         totals = dict(zip(self._group.layers, job.context.counts.sum(1).tolist(), strict=True))

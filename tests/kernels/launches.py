@@ -20,8 +20,9 @@ from triton.compiler import ASTSource
 from keepset.kernels import dispatch
 from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.columns import attention_columns
+from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.group_reduction import GroupReduction
-from keepset.kernels.packed import PackedHeads, quantize, runs_of
+from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
@@ -98,7 +99,7 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
     positions, last = torch.arange(64)[None], torch.full((1, 64), long)
     flat, places = torch.zeros(kv_heads * long, head_dim, dtype=dtype), torch.zeros(kv_heads * long, dtype=torch.int32)
     runs, bias = runs_of([long] * kv_heads), torch.zeros(kv_heads * long)
-    whole, scales = quantize(flat)
+    whole, scales = FORMATS[8].quantize(flat, flat.dtype)
     eight_bits = PackedHeads(whole, whole, places, runs, bias, scales, scales)
     for store in PackedHeads(flat, flat, places, runs, bias), eight_bits:
         ragged_attention(queries[:, :, :1], [store], 1.5)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from keepset.kernels import attention, columns, dispatch
 from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
-from keepset.kernels.packed import HeadRun, PackedHeads, dequantize, quantize
+from keepset.kernels.entry_format import FORMATS
+from keepset.kernels.packed import HeadRun, PackedHeads
 
 # Entries of every head of every request, [batch][kv_heads].
 COUNTS = [
@@ -56,6 +57,10 @@ def packed_heads(counts: list[list[int]], sizes: tuple[int, int], dtype: torch.d
             later = 1 + torch.randperm(max(11, len(row)), generator=draw)
             row[1:] = later[: max(len(row) - 1, 0)].sort().values
     return PackedHeads(keys, values, positions, runs)
+
+
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return FORMATS[8].quantize(rows, rows.dtype)
 
 
 def in_8_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
@@ -295,13 +300,13 @@ def test_every_number_of_8_bits_is_within_half_a_step(dtype: torch.dtype) -> Non
         assert step == pytest.approx(max(map(abs, row.tolist())) / 127, rel=ROUNDING[dtype])
         for number, integer in zip(row.tolist(), integers.tolist(), strict=True):
             assert abs(integer) <= 127 and abs(integer * step - number) <= step * (0.5 + 127 * ROUNDING[dtype])
-    again, _ = quantize(dequantize(whole, scale))
+    again, _ = quantize(FORMATS[8].dequantize(whole, scale))
     assert (again == whole).float().mean() > 0.999
 
 
 def test_rows_of_8_bits_of_nothing_and_of_no_number() -> None:
     rows = torch.tensor([[0.0, 0.0], [1e-42, 0.0], [math.nan, 1.0], [math.inf, 1.0], [-3.0, 1.5]])
-    again = dequantize(*quantize(rows))
+    again = FORMATS[8].dequantize(*quantize(rows))
     assert not again[:2].any() and again[2:4].isnan().all()
     assert again[4].tolist() == pytest.approx([-3.0, 3.0 * 64 / 127])
     assert quantize(rows[:0])[0].shape == (0, 2)

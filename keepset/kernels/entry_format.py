@@ -1,0 +1,199 @@
+"""`EntryFormat`: how keys and values are stored in 8 or in 4 bits, each row with a scale of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+
+import torch
+from jaxtyping import Float, Int8, Shaped, UInt8
+from torch import Tensor
+
+
+class EntryFormat(ABC):
+    """How the rows of a store are written and read. A row is one key or one value.
+
+    A format may mix a row's numbers by an orthogonal matrix before it rounds them. Attention then mixes queries in the
+    same way, which leaves their products with keys as they are, and undoes it once in its output.
+
+    Attributes:
+        bits: of each stored number.
+        refined: whether new entries get a second layer: what the first has lost of them, stored in the same way.
+    """
+
+    bits: int
+    refined: bool
+
+    @abstractmethod
+    def size(self, width: int) -> int:
+        """Return how many numbers a row has of which so many bytes are stored."""
+
+    @abstractmethod
+    def quantize(
+        self, rows: Float[Tensor, "*places dim"], dtype: torch.dtype
+    ) -> tuple[Shaped[Tensor, "*places width"], Float[Tensor, "*places"]]:
+        """Return mixed rows as they are stored, and each row's scale. The scale of a row with NaN or infinity is NaN.
+
+        Args:
+            rows: keys or values, mixed.
+            dtype: of the scales.
+        """
+
+    @abstractmethod
+    def dequantize(
+        self, rows: Shaped[Tensor, "*places width"], scale: Float[Tensor, "*places"]
+    ) -> Float[Tensor, "*places dim"]:
+        """Return the mixed rows that stored ones stand for, in the scales' dtype."""
+
+    def mix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
+        """Return rows, or queries, with their numbers mixed."""
+        return rows
+
+    def unmix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
+        """Return what `mix` was given."""
+        return rows
+
+
+class EightBits(EntryFormat):
+    """Multiples of a scale, which is a 127th of the row's largest number.
+
+    scale = max(|row|) / 127     integers = round(row / scale)
+
+    What `dequantize` returns is mapped to itself, up to the last bit of the scale. -128 has no counterpart and is not
+    used.
+    """
+
+    bits, refined = 8, False
+
+    def size(self, width: int) -> int:
+        return width
+
+    def quantize(
+        self, rows: Float[Tensor, "*places dim"], dtype: torch.dtype
+    ) -> tuple[Int8[Tensor, "*places dim"], Float[Tensor, "*places"]]:
+        largest = torch.linalg.vector_norm(rows, torch.inf, -1, dtype=torch.float32)
+        scale = (largest / LARGEST).to(dtype)
+        steps = rows / scale.float().clamp(min=_TINY)[..., None]  # of nothing but zeros none
+        return steps.round_().clamp_(-LARGEST, LARGEST).char(), scale
+
+    def dequantize(
+        self, rows: Int8[Tensor, "*places dim"], scale: Float[Tensor, "*places"]
+    ) -> Float[Tensor, "*places dim"]:
+        return rows.to(scale.dtype).mul_(scale[..., None])
+
+
+class FourBits(EntryFormat):
+    """Levels of a normal distribution, on which mixed rows lie about as if they were drawn from it.
+
+        scale = <row, levels> / <levels, levels>, where each level is the nearest to row / sqrt(mean(row^2))
+
+    The scale is that of least squares. Two neighbouring numbers share a byte, the first in its lower half. This is the
+    quantiser of TurboQuant (Zandieh et al. 2025, arXiv:2504.19874), with the matrix of `mixing` for its random one.
+    """
+
+    bits, refined = 4, True
+
+    def size(self, width: int) -> int:
+        return 2 * width
+
+    def quantize(
+        self, rows: Float[Tensor, "*places dim"], dtype: torch.dtype
+    ) -> tuple[UInt8[Tensor, "*places half"], Float[Tensor, "*places"]]:
+        wide = rows.float().contiguous()
+        spread = torch.linalg.vector_norm(wide, dim=-1) / math.sqrt(wide.shape[-1])
+        levels, borders = _levels(wide.device)
+        codes = torch.bucketize(wide / spread.clamp(min=_TINY)[..., None], borders, out_int32=True)
+        nearest = levels[codes]
+        scale = (wide * nearest).sum(-1) / nearest.square_().sum(-1)
+        codes = codes.to(torch.uint8)
+        return codes[..., 0::2] | codes[..., 1::2] << 4, scale.where(spread.isfinite(), math.nan).to(dtype)
+
+    def dequantize(
+        self, rows: UInt8[Tensor, "*places half"], scale: Float[Tensor, "*places"]
+    ) -> Float[Tensor, "*places dim"]:
+        # Each byte is looked up as both of its numbers at once.
+        pairs = _pairs(scale.device, scale.dtype).index_select(0, rows.flatten().int())
+        return pairs.view(rows.shape).view(scale.dtype).mul_(scale[..., None])
+
+    def mix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
+        return _product(rows, transposed=True)
+
+    def unmix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
+        return _product(rows, transposed=False)
+
+
+LARGEST = 127
+"""The 8-bit integer for a row's largest magnitude."""
+_TINY = torch.finfo(torch.float32).tiny
+
+FORMATS: Mapping[int, EntryFormat] = MappingProxyType({8: EightBits(), 4: FourBits()})
+"""Every format by its bits."""
+_BY_DTYPE = {torch.int8: FORMATS[8], torch.uint8: FORMATS[4]}
+
+
+def format_of(dtype: torch.dtype) -> EntryFormat | None:
+    """Return the format of rows that are stored in tensors of a type; None if they are stored as they are."""
+    return _BY_DTYPE.get(dtype)
+
+
+LEVELS = (0.1284, 0.3881, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326)
+"""The positive half of the 16 levels with the least mean square error for a normal distribution (Max 1960)."""
+
+
+@cache
+def _levels(device: torch.device) -> tuple[Float[Tensor, " 16"], Float[Tensor, " 15"]]:
+    """Return all levels in rising order, and the borders between neighbours."""
+    with torch.inference_mode(False):
+        levels = torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS], device=device)
+        return levels, (levels[1:] + levels[:-1]) / 2
+
+
+@cache
+def _pairs(device: torch.device, dtype: torch.dtype) -> Shaped[Tensor, " 256"]:
+    """Return for each byte the levels of its lower and upper half, seen as one number of twice the size."""
+    with torch.inference_mode(False):
+        levels, byte = _levels(device)[0].to(dtype), torch.arange(256, device=device)
+        return torch.stack([levels[byte & 15], levels[byte >> 4]], -1).view(_TWICE[dtype.itemsize])[:, 0]
+
+
+_TWICE = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
+"""By the bytes of a number, a type that has as many as two of them."""
+
+
+def _product(rows: Float[Tensor, "*places dim"], transposed: bool) -> Float[Tensor, "*places dim"]:
+    """Return each row times the matrix of `mixing`, computed in float32 or wider and in the rows' dtype."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    matrix = _matrix(rows.shape[-1], rows.device, dtype)
+    return (rows.to(dtype) @ (matrix.T if transposed else matrix)).to(rows.dtype)
+
+
+@cache
+def _matrix(size: int, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "size size"]:
+    with torch.inference_mode(False):
+        return mixing(size).to(device, dtype)
+
+
+def mixing(size: int) -> Float[Tensor, "size size"]:
+    """Return the orthogonal matrix that mixes rows of so many numbers, in float64.
+
+    Its columns have random signs, which are the same for ever. For a power of two it is a Hadamard matrix. Other sizes
+    are a power of two times an odd number, and the matrix is the Kronecker product of a Hadamard matrix and a discrete
+    cosine transform of that odd size, so that every number is spread over the whole row.
+
+    Args:
+        size: numbers of a row.
+    """
+    power = size & -size
+    odd = size // power
+    at = torch.arange(odd, dtype=torch.float64)
+    matrix = torch.cos(math.pi / odd * at[:, None] * (at + 0.5)) * math.sqrt(2 / odd)
+    matrix[0] = math.sqrt(1 / odd)
+    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) * math.sqrt(0.5)
+    for _ in range(power.bit_length() - 1):
+        matrix = torch.kron(step, matrix)
+    digest = hashlib.shake_256(b"keepset").digest(size)
+    return matrix * torch.tensor([1.0 if byte & 1 else -1.0 for byte in digest], dtype=torch.float64)
