@@ -16,12 +16,14 @@ from keepset.errors import KeepsetError
 
 @dataclass(frozen=True)
 class Quantized(PostProcessor):
-    """Stores what stays, and all tokens after it, as 8-bit integers: about half or a quarter of the bytes.
+    """Stores what stays, and all tokens after it, in 8 or 4 bits a number, with a scale for each key and value.
 
     It is the last step of a recipe, also around `match`: `quantized(match(reread), keep=0.5)`. Every key and every
-    value is rounded to multiples of a scale of its own, a 127th of its largest number. Attention multiplies by the
-    scales. From the second event on, the methods inside see the rounded entries. `keep` counts entries as always.
-    `int8(...)` is another spelling of `quantized(..., bits=8)`.
+    value has a scale of its own. In 8 bits its numbers are multiples of the scale. In 4 bits they are mixed by an
+    orthogonal matrix first and put on the levels of a normal distribution (`kernels/entry_format.py`). New tokens then
+    have a second layer of 4 bits for what the first has lost, which the next event drops. From the second event on, the
+    methods inside see rounded entries. `keep` counts entries as always. `int8(...)` is another spelling of
+    `quantized(..., bits=8)`.
 
     Attributes:
         bits: of each number of a key or value.
@@ -36,7 +38,7 @@ class Quantized(PostProcessor):
     def own_traits(self) -> Traits:
         return replace(
             super().own_traits,
-            needs=Needs(QuantizedEntries()),
+            needs=Needs(QuantizedEntries(self.bits)),
             key_bits=self.bits,
             value_bits=self.bits,
             extra_bytes=2 * FULL_BYTES,

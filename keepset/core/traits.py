@@ -60,8 +60,17 @@ class Traits:
             key_size: numbers of a key.
             value_size: numbers of a value.
         """
+        return self.layer_bytes(key_size, value_size) + COLUMN_BYTES * len(self.state_names)
+
+    def layer_bytes(self, key_size: int, value_size: int) -> int:
+        """Return the bytes of one entry without the method's own numbers: also what a second layer adds to it.
+
+        Args:
+            key_size: numbers of a key.
+            value_size: numbers of a value.
+        """
         stored = -(-self.key_bits * key_size // 8) + -(-self.value_bits * value_size // 8)
-        return stored + self.extra_bytes + COLUMN_BYTES * (1 + len(self.state_names))
+        return stored + self.extra_bytes + COLUMN_BYTES
 
     @property
     def layout(self) -> Layout:

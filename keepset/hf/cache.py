@@ -198,12 +198,12 @@ class Cache(ObservedCache):
         Entries are counted as `Budget.bytes` counts them, whatever the model's type; layers that keepset leaves alone
         are not counted.
         """
-        held = full = 0
+        held, full, traits = 0, 0, self.recipe.method.traits
         for layer in self.kept_layers.values():
             if layer.store is not None and self.progress is not None:
                 sizes = layer.store.heads.sizes
-                held += layer.store.entries * self.recipe.method.traits.entry_bytes(*sizes)
-                held += 0 if layer.store.newest is None else layer.store.newest.entries_nbytes
+                twice = 0 if layer.store.newest is None else layer.store.newest.entries
+                held += layer.store.entries * traits.entry_bytes(*sizes) + twice * traits.layer_bytes(*sizes)
                 full += layer.store.kv_heads * sum(self.progress.tokens) * FULL_BYTES * sum(sizes)
         return held / full if full else 1.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from keepset.core import tables
-from keepset.core.features.runtime_features import ModelStatistics, ModelTables
+from keepset.core.features.runtime_features import ModelStatistics, ModelTables, QuantizedEntries
 from keepset.recipe import Recipe, check_schedule
 
 
@@ -19,6 +19,11 @@ def objections(recipe: Recipe) -> Iterator[str]:
     check_schedule(recipe)
     unseen = [feature for feature in traits.needs if feature.transformers_only]
     yield from (f"{method.name} {feature.transformers_only.format(engine='vLLM')}." for feature in unseen)
+    if any(feature.bits != 8 for feature in traits.needs.of(QuantizedEntries)):
+        yield (
+            f"{method.name} stores entries in 4 bits, and pages of vLLM hold none as keepset writes them: write bits=8, "
+            "or build a context, which is widened when it is loaded."
+        )
     if traits.across_layers and traits.fixed_total and not traits.equal_layers:
         yield (
             f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "

@@ -30,6 +30,7 @@ CONTEXTS = {
     "moments": ("llama", "expected_attention(future=16, buffer=6, keep=12, every=4)"),
     "remembers": ("llama", "ams(snapkv(window=4), window=5, kernel=3, sinks=2, recent=4, keep=12, every=4)"),
     "8 bits": ("llama", "int8(snapkv(window=5, kernel=3), keep=12, every=4)"),
+    "4 bits": ("llama", "quantized(adakv(snapkv(window=5, kernel=3)), bits=4, keep=12, every=4)"),
     "biases": ("llama", "match(knorm, keep=12)"),
     "windows": ("gemma3", "knorm(keep=12)"),
 }

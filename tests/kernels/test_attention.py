@@ -16,6 +16,7 @@ from keepset.kernels import attention, columns, dispatch
 from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.packed import HeadRun, PackedHeads
+from tests.kernels.four_bits import matrix, meant
 
 # Entries of every head of every request, [batch][kv_heads].
 COUNTS = [
@@ -72,6 +73,29 @@ def in_8_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
     return stored, replace(packed, keys=written[0], values=written[1])
 
 
+def in_4_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
+    """The same heads in 4 bits, the first of them with a second layer of its newest entries; and as numbers."""
+    rows = packed.keys, packed.values
+    mixed = [(part.double() @ matrix(part.shape[1]).T).to(part.dtype) for part in rows]
+    stored = [FORMATS[4].quantize(part, part.dtype) for part in mixed]
+    written = [meant(*part) for part in stored]
+    lost = [part - FORMATS[4].dequantize(*own) for part, own in zip(mixed, stored, strict=True)]
+    first, start = packed.runs[0], packed.runs[0].start
+    n = min(first.count, 2)
+    newest = slice(start + first.count - n, start + first.count)
+    second = [FORMATS[4].quantize(part[newest], part.dtype) for part in lost]
+    for part, own in zip(written, second, strict=True):
+        part[newest] += meant(*own)
+    others = sum(run.heads for run in packed.runs) - 1
+    runs = [HeadRun(0, 1, 0, n, n), *([HeadRun(1, others, n, 0, 0)] if others else [])]
+    (keys, key_scale), (values, value_scale) = second
+    layer = PackedHeads(keys, values, packed.positions[newest], runs, None, key_scale, value_scale)
+    (keys, key_scale), (values, value_scale) = stored
+    whole = [part @ matrix(part.shape[1]) for part in written]
+    coded = replace(packed, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, newest=layer)
+    return coded, replace(packed, keys=whole[0], values=whole[1])
+
+
 def heads_of(packed: PackedHeads) -> list[tuple[HeadRun, int]]:
     """Each head: its run, and which of the run's heads it is."""
     return [(run, i) for run in packed.runs for i in range(run.heads)]
@@ -101,7 +125,7 @@ def expected(queries: Tensor, packed: PackedHeads, kv_heads: int, scaling: float
 @pytest.mark.parametrize(("group", "head_dim", "value_dim"), [(1, 5, 5), (3, 8, 8), (8, 3, 7)])
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 def test_is_a_masked_softmax_over_each_heads_entries(
     implementation: str,
     counts: list[list[int]],
@@ -111,14 +135,16 @@ def test_is_a_masked_softmax_over_each_heads_entries(
     n: int,
     causal: bool,
     biased: bool,
-    eight_bits: bool,
+    bits: int,
     dtype: torch.dtype,
 ) -> None:
     batch, kv_heads, draw = len(counts), len(counts[0]), seeded(4)
+    if bits == 4:  # two numbers share a byte
+        head_dim, value_dim = 2 * head_dim, 2 * value_dim
     packed = packed_heads(counts, (head_dim, value_dim), dtype, spare=2)
     if biased:
         packed = replace(packed, bias=torch.randn(len(packed.keys), generator=draw).to(dtype))
-    stored, written = in_8_bits(packed) if eight_bits else (packed, packed)
+    stored, written = {16: lambda packed: (packed, packed), 8: in_8_bits, 4: in_4_bits}[bits](packed)
     # As models make them: token by token.
     queries = torch.randn(batch, n, kv_heads * group, head_dim, generator=draw).to(dtype).transpose(1, 2)
     # A part of a longer call's.
@@ -288,28 +314,6 @@ def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) 
             assert (error[exists] <= 0.5 + cut).all()
     for part, old in zip([each for each in parts if each is not None], before, strict=True):
         assert torch.equal(part[untouched].nan_to_num(), old[untouched].nan_to_num())
-
-
-@pytest.mark.parametrize("dtype", ROUNDING)
-def test_every_number_of_8_bits_is_within_half_a_step(dtype: torch.dtype) -> None:
-    rows = torch.randn(3, 40, 33, generator=seeded(1)).to(dtype)
-    rows[0, :10] *= torch.logspace(-1, 3, 10)[:, None].to(dtype)
-    whole, scale = quantize(rows)
-    assert whole.dtype == torch.int8 and scale.dtype == dtype and scale.shape == rows.shape[:2]
-    for row, integers, step in zip(rows.flatten(0, 1), whole.flatten(0, 1), scale.flatten().tolist(), strict=True):
-        assert step == pytest.approx(max(map(abs, row.tolist())) / 127, rel=ROUNDING[dtype])
-        for number, integer in zip(row.tolist(), integers.tolist(), strict=True):
-            assert abs(integer) <= 127 and abs(integer * step - number) <= step * (0.5 + 127 * ROUNDING[dtype])
-    again, _ = quantize(FORMATS[8].dequantize(whole, scale))
-    assert (again == whole).float().mean() > 0.999
-
-
-def test_rows_of_8_bits_of_nothing_and_of_no_number() -> None:
-    rows = torch.tensor([[0.0, 0.0], [1e-42, 0.0], [math.nan, 1.0], [math.inf, 1.0], [-3.0, 1.5]])
-    again = FORMATS[8].dequantize(*quantize(rows))
-    assert not again[:2].any() and again[2:4].isnan().all()
-    assert again[4].tolist() == pytest.approx([-3.0, 3.0 * 64 / 127])
-    assert quantize(rows[:0])[0].shape == (0, 2)
 
 
 def test_each_kernel_is_launched_on_the_gpu_of_its_tensors(

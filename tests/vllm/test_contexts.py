@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 import keepset
-from keepset.hf.store import EntryStore, dequantized
+from keepset.hf.store import EntryStore, widened
 from tests.hf.damage import flipped
 from tests.vllm.compared import IDS, NO_BINDING, answers_of, result, run_in
 from tests.vllm.conftest import TINY, save_tiny
@@ -32,8 +32,9 @@ CONTEXTS = {
     "values": ("match(adakv(snapkv(window=8)), biases=False, window=8, keep=64)", 200),
     "biases": ("match(adakv(snapkv(window=8)), window=8, keep=64)", 210),
     "eight bits": ("int8(match(pool(snapkv(window=8))), keep=0.3)", 190),
+    "four bits": ("quantized(match(adakv(snapkv(window=8))), bits=4, keep=64)", 180),
 }
-LATER_KINDS = ("biases", "eight bits")
+LATER_KINDS = ("biases", "eight bits", "four bits")
 """Not drawn in the soak, which preempts at steps at which nothing may be loading. `test_soak` has biases, too."""
 SIZES = (5, 33, 70, 1)
 
@@ -143,7 +144,7 @@ def expected(model: PreTrainedModel, folder: Path, one: Ask) -> list[int]:
         for layer in cache.kept_layers.values():  # pages of whole numbers hold what 8 bits stand for, and go on whole
             store = layer.store
             counts = torch.tensor(store.counts).view(store.batch, store.kv_heads)
-            layer.store = EntryStore.of(dequantized(dict(store.packed)), counts)
+            layer.store = EntryStore.of(widened(store.packed, counts), counts)
         inputs = cache.ask(torch.tensor([one.ids]))
     output = model.generate(**inputs, max_new_tokens=one.max_tokens, do_sample=False, eos_token_id=None)
     return output[0, len(one.ids) :].tolist()

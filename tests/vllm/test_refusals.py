@@ -155,6 +155,11 @@ REFUSED = [
         {},
         "it stores entries in 8 bits, and the KV cache is of kind auto. Write LLM(model",
     ),
+    (
+        "quantized(snapkv, bits=4, keep=96)",
+        {"cache_config__cache_dtype": "int8_per_token_head"},
+        "quantized stores entries in 4 bits",
+    ),
     ("int8(snapkv, keep=96)", {"cache_config__cache_dtype": "fp8_per_token_head"}, "it stores entries in 8 bits, and"),
     ("compilerkv(elastic=True, keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
 ]

@@ -54,9 +54,17 @@ class EntryBiases(Feature[Tensor]):
 
 @dataclass(frozen=True)
 class QuantizedEntries(Feature[Tensor]):
-    """Attention over keys and values in few bits, each with a scale of its own."""
+    """Attention over keys and values in few bits, each with a scale of its own.
 
-    label = "entries in 8 bits"
+    Attributes:
+        bits: of each number.
+    """
+
+    bits: int
+
+    @property
+    def name(self) -> str:
+        return f"entries in {self.bits} bits"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ NEEDS = {
     "hidden states": f"gvote(p_nuc=1.0, future=16, keep={KEEP})",
     "match": f"match(snapkv(window=8), keep={KEEP})",
     "8 bits": f"quantized(knorm, keep={KEEP})",
+    "4 bits": f"quantized(knorm, bits=4, keep={KEEP})",
 }
 """A recipe of each kind of thing that methods look at."""
 EVERY = "snapkv(window=8, keep=20, every=4)"
