@@ -21,7 +21,7 @@ def objections(recipe: Recipe) -> Iterator[str]:
     yield from (f"{method.name} {feature.transformers_only.format(engine='vLLM')}." for feature in unseen)
     if any(feature.bits != 8 for feature in traits.needs.of(QuantizedEntries)):
         yield (
-            f"{method.name} stores entries in 4 bits, and pages of vLLM hold none as keepset writes them: write bits=8, "
+            f"{method.name} stores entries in 4 bits, and no pages of vLLM hold what keepset writes: write bits=8, "
             "or build a context, which is widened when it is loaded."
         )
     if traits.across_layers and traits.fixed_total and not traits.equal_layers:
