@@ -17,6 +17,7 @@ from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
+from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import add_received
 from on_gpu.measuring import Bench
 
@@ -62,7 +63,7 @@ def _decode(bench: Bench, entries: int, batch: int) -> None:
 
     def ours(counts: Sequence[int]) -> Callable[[], Any]:
         packed = packed_heads(counts, bench)
-        return lambda: ragged_attention(queries, [packed], bench.head_dim**-0.5)
+        return lambda: ragged_attention(queries, [packed], Softmax(bench.head_dim**-0.5))
 
     def sdpa() -> Callable[[], Any]:
         shape = batch, bench.kv_heads, entries, bench.head_dim
@@ -87,7 +88,7 @@ def _decode(bench: Bench, entries: int, batch: int) -> None:
     def received() -> Callable[[], Any]:
         packed, last = packed_heads(ragged, bench), torch.full((batch, 1), entries * 2, device=bench.device)
         column = torch.zeros(len(packed.keys), device=bench.device)
-        return lambda: add_received(column, queries, packed, bench.kv_heads, last, bench.head_dim**-0.5)
+        return lambda: add_received(column, queries, packed, bench.kv_heads, last, Softmax(bench.head_dim**-0.5))
 
     bench.run(part, "ragged, what entries receive", received, nbytes=nbytes, against="ragged")
 
@@ -154,7 +155,7 @@ def _append(bench: Bench, entries: int) -> None:
 
     def ours(counts: Sequence[int]) -> Callable[[], Any]:
         packed = packed_heads(counts, bench)
-        return lambda: ragged_attention(queries, [packed], bench.head_dim**-0.5, at)
+        return lambda: ragged_attention(queries, [packed], Softmax(bench.head_dim**-0.5), at)
 
     def sdpa() -> Callable[[], Any]:
         shape = 1, bench.kv_heads, entries, bench.head_dim
@@ -177,11 +178,11 @@ def _columns(bench: Bench, entries: int) -> None:
     repeats = 5 if bench.on_gpu else 1
 
     def attention() -> Callable[[], Any]:
-        return lambda: attention_with_lse(queries, keys, values, scaling)
+        return lambda: attention_with_lse(queries, keys, values, Softmax(scaling))
 
     def columns(names: Sequence[str], group: str) -> Callable[[], Any]:
-        lse = attention_with_lse(queries, keys, values, scaling)[1]
-        return lambda: attention_columns(queries, keys, scaling=scaling, names=names, group=group, lse=lse)
+        lse = attention_with_lse(queries, keys, values, Softmax(scaling))[1]
+        return lambda: attention_columns(queries, keys, softmax=Softmax(scaling), names=names, group=group, lse=lse)
 
     bench.run(part, "attention itself", attention, repeats=repeats)
     for names, group in ((["sum"], "mean"), (["max"], "max"), (["sum", "max", "square"], "each")):
@@ -191,7 +192,7 @@ def _columns(bench: Bench, entries: int) -> None:
 
     def of_window() -> Callable[[], Any]:
         newest = queries[:, -window:]
-        return lambda: attention_columns(newest, keys, scaling=scaling, group="mean")
+        return lambda: attention_columns(newest, keys, softmax=Softmax(scaling), group="mean")
 
     bench.run(part, f"sum of the newest {window}", of_window, nbytes=2 * keys.nbytes, against="attention itself")
 

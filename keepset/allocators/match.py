@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from keepset.allocators.post_processor import PostProcessor
 from keepset.core.feature import Needs
@@ -68,6 +70,7 @@ class Match(PostProcessor):
         if not self.window and ReferenceQueries(self.queries) not in observation.features:
             return kept
         problem, device = self._problem(observation), observation.valid.device
+        softmax, sinks = observation.softmax, _of_queries(observation.sinks, problem)
         bias = observation.valid.new_zeros(observation.valid.shape, dtype=torch.float32)
         if observation.bias is not None:
             bias += observation.bias
@@ -81,9 +84,8 @@ class Match(PostProcessor):
             exists = place < kept.counts.flatten()[together, None]
             packed = (first[together, None] + place).where(exists, 0)
             chosen = kept.indices[packed]
-            more, fitted = match_attention(
-                problem.of(together), chosen, exists, observation.scaling, self.ridge, self.biases
-            )
+            own = replace(softmax, sinks=None if sinks is None else sinks[together])
+            more, fitted = match_attention(problem.of(together), chosen, exists, own, self.ridge, self.biases)
             # Empty places add zero to the first entry: looking for them would wait for the device.
             bias_by_head[together] = bias_by_head[together].scatter_add(1, chosen, more)
             fitted = fitted.to(values.dtype).masked_fill(~exists[..., None], 0.0)
@@ -106,6 +108,14 @@ class Match(PostProcessor):
         added = bias.to(queries.device).where(observation.valid, float("-inf"))
         parts = (part.flatten(0, 1) for part in (observation.keys, observation.values, added))
         return FitProblem(queries, exists, *parts)
+
+
+def _of_queries(sinks: Float[Tensor, "kv_heads group"] | None, problem: FitProblem) -> Float[Tensor, "heads m"] | None:
+    """Return the sink of every reference query of every head of every request."""
+    if sinks is None:
+        return None
+    heads, queries = problem.asked.shape
+    return sinks.repeat_interleave(queries // sinks.shape[1], 1).repeat(heads // len(sinks), 1)
 
 
 def _groups_of_similar_size(counts: Sequence[int]) -> Iterator[list[int]]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries, QueryHeadScores
 from keepset.kernels.dispatch import upload
+from keepset.kernels.softmax import Softmax
 
 Turn = Callable[[Tensor], Tensor]
 """Rotate rows `[batch, query_heads, n, head_dim]`, given before rotation."""
@@ -71,7 +72,7 @@ class Chunk:
         queries: queries after rotation.
         entries: makes the entries so far, including this chunk's, for an accumulator that looks at them.
         positions, valid: position of each new token, and which of them are no padding; None if all are.
-        scaling: factor of the model's logits.
+        softmax: how the model makes attention of query-key products.
         lse: log-sum-exp of every query's logits, if attention has computed it already.
         source: given if somebody looks at queries before rotation or at hidden states.
         start: position of the first token, if all requests have the same and the host knows it.
@@ -84,7 +85,7 @@ class Chunk:
     entries: Callable[[], RequestKeys]
     positions: Int[Tensor, "batch n"]
     valid: Bool[Tensor, "batch n"] | None
-    scaling: float
+    softmax: Softmax
     lse: list[Tensor] | None = None
     source: QuerySource | None = None
     start: int | None = None

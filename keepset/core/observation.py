@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.predictor import Networks, entry_scores
+from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
 
@@ -44,7 +45,8 @@ class Observation:
         prompts: tokens of each request's prompt; by default all that it has had.
         query_positions: the position of every query; negative where the request is shorter than W.
         features: what was collected of everything else that the method needs; `observation[feature]` is its value.
-        scaling: the factor of query-key products in the model; head_dim ** -0.5 by default.
+        softmax: how the model makes attention of query-key products; by default it scales them by head_dim ** -0.5. Its
+            sinks, if it has some, are `[query_heads]`, of all layers of the batch.
         layer: the layer's index in the model, if there is one layer.
         layer_ids: indices of the layers in the batch's rows, neighbours among `layers`; `layer` alone by default.
         layers: indices of all layers that are compressed; for methods that depend on depth.
@@ -68,7 +70,7 @@ class Observation:
     prompts: Int[Tensor, " batch"]
     query_positions: Int[Tensor, "batch window"] | None
     features: Mapping[Feature[Any], Any]
-    scaling: float
+    softmax: Softmax
     layer_ids: tuple[int, ...]
     layers: tuple[int, ...]
     state: Mapping[str, Tensor]
@@ -86,7 +88,7 @@ class Observation:
         prompts: Int[Tensor, " batch"] | None = None,
         query_positions: Int[Tensor, "batch window"] | None = None,
         features: Mapping[Feature[Any], Any] | None = None,
-        scaling: float | None = None,
+        softmax: Softmax | None = None,
         layer: int = 0,
         layer_ids: Sequence[int] | None = None,
         layers: Sequence[int] | None = None,
@@ -113,7 +115,7 @@ class Observation:
             prompts=lengths if prompts is None else prompts,
             query_positions=query_positions,
             features=features or {},
-            scaling=keys.shape[-1] ** -0.5 if scaling is None else scaling,
+            softmax=Softmax(keys.shape[-1] ** -0.5) if softmax is None else softmax,
             layer_ids=layer_ids,
             layers=layer_ids if layers is None else tuple(layers),
             state=state or {},
@@ -313,11 +315,12 @@ class Observation:
         batch, kv_heads, entries = self.valid.shape
         folded = (queries * self.scaling).reshape(batch, kv_heads, -1, self.head_dim)
         product = self.over_heads(lambda heads: (folded[:, heads] @ self.keys_of(heads).transpose(-1, -2)).float())
-        logits = product.view(batch, kv_heads, -1, queries.shape[2], entries)
+        logits = self.softmax.capped(product).view(batch, kv_heads, -1, queries.shape[2], entries)
         if self.bias is not None:
             logits += self.bias[:, :, None, None]
         visible = self.valid[:, :, None, first:] & (self.positions[:, :, None, first:] <= at[:, None, :, None])
-        attention = masked_softmax(logits, visible[:, :, None])
+        sinks = self.sinks
+        attention = masked_softmax(logits, visible[:, :, None], None if sinks is None else sinks[..., None])
         return attention.view(batch, -1, queries.shape[2], entries)
 
     def window_usage(self, window: int) -> QueryHeadScores:
@@ -347,17 +350,29 @@ class Observation:
         Returns:
             A sum for every query head of a group, or one sum for the group if its largest logit counts.
         """
-        queries = self.by_query_group(queries)
+        queries, sinks = self.by_query_group(queries), self.sinks
 
         def look(heads: slice) -> Tensor:
             everything = queries[:, heads], self.keys_of(heads), self.positions[:, heads], self.valid[:, heads]
             grouped, keys, positions, valid = (part.flatten(0, 1) for part in everything)
             last = last_visible[:, None].expand(*self.valid[:, heads].shape[:2], -1).flatten(0, 1)
             bias = None if self.bias is None else self.bias[:, heads].flatten(0, 1)
-            sums = received_attention(grouped, keys, positions, last, self.scaling, valid, sums_of, bias)
+            own = None if sinks is None else sinks[heads].repeat(len(queries), 1)
+            softmax = replace(self.softmax, sinks=own)
+            sums = received_attention(grouped, keys, positions, last, softmax, valid, sums_of, bias)
             return sums.unflatten(0, self.valid[:, heads].shape[:2])
 
         return self.over_heads(look)
+
+    @property
+    def scaling(self) -> float:
+        """Return the factor of query-key products in the model."""
+        return self.softmax.scaling
+
+    @property
+    def sinks(self) -> Float[Tensor, "kv_heads group"] | None:
+        """Return the logits of the softmax's sinks, under the KV heads of their query heads; None if there are none."""
+        return self.softmax.by_query_group(1, self.valid.shape[1]).sinks
 
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]

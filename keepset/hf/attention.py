@@ -29,6 +29,7 @@ from keepset.core.features.hidden_scores import HiddenScores
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.layer_input import LayerInput, QueryProbe, Rotation
 from keepset.kernels.dispatch import upload
+from keepset.kernels.softmax import Softmax, softmax_attention
 
 NAME = "keepset"
 """Name of the attention implementation in transformers."""
@@ -109,7 +110,7 @@ class AttentionInput:
     Attributes:
         module: the model's attention module.
         query, key, value: of the tokens, after rotation.
-        scaling: factor of the products of queries and keys.
+        softmax: what the model does with the products of queries and keys.
         mask: the rule of the mask; None where the model makes none.
         position_ids: the model's own positions, if it passes them on.
         rows: which of the requests that the model was called with these are.
@@ -128,7 +129,7 @@ class AttentionInput:
     query: Float[Tensor, "batch query_heads n head_dim"]
     key: Float[Tensor, "batch kv_heads n head_dim"]
     value: Float[Tensor, "batch kv_heads n value_dim"]
-    scaling: float
+    softmax: Softmax
     mask: MaskRule | None = None
     position_ids: Tensor | None = None
     rows: slice = field(default_factory=partial(slice, None))
@@ -230,7 +231,9 @@ def keepset_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to what the layer of a keepset cache holds; for any other cache, or none, run transformers' own SDPA.
+    """Attend to what the layer of a keepset cache holds; for any other cache, or none, do as transformers' SDPA does.
+
+    SDPA has neither soft caps nor sinks: for models with these keepset computes attention in both cases.
 
     Args:
         module: the model's attention module.
@@ -256,9 +259,19 @@ def keepset_attention(
         if kwargs.get(feature) is not None:
             raise UnsupportedModelError(f"keepset's attention does not support {name}, which this model uses.")
     noted = vars(key).pop(_NOTE, None)
+    softmax = Softmax(
+        query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    )
     if noted is None:
         mask = attention_mask.matrix if isinstance(attention_mask, MaskRule) else attention_mask
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+        if softmax.plain:
+            return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+        if dropout:
+            raise UnsupportedModelError(
+                "keepset's attention has no dropout for a model with soft caps or sinks: call model.eval() first."
+            )
+        causal = mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
+        return softmax_attention(query, key, value, softmax, mask, causal)[0], None
     attend, cached = noted
     # A mask's own rule says whether it is causal.
     if attention_mask is None and getattr(module, "is_causal", True) is False:
@@ -279,8 +292,7 @@ def keepset_attention(
             "output_attentions=True asks for weights that keepset's attention never holds: leave it out, or run the "
             "model without a keepset.Cache and with the attention implementation 'eager'."
         )
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(AttentionInput(module, query, key, value, scaling, attention_mask, kwargs.get("position_ids"))), None
+    return attend(AttentionInput(module, query, key, value, softmax, attention_mask, kwargs.get("position_ids"))), None
 
 
 class KeepsetLength(int):
@@ -385,8 +397,6 @@ def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
 
 
 _UNSUPPORTED = {
-    "softcap": "soft-capping of attention logits",
-    "s_aux": "attention sinks in the softmax",
     "position_bias": "additive position biases",
     "block_indices": "selection of blocks of keys",
 }

@@ -123,7 +123,7 @@ def _attend_together(
     append_entries([store.heads for store in stores.values()], key, value, at)
     for store in stores.values():
         store.count_appended(n)
-    attended = ragged_attention(query, [s.heads for s in stores.values()], new.scaling, at if n > 1 else None)
+    attended = ragged_attention(query, [s.heads for s in stores.values()], new.softmax, at if n > 1 else None)
     if some is None:
         return attended
     return attended.new_zeros(len(new.query), *attended.shape[1:]).index_copy(0, some, attended)

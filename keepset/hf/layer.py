@@ -27,6 +27,7 @@ from keepset.hf.query_recorder import QueryRecorder
 from keepset.hf.store import EntryStore, StoredObservation
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_with_lse
+from keepset.kernels.softmax import softmax_attention
 from keepset.recording.window import QueryWindow
 
 
@@ -108,7 +109,7 @@ class LayerState(LogicalLayer):
             real = None if new.real is None else new.real.indices
             self.store.append(new.key, new.value, new.positions, real, self._room(new.start))
             at = new.positions if new.length > 1 else None
-            output = ragged_attention(new.query, [self.store.heads], new.scaling, at)
+            output = ragged_attention(new.query, [self.store.heads], new.softmax, at)
         if self.store is None and (self.prompt is None or new.real is not None):
             self.store = _packed(new)
         until = self._collect(new)
@@ -156,7 +157,7 @@ class LayerState(LogicalLayer):
         """
         store, self.store = self.store, None
         shared = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
-        shared |= {"lengths": until.lengths, "scaling": until.scaling}
+        shared |= {"lengths": until.lengths, "softmax": until.softmax}
         if self.prompt is not None:
             phase, self.prompt = self.prompt, None
             observation = phase.observe(until, store, features, shared)
@@ -259,14 +260,19 @@ class LayerState(LogicalLayer):
     def _attend_first(self, new: AttentionInput) -> Tensor:
         """Attend from the first tokens to themselves, and keep the log-sum-exp where that saves work."""
         n = new.length
-        if self.prompt is not None and self.prompt.needs.log_sum_exp and new.valid is None and new.causal:
+        whole, plain = new.valid is None and new.causal, new.softmax.plain
+        if whole and not (plain and (self.prompt is None or not self.prompt.needs.log_sum_exp)):
             rows = zip(new.query, new.key, new.value, strict=True)
-            parts = [attention_with_lse(q, k, v, new.scaling) for q, k, v in rows]
+            parts = [attention_with_lse(q, k, v, new.softmax) for q, k, v in rows]
             new.lse = [lse for _, lse in parts]
             return torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()
         matrix = None if new.mask is None or new.mask.matrix is None else new.mask.matrix[:, :, :n, :n]
+        if not plain:
+            return softmax_attention(new.query, new.key, new.value, new.softmax, matrix, matrix is None)[0]
         # Causal, whatever the module says of itself: some say that they are not, and leave it to the mask.
-        return sdpa_attention_forward(new.module, new.query, new.key, new.value, matrix, 0.0, new.scaling, True)[0]
+        return sdpa_attention_forward(
+            new.module, new.query, new.key, new.value, matrix, 0.0, new.softmax.scaling, True
+        )[0]
 
 
 class PromptPhase:
@@ -305,7 +311,7 @@ class PromptPhase:
             entries=partial(_entry_rows, new, store),
             positions=new.positions,
             valid=new.valid,
-            scaling=new.scaling,
+            softmax=new.softmax,
             lse=new.lse,
             source=new.layer_input,
             start=start,

@@ -52,7 +52,7 @@ class LayerStack(LazyObservation):
             lengths=first.lengths.repeat(len(members)),
             prompts=first.prompts.repeat(len(members)),
             features=first.features,
-            scaling=first.scaling,
+            softmax=first.softmax,
             layer_ids=[each.layer for each in members],
             layers=first.layers,
             state={name: _joined([each.state[name] for each in members], width) for name in first.state},
@@ -149,8 +149,9 @@ def _alike(observations: Sequence[StoredObservation]) -> Iterator[list[StoredObs
 
 
 def _kind(observation: StoredObservation) -> tuple[object, ...]:
-    sizes = observation.valid.shape[:2], observation.head_dim, observation.value_dim
-    return *sizes, observation.dtype, observation.valid.device, observation.scaling, observation.state.keys()
+    sizes, softmax = (*observation.valid.shape[:2], observation.head_dim, observation.value_dim), observation.softmax
+    attention = softmax.scaling, softmax.softcap, id(softmax.sinks)
+    return *sizes, *attention, observation.dtype, observation.valid.device, observation.state.keys()
 
 
 def _bytes(members: Sequence[StoredObservation]) -> int:

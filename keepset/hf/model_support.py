@@ -38,8 +38,6 @@ def check_model(model: nn.Module) -> None:
     declared = partial(getattr, config)
     encoder_decoder = declared("is_encoder_decoder", False) or getattr(whole, "is_encoder_decoder", False)
     foreign = not isinstance(model, PreTrainedModel) or not _uses_attention_interface(model)
-    soft_caps = declared("attn_logit_softcapping", None) is not None
-    sinks = any(name.rsplit(".", 1)[-1] == "sinks" for name, _ in model.named_parameters())
     wrapped = hasattr(model, "_orig_mod")
     own_cache = not getattr(model, "_supports_default_dynamic_cache", lambda: True)()
     reasons = {
@@ -48,10 +46,8 @@ def check_model(model: nn.Module) -> None:
         "attends to images in layers of their own; keepset does not support that": declared(
             "cross_attention_layers", None
         ),
-        "soft-caps its attention logits, which keepset's attention does not support": soft_caps,
         "caches latents instead of keys and values; keepset does not support that": declared("kv_lora_rank", None),
         "shares keys and values between layers; keepset does not support that": declared("num_kv_shared_layers", None),
-        "has attention sinks in its softmax, which keepset's attention does not support": sinks,
         "takes only a cache of its own kind, in whose place keepset's cannot stand": own_cache and not foreign,
         "does not use transformers' attention interface, which keepset needs; most decoder-only models do": foreign,
     }

@@ -261,7 +261,7 @@ class _Entries(LogicalLayer):
 
     def _attend(self, new: AttentionInput) -> Tensor:
         own = new.key[0], new.value[0]
-        output, sums = second_pass_attention(new.query[0], self._entries, own, new.scaling, self._names, self.pieces)
+        output, sums = second_pass_attention(new.query[0], self._entries, own, new.softmax, self._names, self.pieces)
         self.received = {
             name: name.merge(self.received[name], sums[name]) if self.received else sums[name] for name in self._names
         }

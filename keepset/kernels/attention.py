@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, uses_triton
 from keepset.kernels.packed import HeadRun, PackedHeads
+from keepset.kernels.softmax import Softmax, softmax_attention
 
 
 def append_entries(
@@ -69,12 +71,14 @@ def _write(
 def ragged_attention(
     queries: Float[Tensor, "batch query_heads n head_dim"],
     stores: Sequence[PackedHeads],
-    scaling: float,
+    softmax: Softmax,
     query_positions: Int[Tensor, "batch n"] | None = None,
 ) -> Float[Tensor, "batch n query_heads value_dim"]:
     """Return the attention of the newest tokens over the entries of their own head.
 
         output = softmax(queries @ keys' * scaling + bias) @ values
+
+    with the caps and sinks of a model that has them.
 
     The query heads that share a KV head are folded into the query axis, so that nothing is repeated or padded. A GPU
     computes all heads in one launch (two if heads are split along their entries), whichever stores hold them; it widens
@@ -83,7 +87,7 @@ def ragged_attention(
     Args:
         queries: queries of the newest tokens, after rotation.
         stores: packed heads. Put one after another they are all heads of all requests; each store has equally many.
-        scaling: factor of the logits.
+        softmax: how the model makes attention of products.
         query_positions: position of each query. A query then sees the entries up to its own position. If None, each
             query sees all entries.
 
@@ -97,7 +101,7 @@ def ragged_attention(
         if format and format.refined:
             stores = [store.whole() for store in stores]
         with launched_on(queries.device):
-            return attention.ragged_attention(queries, stores, scaling, query_positions)
+            return attention.ragged_attention(queries, stores, softmax, query_positions)
     if format:
         queries = format.mix(queries)
     batch, query_heads, n, head_dim = queries.shape
@@ -105,6 +109,7 @@ def ragged_attention(
     kv_heads = runs[-1][2].stop // batch
     group = query_heads // kv_heads
     folded = queries.reshape(batch * kv_heads, group * n, head_dim)
+    sinks = softmax.by_query_group(batch, kv_heads).sinks
     outputs = []
     for store, run, heads in runs:
         mask = None
@@ -116,7 +121,12 @@ def ragged_attention(
             bias = run.view(store.bias)[None, :, None].to(queries.dtype)
             mask = bias if mask is None else bias.where(mask, float("-inf"))
         keys, values = store.keys_of(run)[None], store.values_of(run)[None]
-        outputs.append(F.scaled_dot_product_attention(folded[None, heads], keys, values, mask, scale=scaling)[0])
+        if softmax.plain:
+            attended = F.scaled_dot_product_attention(folded[None, heads], keys, values, mask, scale=softmax.scaling)
+        else:
+            own = replace(softmax, sinks=None if sinks is None else sinks[heads].repeat_interleave(n, 1))
+            attended = softmax_attention(folded[None, heads], keys, values, own, mask)[0].transpose(1, 2)
+        outputs.append(attended[0])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if format:
         output = format.unmix(output)

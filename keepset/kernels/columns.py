@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels.dispatch import CACHE_BLOCK, PRODUCT_BLOCK, block_size, has_bfloat16, launched_on, uses_triton
+from keepset.kernels.softmax import Softmax, normalised, softmax_attention
 
 _CHUNK = 64
 """Queries per step: enough for efficient matrix products, few enough to stay in a core's cache."""
@@ -49,7 +50,7 @@ def attention_with_lse(
     queries: Float[Tensor, "query_heads n head_dim"],
     keys: Float[Tensor, "kv_heads entries head_dim"],
     values: Float[Tensor, "kv_heads entries value_dim"],
-    scaling: float,
+    softmax: Softmax,
     causal: bool = True,
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
     """Return the attention of one request, and the log-sum-exp by which it was normalised.
@@ -61,19 +62,37 @@ def attention_with_lse(
         queries: queries after rotation. If `causal`, they belong to the same tokens as the entries.
         keys: keys after rotation.
         values: values.
-        scaling: factor of the logits.
+        softmax: how the model makes attention of products.
         causal: whether a token sees only the entries up to its own. If False, each query sees all entries.
 
     Returns:
-        The output in the queries' dtype, and the log-sum-exp of every query's logits in float32.
+        The output in the queries' dtype, and the log-sum-exp of every query's logits in float32, the sink included.
     """
+    if softmax.softcap is not None:
+        output, lse = softmax_attention(queries[None], keys[None], values[None], softmax, causal=causal)
+        return output[0].transpose(0, 1), lse[0]
+    output, lse = _scaled_attention(queries, keys, values, softmax.scaling, causal)
+    if softmax.sinks is None:
+        return output, lse
+    whole = softmax.with_sinks(lse)
+    return output * (lse - whole).exp()[..., None].to(output.dtype), whole
+
+
+def _scaled_attention(
+    queries: Float[Tensor, "query_heads n head_dim"],
+    keys: Float[Tensor, "kv_heads entries head_dim"],
+    values: Float[Tensor, "kv_heads entries value_dim"],
+    scaling: float,
+    causal: bool,
+) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
+    """Return attention without caps and sinks, and its log-sum-exp."""
     operator = _fused_operator(queries, keys, values)
     group, n, value_dim = queries.shape[0] // keys.shape[0], queries.shape[1], values.shape[-1]
     repeated = (x.repeat_interleave(group, 0) for x in (keys, values))
     query, key, value = (x.unsqueeze(0) for x in (queries, *repeated))
     if operator is None:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
-        return output.squeeze(0), log_sum_exp(queries, keys, scaling, causal)
+        return output.squeeze(0), log_sum_exp(queries, keys, Softmax(scaling), causal)
     if queries.device.type != "cpu":
         query, key, value = (_whole_multiple(x) for x in (query, key, value))
     output, lse = operator(query, key, value, causal, scaling)
@@ -124,7 +143,7 @@ def _memory_efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool, s
 def log_sum_exp(
     queries: Float[Tensor, "query_heads n head_dim"],
     keys: Float[Tensor, "kv_heads entries head_dim"],
-    scaling: float,
+    softmax: Softmax,
     causal: bool = True,
 ) -> Float[Tensor, "query_heads n"]:
     """Return the log-sum-exp of every query's logits, in memory that grows with the entries.
@@ -132,7 +151,7 @@ def log_sum_exp(
     Args:
         queries: queries of the last `n` entries; if not `causal`, of tokens after all entries.
         keys: keys of all entries.
-        scaling: factor of the logits.
+        softmax: how the model makes attention of products.
         causal: whether a query sees only the entries up to its own.
 
     Returns:
@@ -142,18 +161,18 @@ def log_sum_exp(
         from keepset.kernels.triton import columns  # loads Triton
 
         with launched_on(keys.device):
-            return columns.log_sum_exp(queries, keys, scaling, causal)
+            return softmax.with_sinks(columns.log_sum_exp(queries, keys, softmax, causal))
     grouped = queries.unflatten(0, (keys.shape[0], -1))
     starts = range(0, queries.shape[1], _CHUNK)
-    parts = [_logits(grouped, keys, scaling, start, _CHUNK, causal).logsumexp(-1) for start in starts]
-    return torch.cat(parts, 2).flatten(0, 1)
+    parts = [_logits(grouped, keys, softmax, start, _CHUNK, causal).logsumexp(-1) for start in starts]
+    return softmax.with_sinks(torch.cat(parts, 2).flatten(0, 1))
 
 
 def attention_columns(
     queries: Float[Tensor, "query_heads n head_dim"],
     keys: Float[Tensor, "kv_heads entries head_dim"],
     *,
-    scaling: float | None = None,
+    softmax: Softmax | None = None,
     names: Collection[str] = (ColumnStatistic.SUM,),
     group: str = GroupRule.EACH,
     causal: bool = True,
@@ -172,7 +191,7 @@ def attention_columns(
     Args:
         queries: queries after rotation, of the last `n` entries; if not `causal`, of tokens after all entries.
         keys: keys of all entries, after rotation.
-        scaling: factor of the logits; by default `head_dim ** -0.5`.
+        softmax: how the model makes attention of products; by default they are scaled by `head_dim ** -0.5`.
         names: statistics to compute: any of `sum`, `max` and `square` (sum of squares).
         group: how to reduce the statistics of the query heads that share a KV head: `each` (no reduction), `sum`,
             `mean` or `max`.
@@ -183,16 +202,16 @@ def attention_columns(
         The statistics by name, float32. `heads` counts query heads if `group` is `each`, else KV heads.
     """
     kv_heads, entries, head_dim = keys.shape
-    scaling = head_dim**-0.5 if scaling is None else scaling
+    softmax = Softmax(head_dim**-0.5) if softmax is None else softmax
     if not queries.shape[1]:  # nothing but padding
         heads = queries.shape[0] if group == GroupRule.EACH else kv_heads
         return {name: torch.zeros(heads, entries, device=keys.device) for name in names}
-    lse = log_sum_exp(queries, keys, scaling, causal) if lse is None else lse
+    lse = log_sum_exp(queries, keys, softmax, causal) if lse is None else lse
     if uses_triton(keys.device):
         from keepset.kernels.triton import columns  # loads Triton
 
         with launched_on(keys.device):
-            return columns.attention_columns(queries, keys, lse, scaling, names, group, causal)
+            return columns.attention_columns(queries, keys, lse, softmax, names, group, causal)
     grouped = queries.unflatten(0, (kv_heads, -1))
     lse = lse.view(grouped.shape[:3])
     members, on_cpu = grouped.shape[1], keys.device.type == "cpu"
@@ -203,7 +222,7 @@ def attention_columns(
     for head in range(0, kv_heads, heads):
         block = slice(head, head + heads)
         for start in range(0, queries.shape[1], rows):
-            logits = _logits(grouped[block], keys[block], scaling, start, rows, causal, lse[block])
+            logits = _logits(grouped[block], keys[block], softmax, start, rows, causal, lse[block])
             visible = logits.shape[-1]
             if "max" in names:
                 running_max = largest[block, :, :visible]
@@ -246,11 +265,11 @@ class ColumnAccumulator:
         self,
         queries: Float[Tensor, "query_heads n head_dim"],
         keys: Float[Tensor, "kv_heads entries head_dim"],
-        scaling: float,
+        softmax: Softmax,
         lse: Float[Tensor, "query_heads n"] | None = None,
     ) -> None:
         """Add the next `n` queries."""
-        new = attention_columns(queries, keys, scaling=scaling, names=self._names, lse=lse)
+        new = attention_columns(queries, keys, softmax=softmax, names=self._names, lse=lse)
         for name, before in self.statistics.items():
             new[name] = ColumnStatistic(name).merge(new[name], F.pad(before, (0, keys.shape[1] - before.shape[1])))
         self.statistics = new
@@ -259,7 +278,7 @@ class ColumnAccumulator:
 def _logits(
     queries: Float[Tensor, "kv_heads group n head_dim"],
     keys: Float[Tensor, "kv_heads entries head_dim"],
-    scaling: float,
+    softmax: Softmax,
     start: int,
     most: int,
     causal: bool,
@@ -273,11 +292,11 @@ def _logits(
     visible = first + rows if causal else entries
     folded, past = chunk.flatten(1, 2), keys[:, :visible].transpose(1, 2)
     shift = None if lse is None else lse[:, :, start : start + rows].flatten(1)[..., None]
-    if shift is not None and keys.dtype == shift.dtype:
+    if shift is not None and keys.dtype == shift.dtype and softmax.softcap is None:
         # Subtracting inside the product saves a pass over logits that do not fit a cache.
-        logits = torch.baddbmm(shift, folded, past, beta=-1, alpha=scaling)
+        logits = torch.baddbmm(shift, folded, past, beta=-1, alpha=softmax.scaling)
     else:
-        logits = torch.bmm(folded, past).float() * scaling
+        logits = softmax.capped(torch.bmm(folded, past).float() * softmax.scaling)
         logits = logits if shift is None else logits - shift
     logits = logits.unflatten(1, (-1, rows))
     if causal:
@@ -288,7 +307,7 @@ def _logits(
 
 
 def mean_square_attention(
-    queries: Float[Tensor, "query_heads n head_dim"], keys: Float[Tensor, "kv_heads entries head_dim"], scaling: float
+    queries: Float[Tensor, "query_heads n head_dim"], keys: Float[Tensor, "kv_heads entries head_dim"], softmax: Softmax
 ) -> Float[Tensor, "query_heads entries"]:
     """Return the mean square of the attention that each entry receives from `n` queries that see all entries.
 
@@ -299,7 +318,7 @@ def mean_square_attention(
     Args:
         queries: queries rotated to positions after all entries.
         keys: keys of all entries, after rotation.
-        scaling: factor of the logits.
+        softmax: how the model makes attention of products.
 
     Returns:
         float32, whatever the dtype of the inputs; zero if there are no queries.
@@ -308,17 +327,21 @@ def mean_square_attention(
         return torch.zeros(len(queries), keys.shape[1], device=keys.device)
     if uses_triton(keys.device):
         asking, square = queries.to(keys.dtype), ColumnStatistic.SQUARE
-        columns = attention_columns(asking, keys, scaling=scaling, names=[square], causal=False)
+        columns = attention_columns(asking, keys, softmax=softmax, names=[square], causal=False)
         return columns[square] / queries.shape[1]
     kv_heads, entries, _ = keys.shape
     grouped = queries.unflatten(0, (kv_heads, -1))
     group, n = grouped.shape[1:3]
     rows = max(1, block_size(keys.device, CACHE_BLOCK) // (group * entries))
     squares = torch.zeros(kv_heads, group, entries, device=keys.device)
+    sinks = softmax.by_query_group(1, kv_heads).sinks
     for head in range(kv_heads):
         transposed_keys = keys[head].float().T
         for block in grouped[head].split(rows, 1):
-            logits = (block.float() * scaling).flatten(0, 1) @ transposed_keys
-            attention = torch.softmax(logits, -1, out=logits)
-            squares[head] += attention.square_().unflatten(0, (group, -1)).sum(1)
+            logits = softmax.capped((block.float() * softmax.scaling).flatten(0, 1) @ transposed_keys)
+            if sinks is None:
+                attention = torch.softmax(logits, -1, out=logits).unflatten(0, (group, -1))
+            else:
+                attention = normalised(logits.unflatten(0, (group, -1)), sinks[head, :, None])
+            squares[head] += attention.square_().sum(1)
     return squares.flatten(0, 1) / n

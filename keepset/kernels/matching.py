@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size
+from keepset.kernels.softmax import Softmax, with_sink
 
 _STEPS = 10
 """Multiplicative updates; twice as many brought nothing nearer to the full cache."""
@@ -44,7 +45,7 @@ def match_attention(
     heads: FitProblem,
     kept: Int[Tensor, "heads k"],
     exists: Bool[Tensor, "heads k"],
-    scaling: float,
+    softmax: Softmax,
     ridge: float,
     biases: bool,
 ) -> tuple[Float[Tensor, "heads k"], Float[Tensor, "heads k value_dim"]]:
@@ -57,25 +58,26 @@ def match_attention(
 
     The weights come from multiplicative updates for non-negative least squares (Lee and Seung 2001), with a ridge
     towards one weight for all. A head whose fit is further from the full output than its unchanged entries stays as it
-    is.
+    is. Where a sink in the softmax takes a part of a query's attention, the kept entries stand for the rest of it, not
+    for 1, and what is normalised adds up to the rest.
 
     Args:
         heads: what attention over all entries sees.
         kept: indices of the entries that stay; anything where `exists` is False.
         exists: which kept entries there are.
-        scaling: factor of the logits.
+        softmax: how the model makes attention of products; its sinks are those of the heads' queries, `[heads, m]`.
         ridge: strength of both ridges, in parts of the mean diagonal of the normal equations.
         biases: whether to fit biases; otherwise they are zero.
 
     Returns:
         What to add to each kept entry's bias, and its new value; float32.
     """
-    outputs, shares = _reference(heads, kept, exists, scaling)
+    outputs, shares, sunk = _reference(heads, kept, exists, softmax)
     before = _gathered(heads.values, kept).float().masked_fill(~exists[..., None], 0.0)
-    as_it_was = _normalised(shares)
+    as_it_was = _normalised(shares, sunk)
     count = exists.sum(-1)
-    weights = _weights(shares, ridge, count) if biases else torch.ones_like(shares[:, 0])
-    paid = _normalised(shares * weights[:, None])
+    weights = _weights(shares, sunk, ridge, count) if biases else torch.ones_like(shares[:, 0])
+    paid = _normalised(shares * weights[:, None], sunk)
     residual = outputs - paid @ before
     values = before + _ridge(paid, residual, ridge, count)
     # Over all queries of a head: the ridge regression can only gain, but the biases before it may lose.
@@ -87,36 +89,49 @@ def match_attention(
 
 
 def _reference(
-    heads: FitProblem, kept: Int[Tensor, "heads k"], exists: Bool[Tensor, "heads k"], scaling: float
-) -> tuple[Float[Tensor, "heads m value_dim"], Float[Tensor, "heads m k"]]:
-    """Return attention's output over all entries, and the kept entries' part of the weights; in blocks of queries."""
+    heads: FitProblem, kept: Int[Tensor, "heads k"], exists: Bool[Tensor, "heads k"], softmax: Softmax
+) -> tuple[Float[Tensor, "heads m value_dim"], Float[Tensor, "heads m k"], Float[Tensor, "heads m"] | None]:
+    """Return attention's output over all entries, and what kept entries and a sink have of it; in query blocks."""
     # Places without an entry may hold NaN.
     hidden = heads.added.isneginf()[..., None]
     keys = heads.keys.float().masked_fill(hidden, 0.0).transpose(1, 2)
     values = heads.values.float().masked_fill(hidden, 0.0)
-    outputs, shares = [], []
-    for block, asked in _blocks(heads):
-        logits = torch.baddbmm(heads.added[:, None], block.float(), keys, alpha=scaling)
-        attention = torch.softmax(logits, -1, out=logits).nan_to_num_(0.0).masked_fill_(~asked[..., None], 0.0)
+    outputs, shares, sunk = [], [], []
+    for rows, block, asked in _blocks(heads):
+        if softmax.softcap is None:
+            logits = torch.baddbmm(heads.added[:, None], block.float(), keys, alpha=softmax.scaling)
+        else:
+            logits = softmax.capped(block.float() @ keys * softmax.scaling) + heads.added[:, None]
+        if softmax.sinks is None:
+            attention = torch.softmax(logits, -1, out=logits)
+        else:
+            attention, lost = with_sink(logits, softmax.sinks[:, rows])
+            sunk.append(lost.nan_to_num_(0.0).masked_fill_(~asked, 0.0))
+        attention = attention.nan_to_num_(0.0).masked_fill_(~asked[..., None], 0.0)
         outputs.append(attention @ values)
         places = kept[:, None].expand(-1, attention.shape[1], -1)
         shares.append(attention.gather(-1, places).masked_fill_(~exists[:, None], 0.0))
-    return torch.cat(outputs, 1), torch.cat(shares, 1)
+    return torch.cat(outputs, 1), torch.cat(shares, 1), torch.cat(sunk, 1) if sunk else None
 
 
-def _blocks(heads: FitProblem) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the reference queries in blocks, and which of them exist."""
+def _blocks(heads: FitProblem) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield the reference queries in blocks: which they are, the queries, and which of them exist."""
     rows = max(1, block_size(heads.keys.device, PRODUCT_BLOCK) // heads.keys[..., 0].numel())
-    return zip(heads.queries.split(rows, 1), heads.asked.split(rows, 1), strict=True)
+    for first in range(0, heads.queries.shape[1], rows):
+        part = slice(first, first + rows)
+        yield part, heads.queries[:, part], heads.asked[:, part]
 
 
-def _weights(shares: Float[Tensor, "heads m k"], ridge: float, count: Tensor) -> Float[Tensor, "heads k"]:
-    """Return how many entries each kept one stands for, so that `shares @ weights` is near 1 for every query.
+def _weights(
+    shares: Float[Tensor, "heads m k"], sunk: Float[Tensor, "heads m"] | None, ridge: float, count: Tensor
+) -> Float[Tensor, "heads k"]:
+    """Return how many entries each kept one stands for, so that `shares @ weights` is near 1, less what is sunk.
 
     The ridge pulls towards the one weight that would be best for all. Without it an entry that hardly any reference
     query looks at would stand for whatever the others have lost, which no other query agrees with.
     """
-    target, penalty = shares.sum(1), _penalty(shares, ridge, count)
+    target = (shares if sunk is None else shares * (1.0 - sunk[..., None])).sum(1)
+    penalty = _penalty(shares, ridge, count)
     alike = target.sum(-1, keepdim=True) / _square(shares.sum(-1)).clamp(min=torch.finfo(shares.dtype).tiny)[:, None]
     alike = alike.where(target.any(-1, keepdim=True), 1.0)
     weights = alike.expand_as(target)
@@ -148,9 +163,12 @@ def _penalty(rows: Float[Tensor, "heads m k"], ridge: float, count: Int[Tensor, 
     return (ridge * _square(rows) / count.clamp(min=1) + torch.finfo(rows.dtype).tiny)[:, None]
 
 
-def _normalised(shares: Float[Tensor, "heads m k"]) -> Float[Tensor, "heads m k"]:
-    """Return the shares divided by their sum."""
-    return shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(shares.dtype).tiny)
+def _normalised(
+    shares: Float[Tensor, "heads m k"], sunk: Float[Tensor, "heads m"] | None
+) -> Float[Tensor, "heads m k"]:
+    """Return the shares divided by their sum and what a sink has."""
+    whole = shares.sum(-1, keepdim=True) if sunk is None else shares.sum(-1, keepdim=True) + sunk[..., None]
+    return shares / whole.clamp(min=torch.finfo(shares.dtype).tiny).clamp(min=torch.finfo(shares.dtype).tiny)
 
 
 def _square(numbers: Float[Tensor, "heads *rest"]) -> Float[Tensor, " heads"]:

@@ -16,6 +16,7 @@ from keepset.kernels.page_entries import LayerPages, addresses_of, read_pages
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
+from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import received_attention
 
 ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
@@ -155,13 +156,14 @@ def _add_received_of_layers(
     last = received.last_visible.repeat_interleave(kv_heads, 0)
     sums = column.new_empty(*slots.shape, *column.shape[1:])
     at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // max(1, slots.shape[2] * queries.shape[-1]))
+    softmax = Softmax(received.scaling)
     for layer, read in enumerate(readers):
         for head in range(0, number, at_once):
             some = slice(head, head + at_once)
             part = layer, some
             bias = None if biases is None else biases[part]
             made = received_attention(
-                grouped[part], read(heads.tables[part]), positions[part], last[some], received.scaling,
+                grouped[part], read(heads.tables[part]), positions[part], last[some], softmax,
                 heads.exists[part], received.sums_of, bias,
             )  # fmt: skip
             sums[part] = received.sums_of.of(made)

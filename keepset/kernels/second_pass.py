@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepset.kernels.columns import ColumnStatistic, attention_columns, attention_with_lse, log_sum_exp
 from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size, uses_triton
+from keepset.kernels.softmax import Softmax, with_sink
 
 _LEAST_ROWS = 16
 """Fewer queries make slow matrix products."""
@@ -44,7 +45,7 @@ def second_pass_attention(
     queries: Float[Tensor, "query_heads n head_dim"],
     cached: tuple[Float[Tensor, "kv_heads entries head_dim"], Float[Tensor, "kv_heads entries value_dim"]],
     new: tuple[Float[Tensor, "kv_heads n head_dim"], Float[Tensor, "kv_heads n value_dim"]],
-    scaling: float,
+    softmax: Softmax,
     names: Collection[str],
     sequences: Sequence[PackedSequence] | None = None,
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], dict[str, Float[Tensor, "query_heads entries"]]]:
@@ -56,7 +57,7 @@ def second_pass_attention(
         queries: queries of the tokens, after rotation.
         cached: keys and values of the cache.
         new: keys and values of the tokens.
-        scaling: factor of the logits.
+        softmax: how the model makes attention of products.
         names: names of the statistics, of `ColumnStatistic`.
         sequences: what the tokens consist of, in order; by default one sequence.
 
@@ -67,7 +68,7 @@ def second_pass_attention(
     n = queries.shape[1]
     sequences = [PackedSequence(n)] if sequences is None else sequences
     if uses_triton(queries.device):
-        return _in_two_passes(queries, cached, new, scaling, names, sequences)
+        return _in_two_passes(queries, cached, new, softmax, names, sequences)
     longest = max(sequence.tokens for sequence in sequences)
     grouped = queries.unflatten(0, (kv_heads, -1))
     group = grouped.shape[1]
@@ -75,6 +76,7 @@ def second_pass_attention(
     future = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).triu(1)
     output = queries.new_empty(kv_heads, group, n, cached[1].shape[-1])
     statistics = {name: torch.zeros(kv_heads, group, entries, device=queries.device) for name in names}
+    sinks = softmax.by_query_group(1, kv_heads).sinks
     workspace = queries.new_empty(group * rows * (entries + longest))  # fresh memory would cost a tenth more
     keys, values = (old.new_empty(entries + longest, old.shape[-1]) for old in cached)
     for head in range(kv_heads):
@@ -90,14 +92,20 @@ def second_pass_attention(
                 visible = entries + start + size
                 logits = workspace[: group * size * visible].view(group * size, visible)
                 folded = block.reshape(group * size, -1)
-                logits = torch.addmm(logits, folded, keys[:visible].T, beta=0, alpha=scaling, out=logits).float()
+                logits = torch.addmm(
+                    logits, folded, keys[:visible].T, beta=0, alpha=softmax.scaling, out=logits
+                ).float()
+                logits = softmax.capped(logits)
                 own = logits.view(group, size, visible)[..., visible - size :]
                 own.masked_fill_(future[:size, :size], float("-inf"))
-                attention = torch.softmax(logits, -1, out=logits)
+                if sinks is None:
+                    attention, sunk = torch.softmax(logits, -1, out=logits), None
+                else:
+                    attention, sunk = with_sink(logits, sinks[head].repeat_interleave(size))
                 attended = attention.to(values.dtype) @ values[:visible]
                 output[head, :, first + start : first + start + size] = attended.view(group, size, -1)
                 of_head = {name: column[head] for name, column in statistics.items()}
-                _merge_columns(of_head, attention, entries, size, scope)
+                _merge_columns(of_head, attention, entries, size, scope, sunk)
             first += tokens
     return output.flatten(0, 1), {name: columns.flatten(0, 1) for name, columns in statistics.items()}
 
@@ -106,7 +114,7 @@ def _in_two_passes(
     queries: Float[Tensor, "query_heads n head_dim"],
     cached: tuple[Float[Tensor, "kv_heads entries head_dim"], Float[Tensor, "kv_heads entries value_dim"]],
     new: tuple[Float[Tensor, "kv_heads n head_dim"], Float[Tensor, "kv_heads n value_dim"]],
-    scaling: float,
+    softmax: Softmax,
     names: Collection[str],
     sequences: Sequence[PackedSequence],
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], dict[str, Float[Tensor, "query_heads entries"]]]:
@@ -117,17 +125,17 @@ def _in_two_passes(
     for tokens, scope in sequences:
         part = slice(first, first + tokens)
         asking, keys, values = queries[:, part], new[0][:, part], new[1][:, part]
-        of_cached, cached_lse = attention_with_lse(asking, *cached, scaling, causal=False)
-        of_own, own_lse = attention_with_lse(asking, keys, values, scaling)
-        lse = torch.logaddexp(cached_lse, own_lse)
+        of_cached, cached_lse = attention_with_lse(asking, *cached, softmax.without_sinks, causal=False)
+        of_own, own_lse = attention_with_lse(asking, keys, values, softmax.without_sinks)
+        lse = softmax.with_sinks(torch.logaddexp(cached_lse, own_lse))
         of_cached, of_own = of_cached * (cached_lse - lse).exp()[..., None], of_own * (own_lse - lse).exp()[..., None]
         outputs.append((of_cached + of_own).to(values.dtype))
         sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
         if sinks < start or stop < entries:
             seen = torch.cat([cached[0][:, :sinks], cached[0][:, start:stop], keys], 1)
-            lse = log_sum_exp(asking, seen, scaling)
+            lse = log_sum_exp(asking, seen, softmax)
         columns = attention_columns(
-            asking, cached[0][:, start:stop], scaling=scaling, names=names, causal=False, lse=lse
+            asking, cached[0][:, start:stop], softmax=softmax, names=names, causal=False, lse=lse
         )
         for name, column in columns.items():
             so_far = statistics[name][:, start:stop]
@@ -142,13 +150,15 @@ def _merge_columns(
     entries: int,
     rows: int,
     scope: SoftmaxScope | None,
+    sunk: Float[Tensor, " group_rows"] | None,
 ) -> None:
-    """Merge what a block of queries pays to the entries into their statistics."""
+    """Merge what a block of queries pays to the entries, and to a sink in the softmax, into the entries' statistics."""
     sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
     columns = attention[:, start:stop]
     if sinks < start or stop < entries:
         parts = attention[:, :sinks], columns, attention[:, entries:]
         paid = torch.stack([part.sum(1, keepdim=True) for part in parts]).sum(0)
+        paid = paid if sunk is None else paid + sunk[:, None]
         columns = columns / paid.clamp(min=torch.finfo(paid.dtype).tiny)  # less is nothing, even of so little
     columns = columns.unflatten(0, (-1, rows))
     for name, statistic in statistics.items():

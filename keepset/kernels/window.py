@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -10,6 +12,7 @@ from torch import Tensor
 from keepset.kernels.dispatch import CACHE_BLOCK, block_size, launched_on, uses_triton
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
+from keepset.kernels.softmax import Softmax, normalised
 
 
 def received_attention(
@@ -17,7 +20,7 @@ def received_attention(
     keys: Float[Tensor, "heads entries head_dim"],
     positions: Int[Tensor, "heads entries"],
     last_visible: Int[Tensor, "heads n"],
-    scaling: float,
+    softmax: Softmax,
     valid: Bool[Tensor, "heads entries"] | None = None,
     sums_of: GroupReduction = GroupReduction.EACH,
     bias: Float[Tensor, "heads entries"] | None = None,
@@ -33,7 +36,7 @@ def received_attention(
         keys, positions: of the entries.
         last_visible: the last position that each query sees, in rising order. A query that does not exist sees nothing:
             give it -1.
-        scaling: factor of the logits.
+        softmax: how the model makes attention of products; its sinks are those of these heads, `[heads, group]`.
         valid: which entries exist; None: all.
         sums_of: whether query heads count one by one, or their largest logits as if they were one head.
         bias: added to the logit of each entry.
@@ -55,15 +58,18 @@ def received_attention(
         visible = positions[part, None, first:] <= last_visible[part, :, None]
         if valid is not None:
             visible &= valid[part, None, first:]
-        few = queries[part].float() * scaling
+        few = queries[part].float() * softmax.scaling
+        sinks = None if softmax.sinks is None else softmax.sinks[part, :, None]
+        if largest and sinks is not None:
+            sinks = sinks.amax(1, keepdim=True)
         facing = keys[part].float().transpose(1, 2)
         for chosen, seen in zip(few.split(rows, 2), visible.split(rows, 1), strict=True):
-            logits = (chosen.flatten(1, 2) @ facing).unflatten(1, (group, -1))
+            logits = softmax.capped(chosen.flatten(1, 2) @ facing).unflatten(1, (group, -1))
             if bias is not None:
                 logits += bias[part, None, None]
             if largest:
                 logits = logits.amax(1, keepdim=True)
-            totals[part] += masked_softmax(logits, seen[:, None]).sum(2)
+            totals[part] += masked_softmax(logits, seen[:, None], sinks).sum(2)
     return totals
 
 
@@ -73,14 +79,15 @@ def add_received(
     packed: PackedHeads,
     kv_heads: int,
     last_visible: Int[Tensor, "batch n"],
-    scaling: float,
+    softmax: Softmax,
     sums_of: GroupReduction = GroupReduction.MEAN,
 ) -> None:
     """Add what every entry of packed heads receives from some queries to a column.
 
     Args:
         column: numbers of the heads' places; written to.
-        queries, last_visible, scaling: as in `received_attention`, of all requests.
+        queries, last_visible: as in `received_attention`, of all requests.
+        softmax: how the model makes attention of products; its sinks are `[query_heads]`.
         packed: all heads of all requests.
         kv_heads: KV heads of a request.
         sums_of: how to reduce the query heads that share a KV head.
@@ -91,16 +98,18 @@ def add_received(
         if packed.format and packed.format.refined:
             packed = packed.whole()
         with launched_on(packed.keys.device):
-            return window.add_received(column, queries, packed, kv_heads, last_visible, scaling, sums_of)
+            return window.add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_of)
     if packed.format:
         queries = packed.format.mix(queries)
     grouped = queries.unflatten(1, (kv_heads, -1)).flatten(0, 1)
     last = last_visible[:, None].expand(-1, kv_heads, -1).flatten(0, 1)
+    softmax = softmax.by_query_group(len(queries), kv_heads)
     for run in packed.pieces:
         heads = slice(run.first, run.first + run.heads)
         keys, positions = packed.keys_of(run), run.view(packed.positions)
         bias = None if packed.bias is None else run.view(packed.bias)
-        sums = received_attention(grouped[heads], keys, positions, last[heads], scaling, None, sums_of, bias)
+        own = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[heads])
+        sums = received_attention(grouped[heads], keys, positions, last[heads], own, None, sums_of, bias)
         run.view(column).add_(sums_of.of(sums))
 
 
@@ -122,18 +131,21 @@ def first_unseen(
 
 
 def masked_softmax(
-    logits: Float[Tensor, "*rows entries"], visible: Bool[Tensor, "*#rows last"]
+    logits: Float[Tensor, "*rows entries"],
+    visible: Bool[Tensor, "*#rows last"],
+    sinks: Float[Tensor, "*#rows"] | None = None,
 ) -> Float[Tensor, "*rows entries"]:
     """Return the softmax of logits under a mask; zero for a query that sees nothing.
 
     Args:
         logits: of all entries; written to.
         visible: mask of the last entries; the entries before are visible to all queries.
+        sinks: logit of each row's sink; None if there are none.
     """
     if visible.shape[-1]:
         # Masking entries that all queries see would cost as much as the softmax.
         logits[..., -visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
-    attention = logits.softmax(-1)
+    attention = normalised(logits, sinks)
     if visible.shape[-1] == logits.shape[-1]:
         attention.masked_fill_(~visible.any(-1, keepdim=True), 0.0)
     return attention

@@ -18,6 +18,7 @@ from keepset.core.rope import positions_ahead
 from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
 from keepset.kernels.dispatch import CACHE_BLOCK, DEVICE_BLOCK
+from keepset.kernels.softmax import normalised
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ExpectedAttention(Method):
     def score(self, observation: Observation) -> Scores:
         moments = self._measured(observation) if self.stats else observation[QueryMoments(self.skip)]
         mean, covariance = moments.ahead(self.future)
-        scaling = observation.scaling
+        scaling, sinks = observation.scaling, observation.sinks
         vectors = observation.by_query_group(mean * scaling)
         matrices = observation.by_query_group(covariance * (0.5 * scaling**2)) if self.covariance else None
 
@@ -76,10 +77,14 @@ class ExpectedAttention(Method):
             own = None if matrices is None else matrices[:, heads]
             return _expected_logits(observation.keys_of(heads), vectors[:, heads], own)
 
-        logits = observation.over_heads(look)
+        logits = observation.softmax.capped(observation.over_heads(look))
         counted = observation.valid & (observation.positions >= self.skip)
         logits = logits.masked_fill(~counted[..., None], float("-inf"))
-        attention = logits.softmax(-2).nan_to_num(nan=0.0).mean(-1)
+        if sinks is None:
+            attention = logits.softmax(-2)
+        else:
+            attention = normalised(logits.transpose(-1, -2), sinks).transpose(-1, -2)
+        attention = attention.nan_to_num(nan=0.0).mean(-1)
         if not self.value_norm:
             return attention
         norms = observation.over_heads(

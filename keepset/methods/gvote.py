@@ -20,6 +20,7 @@ from keepset.core.select import Ranking, top_mask
 from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
 from keepset.kernels.dispatch import upload
+from keepset.kernels.softmax import normalised
 from keepset.methods.random import normal, stream
 
 
@@ -75,9 +76,11 @@ class GVote(Method):
         _, heads, group, samples, _ = queries.shape
         scores = torch.zeros(observation.valid.shape, device=observation.valid.device)
         at_once = max(1, _BLOCK // (heads * group * scores.shape[2]))
+        sinks = None if observation.sinks is None else observation.sinks[..., None]
         for few in queries.split(at_once, 3):
             logits = query_logits(observation, few)
-            scores += _best(logits, steps).sum((2, 3)) + logits.softmax(-1).sum((2, 3)) / (group * samples)
+            paid = normalised(logits, sinks).sum((2, 3)) / (group * samples)
+            scores += _best(logits, steps).sum((2, 3)) + paid
         return scores
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
@@ -86,7 +89,10 @@ class GVote(Method):
 
     def step_budgets(self, observation: Observation) -> Int[Tensor, "batch kv_heads group"]:
         """Return B_step of every query head: how many entries the newest query needs."""
-        needed = nucleus(observation.by_query_group(observation.window_attention(1)[:, :, 0]), self.p_nuc)
+        attention = observation.by_query_group(observation.window_attention(1)[:, :, 0])
+        if observation.sinks is not None:  # what a sink takes is no entry's
+            attention = attention / attention.sum(-1, keepdim=True)
+        needed = nucleus(attention, self.p_nuc)
         existing = observation.valid.sum(-1, keepdim=True)
         return needed.minimum(existing).where(observation.lengths[:, None, None] > self.skip, existing)
 
@@ -130,7 +136,7 @@ def query_logits(
     logits = observation.over_heads(
         lambda heads: folded[:, heads] @ observation.keys_of(heads).float().transpose(-1, -2)
     )
-    logits = logits.nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
+    logits = observation.softmax.capped(logits).nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
     return logits.masked_fill(~observation.valid[:, :, None], float("-inf")).unflatten(2, queries.shape[2:4])
 
 

@@ -23,6 +23,7 @@ from keepset.core.statistics import HeadShare, Statistics
 from keepset.errors import UnsupportedModelError
 from keepset.kernels.moments import Moments
 from keepset.kernels.paged_arguments import ColumnTarget, RecordedQueries
+from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import POSITION, EntryColumns
 from keepset.paged.eviction_event import EvictionEvent, OccupiedPages
@@ -56,7 +57,7 @@ class Observer:
         share: HeadShare | None = None,
     ) -> None:
         self._needs, self._recording, self._ring = needs, recording, ring
-        self._scaling, self._rotary, self._projections = scaling, rotary, projections
+        self._softmax, self._rotary, self._projections = Softmax(scaling), rotary, projections
         self._checked: set[int] = set()
         self._from_files: dict[Feature[Any], Any] = {
             **{stats: _statistics(stats, share) for stats in needs.of(ModelStatistics)},
@@ -87,7 +88,7 @@ class Observer:
             keys = decoded_keys(pages, chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
-        step = Chunk(rows, entries, positions, None, self._scaling, source=source, start=chunk.position)
+        step = Chunk(rows, entries, positions, None, self._softmax, source=source, start=chunk.position)
         chunk.layers[place].add(step)
 
     def add_up(
@@ -114,7 +115,7 @@ class Observer:
                 columns[feature.column],
                 last.masked_fill(~self._counts(feature, addition), -1),
                 addition.unwritten,
-                self._scaling,
+                self._softmax.scaling,
                 feature.sums_of,
                 columns.bias,
                 columns[POSITION] if feature.history and POSITION in columns else None,
@@ -127,7 +128,7 @@ class Observer:
         assert source is not None
         for of in self._recording.moments:
             exists, at = self._counts(of, addition), addition.positions
-            self._ring.add_moments(of, places, addition.slots, waiting, at, exists, fresh, self._scaling, source)
+            self._ring.add_moments(of, places, addition.slots, waiting, at, exists, fresh, self._softmax, source)
 
     def _waiting(
         self,
@@ -160,7 +161,7 @@ class Observer:
             columns: has the window sums.
             width: entries of each head that the observation shows.
         """
-        parts: dict[str, Any] = {"scaling": self._scaling}
+        parts: dict[str, Any] = {"softmax": self._softmax}
         if number := self._needs.newest:
             parts["queries"], positions = self._newest(event, places, number)
             # The default says that no query is missing, which is cheaper.
@@ -209,7 +210,7 @@ class Observer:
             else:
                 queries, positions = self._newest(event, places, self._recording.window(feature))
                 moments = Moments()
-                feature.add(moments, Chunk(queries, list, positions, None, self._scaling, source=source))
+                feature.add(moments, Chunk(queries, list, positions, None, self._softmax, source=source))
             made[feature] = feature.distribution(moments, source, event.at.repeat(len(places)))
         return made
 

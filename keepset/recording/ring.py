@@ -12,6 +12,7 @@ from keepset.core.accumulator import Chunk, QuerySource
 from keepset.core.features.moments import QueryMoments
 from keepset.kernels.moments import Moments
 from keepset.kernels.paged_arguments import RecordedQueries
+from keepset.kernels.softmax import Softmax
 from keepset.recording.features import Recording
 
 _AT_ONCE = 1 << 24
@@ -149,7 +150,7 @@ class QueryRing:
         positions: Int[Tensor, "rows n"],
         exists: Bool[Tensor, "rows n"],
         fresh: Bool[Tensor, " rows"],
-        scaling: float,
+        softmax: Softmax,
         source: QuerySource,
     ) -> None:
         """Add queries to the moments of their requests, as many layers at a time as fit the workspace.
@@ -162,7 +163,7 @@ class QueryRing:
             positions: position of each query.
             exists: which queries count.
             fresh: requests that have no moments yet, whatever lies in their slots.
-            scaling: factor of the model's logits.
+            softmax: how the model makes attention of products.
             source: how the layers rotate their queries.
         """
         parts, together = self._moments[feature], self.layers_at_once(len(slots))
@@ -172,7 +173,7 @@ class QueryRing:
             own = queries.of_layers(range(some.start - layers.start, some.stop - layers.start))
             own = own.masked_fill(~of_rows[:, None, :, None], 0)  # whatever lies there
             moments = self.moments(feature, some, slots, fresh)
-            chunk = Chunk(own, list, positions.repeat(len(some), 1), of_rows, scaling, source=source)
+            chunk = Chunk(own, list, positions.repeat(len(some), 1), of_rows, softmax, source=source)
             feature.add(moments, chunk)
             for name, part in moments.tensors.items():
                 parts[name][some.start : some.stop, slots] = part.unflatten(0, (len(some), -1))

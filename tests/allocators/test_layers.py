@@ -20,6 +20,7 @@ from keepset.allocators.dynamic import Dynamic
 from keepset.allocators.layers import LayerAllocator, divide, padded, pooled_counts, total_entries
 from keepset.allocators.pyramid import Pyramid
 from keepset.allocators.zigzag import ZigZag
+from keepset.kernels.softmax import Softmax
 from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
 from tests.allocators.formulas import Scores, given_scores, rounded
@@ -380,7 +381,7 @@ def test_layers_get_equation_six(
 ) -> None:
     shape = Shape(tuple(lengths), *heads, 3, 2)
     observations = [  # of some layers attention is spread, of others it is sharp
-        observe(shape, seed=layer, layer=layer, layers=range(layers), dtype=dtype, scaling=0.1 + 2.0 * layer)
+        observe(shape, seed=layer, layer=layer, layers=range(layers), dtype=dtype, softmax=Softmax(0.1 + 2.0 * layer))
         for layer in range(layers)
     ]
     method = ZigZag(Knorm(), window=3, floor=floor)
@@ -400,7 +401,7 @@ def test_layers_get_equation_six(
 
 def test_spread_attention_gets_more() -> None:
     layers = [
-        observe(Shape((50,), 2, 2, 4, 4), layer=layer, layers=[0, 1], scaling=scaling)
+        observe(Shape((50,), 2, 2, 4, 4), layer=layer, layers=[0, 1], softmax=Softmax(scaling))
         for layer, scaling in enumerate((20.0, 0.0))
     ]
     sharp, spread = counts(ZigZag(SnapKV(window=4), window=4), layers, Budget(20, recent=4))

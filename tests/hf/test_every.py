@@ -27,6 +27,7 @@ from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.traits import Traits
+from keepset.kernels.softmax import Softmax
 from tests.hf.models import (
     allocated,
     extended,
@@ -194,7 +195,7 @@ class Naive:
             lengths=torch.tensor([point]),
             prompts=torch.tensor([self.prompt]),
             features=features,
-            scaling=getattr(layer.module, "scaling", None),
+            softmax=Softmax(getattr(layer.module, "scaling", layer.keys.shape[-1] ** -0.5)),
             layer=index,
             layers=compressed,
             state={name: (column[heads, padded] * valid)[None] for name, column in layer.state.items()},

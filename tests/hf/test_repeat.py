@@ -18,6 +18,7 @@ from keepset import Observation, models
 from keepset.hf.second_pass import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
+from keepset.kernels.softmax import Softmax
 from tests.hf.models import PLAIN, generate, left_padded, padded_or_not, prompt, refusal, tiny, tokenizer
 from tests.methods.naive import softmax
 
@@ -217,5 +218,7 @@ def test_entries_that_get_nothing_beside_what_is_left_out_are_no_nan() -> None:
     queries = torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(2, 3, 4)
     own = torch.zeros(1, 3, 4), torch.zeros(1, 3, 4)
     sequences = [PackedSequence(3, SoftmaxScope(0, 3, 6))]
-    output, statistics = second_pass_attention(queries, (keys, keys), own, 1.0, [ColumnStatistic.MAX], sequences)
+    output, statistics = second_pass_attention(
+        queries, (keys, keys), own, Softmax(1.0), [ColumnStatistic.MAX], sequences
+    )
     assert output[..., 0].eq(400.0).all() and statistics["max"].eq(0).all()

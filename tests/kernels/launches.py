@@ -29,6 +29,7 @@ from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attenti
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_scores, entry_scores_in_pages, turns_of
+from keepset.kernels.softmax import Softmax
 from keepset.kernels.triton import (
     attention,
     columns,
@@ -102,12 +103,12 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
     whole, scales = FORMATS[8].quantize(flat, flat.dtype)
     eight_bits = PackedHeads(whole, whole, places, runs, bias, scales, scales)
     for store in PackedHeads(flat, flat, places, runs, bias), eight_bits:
-        ragged_attention(queries[:, :, :1], [store], 1.5)
-        ragged_attention(queries, [store], 1.5, last)
+        ragged_attention(queries[:, :, :1], [store], Softmax(1.5))
+        ragged_attention(queries, [store], Softmax(1.5), last)
         append_entries([store], keys, keys, positions)
         for sums_of in GroupReduction if store is not eight_bits else [GroupReduction.MEAN]:
             column = torch.zeros(*bias.shape, *sums_of.shape(group))
-            add_received(column, queries[:, :, :8], store, kv_heads, last[:, :8], 1.5, sums_of)
+            add_received(column, queries[:, :, :8], store, kv_heads, last[:, :8], Softmax(1.5), sums_of)
     many = keys.repeat(LAYERS, 1, -(-long // 64), 1)
     places = torch.arange(many.shape[2]).expand(many.shape[:3])
     for known in torch.zeros(many.shape[:3]), None:

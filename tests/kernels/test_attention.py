@@ -16,6 +16,7 @@ from keepset.kernels import attention, columns, dispatch
 from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.packed import HeadRun, PackedHeads
+from keepset.kernels.softmax import Softmax
 from tests.kernels.four_bits import matrix, meant
 
 # Entries of every head of every request, [batch][kv_heads].
@@ -150,7 +151,7 @@ def test_is_a_masked_softmax_over_each_heads_entries(
     # A part of a longer call's.
     positions = torch.stack([torch.arange(n + 1) + 12 - n - request for request in range(batch)])
     at = positions[:, :n] if causal else None
-    output = ragged_attention(queries, [stored], 0.37, at)
+    output = ragged_attention(queries, [stored], Softmax(0.37), at)
     assert output.dtype == dtype and output.is_contiguous()
     torch.testing.assert_close(output.double(), expected(queries, written, kv_heads, 0.37, at), **TOLERANCE[dtype])
 
@@ -161,14 +162,14 @@ def test_a_long_head_in_parts(triton_interpreted: None, longest: int) -> None:
     packed = packed_heads([[0, longest, 1], [64, 0, 65]], (16, 16), torch.float32, spare=1)
     queries = torch.randn(2, 6, 1, 16, generator=seeded(1))
     right = expected(queries, packed, 3, 0.3, None)
-    torch.testing.assert_close(ragged_attention(queries, [packed], 0.3).double(), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ragged_attention(queries, [packed], Softmax(0.3)).double(), right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [64, *(pytest.param(size, marks=pytest.mark.full) for size in (80, 160))])
 def test_many_new_queries_over_other_head_sizes(triton_interpreted: None, head_dim: int) -> None:
     packed = packed_heads([[12, 7]], (head_dim, head_dim), torch.bfloat16, spare=0)
     queries, at = torch.randn(1, 16, 9, head_dim, generator=seeded(1)).bfloat16(), torch.arange(3, 12)[None]
-    output = ragged_attention(queries, [packed], head_dim**-0.5, at)
+    output = ragged_attention(queries, [packed], Softmax(head_dim**-0.5), at)
     right = expected(queries, packed, 2, head_dim**-0.5, at)
     torch.testing.assert_close(output.double(), right, **TOLERANCE[torch.bfloat16])
 
@@ -179,14 +180,16 @@ def test_long_heads_of_8_bits_are_attended_piece_by_piece() -> None:
     assert len(stored.runs) == 1 and [piece.heads for piece in stored.pieces] == [1, 1, 1]
     queries = torch.randn(1, 6, 1, 64, generator=seeded(1))
     right = expected(queries, written, 3, 0.1, None)
-    torch.testing.assert_close(ragged_attention(queries, [stored], 0.1).double(), right, **TOLERANCE[torch.float32])
+    torch.testing.assert_close(
+        ragged_attention(queries, [stored], Softmax(0.1)).double(), right, **TOLERANCE[torch.float32]
+    )
 
 
 @pytest.mark.parametrize("strange", [math.nan, math.inf])
 def test_what_is_no_number_spoils_its_own_head_only(implementation: str, strange: float) -> None:
     packed = packed_heads([[4, 5]], (8, 8), torch.float32, spare=3)
     packed.runs[1].view(packed.keys)[0, 2] = strange
-    output = ragged_attention(torch.ones(1, 4, 1, 8), [packed], 0.3)
+    output = ragged_attention(torch.ones(1, 4, 1, 8), [packed], Softmax(0.3))
     assert output[0, 0, :2].isfinite().all() and output[0, 0, 2:].isnan().all()
 
 
@@ -194,15 +197,15 @@ def test_grown_heads(triton_interpreted: None) -> None:
     """A table is written once: how much all heads have grown since is said by a number."""
     packed = packed_heads([[3, 8]], (8, 8), torch.float32, spare=2)
     queries = torch.randn(1, 2, 1, 8, generator=seeded(1))
-    before = ragged_attention(queries, [packed], 0.3)
+    before = ragged_attention(queries, [packed], Softmax(0.3))
     for run in packed.runs:
         run.behind(packed.keys, 1).fill_(0.7)
         run.behind(packed.values, 1).fill_(0.2)
         run.count += 1
     packed.grown += 1
-    grown = ragged_attention(queries, [packed], 0.3)
+    grown = ragged_attention(queries, [packed], Softmax(0.3))
     assert not torch.equal(grown, before)
-    assert torch.equal(grown, ragged_attention(queries, [replace(packed, grown=0)], 0.3))
+    assert torch.equal(grown, ragged_attention(queries, [replace(packed, grown=0)], Softmax(0.3)))
 
 
 @pytest.mark.cross
@@ -215,7 +218,7 @@ def test_heads_of_many_stores(implementation: str, head_dim: int, dtype: torch.d
     stores = [packed_heads([of_row], (head_dim, head_dim), dtype, spare=row) for row, of_row in enumerate(counts)]
     stores[2] = replace(stores[2], bias=torch.randn(len(stores[2].keys), generator=draw).to(dtype))
     for row in (1, 3):
-        ragged_attention(torch.zeros(1, 4, 1, head_dim, dtype=dtype), [stores[row]], 0.3)
+        ragged_attention(torch.zeros(1, 4, 1, head_dim, dtype=dtype), [stores[row]], Softmax(0.3))
         for run in stores[row].runs:
             for column in (stores[row].keys, stores[row].values):
                 column.copy_(torch.randn(column.shape, generator=draw))
@@ -223,7 +226,7 @@ def test_heads_of_many_stores(implementation: str, head_dim: int, dtype: torch.d
         stores[row].grown += 1
     queries = torch.randn(4, n, 4, head_dim, generator=draw).to(dtype).transpose(1, 2)
     at = None if n == 1 else torch.tensor([[3, 4, 5]]).expand(4, -1).contiguous()
-    together = ragged_attention(queries, stores, 0.3, at)
+    together = ragged_attention(queries, stores, Softmax(0.3), at)
     for row, store in enumerate(stores):
         right = expected(queries[row : row + 1], store, 2, 0.3, None if at is None else at[row : row + 1])
         torch.testing.assert_close(together[row : row + 1].double(), right, **TOLERANCE[dtype])
@@ -232,7 +235,7 @@ def test_heads_of_many_stores(implementation: str, head_dim: int, dtype: torch.d
 def test_stores_of_two_kinds_are_not_read_as_one(triton_interpreted: None) -> None:
     stores = [packed_heads([[3, 8]], (8, 8), dtype, spare=0) for dtype in TOLERANCE]
     with pytest.raises(ValueError, match="Entries of one kind"):
-        ragged_attention(torch.zeros(2, 2, 1, 8), stores, 0.3)
+        ragged_attention(torch.zeros(2, 2, 1, 8), stores, Softmax(0.3))
 
 
 # --- entries that come and stay
@@ -341,7 +344,7 @@ def test_each_kernel_is_launched_on_the_gpu_of_its_tensors(
         keys, new = Posing(torch.randn(6, 8)), Posing(torch.randn(1, 2, 1, 8))
         store = PackedHeads(keys, keys, Posing(torch.arange(6, dtype=torch.int32)), [HeadRun(0, 2, 0, 2, 3)])
         append_entries([store], new, new, Posing(torch.tensor([[7]])))
-        ragged_attention(new, [store], 0.3)
+        ragged_attention(new, [store], Softmax(0.3))
         columns.attention_columns(new[0], new[0])
         pack_entries({"keys": new}, Posing(torch.tensor([0, 0])), Posing(torch.tensor([[1, 1]])))
     assert len(current) == 5 and {device.type for device in current} == {"meta"}

@@ -18,6 +18,7 @@ from keepset.kernels.columns import (
     log_sum_exp,
     mean_square_attention,
 )
+from keepset.kernels.softmax import Softmax
 from tests.kernels.test_attention import seeded
 
 SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 200]  # around one and two chunks of queries
@@ -83,7 +84,7 @@ def test_attention_with_its_log_sum_exp(
     """Values have so many more numbers than keys."""
     queries, keys = tensors(n, n, kv_heads, group, head_dim, dtype)
     values = torch.randn(kv_heads, n, head_dim + value_dim, generator=seeded(n)).to(dtype)
-    output, lse = attention_with_lse(queries, keys, values, SCALING)
+    output, lse = attention_with_lse(queries, keys, values, Softmax(SCALING))
     attention, expected_lse = dense(queries, keys)
     exact = dtype == torch.float32
     assert (output.dtype, lse.dtype) == (dtype, torch.float32)
@@ -140,7 +141,7 @@ def test_operators_that_a_gpu_is_given(
         # Queries as models make them, token by token; each KV head's group is two.
         queries = torch.empty(n, 8, sizes[0], dtype=dtype, device="cuda").transpose(0, 1)
         keys, values = (torch.empty(4, n, size, dtype=dtype, device="cuda") for size in sizes)
-        output, lse = attention_with_lse(queries, keys, values, SCALING)
+        output, lse = attention_with_lse(queries, keys, values, Softmax(SCALING))
     assert (output.shape, output.dtype) == ((8, n, sizes[1]), dtype)
     assert (lse.shape, lse.dtype) == ((8, n), torch.float32)
     assert [each for each in called.operators if each[0] in (FLASH, EFFICIENT)] == ([operator] if operator else [])
@@ -160,7 +161,7 @@ def test_what_an_operator_pads_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> 
     queries, keys = tensors(37, 37, 2, 3, 10, torch.float32)
     values = torch.randn(2, 37, 10, generator=seeded(1))
     with Gpu(monkeypatch):
-        output, lse = attention_with_lse(Posing(queries), Posing(keys), Posing(values), SCALING)
+        output, lse = attention_with_lse(Posing(queries), Posing(keys), Posing(values), Softmax(SCALING))
     assert isinstance(output, Posing) and isinstance(lse, Posing)
     attention, expected_lse = dense(queries, keys)
     torch.testing.assert_close(output.held.double(), attention @ values.double().repeat_interleave(3, 0), **EXACT)
@@ -178,11 +179,11 @@ def test_statistics_of_the_newest_queries_columns(
     queries, keys = tensors(n, n + past, kv_heads, group, head_dim, dtype)
     attention, lse = dense(queries, keys)
     exact = dtype == torch.float32
-    made = log_sum_exp(queries, keys, SCALING).double()
+    made = log_sum_exp(queries, keys, Softmax(SCALING)).double()
     torch.testing.assert_close(made, lse, rtol=0, atol=1e-5 if exact else 0.02)
     # As attention gives it, token by token.
     by_token = lse.float().T.contiguous().T
-    statistics = attention_columns(queries, keys, scaling=SCALING, names=NAMES, lse=by_token)
+    statistics = attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, lse=by_token)
     check(statistics, of_matrix(attention), EXACT if exact else ROUNDED_LOGITS)
 
 
@@ -197,15 +198,15 @@ def test_statistics_of_a_query_group(implementation: str, kv_heads: int, group: 
             name: torch.stack([combine[rule](column[head * group : (head + 1) * group], 0) for head in range(kv_heads)])
             for name, column in every.items()
         }
-    check(attention_columns(queries, keys, scaling=SCALING, names=NAMES, group=rule), every)
+    check(attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, group=rule), every)
 
 
 @pytest.mark.parametrize(("n", "entries"), [(1, 1), (70, 5), (5, 70)])
 def test_statistics_of_queries_after_all_entries(implementation: str, n: int, entries: int) -> None:
     queries, keys = tensors(n, entries, 2, 3, 5, torch.float32)
     attention, lse = dense(queries, keys, causal=False)
-    torch.testing.assert_close(log_sum_exp(queries, keys, SCALING, causal=False).double(), lse, **EXACT)
-    check(attention_columns(queries, keys, scaling=SCALING, names=NAMES, causal=False), of_matrix(attention))
+    torch.testing.assert_close(log_sum_exp(queries, keys, Softmax(SCALING), causal=False).double(), lse, **EXACT)
+    check(attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, causal=False), of_matrix(attention))
 
 
 def test_of_no_queries_nothing_is_received(implementation: str) -> None:
@@ -213,7 +214,7 @@ def test_of_no_queries_nothing_is_received(implementation: str) -> None:
     for rule, heads in (("each", 4), ("mean", 2)):
         of_none = attention_columns(none, keys, names=NAMES, group=rule)
         assert all(column.tolist() == [[0.0] * 6] * heads for column in of_none.values())
-    assert mean_square_attention(none, keys, 1.0).tolist() == [[0.0] * 6] * 4
+    assert mean_square_attention(none, keys, Softmax(1.0)).tolist() == [[0.0] * 6] * 4
 
 
 @pytest.mark.parametrize("names", [["sum"], ["max"], ["square"], []])
@@ -223,7 +224,7 @@ def test_only_what_is_asked_for_is_computed(implementation: str, names: list[str
     attention, exact_lse = dense(queries, keys)
     lse = exact_lse.float()
     copies = [tensor.clone() for tensor in (queries, keys, lse)]
-    some = attention_columns(queries, keys, scaling=SCALING, names=names, lse=lse)
+    some = attention_columns(queries, keys, softmax=Softmax(SCALING), names=names, lse=lse)
     right = of_matrix(attention)
     check(some, {name: right[name] for name in names})
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((queries, keys, lse), copies, strict=True))
@@ -236,7 +237,7 @@ def test_chunks_of_a_prompt_add_up_to_the_whole(with_lse: bool) -> None:
     accumulated = ColumnAccumulator({"sum", "max"})
     for start, stop in ((0, 0), (0, 1), (1, 90), (90, 91), (91, 91), (91, 200)):
         known = lse[:, start:stop].float() if with_lse else None
-        accumulated.add(queries[:, start:stop], keys[:, :stop], SCALING, known)
+        accumulated.add(queries[:, start:stop], keys[:, :stop], Softmax(SCALING), known)
     right = of_matrix(attention)
     check(accumulated.statistics, {name: right[name] for name in ("sum", "max")})
 
@@ -260,5 +261,5 @@ def test_mean_squares_in_blocks(
     # Rotated in float32, from queries of the model's precision, to which kernels of a GPU round them again.
     queries, keys = tensors(n, entries, kv_heads, group, size, dtype)
     attention, _ = dense(2 * queries, keys, causal=False)
-    made = mean_square_attention(2 * queries.float(), keys, SCALING)
+    made = mean_square_attention(2 * queries.float(), keys, Softmax(SCALING))
     torch.testing.assert_close(made, attention.square().mean(1).float(), rtol=1e-4, atol=1e-7)

@@ -18,6 +18,7 @@ from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
+from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import add_received
 from tests.kernels.test_attention import packed_heads
 
@@ -40,12 +41,12 @@ def test_tokens_far_apart(triton_interpreted: None, monkeypatch: pytest.MonkeyPa
     queries, new = torch.randn(1, 4, 3, DIM).to(HALF), torch.randn(1, 2, 3, DIM).to(HALF)
     positions = torch.tensor([[2, 9, 12]])
     column, right = torch.zeros(2, len(packed.keys))
-    attended = ragged_attention(apart(queries), [packed], 0.3, positions)
-    add_received(column, apart(queries), packed, 2, positions, 0.3)
+    attended = ragged_attention(apart(queries), [packed], Softmax(0.3), positions)
+    add_received(column, apart(queries), packed, 2, positions, Softmax(0.3))
     append_entries([packed], apart(new), apart(new), positions)
     monkeypatch.setattr(dispatch, "INTERPRETED", False)
-    torch.testing.assert_close(attended, ragged_attention(queries, [packed], 0.3, positions), **TOLERANCE)
-    add_received(right, queries, packed, 2, positions, 0.3)
+    torch.testing.assert_close(attended, ragged_attention(queries, [packed], Softmax(0.3), positions), **TOLERANCE)
+    add_received(right, queries, packed, 2, positions, Softmax(0.3))
     torch.testing.assert_close(column, right, rtol=1e-4, atol=1e-4)
     for run in packed.runs:
         assert torch.equal(run.behind(packed.keys, 3), new[0, run.first : run.first + run.heads])
@@ -101,7 +102,9 @@ def test_grids_of_many_queries_are_within_a_gpus_limits(
 
     monkeypatch.setattr(attention, "_attend_part", noted := Noted())
     queries = torch.empty(1, 64, 70_000, DIM, dtype=HALF)
-    ragged_attention(queries, [packed_heads([[9]], (DIM, DIM), HALF, spare=0)], 0.3, torch.empty(1, 70_000).long())
+    ragged_attention(
+        queries, [packed_heads([[9]], (DIM, DIM), HALF, spare=0)], Softmax(0.3), torch.empty(1, 70_000).long()
+    )
     ((first, *others),) = noted.grids
     assert first == 70_000 and max(others) <= 65_535
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from keepset.kernels.matching import FitProblem, match_attention
+from keepset.kernels.softmax import Softmax
 from tests.kernels.test_attention import seeded
 
 
@@ -24,7 +25,7 @@ def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 
 
 
 def fit(heads: FitProblem, kept: Tensor, ridge: float = 0.03, biases: bool = True) -> tuple[Tensor, Tensor]:
-    return match_attention(heads, kept, torch.ones_like(kept, dtype=torch.bool), 0.4, ridge, biases)
+    return match_attention(heads, kept, torch.ones_like(kept, dtype=torch.bool), Softmax(0.4), ridge, biases)
 
 
 def attention(heads: FitProblem, head: int) -> np.ndarray:
@@ -129,7 +130,7 @@ def test_heads_of_other_lengths_do_not_change_one_another() -> None:
     both = FitProblem(*(torch.cat(parts) for parts in zip(one, longer, strict=True)))
     kept = torch.tensor([[0, 3, 7, 9, 14], [1, 5, 10, 0, 0]])
     exists = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-    biases, fitted = match_attention(both, kept, exists, 0.4, 0.03, True)
+    biases, fitted = match_attention(both, kept, exists, Softmax(0.4), 0.03, True)
     for row, (alone, places) in enumerate([(one, kept[:1]), (other, kept[1:, :3])]):
         count = places.shape[1]
         (right, right_values), found = fit(alone, places), (biases[row, :count], fitted[row, :count])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from keepset.kernels import dispatch, second_pass
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
+from keepset.kernels.softmax import Softmax
 from tests.methods.naive import EXACT, dot, softmax
 from tests.tiers import examples
 
@@ -57,8 +58,8 @@ def test_attention_and_its_columns(sizes: tuple[int, int, int, int, int, int], r
     entries = random(seed + 1, kv_heads, cached, head_dim), random(seed + 2, kv_heads, cached, value_dim)
     own = random(seed + 3, kv_heads, n, head_dim), random(seed + 4, kv_heads, n, value_dim)
     with patch.object(second_pass, "_LEAST_ROWS", rows), patch.object(second_pass, "PRODUCT_BLOCK", 1):
-        output, received = second_pass_attention(queries, entries, own, 0.7, NAMES)
-        few = second_pass_attention(queries, entries, own, 0.7, {"max"})[1]
+        output, received = second_pass_attention(queries, entries, own, Softmax(0.7), NAMES)
+        few = second_pass_attention(queries, entries, own, Softmax(0.7), {"max"})[1]
     outputs, attentions = naive(queries, entries, own, 0.7)
     torch.testing.assert_close(output.double(), torch.tensor(outputs, dtype=torch.float64), **EXACT)
     paid = torch.tensor(attentions, dtype=torch.float64)
@@ -72,9 +73,9 @@ def test_as_kernels_of_a_gpu_make_it(triton_interpreted: None, value_dim: int) -
     queries, own, entries = random(0, 6, 8, 4), pair(1, 2, 8, value_dim), pair(3, 2, 11, value_dim)
     scopes = (3, None), (1, SoftmaxScope(2, 3, 7)), (4, SoftmaxScope(0, 0, 5))
     pieces = [PackedSequence(*each) for each in scopes]
-    made = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
+    made = second_pass_attention(queries, entries, own, Softmax(0.5), NAMES, pieces)
     with patch.object(dispatch, "INTERPRETED", False):
-        right = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
+        right = second_pass_attention(queries, entries, own, Softmax(0.5), NAMES, pieces)
     torch.testing.assert_close(made, right, **EXACT)
 
 
@@ -86,7 +87,7 @@ def test_bfloat16_is_close_to_float32(blocks: int) -> None:
     def run(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
         queries, keys, values, own_keys, own_values = (part.to(dtype) for part in parts)
         with patch.object(second_pass, "PRODUCT_BLOCK", blocks):
-            return second_pass_attention(queries, (keys, values), (own_keys, own_values), 8**-0.5, NAMES)
+            return second_pass_attention(queries, (keys, values), (own_keys, own_values), Softmax(8**-0.5), NAMES)
 
     (output, received), (exact, columns) = run(torch.bfloat16), run(torch.float32)
     assert output.dtype == torch.bfloat16
@@ -97,7 +98,7 @@ def test_bfloat16_is_close_to_float32(blocks: int) -> None:
 def test_a_number_that_overflowed_stays_in_its_own_head() -> None:
     queries, keys, own = random(0, 4, 3, 4), random(1, 2, 9, 4), random(2, 2, 3, 4)
     keys[0, 2, 0] = math.nan
-    output, received = second_pass_attention(queries, (keys, keys), (own, own), 1.0, NAMES)
+    output, received = second_pass_attention(queries, (keys, keys), (own, own), Softmax(1.0), NAMES)
     for part in (output, *received.values()):
         assert part[:2].isnan().all() and part[2:].isfinite().all()
 
@@ -107,10 +108,10 @@ def test_a_number_that_overflowed_stays_in_its_own_head() -> None:
 def test_pieces_are_as_if_each_came_alone(sizes: list[int], seed: int) -> None:
     queries, own, entries = random(seed, 6, sum(sizes), 4), pair(seed + 1, 2, sum(sizes), 3), pair(seed + 3, 2, 11, 3)
     pieces = [PackedSequence(size, None if size % 2 else SoftmaxScope(2, 3, 3 + size)) for size in sizes]
-    output, received = second_pass_attention(queries, entries, own, 0.5, NAMES, pieces)
+    output, received = second_pass_attention(queries, entries, own, Softmax(0.5), NAMES, pieces)
     splits = (part.split(sizes, 1) for part in (queries, *own))
     alone = [
-        second_pass_attention(few, entries, (keys, values), 0.5, NAMES, [piece])
+        second_pass_attention(few, entries, (keys, values), Softmax(0.5), NAMES, [piece])
         for few, keys, values, piece in zip(*splits, pieces, strict=True)
     ]
     torch.testing.assert_close(output, torch.cat([each for each, _ in alone], 1), **EXACT)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
+from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import add_received
 from tests.kernels.test_attention import COUNTS, heads_of, in_8_bits, packed_heads, seeded
 
@@ -69,7 +70,7 @@ def test_sums(
     queries = torch.randn(batch, n, kv_heads * group, 10, generator=draw).to(dtype).transpose(1, 2)
     last = torch.randint(-1, 12, (batch, n), generator=draw).sort().values
     column = torch.ones(len(packed.keys), *sums_of.shape(group))
-    add_received(column, queries, stored, kv_heads, last, 0.3, sums_of)
+    add_received(column, queries, stored, kv_heads, last, Softmax(0.3), sums_of)
     right = expected(queries, written, kv_heads, last, 0.3, sums_of)
     torch.testing.assert_close(column.double(), right, **(ROUNDED if eight_bits else TOLERANCE)[dtype])
 
@@ -79,7 +80,7 @@ def test_a_long_head_beside_none_and_many_queries(triton_interpreted: None, long
     packed = packed_heads([[0, longest, 1]], (16, 16), torch.float32, spare=1)
     queries, last = torch.randn(1, 6, 70, 16, generator=seeded(1)), torch.arange(longest - 70, longest)[None]
     column = torch.ones(len(packed.keys))
-    add_received(column, queries, packed, 3, last, 0.3)
+    add_received(column, queries, packed, 3, last, Softmax(0.3))
     right = expected(queries, packed, 3, last, 0.3, GroupReduction.MEAN)
     torch.testing.assert_close(column.double(), right, rtol=1e-4, atol=1e-5)
 
@@ -92,6 +93,6 @@ def test_what_is_no_number_spoils_its_own_head_only(
     packed = packed_heads([[4, 5]], (8, 8), torch.float32, spare=3)
     packed.runs[1].view(packed.keys)[0, 2] = strange
     column = torch.zeros(len(packed.keys), *sums_of.shape(2))
-    add_received(column, torch.ones(1, 4, 2, 8), packed, 2, torch.full((1, 2), 20), 0.3, sums_of)
+    add_received(column, torch.ones(1, 4, 2, 8), packed, 2, torch.full((1, 2), 20), Softmax(0.3), sums_of)
     of_head = [run.view(column) for run in packed.runs]
     assert of_head[0].isfinite().all() and of_head[1].isnan().all()

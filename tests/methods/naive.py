@@ -290,7 +290,7 @@ def alone(observation: Observation, request: int) -> Observation:
         positions=None if newest == length else observation.positions[row, :, entries],
         features=features_of(observation, [request], entries),
         state={name: column[row, :, entries] for name, column in observation.state.items()},
-        scaling=observation.scaling,
+        softmax=observation.softmax,
         layer=observation.layer,
         layers=observation.layers,
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from keepset import Budget, Observation, Recipe
 from keepset.core.features.moments import HiddenDistribution, HiddenMoments
+from keepset.kernels.softmax import Softmax
 from keepset.methods.gvote import GVote, nucleus
 from keepset.methods.random import normal, stream
 from tests.methods.naive import (
@@ -102,7 +103,7 @@ def algorithm_1(
 def test_is_algorithm_1(shape: Shape, p_nuc: float, samples: int) -> None:
     """The last case is after an earlier compression, and with another scaling."""
     positions = 2 * torch.arange(shape.entries).expand(shape.batch, shape.kv_heads, -1) + 1
-    later: dict[str, Any] = dict(positions=positions, scaling=0.9, window=1) if p_nuc == 0.8 else {}
+    later: dict[str, Any] = dict(positions=positions, softmax=Softmax(0.9), window=1) if p_nuc == 0.8 else {}
     observation, method = observe(shape, skips=(0,), **later), Sampled(p_nuc, samples, FUTURE, skip=0)
     scores = []
     for request in range(shape.batch):

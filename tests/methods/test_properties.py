@@ -19,6 +19,7 @@ from keepset.core.features.attention import PromptQueryAttention, SecondPassColu
 from keepset.core.features.queries import PaddedQueries, ReferenceQueries
 from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.method import Allocator
+from keepset.kernels.softmax import Softmax
 from tests.methods.naive import (
     DTYPES,
     SUM,
@@ -322,7 +323,9 @@ def is_the_full_cache(text: str, keep: int | float) -> bool:
     """Return whether everything stays, every number as it was."""
     method, shape = Recipe.parse(text).method, Shape((LENGTH,), HEADS, 2, 8, 8)
     # Attention that is sharp, or all entries are wanted by some query.
-    sharp = [observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, scaling=2.0) for layer in LAYERS]
+    sharp = [
+        observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, softmax=Softmax(2.0)) for layer in LAYERS
+    ]
     asked = PaddedQueries(sharp[0].newest_queries(64)[0], torch.ones(1, 64, dtype=torch.bool))
     observations = [each.with_features({ReferenceQueries(128): asked}) for each in sharp]
     answer = method.select_all(observations, Budget(keep, method.traits.sinks, method.traits.recent))

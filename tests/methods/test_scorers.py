@@ -22,6 +22,7 @@ from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.features.runtime_features import ModelStatistics, OutputProjection
 from keepset.core.statistics import LayerStatistics, Statistics
 from keepset.kernels.columns import ColumnStatistic
+from keepset.kernels.softmax import Softmax
 from keepset.methods import expected_attention, r_kv
 from keepset.methods.expected_attention import ExpectedAttention
 from keepset.methods.gvote import GVote
@@ -302,13 +303,13 @@ def test_statistics_of_a_file_take_the_place_of_the_texts_own(skip: int) -> None
 
 
 def test_the_models_own_scaling_is_used() -> None:
-    method, observation = ExpectedAttention(future=5), observe(Shape((15,), 1, 2, 6, 6), scaling=0.9)
+    method, observation = ExpectedAttention(future=5), observe(Shape((15,), 1, 2, 6, 6), softmax=Softmax(0.9))
     check_scores(method, observation, [naive_scores(method, observation, 0)], **FORMULAS[method.name].exact)
 
 
 def test_expected_attention_is_what_sampled_queries_pay_on_average() -> None:
     size, draws = 4, 200_000
-    observation = observe(Shape((12,), 1, 1, size, size), scaling=0.4, skips=(0,))
+    observation = observe(Shape((12,), 1, 1, size, size), softmax=Softmax(0.4), skips=(0,))
     moments = observation[QueryMoments(0)]
     rotation = torch.tensor(mean_rotation(size, 12, 3), dtype=torch.float64)
     factor = torch.linalg.cholesky(moments.covariance[0, 0].double())

@@ -17,6 +17,7 @@ from keepset import Observation, Recipe
 from keepset.core.features.window import WindowAttention
 from keepset.core.observation import BIAS
 from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.kernels.softmax import Softmax
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.eviction_schedule import EvictionSchedule, group_leader
 from keepset.paged.layer_group import LayerGroup
@@ -313,7 +314,7 @@ def observe(request: Request, layer: int, recipe: Recipe, at: int) -> Observatio
         query_positions=window[None] if len(window) else None,
         lengths=torch.tensor([at]),
         prompts=torch.tensor([request.prompt]),
-        scaling=SCALING,
+        softmax=Softmax(SCALING),
         layer=layer,
         layers=range(len(LAYERS)),
         state=state,

@@ -22,6 +22,7 @@ from keepset.core.features.moments import HiddenDistribution, HiddenMoments, Que
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.features.window import WindowAttention
 from keepset.core.statistics import load
+from keepset.kernels.softmax import Softmax
 from tests.paged.reference import blocks_gone, budget_of, is_executed, newest_event
 
 NAME = "one_head_at_a_time"
@@ -243,7 +244,7 @@ class Oracle:
             features=features,
             lengths=torch.tensor([at]),
             prompts=torch.tensor([prompt]),
-            scaling=heads[0].keys.shape[-1] ** -0.5,
+            softmax=Softmax(heads[0].keys.shape[-1] ** -0.5),
             layer=index,
             layers=range(len(self._layers)),
             state=state,

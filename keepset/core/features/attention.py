@@ -31,7 +31,7 @@ class _Columns(Accumulator):
         requests = [copy.copy(columns) for columns in self._requests] or [ColumnAccumulator(names) for _ in entries]
         for request, (columns, (keys, own)) in enumerate(zip(requests, entries, strict=True)):
             lse = None if chunk.lse is None else chunk.lse[request]
-            columns.add(chunk.queries[request][:, own], keys, chunk.scaling, lse)
+            columns.add(chunk.queries[request][:, own], keys, chunk.softmax, lse)
         self._requests = requests
 
     def merged_with(self, others: Sequence[_Columns]) -> _Columns:
@@ -103,7 +103,7 @@ class _PromptQueries(Accumulator):
             queries = [torch.cat(list(rows), 1).transpose(0, 1) for rows in zip(*parts, strict=True)]
             turned = turn(pad_sequence(queries, batch_first=True).transpose(1, 2))
             columns[feature] = [
-                mean_square_attention(rows[:, : len(own)], keys, newest.scaling)
+                mean_square_attention(rows[:, : len(own)], keys, newest.softmax)
                 for rows, own, (keys, _) in zip(turned, queries, entries, strict=True)
             ]
         return columns

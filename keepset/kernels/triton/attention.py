@@ -10,7 +10,7 @@ from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.packed import HeadTable
-from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, rows_of, streamed
+from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, capped, rows_of, streamed
 
 _BLOCK = 64
 """Parts are multiples of so many entries."""
@@ -18,7 +18,7 @@ _MERGED = 16
 """Parts of a query that are merged at a time."""
 
 
-def ragged_attention(queries, stores, scaling, query_positions) -> Float[Tensor, "batch n query_heads value_dim"]:
+def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor, "batch n query_heads value_dim"]:
     """Compute `keepset.kernels.attention.ragged_attention`.
 
     A head's entries are cut into parts of one length for all heads. A long head is then more programs, and none holds
@@ -44,15 +44,16 @@ def ragged_attention(queries, stores, scaling, query_positions) -> Float[Tensor,
     partial_lse = lse if parts == 1 else torch.empty(parts, *lse.shape, device=queries.device)
     biased = next((store.bias for store in stores if store.bias is not None), None)
     last_visible = None if query_positions is None else query_positions.contiguous()
+    sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
     # Only the first axis of a grid may have more than 65,535 programs.
     _attend_part[(heads * row_blocks, parts)](
         queries, kind.keys, kind.values, kind.positions, biased, kind.key_scale, table.addresses, last_visible,
-        partial, partial_lse, *queries.stride(), scaling, part, table.grown, n, kv_heads, heads,
-        batch * n * query_heads,
+        sinks, partial, partial_lse, *queries.stride(), softmax.scaling, softmax.softcap or 1.0,
+        part, table.grown, n, kv_heads, heads, batch * n * query_heads,
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         HEAD_BLOCK=head_block, VALUE_BLOCK=value_block, ROWS=block_rows, BLOCK=block,
         CAUSAL=last_visible is not None, BIASED=biased is not None, INT8=kind.key_scale is not None,
-        ALIGNED=table.aligned,
+        ALIGNED=table.aligned, CAPPED=softmax.softcap is not None, SINKS=sinks is not None,
     )  # fmt: skip
     if parts > 1:
         _merge_parts[(batch * n * query_heads,)](
@@ -71,12 +72,13 @@ def _part(device: torch.device, entries: int) -> int:
 # Only the dtypes of `keys_kind` and the like are used: heads are found by the table's addresses.
 @triton.jit(do_not_specialize=["part", "grown", "n", "heads", "outputs"])
 def _attend_part(
-    queries, keys_kind, values_kind, positions_kind, bias_kind, scale_kind, table, query_positions, output, lse,
+    queries, keys_kind, values_kind, positions_kind, bias_kind, scale_kind, table, query_positions, sinks, output, lse,
     query_batch, query_head, query_token, query_dim,
-    scaling, part, grown, n, kv_heads, heads, outputs,
+    scaling, cap, part, grown, n, kv_heads, heads, outputs,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attend one block of rows over one part of a head; program axes: (head and block of rows, part).
 
@@ -112,6 +114,10 @@ def _attend_part(
         value_scale = tl.load(table + 5 * heads + head).to(scale_kind.dtype)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # which count once, in the first part
+        sink = tl.load(sinks + query, mask=exists, other=float("-inf")).to(tl.float32)
+        largest = tl.where(split == 0, sink, largest)
+        total = tl.where(largest == float("-inf"), 0.0, 1.0)
     attended = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     first = split * part
     for offset in range(first, tl.minimum(first + part, length), BLOCK):
@@ -127,6 +133,8 @@ def _attend_part(
         logits = tl.dot(q, k, input_precision="ieee") * scaling
         if INT8:
             logits *= tl.load(key_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
+        if CAPPED:
+            logits = capped(logits, cap)
         if BIASED:
             logits += tl.load(bias + place, mask=entry < biased, other=0.0).to(tl.float32)[None, :]
         visible = stored[None, :]

@@ -8,12 +8,12 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.kernels.triton.softmax import rows_of, streamed
+from keepset.kernels.triton.softmax import capped, rows_of, streamed
 
 _RULES = {"each": 0, "sum": 1, "mean": 2, "max": 3}
 
 
-def attention_columns(queries, keys, lse, scaling, names, group, causal) -> dict[str, Float[Tensor, "heads entries"]]:
+def attention_columns(queries, keys, lse, softmax, names, group, causal) -> dict[str, Float[Tensor, "heads entries"]]:
     """Compute `keepset.kernels.columns.attention_columns` in one launch.
 
     A program owns a block of entries and reads all queries past it. Every sum has one order and nothing is added
@@ -28,22 +28,26 @@ def attention_columns(queries, keys, lse, scaling, names, group, causal) -> dict
     block = rows_of(head_block, keys.dtype)
     _columns[(triton.cdiv(entries, block), heads)](
         queries, keys, lse, *(statistics.get(name, unused) for name in ("sum", "max", "square")),
-        *queries.stride(), *keys.stride(), *lse.stride(), n, entries, scaling,
+        *queries.stride(), *keys.stride(), *lse.stride(), n, entries,
+        softmax.scaling, softmax.softcap or 1.0,
         MEMBERS=members, RULE=_RULES[group], HEAD_DIM=head_dim, HEAD_BLOCK=head_block, BLOCK=block, CAUSAL=causal,
         SUM="sum" in names, MAX="max" in names, SQUARE="square" in names,
+        CAPPED=softmax.softcap is not None,
     )  # fmt: skip
     return statistics
 
 
-def log_sum_exp(queries, keys, scaling, causal) -> Float[Tensor, "query_heads n"]:
-    """Compute `keepset.kernels.columns.log_sum_exp` in one launch."""
+def log_sum_exp(queries, keys, softmax, causal) -> Float[Tensor, "query_heads n"]:
+    """Compute `keepset.kernels.columns.log_sum_exp` without a sink in one launch."""
     query_heads, n, head_dim = queries.shape
     lse = torch.empty(query_heads, n, device=queries.device)
     head_block = max(16, triton.next_power_of_2(head_dim))
     block = rows_of(head_block, keys.dtype)
     _log_sum_exp[(triton.cdiv(n, block), query_heads)](
-        queries, keys, lse, *queries.stride(), *keys.stride(), n, keys.shape[1], scaling,
+        queries, keys, lse, *queries.stride(), *keys.stride(), n, keys.shape[1],
+        softmax.scaling, softmax.softcap or 1.0,
         MEMBERS=query_heads // keys.shape[0], HEAD_DIM=head_dim, HEAD_BLOCK=head_block, BLOCK=block, CAUSAL=causal,
+        CAPPED=softmax.softcap is not None,
     )  # fmt: skip
     return lse
 
@@ -51,9 +55,9 @@ def log_sum_exp(queries, keys, scaling, causal) -> Float[Tensor, "query_heads n"
 @triton.jit(do_not_specialize=["lse_head", "n", "entries"])
 def _columns(
     queries, keys, lse, sums, maxima, squares,
-    query_head, query_token, query_dim, key_head, key_entry, key_dim, lse_head, lse_token, n, entries, scaling,
+    query_head, query_token, query_dim, key_head, key_entry, key_dim, lse_head, lse_token, n, entries, scaling, cap,
     MEMBERS: tl.constexpr, RULE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr,
+    CAUSAL: tl.constexpr, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics of one block of entries of one head; program axes: (block of entries, head)."""
     first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
@@ -90,7 +94,10 @@ def _columns(
                 mask=(row < n)[:, None] & in_head[None, :], other=0.0,
             )  # fmt: skip
             normaliser = tl.load(lse + of_query * lse_head + row.to(tl.int64) * lse_token, mask=row < n, other=0.0)
-            logits = tl.dot(q, k, input_precision="ieee") * scaling - normaliser[:, None]
+            logits = tl.dot(q, k, input_precision="ieee") * scaling
+            if CAPPED:
+                logits = capped(logits, cap)
+            logits -= normaliser[:, None]
             visible = (row < n)[:, None]
             if CAUSAL:
                 visible = visible & (entry[None, :] <= (before + row)[:, None])
@@ -121,8 +128,9 @@ def _columns(
 
 @triton.jit(do_not_specialize=["n", "entries"])
 def _log_sum_exp(
-    queries, keys, lse, query_head, query_token, query_dim, key_head, key_entry, key_dim, n, entries, scaling,
+    queries, keys, lse, query_head, query_token, query_dim, key_head, key_entry, key_dim, n, entries, scaling, cap,
     MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute the log-sum-exp of one block of queries of one head; program axes: (block of queries, query head)."""
     first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
@@ -144,6 +152,8 @@ def _log_sum_exp(
             mask=(entry < entries)[None, :] & in_head[:, None], other=0.0,
         )  # fmt: skip
         logits = tl.dot(q, k, input_precision="ieee") * scaling
+        if CAPPED:
+            logits = capped(logits, cap)
         visible = (entry < entries)[None, :]
         if CAUSAL:
             visible = visible & (entry[None, :] <= (entries - n + row)[:, None])

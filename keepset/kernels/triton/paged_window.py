@@ -158,7 +158,7 @@ def _logits(
     if BIASED:
         biases = tl.load(bias + slot, mask=entry < tl.minimum(packed, entries), other=0.0)
     visible = exists[:, None] & stored[None, :] & (position[None, :] <= last[:, None])
-    return seen_logits(q, k, biases, visible, factor, TOKENS, WIDE, BLOCK, LARGEST, BIASED), slot
+    return seen_logits(q, k, biases, visible, factor, 1.0, TOKENS, WIDE, BLOCK, LARGEST, BIASED, False), slot
 
 
 # Only the dtype of `kind` is used: layers are found by their addresses.

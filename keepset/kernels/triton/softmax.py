@@ -45,9 +45,16 @@ def streamed(largest, total, logits):
 
 
 @triton.jit
+def capped(logits, cap):
+    """Return `cap * tanh(logits / cap)`; NaN stays NaN."""
+    return 2.0 * cap * tl.sigmoid(logits * (2.0 / cap)) - cap
+
+
+@triton.jit
 def seen_logits(
-    q, k, bias, visible, scaling,
+    q, k, bias, visible, scaling, cap,
     TOKENS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return the logits of queries, `WIDE` heads for each token, and a block of entries.
 
@@ -55,6 +62,8 @@ def seen_logits(
     heads' logits, NaN if one of them is.
     """
     logits = tl.dot(q, k, input_precision="ieee") * scaling
+    if CAPPED:
+        logits = capped(logits, cap)
     if BIASED:
         logits += bias[None, :]
     logits = tl.where(visible, logits, float("-inf"))

@@ -22,7 +22,7 @@ _PARTS = 16
 """Parts of a head, at most, for the log-sum-exps of its queries."""
 
 
-def add_received(column, queries, packed, kv_heads, last_visible, scaling, sums_of) -> None:
+def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_of) -> None:
     """Compute `keepset.kernels.window.add_received` in two launches, without a host sync.
 
     A program owns a block of entries and adds to their places alone, so every sum has one order.
@@ -41,14 +41,20 @@ def add_received(column, queries, packed, kv_heads, last_visible, scaling, sums_
     # A row for each query head and token; for each token if the largest logit of a group counts.
     rows = tokens * (1 if largest else wide)
     partial = torch.empty(heads, blocks * rows, _PARTS, device=queries.device)
+    sinks = softmax.sinks
+    if sinks is not None:  # of each row of a token
+        sinks = sinks.view(kv_heads, -1)
+        sinks = sinks.amax(1) if largest else sinks.contiguous()
     shared = (
         queries, packed.keys, packed.positions, packed.bias, packed.key_scale, table.addresses, last_visible,
-        *queries.stride(), *last_visible.stride(), scaling, table.grown, n, kv_heads, heads,
+        *queries.stride(), *last_visible.stride(), softmax.scaling, softmax.softcap or 1.0, sinks,
+        table.grown, n, kv_heads, heads,
     )  # fmt: skip
     sizes = dict(
         GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
         BLOCK=block, LARGEST=largest, BIASED=packed.bias is not None,
         INT8=packed.key_scale is not None, ALIGNED=table.aligned, ROWS=rows, PARTS=_PARTS,
+        CAPPED=softmax.softcap is not None, SINKS=sinks is not None,
     )  # fmt: skip
     _window_lse[(heads, parts, blocks)](*shared, partial, part, blocks * rows, **sizes)
     _add_received[(heads, triton.cdiv(max(packed.longest, 1), block))](
@@ -60,9 +66,9 @@ def add_received(column, queries, packed, kv_heads, last_visible, scaling, sums_
 @triton.jit
 def _logits(
     queries, keys, positions, bias, key_scale, last_visible, request, kv_head, block, first, length,
-    query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
+    query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, cap, n,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr,
+    BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return the logits of a block of queries and a block of entries, minus infinity where nothing is seen."""
     row, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
@@ -88,17 +94,17 @@ def _logits(
     biases = tl.load(bias + place, mask=stored, other=0.0) if BIASED else 0.0
     at = tl.load(positions + place, mask=stored, other=0)
     visible = exists[:, None] & stored[None, :] & (at[None, :] <= last[:, None])
-    return seen_logits(q, k, biases, visible, scaling, TOKENS, WIDE, BLOCK, LARGEST, BIASED)
+    return seen_logits(q, k, biases, visible, scaling, cap, TOKENS, WIDE, BLOCK, LARGEST, BIASED, CAPPED)
 
 
 @triton.jit(do_not_specialize=["last_batch", "grown", "n", "heads", "part", "rows"])
 def _window_lse(
     queries, keys_kind, positions_kind, bias_kind, scale_kind, table, last_visible,
     query_batch, query_head, query_token, query_dim, last_batch, last_token,
-    scaling, grown, n, kv_heads, heads, partial, part, rows,
+    scaling, cap, sinks, grown, n, kv_heads, heads, partial, part, rows,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Compute the log-sum-exps of one block of queries over one part of a head; program axes: (head, part, block)."""
     head, split, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -110,11 +116,16 @@ def _window_lse(
     key_scale = tl.load(table + 4 * heads + head).to(scale_kind.dtype) if INT8 else 0
     length = tl.load(table + 6 * heads + head).to(tl.int32) + grown
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    if SINKS:  # which count once, in the first part
+        member, members = tl.arange(0, ROWS) % (ROWS // TOKENS), 1 if LARGEST else GROUP
+        sink = tl.load(sinks + (head % kv_heads) * members + member, mask=member < members, other=float("-inf"))
+        largest = tl.where(split == 0, sink.to(tl.float32), largest)
+        total = tl.where(largest == float("-inf"), 0.0, 1.0)
     for first in range(split * part, tl.minimum((split + 1) * part, length), BLOCK):
         logits = _logits(
             queries, keys, positions, bias, key_scale, last_visible, head // kv_heads, head % kv_heads, block, first,
-            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
-            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED, INT8,
+            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, cap, n,
+            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED, INT8, CAPPED,
         )  # fmt: skip
         largest, total, _, _ = streamed(largest, total, logits)
     row = head.to(tl.int64) * rows + block * ROWS + tl.arange(0, ROWS)
@@ -125,10 +136,11 @@ def _window_lse(
 def _add_received(
     queries, keys_kind, positions_kind, bias_kind, scale_kind, table, last_visible,
     query_batch, query_head, query_token, query_dim, last_batch, last_token,
-    scaling, grown, n, kv_heads, heads, partial, parts, blocks, column, first_position,
+    scaling, cap, sinks, grown, n, kv_heads, heads, partial, parts, blocks, column, first_position,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """Add what one block of entries of a head receives from all queries; program axes: (head, block of entries)."""
     head, first = tl.program_id(0), tl.program_id(1) * BLOCK
@@ -146,8 +158,8 @@ def _add_received(
     for block in range(0, blocks):
         logits = _logits(
             queries, keys, positions, bias, key_scale, last_visible, head // kv_heads, head % kv_heads, block, first,
-            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, n,
-            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED, INT8,
+            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, cap, n,
+            GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED, INT8, CAPPED,
         )  # fmt: skip
         row = (head.to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
         sums += received(logits, partial, row, part, parts, PARTS, NUMBERS)

@@ -1,0 +1,175 @@
+"""`Softmax`: how a model makes attention of the products of queries and keys, and attention for those that need more.
+
+Most models scale the products and take a softmax, which PyTorch's fused operators compute. Some also cap the logits
+(Gemma 2), or have a learned logit per head that takes a part of the attention (gpt-oss).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size
+
+
+@dataclass(frozen=True, eq=False)
+class Softmax:
+    """What a model does with the products of queries and keys.
+
+        logits    = softcap * tanh(products * scaling / softcap)
+        attention = exp(logits) / (sum over entries of exp(logits) + exp(sink))
+
+    What keepset adds to an entry's logit, such as a bias of `match`, is added after the cap.
+
+    Attributes:
+        scaling: factor of the products.
+        softcap: bound of the logits; None if they are not capped.
+        sinks: a logit of each query head that takes a part of the attention; None if there are none.
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: Float[Tensor, "*heads"] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are neither caps nor sinks, so that fused operators compute it."""
+        return self.softcap is None and self.sinks is None
+
+    @property
+    def without_sinks(self) -> Softmax:
+        """The same where nothing but entries receives attention."""
+        return self if self.sinks is None else replace(self, sinks=None)
+
+    def by_query_group(self, batch: int, kv_heads: int) -> Softmax:
+        """Return the same with the sinks of every KV head of every request.
+
+        Args:
+            batch: number of requests, or 1 for sinks that are broadcast.
+            kv_heads: KV heads of a request.
+
+        Returns:
+            Sinks are `[batch * kv_heads, group]`, float32.
+        """
+        if self.sinks is None:
+            return self
+        return replace(self, sinks=self.sinks.detach().float().view(kv_heads, -1).repeat(batch, 1))
+
+    def capped(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Return scaled products as logits, capped if the model caps them.
+
+        Args:
+            logits: products of queries and keys times `scaling`.
+        """
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
+
+    def with_sinks(self, lse: Float[Tensor, "heads *n"]) -> Float[Tensor, "heads *n"]:
+        """Return the log-sum-exp of entries' logits and the sink.
+
+        Args:
+            lse: log-sum-exp of the entries' logits, of all query heads of one request; float32.
+        """
+        if self.sinks is None:
+            return lse
+        return torch.logaddexp(lse, self.sinks.float().view(-1, *[1] * (lse.ndim - 1)))
+
+
+def normalised(
+    logits: Float[Tensor, "*rows entries"], sinks: Float[Tensor, "*#rows"] | None = None
+) -> Float[Tensor, "*rows entries"]:
+    """Return the attention that logits make, which are capped already.
+
+    Args:
+        logits: of entries; minus infinity for those that a query does not see.
+        sinks: logit of each row's sink; None if there are none.
+    """
+    return logits.softmax(-1) if sinks is None else with_sink(logits, sinks)[0]
+
+
+def with_sink(
+    logits: Float[Tensor, "*rows entries"], sinks: Float[Tensor, "*#rows"]
+) -> tuple[Float[Tensor, "*rows entries"], Float[Tensor, "*rows"]]:
+    """Return the attention to entries and to a sink.
+
+    Args:
+        logits: of entries; minus infinity for those that a query does not see.
+        sinks: logit of each row's sink.
+    """
+    whole = torch.logaddexp(logits.logsumexp(-1), sinks)
+    return (logits - whole[..., None]).exp(), (sinks - whole).exp()
+
+
+def softmax_attention(
+    queries: Float[Tensor, "batch query_heads n head_dim"],
+    keys: Float[Tensor, "batch kv_heads entries head_dim"],
+    values: Float[Tensor, "batch kv_heads entries value_dim"],
+    softmax: Softmax,
+    mask: Bool[Tensor, "#batch #query_heads #n entries"]
+    | Float[Tensor, "#batch #query_heads #n entries"]
+    | None = None,
+    causal: bool = False,
+) -> tuple[Float[Tensor, "batch n query_heads value_dim"], Float[Tensor, "batch query_heads n"]]:
+    """Return attention that no fused operator computes, with caps and sinks, and the log-sum-exp of the logits.
+
+    It is made in blocks of queries, so memory grows with the entries. Gradients flow through the output.
+
+    Args:
+        queries: queries after rotation.
+        keys, values: of all entries.
+        softmax: sinks are `[query_heads]`, or `[query_heads, n]`.
+        mask: which entries each query sees, or what is added to their logits; None: all.
+        causal: whether the queries are the newest entries' own, and see none after these; instead of a mask.
+
+    Returns:
+        The output in the values' dtype, contiguous, and the log-sum-exp in float32, the sink included. A query that
+        sees nothing has the output zero.
+    """
+    batch, query_heads, n, _ = queries.shape
+    entries = keys.shape[2]
+    rows = max(1, block_size(queries.device, PRODUCT_BLOCK) // max(batch * query_heads * entries, 1))
+    parts = []
+    for part, seen, own in _blocks(n, entries, rows, causal):
+        some = None if mask is None or mask.shape[2] == 1 else mask[:, :, part]
+        sinks = None if softmax.sinks is None else softmax.sinks.float().view(query_heads, -1).expand(-1, n)[:, part]
+        block = queries[:, :, part], keys[:, :, :seen], values[:, :, :seen]
+        parts.append(_attend(*block, replace(softmax, sinks=sinks), mask if some is None else some, own))
+    output = torch.cat([part for part, _ in parts], 2).transpose(1, 2).contiguous()
+    return output, torch.cat([lse for _, lse in parts], 2)
+
+
+def _blocks(n: int, entries: int, rows: int, causal: bool) -> Iterator[tuple[slice, int, bool]]:
+    """Yield blocks of queries, how many entries each sees at most, and whether a mask of the newest is needed."""
+    for first in range(0, n, rows):
+        last = min(first + rows, n)
+        yield slice(first, last), entries - n + last if causal else entries, causal and last - first > 1
+
+
+def _attend(
+    queries: Float[Tensor, "batch query_heads n head_dim"],
+    keys: Float[Tensor, "batch kv_heads entries head_dim"],
+    values: Float[Tensor, "batch kv_heads entries value_dim"],
+    softmax: Softmax,
+    mask: Tensor | None,
+    causal: bool,
+) -> tuple[Float[Tensor, "batch query_heads n value_dim"], Float[Tensor, "batch query_heads n"]]:
+    """Return the attention of one block of queries and its log-sum-exp."""
+    kv_heads, n = keys.shape[1], queries.shape[2]
+    folded = queries.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    logits = softmax.capped((folded @ keys.transpose(-1, -2)).float() * softmax.scaling)
+    logits = logits.unflatten(2, (-1, n)).flatten(1, 2)
+    if causal:
+        future = torch.ones(n, n, dtype=torch.bool, device=logits.device).triu(1)
+        logits = torch.cat([logits[..., :-n], logits[..., -n:].masked_fill(future, float("-inf"))], -1)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+    lse = logits.logsumexp(-1)
+    if softmax.sinks is not None:
+        lse = torch.logaddexp(lse, softmax.sinks)
+    # The difference would be NaN for rows that see nothing.
+    weights = (logits - lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp()
+    folded = weights.to(values.dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    return (folded @ values).unflatten(2, (-1, n)).flatten(1, 2), lse
