@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Bool
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -72,7 +72,9 @@ def own_layers(config: PreTrainedConfig, model: str) -> list[Any]:
 
 def is_bounded(layer: Any) -> bool:
     """Return whether a layer of transformers holds no more for a longer text."""
-    return getattr(layer, "is_sliding", False) or isinstance(layer, LinearAttentionLayer)
+    # A model's own kind of window may hold more, such as a summary of what is before it.
+    slides = getattr(layer, "is_sliding", False) and type(layer).__module__ == cache_utils.__name__
+    return slides or isinstance(layer, LinearAttentionLayer)
 
 
 def compressible(index: int, layer: Any) -> LayerState | None:

@@ -125,7 +125,7 @@ def ragged_attention(
             attended = F.scaled_dot_product_attention(folded[None, heads], keys, values, mask, scale=softmax.scaling)
         else:
             own = replace(softmax, sinks=None if sinks is None else sinks[heads].repeat_interleave(n, 1))
-            attended = softmax_attention(folded[None, heads], keys, values, own, mask)[0].transpose(1, 2)
+            attended = softmax_attention(folded[None, heads], keys, values, own, mask)[0].transpose(1, 2).contiguous()
         outputs.append(attended[0])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if format:

@@ -117,7 +117,7 @@ def _reference(
 def _blocks(heads: FitProblem) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield the reference queries in blocks: which they are, the queries, and which of them exist."""
     rows = max(1, block_size(heads.keys.device, PRODUCT_BLOCK) // heads.keys[..., 0].numel())
-    for first in range(0, heads.queries.shape[1], rows):
+    for first in range(0, max(heads.queries.shape[1], 1), rows):
         part = slice(first, first + rows)
         yield part, heads.queries[:, part], heads.asked[:, part]
 

@@ -29,6 +29,9 @@ class ExpectedAttention(Method):
     positions. An entry's expected unnormalised attention is exp(k·Rm/√d + k·RCR'·k/2d). It is normalised over the
     entries, averaged over the query group, and weighted with the value's norm: (attention + epsilon) · ‖v‖.
 
+    Where a model caps its logits (Gemma 2), the cap is put on the logarithm of the expectation, which is then at most
+    the cap, as the logarithm of an expectation of capped logits is.
+
     Attributes:
         future: how many coming positions the rotation is averaged over.
         skip: first tokens, attention sinks, that are left out of the statistics and always stay.

@@ -51,7 +51,7 @@ _SCALED = dict(
 _WIDE = dict(head_dim=16, global_head_dim=32, num_global_key_value_heads=2, hidden_size_per_layer_input=0)
 _MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=8)
 _ZAMBA = dict(n_mamba_heads=8, mamba_d_state=16, mamba_ngroups=1, chunk_size=8, adapter_rank=8, num_key_value_heads=4)
-_MAY_BE_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_MAY_BE_NONE = ("sliding_window", "final_logit_softcapping")
 _EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,7 +102,8 @@ MORE_ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", dict(sliding_window=None)),
     "mixtral": ("mixtral", dict(num_local_experts=4, sliding_window=None, **_EXPERTS)),
     "olmoe": ("olmoe", dict(num_experts=4, num_experts_per_tok=2)),
-    "gemma2": ("gemma2", dict(head_dim=16, attn_logit_softcapping=None, final_logit_softcapping=None, **_HYBRID)),
+    "gemma2": ("gemma2", dict(head_dim=16, attn_logit_softcapping=1.5, final_logit_softcapping=None, **_HYBRID)),
+    "gpt_oss": ("gpt_oss", dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2, **_HYBRID)),
 }
 """Those that only random walks meet (`tests/hf/walks`)."""
 
@@ -436,6 +437,24 @@ def oracle_gap(model: Any, cache: keepset.Cache, output: Any, mask: Tensor) -> f
     return float((logits - reference[:, -logits.shape[1] :]).abs().max())
 
 
+def weights_of(
+    products: Tensor,
+    hidden: Tensor,
+    biases: Tensor | float = 0.0,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention of scaled products `[batch, query_heads, n, entries]`, with a model's soft cap and its heads' sinks."""
+    logits = products if softcap is None else softcap * torch.tanh(products / softcap)
+    logits = (logits + biases).masked_fill(hidden, float("-inf"))
+    if s_aux is None:
+        return logits.softmax(-1)
+    sinks = s_aux.to(logits.dtype)[:, None, None].expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+
 def _oracle_attention(
     module: Any,
     query: Tensor,
@@ -449,14 +468,14 @@ def _oracle_attention(
     visible = Oracle.current.visible(module.layer_idx, key.shape[1], kwargs.get("sliding_window"))
     scores = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
     hidden = ~visible.repeat_interleave(group, 1)
-    attended = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value.repeat_interleave(group, 1)
+    attended = weights_of(scores, hidden, **kwargs) @ value.repeat_interleave(group, 1)
     if (event := Oracle.current.event) is not None and module.layer_idx in Oracle.current.stored:
         facing, fitted, biases = (
             part.repeat_interleave(group, 1) for part in Oracle.current.rewritten(module.layer_idx, key, value)
         )
         scores = query @ facing.transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)
-        scores = (scores + biases[:, :, None]).masked_fill(hidden, float("-inf"))
-        attended[:, :, event.length :] = (scores.softmax(-1).to(fitted.dtype) @ fitted)[:, :, event.length :]
+        weights = weights_of(scores, hidden, biases[:, :, None], **kwargs)
+        attended[:, :, event.length :] = (weights.to(fitted.dtype) @ fitted)[:, :, event.length :]
     return attended.transpose(1, 2).contiguous(), None
 
 

@@ -19,7 +19,9 @@ WORK = {
     "aya_vision": 2,  # beside sliding windows
     "bert": 2,  # an encoder made a decoder
     "bigbird_pegasus": 2,  # attention that calls itself not causal, and leaves it to the mask
+    "gemma2": 2,  # soft caps
     "got_ocr2": 2,  # whose decoder alone uses the attention interface
+    "gpt_oss": 2,  # sinks in the softmax, beside sliding windows with them
     "granitemoehybrid": 2,  # beside states
     "llama4_text": 2,  # rotations as complex numbers, beside chunks
     "modernbert-decoder": 2,  # whose head is called decoder
@@ -28,6 +30,7 @@ WORK = {
 """Types that all methods run on, and how many layers of the tiny model are compressed."""
 REFUSED = {
     "blt": "makes no cache for BltForCausalLM, because its configuration does not tell the layers",
+    "deepseek_v4": "caches more than keys and values \\(DeepseekV4HCACache\\)",
     "git": "adds its attention mask to logits by itself",
     "minimax_m3_vl_text": "does not support selection of blocks of keys",
     "mllama": "attends to images in layers of their own",

@@ -64,8 +64,6 @@ NOTHING_TO_COMPRESS = "no layer that caches the whole text, .* so keepset has no
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: random_model("gemma2"), "soft-caps"),
-        (lambda: random_model("gpt_oss", num_local_experts=4), "attention sinks in its softmax"),
         (lambda: random_model("deepseek_v3", num_key_value_heads=4, **LATENTS, **EXPERTS), "caches latents"),
         (encoder_decoder, "encoder-decoder"),
         (lambda: random_model("gemma3n_text", **SHARING), "shares keys and values between layers"),

@@ -105,15 +105,20 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
     for store in PackedHeads(flat, flat, places, runs, bias), eight_bits:
         ragged_attention(queries[:, :, :1], [store], Softmax(1.5))
         ragged_attention(queries, [store], Softmax(1.5), last)
+        capped = Softmax(1.5, 30.0, torch.zeros(kv_heads * group, dtype=dtype))
+        ragged_attention(queries[:, :, :1], [store], capped)
         append_entries([store], keys, keys, positions)
         for sums_of in GroupReduction if store is not eight_bits else [GroupReduction.MEAN]:
             column = torch.zeros(*bias.shape, *sums_of.shape(group))
+            if store is eight_bits:
+                add_received(column, queries[:, :, :8], store, kv_heads, last[:, :8], capped, sums_of)
             add_received(column, queries[:, :, :8], store, kv_heads, last[:, :8], Softmax(1.5), sums_of)
     many = keys.repeat(LAYERS, 1, -(-long // 64), 1)
     places = torch.arange(many.shape[2]).expand(many.shape[:3])
     for known in torch.zeros(many.shape[:3]), None:
         entry_scores(many, many, places, places >= 40, networks_of(kv_heads, head_dim), known)
-    attention_columns(queries[0], keys[0], names=("sum", "max", "square"), group="mean")
+    for softmax in None, capped:
+        attention_columns(queries[0], keys[0], softmax=softmax, names=("sum", "max", "square"), group="mean")
     entries = {"keys": keys, "values": keys, "positions": positions[:, None].expand(-1, kv_heads, -1)}
     pack_entries(entries, torch.zeros(48 * kv_heads, dtype=torch.int64), torch.full((1, kv_heads), 48))
 

@@ -102,20 +102,38 @@ def heads_of(packed: PackedHeads) -> list[tuple[HeadRun, int]]:
     return [(run, i) for run in packed.runs for i in range(run.heads)]
 
 
-def expected(queries: Tensor, packed: PackedHeads, kv_heads: int, scaling: float, at: Tensor | None) -> Tensor:
+def other_softmax(query_heads: int) -> list[Softmax]:
+    """What models do with products: nothing more, caps, sinks, or both; logits of some size."""
+    sinks = torch.linspace(-2.0, 3.0, query_heads)
+    return [Softmax(0.37), Softmax(0.37, 0.5), Softmax(0.37, None, sinks), Softmax(0.37, 0.5, sinks)]
+
+
+def attention_of(logits: Tensor, softmax: Softmax, head: int, bias: Tensor | float = 0.0) -> Tensor:
+    """The attention of a query head to entries of scaled products, number by number."""
+    powers = []
+    for scaled, more in zip(logits.tolist(), (torch.zeros(len(logits)) + bias).double().tolist(), strict=True):
+        cap = softmax.softcap
+        powers.append(math.exp((scaled if cap is None else cap * math.tanh(scaled / cap)) + more))
+    sunk = 0.0 if softmax.sinks is None else math.exp(float(softmax.sinks[head]))
+    return torch.tensor([power / (sum(powers) + sunk) for power in powers], dtype=torch.float64)
+
+
+def expected(
+    queries: Tensor, packed: PackedHeads, kv_heads: int, scaling: float | Softmax, at: Tensor | None
+) -> Tensor:
     """Softmax head by head and query by query; `at` are positions of queries that see no later entries."""
+    softmax = scaling if isinstance(scaling, Softmax) else Softmax(scaling)
     batch, query_heads, n, _ = queries.shape
     heads = heads_of(packed)
     output = torch.zeros(batch, n, query_heads, packed.values.shape[1], dtype=torch.float64)
     for request, head, row in product(range(batch), range(query_heads), range(n)):
         run, i = heads[request * kv_heads + head * kv_heads // query_heads]
         keys, values, positions = (run.view(part)[i] for part in (packed.keys, packed.values, packed.positions))
-        logits = keys.double() @ queries[request, head, row].double() * scaling
-        if packed.bias is not None:
-            logits += run.view(packed.bias)[i].double()
+        logits = keys.double() @ queries[request, head, row].double() * softmax.scaling
+        bias = torch.zeros(len(logits)) if packed.bias is None else run.view(packed.bias)[i]
         seen = positions < math.inf if at is None else positions <= at[request, row]
         if seen.any():
-            output[request, row, head] = logits[seen].softmax(0) @ values[seen].double()
+            output[request, row, head] = attention_of(logits[seen], softmax, head, bias[seen]) @ values[seen].double()
     return output
 
 
@@ -127,6 +145,7 @@ def expected(queries: Tensor, packed: PackedHeads, kv_heads: int, scaling: float
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("kind", range(4))
 def test_is_a_masked_softmax_over_each_heads_entries(
     implementation: str,
     counts: list[list[int]],
@@ -137,6 +156,7 @@ def test_is_a_masked_softmax_over_each_heads_entries(
     causal: bool,
     biased: bool,
     bits: int,
+    kind: int,
     dtype: torch.dtype,
 ) -> None:
     batch, kv_heads, draw = len(counts), len(counts[0]), seeded(4)
@@ -151,9 +171,10 @@ def test_is_a_masked_softmax_over_each_heads_entries(
     # A part of a longer call's.
     positions = torch.stack([torch.arange(n + 1) + 12 - n - request for request in range(batch)])
     at = positions[:, :n] if causal else None
-    output = ragged_attention(queries, [stored], Softmax(0.37), at)
+    softmax = other_softmax(kv_heads * group)[kind]
+    output = ragged_attention(queries, [stored], softmax, at)
     assert output.dtype == dtype and output.is_contiguous()
-    torch.testing.assert_close(output.double(), expected(queries, written, kv_heads, 0.37, at), **TOLERANCE[dtype])
+    torch.testing.assert_close(output.double(), expected(queries, written, kv_heads, softmax, at), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("longest", [257, pytest.param(5000, marks=pytest.mark.full)])
@@ -161,8 +182,9 @@ def test_a_long_head_in_parts(triton_interpreted: None, longest: int) -> None:
     """Heads without entries and with one beside it; what is not there counts nothing."""
     packed = packed_heads([[0, longest, 1], [64, 0, 65]], (16, 16), torch.float32, spare=1)
     queries = torch.randn(2, 6, 1, 16, generator=seeded(1))
-    right = expected(queries, packed, 3, 0.3, None)
-    torch.testing.assert_close(ragged_attention(queries, [packed], Softmax(0.3)).double(), right, rtol=1e-5, atol=1e-5)
+    for softmax in other_softmax(6):  # a sink counts once, however many parts there are
+        right = expected(queries, packed, 3, softmax, None)
+        torch.testing.assert_close(ragged_attention(queries, [packed], softmax).double(), right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [64, *(pytest.param(size, marks=pytest.mark.full) for size in (80, 160))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from keepset.kernels.columns import (
     mean_square_attention,
 )
 from keepset.kernels.softmax import Softmax
-from tests.kernels.test_attention import seeded
+from tests.kernels.test_attention import other_softmax, seeded
 
 SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 200]  # around one and two chunks of queries
 HEADS = [pytest.param(2, 1, 5, id="mha"), pytest.param(2, 3, 8, id="gqa"), pytest.param(1, 8, 3, id="mqa")]
 SCALING = 0.3
+PLAIN = Softmax(SCALING)
 NAMES = ["sum", "max", "square"]
 
 EXACT = dict(rtol=1e-4, atol=1e-5)
@@ -43,17 +45,20 @@ def tensors(
     return queries.to(dtype), keys.to(dtype)
 
 
-def dense(queries: Tensor, keys: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
+def dense(queries: Tensor, keys: Tensor, causal: bool = True, softmax: Softmax = PLAIN) -> tuple[Tensor, Tensor]:
     """Attention as a whole matrix `[query_heads, n, entries]`, and the log of its denominators, float64."""
     group, n, entries = queries.shape[0] // keys.shape[0], queries.shape[1], keys.shape[1]
     attention, lse = [], []
     for head, rows in enumerate(queries.double()):
         logits = rows @ keys[head // group].double().T * SCALING
+        if softmax.softcap is not None:
+            logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
         for row in range(n if causal else 0):
             logits[row, entries - n + row + 1 :] = float("-inf")
         powers = logits.exp()
-        lse.append(powers.sum(1).log())
-        attention.append(powers / powers.sum(1, keepdim=True))
+        whole = powers.sum(1) if softmax.sinks is None else powers.sum(1) + softmax.sinks[head].double().exp()
+        lse.append(whole.log())
+        attention.append(powers / whole[:, None])
     return torch.stack(attention), torch.stack(lse)
 
 
@@ -185,6 +190,24 @@ def test_statistics_of_the_newest_queries_columns(
     by_token = lse.float().T.contiguous().T
     statistics = attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, lse=by_token)
     check(statistics, of_matrix(attention), EXACT if exact else ROUNDED_LOGITS)
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3])
+@pytest.mark.parametrize("value_dim", [8, 5])
+def test_caps_and_sinks(implementation: str, value_dim: int, kind: int) -> None:
+    queries, keys = tensors(70, 70, 2, 3, 8, torch.float32)
+    queries, softmax = 2 * queries, replace(other_softmax(6)[kind], scaling=SCALING)
+    attention, lse = dense(queries, keys, softmax=softmax)
+    values = torch.randn(2, 70, value_dim, generator=seeded(1))
+    output, made = attention_with_lse(queries, keys, values, softmax)
+    torch.testing.assert_close(output.double(), attention @ values.double().repeat_interleave(3, 0), **EXACT)
+    torch.testing.assert_close(made.double(), lse, **EXACT)
+    torch.testing.assert_close(log_sum_exp(queries, keys, softmax).double(), lse, **EXACT)
+    check(attention_columns(queries, keys, softmax=softmax, names=NAMES), of_matrix(attention))
+    check(attention_columns(queries, keys, softmax=softmax, names=NAMES, lse=made), of_matrix(attention))
+    later, _ = dense(queries, keys, causal=False, softmax=softmax)
+    squares = mean_square_attention(queries, keys, softmax)
+    torch.testing.assert_close(squares, later.square().mean(1).float(), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("rule", ["each", "sum", "mean", "max"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
+from keepset.kernels import matching
 from keepset.kernels.matching import FitProblem, match_attention
 from keepset.kernels.softmax import Softmax
-from tests.kernels.test_attention import seeded
+from tests.kernels.test_attention import attention_of, seeded
+
+PLAIN = Softmax(0.4)
 
 
 def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 0) -> FitProblem:
@@ -24,8 +28,10 @@ def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 
     return FitProblem(2 * asking, asked, keys, values, torch.zeros(heads, entries))
 
 
-def fit(heads: FitProblem, kept: Tensor, ridge: float = 0.03, biases: bool = True) -> tuple[Tensor, Tensor]:
-    return match_attention(heads, kept, torch.ones_like(kept, dtype=torch.bool), Softmax(0.4), ridge, biases)
+def fit(
+    heads: FitProblem, kept: Tensor, ridge: float = 0.03, biases: bool = True, softmax: Softmax = PLAIN
+) -> tuple[Tensor, Tensor]:
+    return match_attention(heads, kept, torch.ones_like(kept, dtype=torch.bool), softmax, ridge, biases)
 
 
 def attention(heads: FitProblem, head: int) -> np.ndarray:
@@ -58,6 +64,39 @@ def test_a_dropped_twin_is_stood_for_by_log_two() -> None:
     one = FitProblem(heads.queries, heads.asked, *(torch.cat([part, part[:, :1]], 1) for part in heads[2:]))
     gap = error(one, 0, kept[0], *(part[0] for part in fit(one, kept, ridge=1e-6)))
     assert gap < 1e-2 * error(one, 0, kept[0], torch.zeros(6), heads.values[0])
+
+
+@pytest.mark.parametrize("blocks", [1, 2**20])
+@pytest.mark.parametrize(("softcap", "sunk"), [(0.5, False), (None, True), (0.5, True)])
+def test_caps_and_sinks(monkeypatch: pytest.MonkeyPatch, softcap: float | None, sunk: bool, blocks: int) -> None:
+    """A twin is stood for by log two; and what is fitted is nearer to the whole than what was there."""
+    monkeypatch.setattr(matching, "PRODUCT_BLOCK", blocks)
+    heads, kept, draw = random_heads(1, 40, 6, 8), torch.arange(6)[None], seeded(3)
+    sinks = torch.randn(1, 40, generator=draw) + 1.0
+    softmax = Softmax(0.4, softcap, sinks if sunk else None)
+    twins = FitProblem(heads.queries, heads.asked, *(torch.cat([part, part], 1) for part in heads[2:]))
+    biases, values = fit(twins, kept, softmax=softmax)
+    torch.testing.assert_close(biases, torch.full_like(biases, math.log(2)), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(values, heads.values, rtol=1e-3, atol=1e-3)
+
+    many, places = random_heads(1, 60, 30, 8), torch.arange(0, 30, 3)[None]
+    softmax = replace(softmax, sinks=torch.randn(1, 60, generator=draw) if sunk else None)
+
+    def attended(keys: Tensor, biases: Tensor, values: Tensor) -> Tensor:
+        rows = []
+        for row, query in enumerate(many.queries[0]):
+            weights = attention_of(keys.double() @ query.double() * 0.4, own(row), 0, biases)
+            rows.append(weights @ values.double())
+        return torch.stack(rows)
+
+    def own(row: int) -> Softmax:
+        return replace(softmax, sinks=None if softmax.sinks is None else softmax.sinks[0, row : row + 1])
+
+    biases, values = fit(many, places, 0.001, softmax=softmax)
+    keys, whole = many.keys[0, places[0]], attended(many.keys[0], torch.zeros(30), many.values[0])
+    before = attended(keys, torch.zeros(10), many.values[0, places[0]]) - whole
+    after = attended(keys, biases[0], values[0]) - whole
+    assert after.square().sum() < 0.3 * before.square().sum()
 
 
 def test_nothing_dropped_changes_nothing() -> None:

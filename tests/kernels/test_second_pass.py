@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from keepset.kernels import dispatch, second_pass
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from keepset.kernels.softmax import Softmax
+from tests.kernels.test_attention import attention_of, other_softmax
 from tests.methods.naive import EXACT, dot, softmax
 from tests.tiers import examples
 
@@ -77,6 +79,27 @@ def test_as_kernels_of_a_gpu_make_it(triton_interpreted: None, value_dim: int) -
     with patch.object(dispatch, "INTERPRETED", False):
         right = second_pass_attention(queries, entries, own, Softmax(0.5), NAMES, pieces)
     torch.testing.assert_close(made, right, **EXACT)
+
+
+@pytest.mark.parametrize("scope", [None, SoftmaxScope(2, 3, 7)])
+@pytest.mark.parametrize("kind", [1, 2, 3])
+def test_caps_and_sinks(implementation: str, kind: int, scope: SoftmaxScope | None) -> None:
+    """In a narrower softmax a sink still has its part."""
+    queries, own, entries, softmax = random(0, 6, 5, 4), pair(1, 2, 5, 4), pair(3, 2, 11, 4), other_softmax(6)[kind]
+    output, received = second_pass_attention(queries, entries, own, softmax, NAMES, [PackedSequence(5, scope)])
+    paid = torch.zeros(6, 5, 11, dtype=torch.float64)
+    for head, i in product(range(6), range(5)):
+        keys, values = (
+            torch.cat([a[head // 3], b[head // 3, : i + 1]]).double() for a, b in zip(entries, own, strict=True)
+        )
+        products = keys @ queries[head, i].double() * softmax.scaling
+        expected = attention_of(products, softmax, head) @ values
+        torch.testing.assert_close(output[head, i].double(), expected, **EXACT)
+        sinks, start, stop = scope or (0, 0, 11)
+        seen = [*range(sinks), *range(start, stop), *range(11, 11 + i + 1)]
+        paid[head, i, start:stop] = attention_of(products[seen], softmax, head)[sinks : sinks + stop - start]
+    for name, right in {"sum": paid.sum(1), "max": paid.amax(1), "square": paid.square().sum(1)}.items():
+        torch.testing.assert_close(received[name].double(), right, **EXACT)
 
 
 @pytest.mark.parametrize("blocks", [1, 2**18])

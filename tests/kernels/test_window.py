@@ -13,7 +13,7 @@ from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
 from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import add_received
-from tests.kernels.test_attention import COUNTS, heads_of, in_8_bits, packed_heads, seeded
+from tests.kernels.test_attention import COUNTS, attention_of, heads_of, in_8_bits, other_softmax, packed_heads, seeded
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-6), torch.bfloat16: dict(rtol=0.02, atol=1e-4)}
 ROUNDED = {torch.float32: dict(rtol=0.02, atol=1e-5), torch.bfloat16: dict(rtol=0.02, atol=1e-4)}
@@ -21,10 +21,10 @@ ROUNDED = {torch.float32: dict(rtol=0.02, atol=1e-5), torch.bfloat16: dict(rtol=
 
 
 def expected(
-    queries: Tensor, packed: PackedHeads, kv_heads: int, last: Tensor, scaling: float, sums_of: GroupReduction
+    queries: Tensor, packed: PackedHeads, kv_heads: int, last: Tensor, scaling: float | Softmax, sums_of: GroupReduction
 ) -> Tensor:
     """The column; places that hold no entry stay as they are."""
-    group = queries.shape[1] // kv_heads
+    group, softmax = queries.shape[1] // kv_heads, scaling if isinstance(scaling, Softmax) else Softmax(scaling)
     column = torch.ones(len(packed.keys), *[group] * (sums_of == "each"), dtype=torch.float64)
     for run, i in heads_of(packed):
         request, kv_head = divmod(run.first + i, kv_heads)
@@ -32,16 +32,20 @@ def expected(
         for row in range(queries.shape[2]):
             seen = place[packed.positions[place] <= last[request, row]]
             members = range(kv_head * group, (kv_head + 1) * group)
-            logits = [packed.keys[seen].double() @ queries[request, of, row].double() * scaling for of in members]
-            if packed.bias is not None:
-                logits = [each + packed.bias[seen].double() for each in logits]
+            logits = [
+                packed.keys[seen].double() @ queries[request, of, row].double() * softmax.scaling for of in members
+            ]
+            own = softmax
             if sums_of == "largest":
-                logits = [torch.stack(logits).amax(0)]
-            for member, each in enumerate(logits):
+                logits, members = [torch.stack(logits).amax(0)], range(kv_head, kv_head + 1)
+                sinks = None if softmax.sinks is None else softmax.sinks.view(kv_heads, group).amax(1)
+                own = replace(softmax, sinks=sinks)
+            bias = torch.zeros(len(seen)) if packed.bias is None else packed.bias[seen]
+            for number, (of, each) in enumerate(zip(members, logits, strict=True)):
                 if sums_of == "each":
-                    column[seen, member] += each.softmax(0)
+                    column[seen, number] += attention_of(each, own, of, bias)
                 else:
-                    column[seen] += each.softmax(0) / len(logits)
+                    column[seen] += attention_of(each, own, of, bias) / len(logits)
     return column
 
 
@@ -52,6 +56,7 @@ def expected(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("kind", range(4))
 def test_sums(
     implementation: str,
     counts: list[list[int]],
@@ -60,6 +65,7 @@ def test_sums(
     group: int,
     sums_of: GroupReduction,
     eight_bits: bool,
+    kind: int,
 ) -> None:
     """Some of the queries see nothing, or do not exist."""
     packed, batch, kv_heads = packed_heads(counts, (10, 6), dtype, spare=2), len(counts), len(counts[0])
@@ -70,8 +76,9 @@ def test_sums(
     queries = torch.randn(batch, n, kv_heads * group, 10, generator=draw).to(dtype).transpose(1, 2)
     last = torch.randint(-1, 12, (batch, n), generator=draw).sort().values
     column = torch.ones(len(packed.keys), *sums_of.shape(group))
-    add_received(column, queries, stored, kv_heads, last, Softmax(0.3), sums_of)
-    right = expected(queries, written, kv_heads, last, 0.3, sums_of)
+    softmax = other_softmax(kv_heads * group)[kind]
+    add_received(column, queries, stored, kv_heads, last, softmax, sums_of)
+    right = expected(queries, written, kv_heads, last, softmax, sums_of)
     torch.testing.assert_close(column.double(), right, **(ROUNDED if eight_bits else TOLERANCE)[dtype])
 
 
@@ -79,10 +86,11 @@ def test_sums(
 def test_a_long_head_beside_none_and_many_queries(triton_interpreted: None, longest: int) -> None:
     packed = packed_heads([[0, longest, 1]], (16, 16), torch.float32, spare=1)
     queries, last = torch.randn(1, 6, 70, 16, generator=seeded(1)), torch.arange(longest - 70, longest)[None]
-    column = torch.ones(len(packed.keys))
-    add_received(column, queries, packed, 3, last, Softmax(0.3))
-    right = expected(queries, packed, 3, last, 0.3, GroupReduction.MEAN)
-    torch.testing.assert_close(column.double(), right, rtol=1e-4, atol=1e-5)
+    for softmax in other_softmax(6)[::3]:
+        column = torch.ones(len(packed.keys))
+        add_received(column, queries, packed, 3, last, softmax)
+        right = expected(queries, packed, 3, last, softmax, GroupReduction.MEAN)
+        torch.testing.assert_close(column.double(), right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sums_of", GroupReduction)

@@ -44,6 +44,7 @@ from tests.methods.naive import (
     ROUNDED_LOGITS,
     SUM,
     Shape,
+    attention_of,
     dot,
     length_of,
     observe,
@@ -415,7 +416,7 @@ def expected_attention(observation: Observation, method: ExpectedAttention, requ
             if method.covariance:
                 logit += dot(keys[entry], [dot(row, keys[entry]) for row in spread]) * observation.scaling**2 / 2
             logits.append(logit)
-        for entry, weight in zip(counted, softmax(logits) if logits else [], strict=True):
+        for entry, weight in zip(counted, attention_of(logits, observation, member) if logits else [], strict=True):
             attention[entry] += weight / len(members)
     if not method.value_norm:
         return attention

@@ -388,6 +388,13 @@ def softmax(logits: Sequence[float]) -> list[float]:
     return [power / sum(powers) for power in powers]
 
 
+def attention_of(products: Sequence[float], observation: Observation, query_head: int) -> list[float]:
+    """Attention of scaled products, as the model makes it: with its soft cap and the head's sink, if it has them."""
+    cap, sinks = observation.softmax.softcap, observation.softmax.sinks
+    logits = [product if cap is None else cap * math.tanh(product / cap) for product in products]
+    return softmax(logits) if sinks is None else softmax([*logits, float(sinks[query_head])])[:-1]
+
+
 def window_attention(observation: Observation, request: int, query_head: int, window: int) -> list[list[float]]:
     """Attention of a request's newest queries, those that exist, over its entries: a list per query."""
     assert observation.queries is not None
@@ -402,7 +409,8 @@ def window_attention(observation: Observation, request: int, query_head: int, wi
     for back in range(count, 0, -1):
         query = observation.queries[request, query_head, -back].double().tolist()
         seen = [entry for entry in range(length) if positions[entry] <= newest - back]
-        attention = softmax([dot(query, keys[entry]) * observation.scaling for entry in seen])
+        products = [dot(query, keys[entry]) * observation.scaling for entry in seen]
+        attention = attention_of(products, observation, query_head)
         row = [0.0] * length
         for entry, weight in zip(seen, attention, strict=True):
             row[entry] = weight

@@ -21,6 +21,7 @@ from tests.methods.naive import (
     HIDDEN,
     Rope,
     Shape,
+    attention_of,
     check_scores,
     dot,
     every_shape,
@@ -28,7 +29,6 @@ from tests.methods.naive import (
     length_of,
     observe,
     projection,
-    softmax,
     window_attention,
 )
 from tests.tiers import examples
@@ -87,13 +87,13 @@ def algorithm_1(
     union, votes, attention = set(), [0] * length, [0.0] * length
     for query_head in range(head * group, head * group + group):
         (newest,) = window_attention(observation, request, query_head, 1)
-        step = needed(newest, method.p_nuc)
-        for logits in sampled_logits(observation, request, query_head, method):
-            best = sorted(range(length), key=lambda entry: (logits[entry], entry), reverse=True)[:step]
+        step = needed([share / sum(newest) for share in newest], method.p_nuc)  # what a sink takes is no entry's
+        for products in sampled_logits(observation, request, query_head, method):
+            best = sorted(range(length), key=lambda entry: (products[entry], entry), reverse=True)[:step]
             union |= set(best)
             for entry in best:
                 votes[entry] += 1
-            for entry, share in enumerate(softmax(logits)):
+            for entry, share in enumerate(attention_of(products, observation, query_head)):
                 attention[entry] += share / (group * method.samples)
     return sorted(union), votes, attention
 
@@ -101,9 +101,10 @@ def algorithm_1(
 @every_shape
 @pytest.mark.parametrize(("p_nuc", "samples"), [(0.5, 1), (0.5, 8), (0.95, 8), (0.8, 4)])
 def test_is_algorithm_1(shape: Shape, p_nuc: float, samples: int) -> None:
-    """The last case is after an earlier compression, and with another scaling."""
+    """The last case is after an earlier compression, with another scaling, a soft cap and sinks."""
     positions = 2 * torch.arange(shape.entries).expand(shape.batch, shape.kv_heads, -1) + 1
-    later: dict[str, Any] = dict(positions=positions, softmax=Softmax(0.9), window=1) if p_nuc == 0.8 else {}
+    other = Softmax(0.9, 3.0, torch.linspace(-1.0, 2.0, shape.kv_heads * shape.group))
+    later: dict[str, Any] = dict(positions=positions, softmax=other, window=1) if p_nuc == 0.8 else {}
     observation, method = observe(shape, skips=(0,), **later), Sampled(p_nuc, samples, FUTURE, skip=0)
     scores = []
     for request in range(shape.batch):

@@ -302,8 +302,14 @@ def test_statistics_of_a_file_take_the_place_of_the_texts_own(skip: int) -> None
         check_scores(replace(method, stats="file"), observation, expected, **FORMULAS[method.name].exact)
 
 
-def test_the_models_own_scaling_is_used() -> None:
-    method, observation = ExpectedAttention(future=5), observe(Shape((15,), 1, 2, 6, 6), softmax=Softmax(0.9))
+def test_the_models_own_scaling_cap_and_sinks_are_used() -> None:
+    sinks = torch.tensor([-0.5, 1.5])
+    for own in Softmax(0.9), Softmax(0.9, 1.0), Softmax(0.9, None, sinks), Softmax(0.9, 1.0, sinks):
+        check_softmax(own)
+
+
+def check_softmax(own: Softmax) -> None:
+    method, observation = ExpectedAttention(future=5), observe(Shape((15,), 1, 2, 6, 6), softmax=own)
     check_scores(method, observation, [naive_scores(method, observation, 0)], **FORMULAS[method.name].exact)
 
 

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, PreTrainedTokenizerBase
 
 from keepset.core.statistics import Statistics
 from keepset.errors import UnsupportedModelError
+from keepset.kernels.softmax import Softmax, softmax_attention
 from keepset.offline.calibrate.corpus import Corpus
 
 SINKS, RECENT = 16, 64
@@ -132,14 +133,29 @@ def _attention(
     distance = at[:, None] - at
     window = kwargs.get("sliding_window")
     causal = (distance >= 0) & (distance < (window or n))
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=causal, scale=scaling)
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softmax = Softmax(factor, kwargs.get("softcap"), kwargs.get("s_aux"))
+    output = _masked(query, key, value, softmax, causal)
     gates = (_gates.get() or {}).get(int(module.layer_idx))  # type: ignore[arg-type]
     if gates is not None:
         near = causal & ((distance < RECENT) | (at < SINKS))
-        streaming = F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling)
+        streaming = _masked(query, key, value, softmax, near)
         gate = gates.to(output.dtype).repeat_interleave(group)[:, None, None]
         output = gate * output + (1 - gate) * streaming
     return output.transpose(1, 2).contiguous(), None
+
+
+def _masked(
+    query: Float[Tensor, "batch heads n head_dim"],
+    key: Float[Tensor, "batch heads n head_dim"],
+    value: Float[Tensor, "batch heads n value_dim"],
+    softmax: Softmax,
+    mask: Bool[Tensor, "n n"],
+) -> Float[Tensor, "batch heads n value_dim"]:
+    """Return attention under a mask."""
+    if softmax.plain:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=softmax.scaling)
+    return softmax_attention(query, key, value, softmax, mask[None, None])[0].transpose(1, 2)
 
 
 AttentionInterface.register(_NAME, _attention)

@@ -76,6 +76,7 @@ _INDEXER = {
     "indexer_compress_ratio": 4,
 }
 _BLOCKS = {"index_block_size": 8, "index_topk_blocks": 2, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+_CAPPED = {"attn_logit_softcapping": 0.7}  # of logits as small as a tiny model's
 _STARTS = {"vision_start_token_id": 4, "vision_end_token_id": 5}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -96,6 +97,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.0] * 4,
     },
+    "gemma2": _CAPPED,
     "glm46v": {"text_config.rope_parameters": _AXES},
     "glm4v": {"text_config.rope_parameters": _AXES},
     "glm4v_moe": {"text_config.rope_parameters": {**_AXES, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
@@ -127,6 +129,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "step3p7": {"text_config.sliding_window": WINDOW},
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 8]},
     "xmod": {"default_language": "en_XX"},
+    "vaultgemma": _CAPPED,
     "zamba": {**_FOUR, "attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba2": {
         "num_hidden_layers": 4,

@@ -19,9 +19,9 @@ ARCHITECTURES = (
     *("llama", "llama_deep", "llama_shallow", "llama_mha", "llama_mqa", "llama_odd_head", "llama_yarn"),
     *("llama_groups_of_3", "llama_one_head", "qwen2", "qwen3", "phi3", "phi3_partial", "mistral", "mistral_window"),
     *("gemma3", "gemma2", "gpt_neox", "gpt_neox_partial", "stablelm", "glm4", "granite", "olmo2", "cohere", "cohere2"),
-    *("starcoder2", "gpt2", "smollm3", "qwen3_moe", "mixtral", "olmoe"),
+    *("starcoder2", "gpt2", "smollm3", "qwen3_moe", "mixtral", "olmoe", "gpt_oss"),
 )
-_EXPERTS = ("qwen3_moe", "mixtral", "olmoe")
+_EXPERTS = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss")
 """Which expert a token is sent to may hang on the last bit, so no model of these is in bfloat16."""
 _SCORERS = (
     *("streaming_llm", "random", "knorm", "keydiff", "lagkv", "tova", "snapkv", "rpc", "r_kv", "h2o"),

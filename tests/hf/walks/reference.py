@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from tests.hf.models import tiny
+from tests.hf.models import tiny, weights_of
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,10 @@ def _attention(
     distance = columns[-n:, None] - columns
     window = kwargs.get("sliding_window")
     causal = (distance >= 0) & (distance < (1 << 30 if window is None else window))
-    logits = query[0].unflatten(0, (len(keys), -1)) @ keys[:, None].mT * scaling + bias[:, None, None]
-    weights = logits.masked_fill(~(causal & seen[:, None])[:, None], float("-inf")).softmax(-1)
-    output = weights @ values[:, None]
+    products = query[0].unflatten(0, (len(keys), -1)) @ keys[:, None].mT * scaling
+    hidden, biases = ~(causal & seen[:, None])[:, None].expand_as(products), bias[:, None, None].expand_as(products)
+    weights = weights_of(products.flatten(0, 1), hidden.flatten(0, 1), biases.flatten(0, 1), **kwargs)
+    output = weights.view_as(products) @ values[:, None]
     return output.flatten(0, 1)[None].transpose(1, 2).contiguous(), None
 
 

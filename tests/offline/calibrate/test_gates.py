@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from keepset import KeepsetError
 from keepset.offline.calibrate import gates
 from keepset.offline.calibrate.gates import PASSKEYS, Passkeys, draw, retrieval_gates
 from tests.hf.models import prompt, tiny
-from tests.methods.naive import dot, softmax
+from tests.kernels.test_attention import attention_of, other_softmax
+from tests.methods.naive import dot
 
 
 @pytest.fixture
@@ -24,16 +26,20 @@ def near(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("near")
+@pytest.mark.parametrize("kind", [0, 3])
 @pytest.mark.parametrize("window", [None, 4])
-def test_a_gate_mixes_two_attentions(window: int | None) -> None:
+def test_a_gate_mixes_two_attentions(window: int | None, kind: int) -> None:
+    """Those of a model with a soft cap and sinks, too."""
+    own = replace(other_softmax(4)[kind], scaling=0.4)
+    more: dict[str, Any] = dict(sliding_window=window, softcap=own.softcap, s_aux=own.sinks)
     torch.manual_seed(0)
     query, key, value = torch.randn(1, 4, 9, 5), torch.randn(1, 2, 9, 5), torch.randn(1, 2, 9, 3)
     gates._gates.set({7: torch.tensor([0.3, 1.0])})
     try:
         module: Any = SimpleNamespace(layer_idx=7)
-        output, _ = gates._attention(module, query, key, value, None, 0.4, sliding_window=window)
+        output, _ = gates._attention(module, query, key, value, None, 0.4, **more)
         module.layer_idx = 6
-        plain, _ = gates._attention(module, query, key, value, None, 0.4, sliding_window=window)
+        plain, _ = gates._attention(module, query, key, value, None, 0.4, **more)
     finally:
         gates._gates.set(None)
 
@@ -41,7 +47,8 @@ def test_a_gate_mixes_two_attentions(window: int | None) -> None:
         places = [t for t in range(at + 1) if window is None or at - t < window]
         places = [t for t in places if not streams or t < 2 or at - t < 3]
         keys, values = key[0, head // 2].tolist(), value[0, head // 2].tolist()
-        weights = softmax([0.4 * dot(query[0, head, at].tolist(), keys[t]) for t in places])
+        products = [0.4 * dot(query[0, head, at].tolist(), keys[t]) for t in places]
+        weights = attention_of(torch.tensor(products), own, head).tolist()
         return [sum(weight * values[t][i] for weight, t in zip(weights, places, strict=True)) for i in range(3)]
 
     for head in range(4):
