@@ -12,6 +12,7 @@ from torch import Tensor
 from keepset.core.keep_set import HeadCounts
 from keepset.hf.store import EntryStore, widened
 from keepset.kernels.attention import ragged_attention
+from keepset.kernels.softmax import Softmax
 from tests.kernels.four_bits import matrix, rounded
 
 SIZES = (6, 4)
@@ -118,7 +119,7 @@ class Walk:
             right = torch.stack([self.heads[h][i].read(part) for h, own in enumerate(index.tolist()) for i in own])
             torch.testing.assert_close(found.flatten(0, 2).double(), right, rtol=1e-4, atol=1e-5)
         queries = torch.randn(2, 6, 1, SIZES[0], generator=self.torch_draw)
-        output = ragged_attention(queries, [self.store.heads], 0.5)
+        output = ragged_attention(queries, [self.store.heads], Softmax(0.5))
         for query in range(12):
             head = self.heads[query // 3]
             keys, values = (torch.stack([entry.read(part) for entry in head]) for part in (0, 1))
