@@ -20,7 +20,7 @@ from keepset.core.observation import Observation
 from keepset.core.shapes import Scores
 from keepset.hf.store import StoredObservation
 from keepset.kernels.dispatch import uses_triton
-from keepset.kernels.predictor import Networks, entry_scores
+from keepset.kernels.predictor import Networks, entry_scores, new_entries
 
 _WORKSPACE = 1 << 26
 """Bytes of entries of the layers that are chosen from together: what an event may hold twice."""
@@ -73,14 +73,16 @@ class LayerStack(LazyObservation):
     ) -> Scores | None:
         if uses_triton(new.device):  # the kernel reads new entries alone; to count them would wait for the device
             return None
-        most = int(new.sum(-1).max())
-        index = new.int().topk(most, -1).indices.sort(-1).values
-        each = zip(self.members, index.chunk(len(self.members)), strict=True)
-        keys, values = map(torch.cat, zip(*(member.store.take(own) for member, own in each), strict=True))
-        are_new = new.gather(2, index)
-        made = entry_scores(keys, values, self.positions.gather(2, index), are_new, networks)
-        scores = torch.zeros(new.shape) if known is None else known
-        return scores.scatter(2, index, made.where(are_new, scores.gather(2, index)))
+        some, members = new_entries(new), len(self.members)
+        index = some[2]
+        parts = [index] * members if isinstance(index, slice) else index.chunk(members)
+        each = zip(self.members, parts, strict=True)
+        keys, values = map(torch.cat, zip(*(member.store.take(part) for member, part in each), strict=True))
+        are_new = new[some]
+        scores = torch.zeros(new.shape) if known is None else known.clone()
+        made = entry_scores(keys, values, self.positions[some], are_new, networks)
+        scores[some] = made.where(are_new, scores[some])
+        return scores
 
     def split(self, kept: LayerKeepSet) -> Iterator[LayerKeepSet]:
         """Yield what each layer keeps.
@@ -140,11 +142,16 @@ def unstacked(keep_set: KeepSet, observations: Sequence[Observation]) -> KeepSet
 def _alike(observations: Sequence[StoredObservation]) -> Iterator[list[StoredObservation]]:
     """Yield neighbours with heads of one size and the same columns, as many as fit the workspace."""
     group: list[StoredObservation] = []
+    kind, longest = None, 0
     for each in observations:
-        if group and not (_kind(group[0]) == _kind(each) and _bytes([*group, each]) <= _WORKSPACE):
+        own, entries = _kind(each), each.valid.shape[2]
+        width = max(longest, entries)
+        padded = (len(group) + 1) * each.valid.shape[:2].numel() * width * each.entry_bytes
+        if group and not (own == kind and padded <= _WORKSPACE):
             yield group
-            group = []
+            group, width = [], entries
         group.append(each)
+        kind, longest = own, width
     yield group
 
 
@@ -152,11 +159,6 @@ def _kind(observation: StoredObservation) -> tuple[object, ...]:
     sizes, softmax = (*observation.valid.shape[:2], observation.head_dim, observation.value_dim), observation.softmax
     attention = softmax.scaling, softmax.softcap, id(softmax.sinks)
     return *sizes, *attention, observation.dtype, observation.valid.device, observation.state.keys()
-
-
-def _bytes(members: Sequence[StoredObservation]) -> int:
-    width = max(each.valid.shape[2] for each in members)
-    return sum(each.valid.shape[:2].numel() * width * each.entry_bytes for each in members)
 
 
 def _joined(parts: Sequence[Shaped[Tensor, "batch heads _ *rest"]], width: int) -> Tensor:

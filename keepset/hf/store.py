@@ -357,13 +357,19 @@ class EntryStore:
         return self._looked_at("values")
 
     def take(
-        self, index: Int[Tensor, "batch kv_heads n"]
+        self, index: slice | Int[Tensor, "batch kv_heads n"]
     ) -> tuple[Float[Tensor, "batch kv_heads n head_dim"], Float[Tensor, "batch kv_heads n value_dim"]]:
         """Return the keys and values of some entries of each head, as attention takes them.
 
         Args:
-            index: the entries, as `padded` counts them; what lies behind a head's own is of no use.
+            index: the entries, as `padded` counts them. A slice takes the same ones of each head. What lies behind a
+                head's own is of no use.
         """
+        if isinstance(index, slice):
+            if self._format is None:
+                return self.keys[:, :, index], self.values[:, :, index]
+            places = torch.arange(self._longest, device=self._columns["positions"].device)[index]
+            index = places.expand(self.batch, self.kv_heads, -1)
         rows = self._take(index)
         if self._format is None:
             return rows["keys"], rows["values"]

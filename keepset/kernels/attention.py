@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -163,7 +164,8 @@ def pack_entries(
     heads = counts.flatten()
     if not uses_triton(indices.device):
         rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
-        return {name: _pick(column, rows, indices) for name, column in columns.items()}
+        places = cache(lambda capacity: rows * capacity + indices)  # columns of a store have the same
+        return {name: _pick(column, rows, indices, places) for name, column in columns.items()}
     packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
     if packed and len(indices):
         from keepset.kernels.triton import attention  # loads Triton
@@ -176,23 +178,32 @@ def pack_entries(
 
 
 def _pick(
-    column: Shaped[Tensor, "batch kv_heads entries ..."], rows: Int[Tensor, " kept"], indices: Int[Tensor, " kept"]
+    column: Shaped[Tensor, "batch kv_heads entries ..."],
+    rows: Int[Tensor, " kept"],
+    indices: Int[Tensor, " kept"],
+    places: Callable[[int], Int[Tensor, " kept"]],
 ) -> Shaped[Tensor, "kept ..."]:
     """Return `column[rows, indices]`, gathered row by row.
 
     Every memory order is read in place: flattening would copy the entries that are about to be dropped.
+
+    Args:
+        column: of all entries.
+        rows: the head that each chosen entry is of, counted over all requests.
+        indices: the chosen entries.
+        places: returns `rows * capacity + indices` for a number of places per head.
     """
     batch, heads, entries = column.shape[:3]
     of_request, of_head, of_entry = column.stride()[:3]
-    if of_head > entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
+    if of_head >= entries * of_entry > 0 and of_request == heads * of_head and of_head % of_entry == 0:
         capacity = of_head // of_entry
-        places = (batch * heads - 1) * capacity + entries
-        flat = column.as_strided((places, *column.shape[3:]), column.stride()[2:])
-        return flat.index_select(0, rows * capacity + indices)
+        last = (batch * heads - 1) * capacity + entries
+        flat = column.as_strided((last, *column.shape[3:]), column.stride()[2:])
+        return flat.index_select(0, places(capacity))
     swapped = column.transpose(1, 2)
-    if not column.is_contiguous() and swapped.is_contiguous():
+    if swapped.is_contiguous():
         request, head = rows // heads, rows % heads
         return swapped.reshape(batch * entries * heads, *column.shape[3:]).index_select(
             0, (request * entries + indices) * heads + head
         )
-    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, rows * entries + indices)
+    return column.reshape(batch * heads * entries, *column.shape[3:]).index_select(0, places(entries))

@@ -34,8 +34,7 @@ class HeadRun:
 
     def view(self, flat: Shaped[Tensor, " places *rest"]) -> Shaped[Tensor, "heads entries *rest"]:
         """Return this run's entries of a flat tensor, without a copy."""
-        stop = self.start + self.heads * self.capacity
-        return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, : self.count]
+        return self._places(flat, 0, self.count)
 
     def at(self, head: int) -> int:
         """Return the place of a head's first entry."""
@@ -43,8 +42,13 @@ class HeadRun:
 
     def behind(self, flat: Shaped[Tensor, " places *rest"], n: int) -> Shaped[Tensor, "heads n *rest"]:
         """Return the `n` free places after each head's entries, without a copy."""
-        stop = self.start + self.heads * self.capacity
-        return flat[self.start : stop].unflatten(0, (self.heads, self.capacity))[:, self.count : self.count + n]
+        return self._places(flat, self.count, n)
+
+    def _places(self, flat: Shaped[Tensor, " places *rest"], first: int, n: int) -> Shaped[Tensor, "heads n *rest"]:
+        """Return `n` places of each head from its `first` on; one call, since every token of every layer makes some."""
+        place, *rest = flat.stride()
+        begin = flat.storage_offset() + (self.start + first) * place
+        return flat.as_strided((self.heads, n, *flat.shape[1:]), (self.capacity * place, place, *rest), begin)
 
 
 def runs_of(counts: Sequence[int]) -> list[HeadRun]:

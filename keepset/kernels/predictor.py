@@ -154,6 +154,22 @@ def cos_and_sin(
     return angles.cos(), angles.sin()
 
 
+def new_entries(
+    new: Bool[Tensor, "rows heads entries"],
+) -> tuple[slice | Tensor, slice | Tensor, slice | Int[Tensor, "rows heads n"]]:
+    """Return an index of the entries of each head that are read: all new ones, filled up with others.
+
+    Off the CPU these are all entries, because looking for the new ones would wait for the device.
+    """
+    if new.device.type != "cpu":
+        return slice(None), slice(None), slice(None)
+    most, places = int(new.sum(-1).max()), new.flatten(0, 1).any(0).nonzero()[:, 0].tolist()
+    if not places or places[-1] - places[0] < most:
+        return slice(None), slice(None), slice(places[0], places[-1] + 1) if places else slice(0)
+    rows, heads = (torch.arange(length) for length in new.shape[:2])
+    return rows[:, None, None], heads[:, None], new.int().topk(most, -1).indices.sort(-1).values
+
+
 def _in_blocks(
     keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, known: Tensor | None
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
@@ -162,7 +178,7 @@ def _in_blocks(
     scores = torch.zeros(new.shape, device=new.device) if known is None else known.clone()
     if not new.numel():
         return scores
-    some = _new_entries(new)
+    some = new_entries(new)
     chosen = [part[some] for part in (keys, values, positions, new)]
     if new.device.type == "cpu" and bool((chosen[2] == chosen[2][:, :1]).all()):
         chosen[2] = chosen[2][:, :1]  # as nearly always; heads that hold the same positions share the angles
@@ -189,17 +205,3 @@ def _of_block(
     inputs[..., :dim] = plain * cos - plain.gather(-1, partner.expand_as(plain)) * sin
     inputs[..., dim:] = values
     return log_scores(inputs.flatten(2, 3), *networks[:5]).view(keys.shape[:4])
-
-
-def _new_entries(new: Bool[Tensor, "rows heads entries"]) -> tuple[slice | Tensor, ...]:
-    """Return an index of the entries of each head that are read: all new ones, filled up with others.
-
-    Off the CPU these are all entries, because looking for the new ones would wait for the device.
-    """
-    if new.device.type != "cpu":
-        return slice(None), slice(None), slice(None)
-    most, places = int(new.sum(-1).max()), new.flatten(0, 1).any(0).nonzero()[:, 0].tolist()
-    if not places or places[-1] - places[0] < most:
-        return slice(None), slice(None), slice(places[0], places[-1] + 1) if places else slice(0)
-    rows, heads = (torch.arange(length) for length in new.shape[:2])
-    return rows[:, None, None], heads[:, None], new.int().topk(most, -1).indices.sort(-1).values
