@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from keepset.bench.record import Record
     from keepset.bench.sweep.prompts import Mode
     from keepset.bench.sweep.sweep import Group, Skipped, SweepGrid
-    from keepset.bench.tasks.task import Tokenizer
+    from keepset.bench.tasks.task import Task, Tokenizer
 
 _CHAT = "chat template"
 
@@ -140,11 +140,7 @@ def _swept(
 
     # With Ray it is the workers' GPUs that compute.
     loaded, tokenizer = load(source._replace(device="cpu") if ray else source)
-    longest = context_length(loaded)
-    if longest is not None and (beyond := [task.name for task in grid.tasks if getattr(task, "length", 0) > longest]):
-        raise KeepsetError(
-            f"{beyond[0]} does not fit the model's context of {longest} tokens: ask for fewer --prompt-tokens."
-        )
+    _check_lengths(grid.tasks, context_length(loaded))
     if complete:
         check_measured(loaded, (each.recipe for group in grid.candidates.values() for each in group))
     chat = asking.chat and tokenizer.chat_template is not None
@@ -176,14 +172,26 @@ def _swept(
                     lost = sweep.run(store, left, Runner(loaded, tokenizer, **runner), advance)
         except (KeyboardInterrupt, TimeUp) as stop:
             done = total - sweep.count(sweep.unfinished(groups, store.done()))
-            if done:
-                note(f"stopped after {done} of {total} cells, which are in {str(out)!r}: the same command goes on")
-            else:
-                note(f"stopped before one of {total} cells was made")
+            many = f"{done} of {total} cells, which are in {str(out)!r}: the same command goes on"
+            note(f"stopped after {many}" if done else f"stopped before one of {total} cells was made")
             if isinstance(stop, KeyboardInterrupt):
                 raise Exit(130) from None
             lost = []
         return Swept(grid.of(store.cells()), lost)
+
+
+def _check_lengths(tasks: Iterable[Task], longest: int | None) -> None:
+    """Refuse tasks whose prompts are longer than the model's context.
+
+    Args:
+        tasks: the tasks.
+        longest: the context's tokens; None if the model does not say.
+    """
+    for task in tasks:
+        if longest is not None and getattr(task, "length", 0) > longest:
+            raise KeepsetError(
+                f"{task.name} does not fit the model's context of {longest} tokens: ask for fewer --prompt-tokens."
+            )
 
 
 def _finished(out: Path, grid: SweepGrid, source: Source, chat: bool, settings: dict[str, Any]) -> Swept | None:

@@ -75,7 +75,7 @@ class LayerStack(LazyObservation):
             return None
         some, members = new_entries(new), len(self.members)
         index = some[2]
-        parts = [index] * members if isinstance(index, slice) else index.chunk(members)
+        parts: Sequence[slice | Tensor] = [index] * members if isinstance(index, slice) else index.chunk(members)
         each = zip(self.members, parts, strict=True)
         keys, values = map(torch.cat, zip(*(member.store.take(part) for member, part in each), strict=True))
         are_new = new[some]

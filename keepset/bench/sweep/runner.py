@@ -12,6 +12,8 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from keepset.bench.analysis.diagnostics import repetition_rate
@@ -99,7 +101,7 @@ class Runner:
             MemoryError: memory was not enough for the next candidate; or one of torch's errors that says so.
         """
         runs = [_CellRun(EvalRequest(task, seed, example, candidate)) for candidate in candidates]
-        for task_aware, together in groupby(runs, self._is_told):
+        for task_aware, together in groupby(runs, self._is_task_aware):
             yield from self._share(list(together), task_aware)
 
     def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Record | None]]:
@@ -114,7 +116,7 @@ class Runner:
 
         def job(each: EvalRequest) -> _Job:
             run = _CellRun(each)
-            prompts = self._begin([run], self._is_told(run))
+            prompts = self._begin([run], self._is_task_aware(run))
             recipes = [] if run.recipe is None else [run.recipe]
             return self._job(run, prompts, 0, lambda prompt: self._session(prompt, recipes))
 
@@ -139,7 +141,7 @@ class Runner:
         for run in left:
             yield run.cell()
 
-    def _is_told(self, run: _CellRun) -> bool:
+    def _is_task_aware(self, run: _CellRun) -> bool:
         """Return whether a candidate looks at a task's tokens and is given some."""
         return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.traits.needs)
 
@@ -288,10 +290,7 @@ class _Evaluator:
                 try:
                     began, logits = time.perf_counter(), cached.logits
                     if question.ids:
-                        ids = torch.tensor([question.ids], device=self._model.device)
-                        with torch.no_grad():
-                            options = {"past_key_values": used, "use_cache": True, "logits_to_keep": 1}
-                            logits = self._model(ids, **options).logits[:, -1]
+                        logits = self._read(question.ids, used)
                         look()
                     if question.choices:
                         reply = likelihoods(self._model, used, logits, question.choices, TOGETHER)
@@ -304,24 +303,42 @@ class _Evaluator:
                         memory.finish(used)
                 finally:
                     used.stop_watching()
-                figures = {
-                    "keep": memory.keep,
-                    "share": memory.share,
-                    "kv_bytes": memory.nbytes,
-                    "kv_bytes_full": memory.nbytes_full,
-                    "tokens": len(answer.ids),
-                    "finished": float(answer.finished),
-                    "repetition": repetition_rate(torch.tensor(answer.ids, dtype=torch.long)),
-                    "prefill_seconds": cached.prefill_seconds,
-                    "select_seconds": memory.select_seconds,
-                    "decode_seconds": answer.seconds - (memory.select_seconds - begun.select_seconds),
-                    "batch": answer.beside / len(answer.ids) if answer.ids else 1.0,
-                    **events.means,
-                }
+                figures = _figures(answer, memory, cached.prefill_seconds, memory.select_seconds - begun.select_seconds)
+                figures |= events.means
                 scores, replies = task.judge(question.question, answer.reply), [_plain(answer.reply)]
                 answered.append(replace(run.record(), scores=scores, figures=figures, replies=replies))
         finally:
             cached.cache.stop_watching()
+
+    @torch.no_grad()
+    def _read(self, ids: Sequence[int], cache: Cache) -> Float[Tensor, "1 vocabulary"]:
+        """Add tokens to a cache; return the logits after the last of them."""
+        batch = torch.tensor([ids], device=self._model.device)
+        return self._model(batch, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+
+def _figures(answer: Answer, memory: CacheMemory, prefill_seconds: float, selecting: float) -> dict[str, Any]:
+    """Return what an answer has cost, by the names that records give it.
+
+    Args:
+        answer: the answer.
+        memory: what the cache has held.
+        prefill_seconds: of its prompt.
+        selecting: the seconds of events while it was decoded.
+    """
+    return {
+        "keep": memory.keep,
+        "share": memory.share,
+        "kv_bytes": memory.nbytes,
+        "kv_bytes_full": memory.nbytes_full,
+        "tokens": len(answer.ids),
+        "finished": float(answer.finished),
+        "repetition": repetition_rate(torch.tensor(answer.ids, dtype=torch.long)),
+        "prefill_seconds": prefill_seconds,
+        "select_seconds": memory.select_seconds,
+        "decode_seconds": answer.seconds - selecting,
+        "batch": answer.beside / len(answer.ids) if answer.ids else 1.0,
+    }
 
 
 def _look(cache: Cache, watchers: Sequence[CacheMemory | EventFigures]) -> None:

@@ -160,22 +160,26 @@ def compile_tables(
         gate=gate,
         counts=counts,
         provenance={
-            "keepset": keepset.__version__,
-            "model": {
-                "name": PureWindowsPath(model.config.name_or_path or "").name,
-                **fingerprint(model),
-                "sample": sample(model),
-            },
+            **_origin(model),
             **described,
             "contexts": len(contexts),
             "rows": {kind: sum(row.kind == kind for row in rows) for kind in ("head", "gate")},
-            "thresholds": list(THRESHOLDS),
-            "alpha": ALPHA,
-            "beta": BETA,
             "curves": {"head": head_curve, "gate": gate_curve},
             "marks": [list(context.marks) for context in contexts],
         },
     )
+
+
+def _origin(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what tables say of the program and the model that they come from."""
+    name = PureWindowsPath(model.config.name_or_path or "").name
+    return {
+        "keepset": keepset.__version__,
+        "model": {"name": name, **fingerprint(model), "sample": sample(model)},
+        "thresholds": list(THRESHOLDS),
+        "alpha": ALPHA,
+        "beta": BETA,
+    }
 
 
 def _shape(model: PreTrainedModel, pool: ContextPool, settings: CompileSettings) -> tuple[int, int, int]:
