@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from keepset.hf.cache import Cache
+from keepset.hf.other_layers import is_bounded, nbytes_of
 from keepset.hf.store import SLACK
 from keepset.recipe import Recipe
 
@@ -146,9 +147,14 @@ def watch_peak(device: torch.device) -> Callable[[], int | None]:
 
 
 def dynamic_nbytes(cache: DynamicCache) -> int:
-    """Return the bytes of keys and values in a plain cache of transformers."""
-    tensors = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    """Return the bytes that a plain cache of transformers holds, those of recurrent states included."""
+    return sum(nbytes_of(layer) for layer in cache.layers)
+
+
+def growing_nbytes(cache: DynamicCache) -> int:
+    """Return the bytes of the entries of those layers of a plain cache of transformers that grow with the text."""
+    growing = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and not is_bounded(layer))
+    return sum(tensor.nbytes for layer in growing for tensor in (layer.keys, layer.values) if tensor is not None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

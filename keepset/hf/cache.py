@@ -151,7 +151,9 @@ class Cache(ObservedCache):
             raise KeepsetError(f"{cache.recipe} {reason}: leave every= out.")
         cache.stop_watching()
         for index, other in enumerate(prompt.layers):
-            if index not in cache.kept_layers:
+            if index in cache.kept_layers:
+                cache.kept_layers[index].copy_states(other)
+            else:
                 cache.layers[index] = copy.deepcopy(other)
         if prompt.progress is not None:
             cache.progress = copy.copy(prompt.progress)
@@ -168,8 +170,9 @@ class Cache(ObservedCache):
         held = sum(store.entries for store in stores) / max(heads, 1)
         nbytes, beside = self.nbytes_entries, f"{(self.nbytes - self.nbytes_entries) / 1e6:.1f}"
         share = f"{nbytes / 1e6:.1f} MB of {self.nbytes_full / 1e6:.1f}"
+        fixed = f", {self.nbytes_fixed / 1e6:.1f} MB of both in windows and states" if self.nbytes_fixed else ""
         room = "" if beside == "0.0" else f", {beside} MB more for what comes"
-        return f"Cache({self.recipe}: {held:.0f} of {self.progress.logical} tokens, {share}{room})"
+        return f"Cache({self.recipe}: {held:.0f} of {self.progress.logical} tokens, {share}{fixed}{room})"
 
     @property
     def nbytes_entries(self) -> int:

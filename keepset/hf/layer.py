@@ -82,6 +82,9 @@ class LayerState(LogicalLayer):
         """Bytes of what the layer holds that is not an entry and is never compressed."""
         return 0
 
+    def copy_states(self, other: Any) -> None:
+        """Take over what another layer holds that is not an entry."""
+
     def looks_at(self, new: AttentionInput) -> bool:
         """Return whether an event will look at these tokens' queries, or lies among the tokens."""
         if self.prompt is not None:

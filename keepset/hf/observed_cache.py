@@ -210,9 +210,13 @@ class ObservedCache(TransformersCache, KnowsText):
     @property
     def nbytes(self) -> int:
         """Bytes allocated, those of layers that keepset leaves alone included."""
-        kept = self.kept_layers.values()
+        return self.nbytes_fixed + sum(layer.nbytes for layer in self.kept_layers.values())
+
+    @property
+    def nbytes_fixed(self) -> int:
+        """Bytes that no recipe changes: of sliding windows, and of recurrent and convolution states."""
         others = sum(nbytes_of(layer) for layer in self.layers if not isinstance(layer, LayerState))
-        return others + sum(layer.nbytes + layer.nbytes_states for layer in kept)
+        return others + sum(layer.nbytes_states for layer in self.kept_layers.values())
 
     # --- transformers' side
 

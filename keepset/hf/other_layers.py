@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor
-from transformers import PreTrainedConfig, cache_utils
+from transformers import PreTrainedConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
@@ -38,6 +41,9 @@ class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[overri
         states = [*self.conv_states.values(), *self.recurrent_states.values()]
         return sum(state.nbytes for state in states if state is not None)
 
+    def copy_states(self, other: LinearAttentionLayer) -> None:
+        vars(self).update(states_of(other))
+
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
         LayerState.reset(self)
@@ -48,7 +54,7 @@ class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[overri
 
     def fork(self) -> LayerState:
         copied = super().fork()
-        vars(copied).update(states_of(self))
+        copied.copy_states(self)
         return copied
 
 
@@ -74,7 +80,7 @@ def is_bounded(layer: Any) -> bool:
     """Return whether a layer of transformers holds no more for a longer text."""
     # A model's own kind of window may hold more, such as a summary of what is before it.
     slides = getattr(layer, "is_sliding", False) and type(layer).__module__ == cache_utils.__name__
-    return slides or isinstance(layer, LinearAttentionLayer)
+    return slides or (isinstance(layer, LinearAttentionLayer) and not isinstance(layer, DynamicLayer))
 
 
 def compressible(index: int, layer: Any) -> LayerState | None:
@@ -92,6 +98,49 @@ def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dic
 
     noted = {name: {key: copied(each) for key, each in x.items()} for name, x in vars(layer).items() if type(x) is dict}
     return {**noted, "device": layer.device, "dtype": layer.dtype}
+
+
+def states(layer: LinearAttentionLayer) -> dict[str, Tensor]:
+    """Return a layer's recurrent and convolution states, by their kind and number.
+
+    Of a convolution's input there may be more than its next step takes, while a draft may be taken back.
+    """
+    held = {}
+    for number in range(layer.number_of_states):
+        inputs, recurrent = layer.conv_states[number], layer.recurrent_states[number]
+        size = layer.conv_kernel_size[number]
+        if inputs is not None and size is not None:
+            held[f"convolution.{number}"] = F.pad(inputs[..., -size:], (max(size - inputs.shape[-1], 0), 0))
+        if recurrent is not None:
+            held[f"recurrent.{number}"] = recurrent
+    return held
+
+
+def restore_states(layer: LinearAttentionLayer, held: Mapping[str, Tensor]) -> None:
+    """Put the `states` of another layer into an empty one.
+
+    Raises:
+        ValueError: the layer has fewer states.
+    """
+    for name, state in held.items():
+        kind, _, number = name.partition(".")
+        index = int(number)
+        if index >= layer.number_of_states:
+            raise ValueError
+        if kind == "convolution":
+            layer.lazy_initialization(conv_states=state, state_idx=index)
+            layer.conv_states[index], layer.has_previous_state[index] = state, True
+        else:
+            layer.lazy_initialization(recurrent_states=state, state_idx=index)
+            layer.recurrent_states[index] = state
+
+
+@torch.no_grad()
+def states_of_a_token(model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    """Return every layer's states after one token, whose sizes and types no configuration tells."""
+    own = DynamicCache(config=model.config.get_text_config(decoder=True))
+    model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=own, use_cache=True)
+    return [states(layer) if isinstance(layer, LinearAttentionLayer) else {} for layer in own.layers]
 
 
 def nbytes_of(layer: Any) -> int:

@@ -110,8 +110,8 @@ class Recorder(ObservedCache):
 
     @property
     def nbytes_full(self) -> int:
-        """Bytes of the whole prompt's keys and values in the layers that can be compressed."""
-        return sum(int(o.valid.sum()) * o.entry_bytes for o in self.observations)
+        """Bytes of the whole prompt's keys and values, and of windows and states of layers that are not compressed."""
+        return self.nbytes_fixed + sum(int(o.valid.sum()) * o.entry_bytes for o in self.observations)
 
     def seconds_for(self, needs: Needs) -> float:
         """Return the seconds of a prefill that collects only for these needs."""

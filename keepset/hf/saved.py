@@ -1,8 +1,9 @@
 """The file of a compressed context: what a cache holds between two forwards, so that it can go on from there.
 
 It is one safetensors file. For each compressed layer it has the columns of its store, packed head after head, their
-counts, and what the next event looks at beside them. For each sliding window it has keys and values. The metadata is
-one JSON object with a digest of every tensor and one of itself, so that a damaged byte is noticed in whatever is read.
+counts, and what the next event looks at beside them. For each sliding window it has keys and values, and of layers with
+recurrent or convolution states these. The metadata is one JSON object with a digest of every tensor and one of itself,
+so that a damaged byte is noticed in whatever is read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 import keepset
 from keepset.core.files import quoted
@@ -33,7 +38,8 @@ from keepset.hf.fingerprint import difference, fingerprint
 from keepset.hf.known_text import KnownTokens
 from keepset.hf.layer import DecodingPhase, LayerState
 from keepset.hf.observed_cache import Event, ObservedCache, Progress
-from keepset.hf.saved_schema import FIGURES, LAYER
+from keepset.hf.other_layers import own_layers, restore_states, states, states_of_a_token
+from keepset.hf.saved_schema import FIGURES, LAYER, STATE
 from keepset.hf.store import NEWEST, EntryStore
 from keepset.kernels.entry_format import format_of
 from keepset.recipe import Recipe, in_full, in_short
@@ -84,6 +90,7 @@ class Contents(NamedTuple):
         sizes: sizes of a key and of a value.
         counts: number of entries of every head, by the layer's index.
         layers: number of layers of the model's cache, compressed or not.
+        states: whether some layers hold recurrent or convolution states.
     """
 
     header: Header
@@ -100,6 +107,7 @@ class Contents(NamedTuple):
     sizes: set[int]
     counts: dict[int, Int[Tensor, "requests kv_heads"]]
     layers: int
+    states: bool
 
 
 class Saved(NamedTuple):
@@ -127,8 +135,7 @@ class Saved(NamedTuple):
         Raises:
             CorruptFileError: the model has other layers, or something is missing that the next event looks at.
         """
-        kinds = [LayerState if "counts" in tensors else DynamicSlidingWindowLayer for tensors in self.layers]
-        if [type(layer) for layer in cache.layers] != kinds:
+        if len(cache.layers) != len(self.layers):
             raise _FILE.corrupt(self.path)
         cache.progress = self.progress
         if cache.schedule.every is None or self.next_event is None:
@@ -303,6 +310,7 @@ def contents(path: Path) -> Contents:
             sizes={_size(each) for name, each in columns.items() if name in ("keys", "values")},
             counts=counts,
             layers=metadata["layers"],
+            states=any(f".{STATE}" in name for name in file.layout),
         )
 
 
@@ -353,6 +361,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
                 saved_schema.check_kept(layer["kept.positions"], layer["kept.counts"])
             if "passing.added_up" in layer:
                 saved_schema.check_added_up(layer["passing.added_up"], metadata["progress"]["logical"])
+    layers = _with_states(path, layers, model)
     devices = _devices(model)
     layers = [
         {name: tensor.to(devices.get(index, model.device)) for name, tensor in layer.items()}
@@ -367,6 +376,23 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=known)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
     return Saved(path, recipe, progress, newest, next_event, layers)
+
+
+def _with_states(path: Path, layers: list[dict[str, Tensor]], model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    """Return the layers with states in the model's precision. Those of other sizes than the model's are damage."""
+    held = [_without(layer, STATE) for layer in layers]
+    own = own_layers(model.config.get_text_config(decoder=True), type(model).__name__)
+    if not any(held) and not any(isinstance(layer, LinearAttentionLayer) for layer in own):
+        return layers
+    models = states_of_a_token(model)
+    try:
+        saved_schema.check_states(held, models)
+    except ValueError:
+        raise _FILE.corrupt(path) from None
+    return [
+        {**layer, **{f"{STATE}{name}": state.to(like[name].dtype) for name, state in own_states.items()}}
+        for layer, own_states, like in zip(layers, held, models, strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -391,30 +417,54 @@ class _SavedText(KnownTokens):
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:
     """Return all that a layer of a cache holds."""
-    if type(layer) is LayerState:
+    if isinstance(layer, LinearAttentionLayer):
+        others = {} if type(layer) is LinearAttentionLayer else _attention_of(layer)
+        return {**others, **{f"{STATE}{name}": state for name, state in states(layer).items()}}
+    return _attention_of(layer)
+
+
+def _attention_of(layer: Any) -> dict[str, Tensor]:
+    """Return what a layer holds for its attention."""
+    if isinstance(layer, LayerState):
         assert layer.store is not None
         tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
         if layer.decoding is not None:
             tensors |= {f"passing.{name}": tensor for name, tensor in layer.decoding.recorder.tensors.items()}
         counts = torch.tensor(layer.store.counts)
         return {**tensors, "counts": counts.view(layer.store.batch, layer.store.kv_heads)}
-    if type(layer) is DynamicSlidingWindowLayer and layer.keys is not None and layer.values is not None:
+    windows = DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer
+    if type(layer) in windows and layer.keys is not None and layer.values is not None:
         # What lies before the window is there only while a draft may be taken back.
         first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
         return {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
     raise UnsupportedModelError(
-        f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those with "
-        "nothing but keys and values: this context cannot be saved."
+        f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those of keys "
+        "and values, sliding windows and recurrent states: this context cannot be saved."
     )
 
 
 def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
-    """Put into an empty layer of a cache what another one held."""
+    """Put into an empty layer of a cache what another one held.
+
+    Raises:
+        ValueError: the layer is of another kind.
+    """
+    given = {
+        "counts": isinstance(layer, LayerState),
+        "keys": isinstance(layer, DynamicSlidingWindowLayer) and not isinstance(layer, LayerState),
+    }
+    if any((name in tensors) != expected for name, expected in given.items()):
+        raise ValueError
+    held = _without(tensors, STATE)
+    if held and not isinstance(layer, LinearAttentionLayer):
+        raise ValueError
+    if isinstance(layer, LinearAttentionLayer):
+        restore_states(layer, held)
     if isinstance(layer, LayerState):
         layer.store, layer.logical = EntryStore.of(_without(tensors, "columns."), tensors["counts"]), logical
         if layer.decoding is not None:
             layer.decoding.recorder.restore(_without(tensors, "passing."), logical, layer.decoding.next)
-    else:
+    elif "keys" in tensors:
         layer.lazy_initialization(tensors["keys"], tensors["values"])
         layer.keys, layer.values = tensors["keys"], tensors["values"]
         layer.cumulative_length = logical

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from keepset.kernels.moments import NAMES as MOMENTS
 from keepset.recipe import Recipe
 
 LAYER = "layers."
+STATE = "states."
+"""Begins the names of a layer's recurrent and convolution states."""
 FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
 """Figures of an event, as the file has them."""
 _ENTRIES = {"keys", "values", "positions"}
@@ -33,6 +35,9 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 _MAX_TOKEN_ID = 2**31
 _MAX_LENGTH = 2**26
 """Most tokens of a context. Their attention mask alone takes half a gigabyte."""
+_MAX_LAYERS = 100_000
+_STATE = re.compile(r"(convolution|recurrent)\.(0|[1-9]\d?)")
+"""Names of a layer's states: their kind, and a number for layers that have several."""
 _RECORDER_TENSORS = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added|added_up")
 """Names of a layer's `QueryRecorder.tensors`; in a file they begin with `passing.`."""
 
@@ -57,12 +62,16 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
             layers[int(match[1])][match[2]] = each
         else:
             _require(name in ("lengths", "prompts", "seen"))
-    _require(metadata["layers"] == len(layers) and sorted(layers) == list(range(len(layers))))
+    # Some layers of hybrids, such as experts, hold nothing.
+    _require(max(layers, default=-1) < metadata["layers"] <= _MAX_LAYERS)
     for tensors in layers.values():
-        if "counts" in tensors:
-            _check_kept(tensors, requests, metadata["event"] is not None)
-        else:
-            _check_window(tensors, requests)
+        states = {name: each for name, each in tensors.items() if name.startswith(STATE)}
+        _check_states(states, requests)
+        others = {name: each for name, each in tensors.items() if name not in states}
+        if "counts" in others:
+            _check_kept(others, requests, metadata["event"] is not None)
+        elif others:
+            _check_window(others, requests)
 
 
 def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocation], recipe: Recipe) -> None:
@@ -164,6 +173,18 @@ def check_kept(positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests
         counts: how many it kept in each head.
     """
     _require(bool((counts >= 0).all()) and int(counts.sum()) == len(positions) and bool((positions >= 0).all()))
+
+
+def check_states(layers: Sequence[Mapping[str, Tensor]], models: Sequence[Mapping[str, Tensor]]) -> None:
+    """Check that every layer has the states that the model's has, each of their sizes.
+
+    Args:
+        layers: the states of every layer, by name.
+        models: the states that the model has of one request.
+    """
+    _require(len(layers) == len(models))
+    for held, own in zip(layers, models, strict=True):
+        _require(held.keys() == own.keys() and all(held[name].shape[1:] == own[name].shape[1:] for name in held))
 
 
 def check_added_up(added_up: Int[Tensor, ""], logical: int) -> None:
@@ -283,6 +304,13 @@ def _check_window(tensors: Mapping[str, TensorLocation], requests: int) -> None:
     _require(keys.dtype == values.dtype and keys.dtype.is_floating_point)
     _require(len(keys.shape) == len(values.shape) == 4 and keys.shape[:3] == values.shape[:3])
     _require(keys.shape[0] == requests)
+
+
+def _check_states(tensors: Mapping[str, TensorLocation], requests: int) -> None:
+    """Check the types and shapes of recurrent and convolution states."""
+    for name, each in tensors.items():
+        _require(_STATE.fullmatch(name.removeprefix(STATE)) and each.dtype.is_floating_point)
+        _require(len(each.shape) > 1 and each.shape[0] == requests and 0 not in each.shape)
 
 
 def _of(layout: Mapping[str, TensorLocation], name: str, dtype: torch.dtype) -> tuple[int, ...]:

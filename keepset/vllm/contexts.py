@@ -273,7 +273,7 @@ class ContextLibrary:
             "it has padding": contents.padded,
             f"its requests are compressed further, for which the server's recipe must have its method and every= "
             f"({contents.header.recipe})": contents.goes_on and not self._goes_on(contents),
-            "not all layers of its model are compressed": len(contents.counts) != contents.layers,
+            "not all layers of its model are compressed": len(contents.counts) != contents.layers or contents.states,
             f"it has {contents.layers} layers, and the model {layers}": contents.layers != layers,
             "its heads have another size than the model's": contents.sizes != {self._model.get_head_size()},
             "it has tokens that the model does not have": any(

@@ -33,6 +33,8 @@ CONTEXTS = {
     "4 bits": ("llama", "quantized(adakv(snapkv(window=5, kernel=3)), bits=4, keep=12, every=4)"),
     "biases": ("llama", "match(knorm, keep=12)"),
     "windows": ("gemma3", "knorm(keep=12)"),
+    "states": ("falcon_h1", "snapkv(window=5, kernel=3, keep=12, every=4)"),
+    "layers of states": ("lfm2", "knorm(keep=12)"),
 }
 """A model's name and a recipe; rows of two contexts are padded."""
 SECONDS = 10.0

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import keepset
-from tests.hf.models import HYBRIDS, full, generate, oracle_gap, padded_prompt, prompt, tiny
+from keepset import Recipe
+from keepset.bench.memory import dynamic_nbytes, growing_nbytes
+from keepset.hf.prompt_session import PromptSession
+from tests.hf.contract.builds import build
+from tests.hf.damage import File
+from tests.hf.models import HYBRIDS, full, generate, oracle_gap, padded_prompt, prompt, refusal, tiny
 
 LENGTH = 30
 by_model = pytest.mark.parametrize("architecture", [*HYBRIDS, "lfm2"])
@@ -89,9 +97,73 @@ def test_some_requests_of_a_batch_go_on() -> None:
 
 
 def test_bytes_of_states_are_counted() -> None:
-    model = tiny("falcon_h1")
-    past = keepset.Cache(model, "knorm(keep=12)")
-    generate(model, prompt(1, LENGTH), past, max_new_tokens=1)
+    model, ids = tiny("falcon_h1"), prompt(1, LENGTH)
+    past, whole = keepset.Cache(model, "knorm(keep=12)"), DynamicCache(config=model.config)
+    generate(model, ids, past, max_new_tokens=1)
     states = [each for layer in past.layers for each in (layer.conv_states[0], layer.recurrent_states[0])]
-    entries = sum(layer.store.nbytes for layer in past.kept_layers.values())
-    assert past.nbytes == entries + sum(state.nbytes for state in states)
+    fixed, entries = sum(state.nbytes for state in states), sum(each.store.nbytes for each in past.kept_layers.values())
+    assert past.nbytes == entries + fixed == past.nbytes_fixed + entries
+    assert f", {fixed / 1e6:.1f} MB of both in windows and states" in repr(past)
+    generate(model, ids, whole, max_new_tokens=1)
+    assert past.nbytes_full == dynamic_nbytes(whole) == growing_nbytes(whole) + fixed
+    session = PromptSession(model, ids)
+    compressed = session.compress(Recipe.parse("knorm(keep=12)"))
+    assert compressed.kv_bytes_full == past.nbytes_full and compressed.cache.nbytes == past.nbytes
+
+
+@by_model
+@torch.no_grad()
+def test_a_shared_prefill_brings_its_states(architecture: str) -> None:
+    model, ids, new = tiny(architecture), prompt(1, LENGTH), prompt(1, 4, seed=1)
+    past = keepset.Cache(model, "knorm(keep=12)")
+    model(ids, past_key_values=past, use_cache=True)
+    shared = PromptSession(model, ids).compress(Recipe.parse("knorm(keep=12)")).cache
+    expected = model(new, past_key_values=past, use_cache=True).logits
+    assert torch.equal(model(new, past_key_values=shared, use_cache=True).logits, expected)
+
+
+@by_model
+@pytest.mark.parametrize("recipe", ["snapkv(window=5, kernel=3, keep=12)", "adakv(knorm, keep=12, every=4)"])
+@torch.no_grad()
+def test_a_saved_context_goes_on_with_its_states(architecture: str, recipe: str, tmp_path: Path) -> None:
+    model, (ids, mask) = tiny(architecture), padded_prompt([0, 7], LENGTH)
+    past = keepset.Cache(model, recipe)
+    generate(model, ids, past, mask, max_new_tokens=3)  # states of decoded tokens, too
+    past.save(tmp_path / "context")
+    loaded = keepset.Cache.load(tmp_path / "context", model)
+    assert loaded.nbytes == past.fork().nbytes and loaded.nbytes_fixed == past.nbytes_fixed > 0
+    questions = prompt(2, 4, seed=1)
+    options: dict[str, Any] = dict(do_sample=False, pad_token_id=0, eos_token_id=None, max_new_tokens=6)
+    expected = model.generate(**past.ask(questions), **options)
+    for each in (loaded, loaded.fork()):
+        assert torch.equal(model.generate(**each.ask(questions), **options), expected)
+    with refusal("cannot take .*tokens"):
+        loaded.crop(-1)
+
+
+@torch.no_grad()
+def test_a_model_with_experts_between_its_layers(tmp_path: Path) -> None:
+    """Some layers of its cache hold nothing, some states, some entries."""
+    model, ids = build("nemotron_h"), prompt(1, LENGTH)
+    past = keepset.Cache(model, "knorm(keep=12)")
+    model(ids, past_key_values=past, use_cache=True)
+    past.save(tmp_path / "context")
+    loaded, new = keepset.Cache.load(tmp_path / "context", model), prompt(1, 3, seed=1)
+    expected = model(new, past_key_values=past, use_cache=True).logits
+    assert torch.equal(model(new, past_key_values=loaded, use_cache=True).logits, expected)
+
+
+@torch.no_grad()
+def test_states_of_other_sizes_or_none_are_damage(tmp_path: Path) -> None:
+    model, path = tiny("lfm2"), tmp_path / "context"
+    past = keepset.Cache(model, "knorm(keep=12)")
+    model(prompt(1, LENGTH), past_key_values=past, use_cache=True)
+    past.save(path)
+    file = File.of(path.read_bytes())
+    name = "layers.0.states.convolution.0"
+    dtype, (one, width, size), _ = file.tensors[name]
+    wider = {**file.tensors, name: (dtype, [one, width, size + 1], bytes(4 * width * (size + 1)))}
+    for tensors in wider, {each: tensor for each, tensor in file.tensors.items() if ".states." not in each}:
+        path.write_bytes(replace(file, tensors=tensors, sealed=True).content)
+        with refusal("is damaged"):
+            keepset.Cache.load(path, model)

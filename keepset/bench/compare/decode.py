@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from keepset.bench.compare.comparison import Comparer, Comparison, check_predictions, kl, kl_figures, mean, nll
 from keepset.bench.compare.text_task import ANSWER_TOKENS
 from keepset.bench.generation import greedy
-from keepset.bench.memory import dynamic_nbytes
+from keepset.bench.memory import dynamic_nbytes, growing_nbytes
 from keepset.bench.record import Record
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
@@ -90,8 +90,9 @@ class DecodeComparer(Comparer):
         self._full = self._feed(full, lambda: (dynamic_nbytes(full), 1.0), None)
         check_logits(self._full.logits)
         before, n = prompt.shape[1], text.shape[1]
-        per_token = dynamic_nbytes(full) / (before + n)
-        self._full = replace(self._full, nbytes=[round(per_token * (before + i)) for i in range(1, n + 1)])
+        grows = growing_nbytes(full)
+        fixed, per_token = dynamic_nbytes(full) - grows, grows / (before + n)
+        self._full = replace(self._full, nbytes=[round(fixed + per_token * (before + i)) for i in range(1, n + 1)])
         self.comparison = Comparison(
             model=name,
             tokens=before,
