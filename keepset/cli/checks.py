@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from keepset.core.budget import Budget
     from keepset.recipe import Recipe
 
+_FEW = 64
+"""Entries per head below which a budget is noted, because it may be meant as a percentage."""
+
 
 def check_text(name: str, text: str | None) -> None:
     """Refuse a text of the user that is blank or not UTF-8."""
@@ -160,13 +163,24 @@ def parse_budgets(text: str) -> list[Budget]:
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             value = None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BudgetError(f"The budget {part.strip()!r} is not a number: {allowed}.")
+            guess = _guess(part.strip())
+            ending = f"; did you mean {guess}? {allowed[0].upper()}{allowed[1:]}." if guess else f": {allowed}."
+            raise BudgetError(f"The budget {part.strip()!r} is not a number{ending}")
         if isinstance(value, int) and value.bit_length() > 63:
             raise BudgetError(f"The budget {part.strip()} is too large a number: {allowed}.")
-        if isinstance(value, int) and value == 1:
-            note("The budget 1 is one entry of every head; all bytes are 1.0.")
+        if isinstance(value, int) and 1 <= value < _FEW:
+            entries = "one entry" if value == 1 else f"{value} entries"
+            percent = "all bytes are 1.0" if value == 1 else f"{value} % of the bytes are {value / 100:g}"
+            note(f"The budget {value} is {entries} of every head; {percent}.")
         budgets.append(Budget(value) if isinstance(value, int) else Budget(bytes=value))
     return budgets
+
+
+def _guess(text: str) -> str:
+    """Return the share that a percentage stands for; "" for another text."""
+    number = text.removesuffix("%").strip()
+    is_percent = text.endswith("%") and number.isascii() and number.replace(".", "", 1).isdigit()
+    return f"{float(number) / 100:g}" if is_percent and 0 < float(number) <= 100 else ""
 
 
 def parse_indices(text: str) -> list[int] | None:

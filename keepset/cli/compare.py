@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_measured, check_text, check_writable, offered_recipes, parse_budgets
+from keepset.cli.checks import check_measured, check_minutes, check_text, check_writable, offered_recipes, parse_budgets
 from keepset.cli.console import (
+    bounded,
     counted,
     explain,
     foretold,
     load,
-    note,
     output,
     progress,
     say,
@@ -25,7 +25,7 @@ from keepset.cli.console import (
     show_table,
     write,
 )
-from keepset.cli.options import Html, Json, OneText, Recipes, takes_model
+from keepset.cli.options import Html, Json, Minutes, OneText, Recipes, takes_model
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import NEEDLE, Needle, essay, read, token_texts
@@ -89,6 +89,7 @@ def compare(
     generate: Annotated[
         int | None, Option(help="With --decode: feed so many tokens that the full cache generated, not the text.")
     ] = None,
+    minutes: Minutes = None,
     json_file: Json = None,
     html: Html = None,
 ) -> None:
@@ -100,68 +101,75 @@ def compare(
     """
     from keepset.recipe import Recipe
 
+    began = time.monotonic()
+
     # The defaults of prompts depend on the model.
     parsed = [] if recipes is None and not decode else Recipe.parse_list(DECODING if recipes is None else recipes)
     given = parse_budgets((DECODING_BUDGETS if decode else BUDGETS) if budgets is None else budgets)
     _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
     _check_budgets(decode, given)
-    if decode and (question is not None or answer is not None):
-        raise KeepsetError("--decode follows a text and asks nothing: leave --question and --answer out.")
+    check_minutes(minutes)
     needle = _needle(text, question, answer, decode)
     source = essay() if text is None else read(text)
     check_writable(json_file, html)
 
     from keepset.bench.candidate import grid
-    from keepset.bench.compare.conclusion import conclusion
     from keepset.bench.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
-    from keepset.bench.report.compare import render
 
-    loaded, tokenizer = load(model)
-    longest = context_length(loaded)
-    if generate is not None:
-        check_fits(prompt_tokens or _PROMPT_TOKENS, generate + ANSWER_TOKENS, longest)
-    task = make_text_task(
-        tokenizer,
-        source,
-        tokens=prompt_tokens or (None if question is not None else _PROMPT_TOKENS),
-        continuation=_continuation(continuation, question, decode, generate),
-        needle=needle,
-        longest=longest,
-        answer_tokens=ANSWER_TOKENS if question is None else _ANSWER_TOKENS,
-    ).to(loaded.device)
-    if recipes is None and not decode:
-        parsed = _offered(loaded, model.called)
-    candidates = grid(parsed, given, (every or _EVERY) if decode else None)
-    check_measured(loaded, (candidate.recipe for candidate in candidates))
     comparer: Comparer | None = None
-    finished = False
-    with suppress(KeyboardInterrupt), progress() as bar:
-        if decode:
-            comparer, ids = _decoded(loaded, task, model.called, generate, bar)
-        else:
-            comparer, ids = _prefilled(loaded, tokenizer, task, model.called, candidates, bar), task.prompt
-        advance = foretold(counted(bar, "recipes", len(candidates)), f"{len(candidates)} rows", len(candidates))
-        for _ in comparer.run(candidates):
-            advance()
-        finished = True
-    if comparer is None or not (finished or comparer.comparison.rows):
-        raise KeyboardInterrupt
+    with bounded(minutes, began) as ending:
+        loaded, tokenizer = load(model)
+        longest = context_length(loaded)
+        if generate is not None:
+            check_fits(prompt_tokens or _PROMPT_TOKENS, generate + ANSWER_TOKENS, longest)
+        task = make_text_task(
+            tokenizer,
+            source,
+            tokens=prompt_tokens or (None if question is not None else _PROMPT_TOKENS),
+            continuation=_continuation(continuation, question, decode, generate),
+            needle=needle,
+            longest=longest,
+            answer_tokens=ANSWER_TOKENS if question is None else _ANSWER_TOKENS,
+        ).to(loaded.device)
+        parsed = parsed or _offered(loaded, model.called)
+        candidates = grid(parsed, given, (every or _EVERY) if decode else None)
+        check_measured(loaded, (candidate.recipe for candidate in candidates))
+        with progress("the full cache") as bar:
+            if decode:
+                advance = counted(bar, "recipes", len(candidates))
+                comparer, ids = _decoded(loaded, task, model.called, generate, len(candidates), bar)
+            else:
+                comparer, ids = _prefilled(loaded, tokenizer, task, model.called, candidates, bar), task.prompt
+                advance = counted(bar, "recipes", len(candidates))
+            advance = foretold(advance, f"{len(candidates)} rows", len(candidates))
+            for _ in comparer.run(candidates):
+                advance()
+    if comparer is None or not (ending.finished or comparer.comparison.rows):
+        raise ending.before("a recipe was measured")
     comparison = comparer.comparison
-    result = comparison.to_json()
-    doubt = task.doubt(bool(comparison.full.get("needle_found")))
-    # The rows that are missing might be the best.
-    sentence = (doubt or conclusion(comparison)) if finished else ""
-    output({**result, "conclusion": sentence}, json_file, lambda: print_table(comparison, sentence))
+    sentence = _concluded(comparison, task) if ending.finished else ""
+    output({**comparison.to_json(), "conclusion": sentence}, json_file, lambda: print_table(comparison, sentence))
     say_advice(parsed)
     for candidate in candidates:
         if candidate.recipe is not None and not decode:
             say_always(candidate.recipe, loaded, task.prompt.shape[1])
-    write(html, lambda: render(comparison, token_texts(tokenizer, ids[0].tolist()), sentence))
-    if not finished:
-        note(f"interrupted after {len(comparison.rows)} of {len(candidates)} rows: nothing is concluded")
-        raise Exit(130)
+    _write_report(html, comparison, token_texts(tokenizer, ids[0].tolist()), sentence)
+    ending.say(f"after {len(comparison.rows)} of {len(candidates)} rows: nothing is concluded")
     if comparison.failed:
         raise Exit(1)
+
+
+def _concluded(comparison: Comparison, task: TextTask) -> str:
+    """Return what follows from a whole comparison; rows that are missing might be the best."""
+    from keepset.bench.compare.conclusion import conclusion
+
+    return task.doubt(bool(comparison.full.get("needle_found"))) or conclusion(comparison)
+
+
+def _write_report(html: Path | None, comparison: Comparison, tokens: Sequence[str | None], sentence: str) -> None:
+    from keepset.bench.report.compare import render
+
+    write(html, lambda: render(comparison, tokens, sentence))
 
 
 def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("keepset-demo.html")) -> None:
@@ -209,6 +217,8 @@ def _needle(text: Path | None, question: str | None, answer: str | None, decode:
         raise KeepsetError(
             "A question needs its answer and the reverse: give both --question and --answer, or neither."
         )
+    if decode and question is not None:
+        raise KeepsetError("--decode follows a text and asks nothing: leave --question and --answer out.")
     if question is None or answer is None:
         return NEEDLE if text is None and not decode else None
     if text is None:
@@ -223,15 +233,27 @@ def _prefilled(
     from keepset.bench.compare.prompt import PromptComparer
 
     layers = model.config.get_text_config().num_hidden_layers
-    advance = counted(bar, "prefill of the full cache", layers)
+    # The last step is what follows the prefill: what recipes look at beside it, and the full cache's answer.
+    advance = counted(bar, "full cache", layers + 1)
     recipes = [candidate.recipe for candidate in candidates if candidate.recipe is not None]
     comparer = PromptComparer(model, tokenizer, task, name, recipes, on_layer=advance)
-    bar.update(bar.task_ids[-1], completed=layers)
+    bar.update(bar.task_ids[-1], completed=layers + 1)
     return comparer
 
 
-def _decoded(model: Any, task: TextTask, name: str, generate: int | None, bar: Progress) -> tuple[Comparer, Tensor]:
-    """Return the comparer of decoding, after the full cache has read the text, and all tokens of prompt and text."""
+def _decoded(
+    model: Any, task: TextTask, name: str, generate: int | None, recipes: int, bar: Progress
+) -> tuple[Comparer, Tensor]:
+    """Return the comparer of decoding, after the full cache has read the text, and all tokens of prompt and text.
+
+    Args:
+        model: the model.
+        task: the prompt and the text.
+        name: the model's name.
+        generate: how many tokens the full cache generates in place of the text; None for the text.
+        recipes: how many recipes then read the same tokens.
+        bar: gets a line that counts the tokens that the full cache and all recipes read.
+    """
     import torch
 
     from keepset.bench.compare.decode import DecodeComparer, generated
@@ -239,9 +261,8 @@ def _decoded(model: Any, task: TextTask, name: str, generate: int | None, bar: P
     text = task.continuation
     if generate is not None:
         text = generated(model, task.prompt, generate, on_token=counted(bar, "tokens of the full cache", generate))
-    advance = counted(bar, "text through the full cache", 1)
-    comparer = DecodeComparer(model, task.prompt, text, name)
-    advance()
+    total = text.shape[1] * (1 + recipes)
+    comparer = DecodeComparer(model, task.prompt, text, name, on_tokens=counted(bar, "tokens", total))
     return comparer, torch.cat([task.prompt, text], 1)
 
 

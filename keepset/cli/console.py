@@ -17,10 +17,13 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typer import Exit
+
 from keepset import models
 from keepset.bench.report import page
 from keepset.cli.grid import Grid
 from keepset.cli.options import STANDARD_OUTPUT
+from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -203,10 +206,7 @@ def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
     from keepset.hf.model_support import head_dim_of
 
     budget = recipe.budget
-    stays = budget.sinks + budget.recent
-    always = f"{recipe} always keeps " + " and ".join(
-        f"the {which} {count}" for which, count in (("first", budget.sinks), ("newest", budget.recent)) if count
-    )
+    stays, always = budget.sinks + budget.recent, _always(recipe)
     if length < budget.short:
         note(f"The prompt stays whole: it has {length} tokens, and short={budget.short} leaves shorter ones whole.")
         return
@@ -219,7 +219,34 @@ def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
     if isinstance(share, float) and stays > math.floor(share * length):
         note(f"More than the budget stays: {always} of {length} tokens ({stays / length:.0%}).")
     elif share is not None and stays == (math.floor(share * length) if isinstance(share, float) else share):
-        note(f"Nothing is chosen: {always}, which is the whole budget. Give a larger one.")
+        note(_nothing_chosen(recipe))
+
+
+def say_of_all_prompts(recipe: Recipe) -> None:
+    """Note what `say_always` and `note_short` say of a prompt, for prompts that are not known yet: a server's.
+
+    Args:
+        recipe: the recipe, with a budget.
+    """
+    from keepset.defaults import SHORT
+
+    budget = recipe.budget
+    if budget.keep == budget.sinks + budget.recent and not budget.recent_extra:
+        note(_nothing_chosen(recipe))
+    if budget.short:
+        note(f"Prompts of fewer than {budget.short} tokens stay whole.")
+    elif budget.bytes is not None or (isinstance(budget.keep, float) and budget.keep < 1):
+        note(f"Short prompts are compressed, too, and can spare little: short={SHORT} leaves those whole.")
+
+
+def _always(recipe: Recipe) -> str:
+    """Return which tokens a recipe always keeps, as the beginning of a sentence."""
+    both = ("first", recipe.budget.sinks), ("newest", recipe.budget.recent)
+    return f"{recipe} always keeps " + " and ".join(f"the {which} {count}" for which, count in both if count)
+
+
+def _nothing_chosen(recipe: Recipe) -> str:
+    return f"Nothing is chosen: {_always(recipe)}, which is the whole budget. Give a larger one."
 
 
 def cell(text: str, error: str | None = None, style: str = "") -> Text:
@@ -386,6 +413,61 @@ def time_limit(minutes: float | None, began: float | None = None) -> Iterator[No
         _ends.pop()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@dataclass
+class Ending:
+    """How a command's work ended.
+
+    Attributes:
+        minutes: the minutes that it had; None for any number.
+        finished: whether it was done by then.
+        interrupted: whether Ctrl-C ended it.
+    """
+
+    minutes: float | None
+    finished: bool = False
+    interrupted: bool = False
+
+    def before(self, what: str) -> BaseException:
+        """Return what to raise if it ended before there is anything to show.
+
+        Args:
+            what: the first thing that would have been shown, as a sentence about the past.
+        """
+        if self.interrupted:
+            return KeyboardInterrupt()
+        return KeepsetError(f"--minutes {self.minutes:g} were over before {what}: give it more, or a shorter text.")
+
+    def say(self, where: str) -> None:
+        """Note where the work ended if it was not finished, and end the command after Ctrl-C.
+
+        Args:
+            where: how far it had come.
+        """
+        if not self.finished:
+            note(f"{'interrupted' if self.interrupted else 'stopped'} {where}")
+        if self.interrupted:
+            raise Exit(130)
+
+
+@contextmanager
+def bounded(minutes: float | None, began: float) -> Iterator[Ending]:
+    """End the block, quietly, when the minutes are over or at Ctrl-C; what it yields says which.
+
+    Args:
+        minutes: the limit; None for none.
+        began: from when on they count, by `time.monotonic`.
+    """
+    ending = Ending(minutes)
+    try:
+        with time_limit(minutes, began):
+            yield ending
+            ending.finished = True
+    except TimeUp:
+        pass
+    except KeyboardInterrupt:
+        ending.interrupted = True
 
 
 def duration(seconds: float) -> str:

@@ -23,7 +23,8 @@ def methods(
     """List the methods, or describe one.
 
     The list says what each method keeps and needs. The description of one method has its parameters with their
-    ranges, its paper and an example.
+    ranges, its paper and an example. With --plugin methods of your own are among them: keepset --plugin my_methods
+    methods.
     """
     check_writable(json_file)
 
@@ -53,7 +54,7 @@ def _print(entries: list[dict[str, Any]]) -> None:
     say(
         "always: how many of the first and of the newest tokens always stay; every: whether it can compress while "
         "decoding; passes: forward passes over the prompt. An allocator also has its scorer's needs. "
-        "keepset methods NAME says more."
+        "keepset methods NAME says more. keepset --plugin my_methods methods lists your own, too."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from keepset.cli.console import note
+from keepset.cli.console import note, say_of_all_prompts
 
 
 def serve(
@@ -76,6 +76,8 @@ def serve(
     check_port(options)
     of_files = None if precision is None else f"The server computes in {precision}, as its contexts were built."
     hints = block_size_hint(parsed, options), limit_cpu_pool(options), compile_hint(line)
+    if parsed is not None:
+        say_of_all_prompts(parsed)
     for sentence in (why, shlex.join(without_secrets(line)), of_files, *hints):
         if sentence is not None:
             note(sentence)

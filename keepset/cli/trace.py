@@ -1,19 +1,25 @@
 """`keepset trace`: one generation under a recipe, and what every compression of its cache kept."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from keepset.cli.checks import check_fits_context, check_text, check_writable, parse_indices
-from keepset.cli.console import counted, explain, load, note, output, progress, say, show_table, write
+from keepset.cli.checks import check_fits_context, check_text, check_writable, note_short, parse_indices
+from keepset.cli.console import counted, explain, load, note, output, progress, say, say_always, show_table, write
 from keepset.cli.options import Html, Json, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling
 from keepset.errors import KeepsetError
 from keepset.models import Source
 from keepset.texts import chat_parts, read, token_texts
+
+if TYPE_CHECKING:
+    from keepset.bench.analysis.trace import Trace
+    from keepset.recipe import Recipe
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 _LEGEND = (
@@ -107,9 +113,19 @@ def trace(
     result = {"model": model.called, "forced": forced, "runs": runs}
     output(result, json_file, lambda: _print(runs))
     write(html, lambda: render(result, traces, [token_texts(tokenizer, each.ids.tolist()) for each in traces], shown))
+    _say_of_prompts(recipes, traces, loaded)
     if not finished:
         note(f"interrupted after {len(traces[-1].ids) - traces[-1].prompt} of {sampling.tokens} tokens")
         raise Exit(130)
+
+
+def _say_of_prompts(recipes: Sequence[Recipe], traces: Sequence[Trace], model: Any) -> None:
+    """Note where a prompt is short, or where what always stays of it fills the budget."""
+    prompt = traces[0].prompt
+    at_ends = (event for traced in traces for event in traced.events if event.length == prompt)
+    note_short(prompt, min((event.keep_set.entries / event.entries for event in at_ends), default=1.0))
+    for recipe in recipes[: len(traces)]:
+        say_always(recipe, model, prompt)
 
 
 def _encoded(tokenizer: Any, before: str, question: str | None) -> Any:

@@ -4,18 +4,16 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Exit, Option
+from typer import Option
 
 from keepset.cli.checks import check_minutes, check_whole, check_writable, parse_budgets
 from keepset.cli.console import (
-    TimeUp,
+    bounded,
     load,
-    note,
     output,
     progress,
     say,
     show_table,
-    time_limit,
     write,
 )
 from keepset.cli.options import Html, Json, Minutes, takes_model
@@ -66,7 +64,6 @@ def tune(
     from keepset.bench.tune.tune import Tuner
 
     tuner: Tuner | None = None
-    finished = interrupted = False
 
     def show_progress() -> None:
         assert tuner is not None
@@ -74,35 +71,21 @@ def tune(
         description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
         bar.update(line, description=description, total=race.planned.steps, completed=race.done.steps)
 
-    try:
-        with time_limit(minutes, began):
-            loaded, tokenizer = load(model)
-            pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
-            with progress("looking which recipes the model takes") as bar:
-                tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
-                race = tuner.race
-                line = bar.add_task("", total=race.planned.steps, left=lambda: race.seconds_left)
-                show_progress()
-                tuner.run()
-                finished = True
-    except TimeUp:
-        pass
-    except KeyboardInterrupt:
-        interrupted = True
-    measured = tuner is not None and any(entry.figures for entry in tuner.race.entries)
-    if interrupted and not measured:
-        raise KeyboardInterrupt
-    if tuner is None or not measured:
-        raise KeepsetError(
-            f"--minutes {minutes:g} were over before a recipe was measured: give it more, or a shorter text."
-        )
+    with bounded(minutes, began) as ending:
+        loaded, tokenizer = load(model)
+        pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
+        with progress("looking which recipes the model takes") as bar:
+            tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
+            race = tuner.race
+            line = bar.add_task("", total=race.planned.steps, left=lambda: race.seconds_left)
+            show_progress()
+            tuner.run()
+    if tuner is None or not any(entry.figures for entry in tuner.race.entries):
+        raise ending.before("a recipe was measured")
     result = tuner.to_json()
     output(result, json_file, lambda: print_result(result))
     write(html, lambda: render(result))
-    if not finished:
-        note(f"{'interrupted' if interrupted else 'stopped'} in round {result['round']} of {result['rounds']}")
-    if interrupted:
-        raise Exit(130)
+    ending.say(f"in round {result['round']} of {result['rounds']}")
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class Budget:
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float):
             raise BudgetError(f"keep={self.keep!r} is not a number: {KEEP_HELP}.")
         if not (0 < self.keep <= 1 if isinstance(self.keep, float) else 1 <= self.keep < LIMIT):
-            raise BudgetError(f"keep={self.keep!r} is out of range: {KEEP_HELP}.")
+            raise BudgetError(_out_of_range("keep", self.keep, KEEP_HELP))
         counted = {"sinks": self.sinks} if self.recent_extra else {"sinks": self.sinks, "recent": self.recent}
         if isinstance(self.keep, int) and self.keep < (always := sum(counted.values())):
             said = ", ".join(f"{name}={count}" for name, count in counted.items())
@@ -81,7 +81,7 @@ class Budget:
         if isinstance(share, bool) or not isinstance(share, int | float):
             raise BudgetError(f"bytes={share!r} is not a number: {BYTES_HELP}.")
         if not 0 < share <= 1:
-            raise BudgetError(f"bytes={share!r} is out of range: {BYTES_HELP}.")
+            raise BudgetError(_out_of_range("bytes", share, BYTES_HELP))
         if self.recent_extra:
             raise BudgetError(f"bytes={share!r} counts every entry, and recent_extra=True does not: use keep instead.")
         if self.keep is not None:
@@ -185,6 +185,14 @@ class Budget:
     def is_recent(self, observation: Observation) -> Mask:
         """Return which entries are among the newest tokens that always stay."""
         return observation.positions >= observation.lengths[:, None, None] - self.recent
+
+
+def _out_of_range(name: str, value: float, allowed: str) -> str:
+    """Return a sentence about a number that is no share; one that may be a percentage gets a guess."""
+    if 2 <= value <= 100:
+        allowed = allowed[0].upper() + allowed[1:]
+        return f"{name}={value!r} is out of range; did you mean {name}={value / 100:g}? {allowed}."
+    return f"{name}={value!r} is out of range: {allowed}."
 
 
 def _joined(ranges: object) -> tuple[tuple[int, int], ...]:

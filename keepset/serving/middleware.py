@@ -169,7 +169,7 @@ class _RequestHandler:
                     "saved": bool(context.owner),
                     "tokens": context.tokens,
                     "recipe": context.contents.header.recipe,
-                    "kept": int(context.counts.sum()) / (context.counts.numel() * context.tokens),
+                    "kept": round(int(context.counts.sum()) / (context.counts.numel() * context.tokens), 4),
                     "bytes": context.nbytes,
                     **used.get(context.title, {"requests": 0, "loads": 0}),
                 }

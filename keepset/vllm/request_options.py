@@ -10,7 +10,7 @@ from typing import Any
 
 from keepset.core.budget import LIMIT
 from keepset.errors import KeepsetError
-from keepset.recipe import Recipe
+from keepset.recipe import Recipe, nearest
 from keepset.vllm.owned_contexts import EVERYBODY
 from keepset.vllm.settings import KEY
 from keepset.vllm.signing import signed, verified
@@ -141,8 +141,11 @@ def parse_options(given: Any) -> RequestOptions:
         KeepsetError: it is something else, an option is unknown or out of range, or it is larger than a request may be.
     """
     fields = _fields(given)
-    if fields is None or not fields.keys() <= {field.name for field in dataclasses.fields(RequestOptions)}:
+    if fields is None:
         raise KeepsetError(f"{KEY} is {shortened(given)}: {_ADVICE}.")
+    known = {field.name for field in dataclasses.fields(RequestOptions)}
+    for name in fields.keys() - known:
+        raise KeepsetError(f"{KEY} has no option {shortened(name)}{nearest(name, known - {*_FRONT_END})}")
     for name in _FRONT_END:
         if name in fields:
             raise KeepsetError(f"{KEY}: whose contexts they are the API key says: leave {name} out.")

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 
 import keepset
+from keepset.bench.compare.decode import DecodeComparer
 from keepset.bench.compare.prompt import PromptComparer
+from keepset.cli import checks, console
 from keepset.cli.checks import offered_recipes
 from keepset.cli.compare import BUDGETS as DEFAULT_BUDGETS
+from keepset.cli.console import TimeUp
 from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run, load_json
 
@@ -35,6 +38,12 @@ POSITIONS = 2 * 2 * 4
 """Bytes of a kept token's positions: 2 KV heads, 2 layers, int32."""
 
 pytestmark = pytest.mark.usefixtures("tiny", "text")
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small budgets are nothing to note."""
+    monkeypatch.setattr(checks, "_FEW", 1)
 
 
 def test_json(run: Run) -> None:
@@ -231,6 +240,66 @@ def test_what_is_done_is_there_after_an_interrupt(run: Run, tmp_path: Path, as_j
         assert budget.strip() == BUDGETS[0] and row.split()[0] == "tova"
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert CANONICAL[0] in page and CANONICAL[1] not in page
+
+
+def test_minutes_end_it_with_the_rows_so_far(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = PromptComparer._measure
+
+    def row(self: PromptComparer, *args: Any) -> Any:
+        if self.comparison.rows:
+            raise TimeUp
+        return measure(self, *args)
+
+    monkeypatch.setattr(PromptComparer, "_measure", row)
+    done = run(*COMPARE, "--minutes", "60")
+    assert done.code == 0 and "stopped after 1 of 6 rows: nothing is concluded" in done.err
+    assert done.out.splitlines()[-1].split()[0] == "tova"
+
+
+def test_a_small_budget_may_be_meant_as_a_percentage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(PromptComparer, "_measure", lambda *_: pytest.fail("measured"))
+    done = run(*COMPARE, "--budgets", "0.5,3", "--minutes", "0.00001")
+    assert done.err.splitlines()[0] == "The budget 3 is 3 entries of every head; 3 % of the bytes are 0.03."
+
+
+def test_minutes_that_are_over_before_a_row(run: Run) -> None:
+    done = run(*COMPARE, "--minutes", "0.00001")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("keepset: --minutes 1e-05 were over before a recipe was measured")
+
+
+def test_without_a_terminal_decoding_says_how_many_tokens_were_read(
+    run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the full cache and all recipes together."""
+    said: list[str] = []
+    feed = DecodeComparer._feed
+
+    def fed(self: DecodeComparer, *args: Any) -> Any:
+        result = feed(self, *args)
+        said.append(console.how_far(bars[0]))
+        return result
+
+    bars: list[Any] = []
+    module: Any = sys.modules["keepset.cli.compare"]  # the package has the function under this name
+    counted = module.counted
+    monkeypatch.setattr(module, "counted", lambda bar, *args: (bars.append(bar), counted(bar, *args))[1])
+    monkeypatch.setattr(DecodeComparer, "_feed", fed)
+    words = (
+        "--prompt-tokens",
+        "40",
+        "--continuation",
+        "60",
+        "--recipes",
+        "knorm, tova",
+        "--budgets",
+        "24",
+        "--every",
+        "8",
+    )
+    assert run("compare", "--decode", *words, "--text", "text").code == 0
+    assert [each.partition(",")[0] for each in said] == ["tokens: 60 of 180", "tokens: 120 of 180", "recipes: 1 of 2"]
 
 
 @pytest.mark.parametrize("where", [(CachedPrompt, "follow"), (PromptComparer, "_measure")])

@@ -238,7 +238,8 @@ def test_baselines_have_the_budgets_of_the_others(
 def test_a_recipe_that_fails_is_a_result_and_said(run: Run, stub: type[Stub]) -> None:
     words = ("eval", "counting", "--recipes", "snapkv, tova", "--budgets", "8", "--no-baselines", "--json", "-")
     done = run(*words)
-    assert (done.code, done.err) == (1, WHERE)
+    few = "The budget 8 is 8 entries of every head; 8 % of the bytes are 0.08.\n"
+    assert (done.code, done.err) == (1, few + WHERE)
     rows = {row["recipe"]: row for row in json.loads(done.out)["rows"]}
     assert "below the 64 entries that always stay" in rows["snapkv(keep=8)"]["error"]
     assert rows["tova(keep=8)"]["error"] is None

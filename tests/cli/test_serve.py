@@ -103,7 +103,8 @@ def test_without_a_recipe_it_is_the_default(run: Run, became: list[list[str]], t
     done = run("serve", "a/model", "--port", "0")
     said = json.loads(became[0][became[0].index("--additional-config") + 1])
     assert said["keepset"] == ANSWERED_AT_ONCE and "--no-enable-prefix-caching" in became[0]
-    why, line, compiles = done.err.splitlines()
+    whole, why, line, compiles = done.err.splitlines()
+    assert whole == "Prompts of fewer than 256 tokens stay whole."
     assert why.startswith(
         f"No recipe is named, so the default is taken: {ANSWERED_AT_ONCE}, because there are no networks"
     )
@@ -111,6 +112,29 @@ def test_without_a_recipe_it_is_the_default(run: Run, became: list[list[str]], t
     run("serve", "a/model", "--port", "0", "--contexts", str(tmp_path))
     said = json.loads(became[1][became[1].index("--additional-config") + 1])
     assert "keepset" not in said and said["keepset_contexts"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        (
+            "snapkv(keep=64)",
+            "Nothing is chosen: snapkv(keep=64) always keeps the newest 64, which is the whole budget.",
+        ),
+        ("snapkv(keep=65)", None),
+        (
+            "snapkv(bytes=0.25)",
+            "Short prompts are compressed, too, and can spare little: short=256 leaves those whole.",
+        ),
+        ("snapkv(keep=0.25, short=100)", "Prompts of fewer than 100 tokens stay whole."),
+        ("snapkv(keep=1.0)", None),
+    ],
+)
+def test_what_a_recipe_does_to_prompts_is_said(
+    run: Run, became: list[list[str]], recipe: str, said: str | None
+) -> None:
+    first = run("serve", "a/model", "--port", "0", "--block-size", "32", "--recipe", recipe).err.splitlines()[0]
+    assert first.startswith(said) if said else " serve a/model " in first
 
 
 def test_small_budgets_are_advised(run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

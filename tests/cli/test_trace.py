@@ -18,6 +18,8 @@ from tests.hf.models import generate
 
 RECIPE = "tova(keep=24, every=8)"
 MODEL = "SmolLM2-135M-Instruct"
+SHORT = "A prompt of 34 tokens is short (minimum 256): the entries that were dropped will be missed.\n"
+"""Whatever the number of recipes."""
 
 
 def alone(tiny: Any, ids: torch.Tensor, recipe: str, new: int) -> tuple[keepset.Cache, torch.Tensor]:
@@ -28,7 +30,7 @@ def alone(tiny: Any, ids: torch.Tensor, recipe: str, new: int) -> tuple[keepset.
 
 def test_json(run: Run, tiny: Any) -> None:
     done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30", "--json", "-")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err) == (0, SHORT)
     result = json.loads(done.out)
     assert list(result) == ["model", "forced", "runs"] and result["model"] == MODEL and result["forced"] is False
     (figures,) = result["runs"]
@@ -46,7 +48,7 @@ def test_json(run: Run, tiny: Any) -> None:
 
 def test_table(run: Run, tiny: Any) -> None:
     done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30", "--region", "4")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err) == (0, SHORT)
     first, header, *rows, totals, _ = done.out.split("\n")[:-1]
     length = encode(tiny[1], "", "Go on.").shape[1]
     assert first == f"{RECIPE}: {length} tokens of prompt, 30 after it."
@@ -90,7 +92,7 @@ def test_where_a_text_comes_from(run: Run, tiny: Any, text: Path) -> None:
 def test_page(run: Run, tiny: Any) -> None:
     words = f"--baseline|knorm(keep=24, every=8)|--forced|--output-tokens|20|--layers|1|--recipe|{RECIPE}".split("|")
     done = run("trace", "Go on.", *words, "--html", "trace.html")
-    assert done.code == 0 and done.err == "report: trace.html\n"
+    assert done.code == 0 and done.err == f"report: trace.html\n{SHORT}"
     page = Path("trace.html").read_text(encoding="utf-8")
     data = data_of(page)
     drawn = data["sections"][-1]
@@ -119,7 +121,7 @@ def test_interrupted(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Tracer, "put", stop)
     done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30", "--json", "-")
-    assert done.code == 130 and done.err == "interrupted after 11 of 30 tokens\n"
+    assert done.code == 130 and done.err == f"{SHORT}interrupted after 11 of 30 tokens\n"
     (figures,) = json.loads(done.out)["runs"]
     assert figures["tokens"] - figures["prompt_tokens"] == 11 and len(figures["events"]) == 2
 
@@ -151,3 +153,11 @@ def test_every_column_is_explained(run: Run, tiny: Any) -> None:
     for name in (table.head, *(column.title for column in table.columns)):
         assert f"{name} is " in shown or f"{name} are " in shown or f"{name} and of are " in shown, name
         assert re.search(rf"(^|; |, ){name}[:,]", _LEGEND), name
+
+
+def test_a_budget_that_always_stays_is_said_to_choose_nothing(run: Run, tiny: Any, text: Path) -> None:
+    words = ("--text", "text", "--output-tokens", "2", "--json", "-")
+    for recipe, chosen in (("snapkv(window=8, keep=8, every=8)", False), ("snapkv(window=8, keep=9, every=8)", True)):
+        done = run("trace", "Go on.", "--recipe", recipe, *words)
+        said = f"Nothing is chosen: {recipe} always keeps the newest 8, which is the whole budget. Give a larger one.\n"
+        assert done.err == ("" if chosen else said)

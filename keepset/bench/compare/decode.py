@@ -78,11 +78,24 @@ class DecodeComparer(Comparer):
     Figures are over the tokens after the recipe's first event. `keep` and `kept` say what a cache holds at the end, of
     all tokens; `kv_bytes` is the mean of what it holds after each token, with the queries recorded for the next event;
     `share` is without those, and of a full 16-bit cache's mean.
+
+    Args:
+        model: the model.
+        prompt: the prompt.
+        text: what follows it.
+        name: the model's name.
+        on_tokens: called with the number of tokens that a cache has read, again and again.
     """
 
     def __init__(
-        self, model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], text: Int[Tensor, "1 n"], name: str
+        self,
+        model: PreTrainedModel,
+        prompt: Int[Tensor, "1 tokens"],
+        text: Int[Tensor, "1 n"],
+        name: str,
+        on_tokens: Callable[[int], None] = lambda count: None,
     ) -> None:
+        self._on_tokens = on_tokens
         self._model, self._prompt, self._text = model, prompt, text
         self._length = prompt.shape[1] + text.shape[1]
         warm_up(model, prompt)
@@ -157,6 +170,7 @@ class DecodeComparer(Comparer):
             logits.append(self._model(ids, past_key_values=cache, use_cache=True).logits[0])
             nbytes, share = held_now()
             held += [(nbytes, share * cache.get_seq_length())] * ids.shape[1]
+            self._on_tokens(ids.shape[1])
         return _Run(torch.cat(logits), [nbytes for nbytes, _ in held], [tokens for _, tokens in held], prefill_seconds)
 
 
