@@ -120,15 +120,23 @@ def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries
         group: the layers.
         event: the event.
     """
-    layers, entry_bytes, kv_heads = len(group.layers), group.pages_of(0).entry_bytes, group.kv_heads
+    entry_bytes, kv_heads = group.pages_of(0).entry_bytes, group.kv_heads
     entries, needs = event.pages.width * len(event.rows), group.recipe.method.traits.needs
     together = max_layers_per_event(event.recipe, entries, kv_heads)
     if needs.of(QueryMoments) or any(measured.covariances for measured in needs.of(ModelStatistics)):
         together = min(together, group.ring.layers_at_once(len(event.rows)))
     if event.at.device.type == "cpu":
         together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * entry_bytes)))
-    for first in range(0, layers, together):
-        yield _read_layers(group, event, range(first, min(first + together, layers)))
+    for run in _neighbours(group):
+        for first in range(run.start, run.stop, together):
+            yield _read_layers(group, event, range(first, min(first + together, run.stop)))
+
+
+def _neighbours(group: LayerGroup) -> Iterator[range]:
+    """Yield the places of layers of a group that are neighbours among all layers that are compressed."""
+    indices = [group.all_layers.index(layer) for layer in group.layers]
+    starts = [place for place, index in enumerate(indices) if not place or index != indices[place - 1] + 1]
+    yield from map(range, starts, [*starts[1:], len(indices)])
 
 
 def _read_layers(group: LayerGroup, event: EvictionEvent, places: range) -> EventEntries:

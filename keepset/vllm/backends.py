@@ -142,7 +142,8 @@ class KeepBackend(AttentionBackend):
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:  # type: ignore[override]
-        context = active()
+        # Layers that attend to chunks make their builder from this one while the model is built, maybe as the first.
+        context = active() if get_current_vllm_config_or_none() is None else activate()
         if context is None or cls.builder is None:
             return cls.plain.get_builder_cls()
         return cls.builder if cls.of_rows is None or context.cache_dtype in WHOLE else cls.of_rows[1]
@@ -153,7 +154,7 @@ class KeepBackend(AttentionBackend):
         context = active()
         if context is not None and cls.of_rows is not None:
             spec = with_row_scales(spec)
-        return spec if context is None else context.spec_of_next_layer(spec)
+        return spec if context is None else context.customize_spec(spec)
 
     @classmethod
     def supports_rswa(cls) -> bool:

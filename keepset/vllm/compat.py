@@ -18,17 +18,23 @@ starts. What this check cannot see is checked where it is relied on:
 from __future__ import annotations
 
 import inspect
+import secrets
 from collections.abc import Iterator
+from hashlib import sha256
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.request import Request
 
 from keepset.core.rope import RotaryTable
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
@@ -61,6 +67,9 @@ BORROWED: dict[str, tuple[str, ...]] = {
     _MANAGER + "cache_blocks": ("request", "num_tokens"),
     _MANAGER + "find_longest_cache_hit": ("max_length", "kv_cache_spec"),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots": ("request", "num_new_tokens"),
+    "vllm.v1.request.Request.update_block_hashes": (),
+    "vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing": (),
+    "vllm.model_executor.layers.attention_layer_base.AttentionLayerBase.get_kv_cache_spec": ("vllm_config",),
     "vllm.config.ModelConfig.rswa_window": (),
     "vllm.model_executor.layers.attention.attention.unified_kv_cache_update": ("key", "value", "layer_name"),
     "vllm.model_executor.layers.attention.attention.unified_attention_with_output": ("query", "layer_name"),
@@ -172,6 +181,27 @@ def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
     for name, layer in config.compilation_config.static_forward_context.items():
         if isinstance(layer, Attention):
             yield name, layer, extract_layer_index(name)
+
+
+def layer_specs(config: VllmConfig) -> Iterator[KVCacheSpec]:
+    """Yield the kinds of what the model's layers hold of a request, keys and values or other states."""
+    for layer in get_layers_from_vllm_config(config, AttentionLayerBase).values():  # type: ignore[type-abstract]
+        if (spec := layer.get_kv_cache_spec(config)) is not None:
+            yield spec
+
+
+def hide_answer(request: Request) -> None:
+    """Have no other request find the blocks of a new request that are not in its hashes yet: those of its answer.
+
+    Layers of other kinds than those that are compressed offer all of their blocks to other requests. Behind the prompt
+    these hold what follows from compressed layers.
+
+    Args:
+        request: the request, of whose answer nothing is known yet.
+    """
+    hashes, salt = request._block_hasher, secrets.token_bytes(16)
+    assert hashes is not None
+    request._block_hasher = lambda own: [BlockHash(sha256(salt + each).digest()) for each in hashes(own)]
 
 
 def all_layers(config: VllmConfig, layer_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ from keepset.vllm.manager import KeepManager
 from keepset.vllm.request_options import RequestOptions, from_signed, parse_options
 from keepset.vllm.settings import KEY, is_compressed, is_signed, recipe_of
 from keepset.vllm.signing import SIGNING_KEY, has_key
+from keepset.vllm.spec import KeepSpec
 
 logger = init_logger(__name__)
 
@@ -48,7 +49,7 @@ class OwnBudget(NamedTuple):
 
     Attributes:
         budget: the budget; None if nothing is dropped.
-        pages: its first page in each group of layers.
+        pages: its first page in each group of layers that are compressed.
     """
 
     budget: Budget | None
@@ -144,7 +145,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         metadata, context = self._connector_metadata, active()
         assert isinstance(metadata, ExpectedEvents) and context is not None
         self._failed |= metadata.refused
-        for number, group in enumerate(self._kv_cache_config.kv_cache_groups):
+        groups = [group for group in self._kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, KeepSpec)]
+        for number, group in enumerate(groups):
             if not group.layer_names:  # another stage of the pipeline has them
                 continue
             planner = context.groups[group.layer_names[0]].planner
@@ -161,11 +163,17 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(set(), set(failed), failed)
 
     def build_connector_worker_meta(self) -> FreedBlockCounts | None:
-        """Return what the events before this step emptied; every rank reports every event."""
+        """Return what events emptied; every rank reports every event in the same step.
+
+        Events are executed here, after a step, if vLLM writes to pages between two steps, as it does beside recurrent
+        layers.
+        """
         metadata, context = self._connector_metadata, active()
         assert context is not None
         if isinstance(metadata, ExpectedEvents):
             context.freed_blocks.expect(metadata.keys)
+        if self._kv_cache_config.needs_kv_cache_zeroing:  # before the next step clears or copies pages
+            context.events.run()
         blocks = context.freed_blocks.drain()
         return FreedBlockCounts(blocks) if blocks else None
 
@@ -255,7 +263,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             request = self._known[name].request
             before, after = request.num_computed_tokens, request.num_computed_tokens + tokens
             for group, manager in enumerate(self._managers):
-                if isinstance(manager, KeepManager) and manager.due(request, before, after):
+                if manager.due(request, before, after):
                     page = manager.req_to_blocks[name][(after - 1) // manager.block_size].block_id
                     expected.keys[page] = (name, request.num_preemptions, group)
         return expected
@@ -278,6 +286,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     @property
-    def _managers(self) -> Any:
+    def _managers(self) -> list[KeepManager]:
+        """The managers of the groups of layers that are compressed."""
         assert self._kv_cache_manager is not None
-        return self._kv_cache_manager.coordinator.single_type_managers
+        managers = self._kv_cache_manager.coordinator.single_type_managers
+        return [manager for manager in managers if isinstance(manager, KeepManager)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from keepset.errors import UnsupportedEngineError
 from keepset.paged.entry_columns import columns_of
@@ -31,13 +31,13 @@ from keepset.recipe import Recipe
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
 from keepset.vllm import stats
-from keepset.vllm.compat import all_layers, ask_for_prompt_lengths, attention_layers, captured_tokens
+from keepset.vllm.compat import all_layers, ask_for_prompt_lengths, attention_layers, captured_tokens, layer_specs
 from keepset.vllm.formats import ROW_SCALES, check_rows
 from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
-from keepset.vllm.validation import check, check_layer, check_spec
+from keepset.vllm.validation import check, check_layer, check_layers, check_spec, leaves_alone
 
 logger = init_logger(__name__)
 
@@ -94,6 +94,7 @@ class EngineContext:
         self._ring: QueryRing | None = None
         self._reserve: Tensor | None = None
         self._specs_made = 0
+        self._rooms: dict[str, int] = {}
         self._tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
 
@@ -104,26 +105,40 @@ class EngineContext:
 
     @cached_property
     def layers(self) -> dict[str, int]:
-        """The indices of the model's attention layers that this process has, by their names."""
-        layers = {}
+        """The indices of the attention layers that are compressed, by their names: those of this process that attend to
+        all tokens.
+        """
+        layers, compressed = {}, []
         for name, layer, index in attention_layers(self.config):
-            check_layer(name, layer, unseen=self._watch is not None and name not in self.projections)
-            layers[name] = index
+            if not leaves_alone(layer.get_kv_cache_spec(self.config)):
+                check_layer(name, layer, unseen=self._watch is not None and name not in self.projections)
+                layers[name] = index
+                compressed.append(layer)
+        check_layers(self.config, self.recipe, compressed, self._others)
         return layers
+
+    @cached_property
+    def _others(self) -> list[KVCacheSpec]:
+        """What the layers hold of a request that keepset leaves to vLLM."""
+        return [spec for spec in layer_specs(self.config) if leaves_alone(spec)]
 
     @cached_property
     def recording(self) -> Recording:
         """The queries that layers record, and what is made of them."""
-        heads, head_dim, dtype = self._queries
-        group = heads // self.config.model_config.get_num_kv_heads(self.config.parallel_config)
-        return Recording.of_recipe(self.recipe, group, head_dim, dtype.itemsize)
+        _, head_dim, dtype = self._queries
+        return Recording.of_recipe(self.recipe, self._layer.num_queries_per_kv, head_dim, dtype.itemsize)
 
     @cached_property
     def _queries(self) -> tuple[int, int, torch.dtype]:
         """The query heads of a layer in this process, their size, and their type."""
-        model = self.config.model_config
-        assert isinstance(model.dtype, torch.dtype)
-        return model.get_num_attention_heads(self.config.parallel_config), model.get_head_size(), model.dtype
+        dtype = self.config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
+        return self._layer.num_heads, self._layer.head_size, dtype
+
+    @property
+    def _layer(self) -> Any:
+        """The implementation of the first layer that is compressed; all of them have the same shape."""
+        return self.config.compilation_config.static_forward_context[next(iter(self.layers))].impl
 
     @cached_property
     def columns(self) -> dict[str, tuple[int, ...]]:
@@ -131,8 +146,13 @@ class EngineContext:
         contexts, saves = contexts_of(self.config) is not None, save_limit_of(self.config) is not None
         return columns_of(self.recipe, self.recording.group, contexts=contexts, saves=saves)
 
-    def spec_of_next_layer(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the kind of cache of the next layer: vLLM asks for one layer after another."""
+    def customize_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """Return the kind of cache of the next layer: vLLM asks for one after another.
+
+        It also asks for blocks of one token, to know what these take; such a block is no layer's.
+        """
+        if spec.block_size == 1 or leaves_alone(spec):
+            return spec
         if self._watch is not None:  # the model is built
             self._watch.remove()
         layer_ids = tuple(self.layers.values())
@@ -156,6 +176,7 @@ class EngineContext:
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
             per_head=contexts_of(self.config) is not None,
+            alone=not self._others,
         )
 
     def _check_cache(self, spec: AttentionSpec) -> None:
@@ -168,7 +189,7 @@ class EngineContext:
         """Return the room that a group of layers, given by their names, has for queries."""
         assert self._ring is not None
         self._reserve = None  # vLLM has measured
-        return self._ring.part(self._first(layers), len(layers))
+        return self._ring.part(self._room_of(layers), len(layers))
 
     def _room(self, layers: int) -> QueryRing:
         slots = slots_for(self.config.scheduler_config.max_num_seqs)
@@ -182,14 +203,15 @@ class EngineContext:
 
     def tape(self, layers: Sequence[str]) -> Tensor | None:
         """Return where layers of these names leave their queries while a graph captures them; None if no graph does."""
-        first = self._first(layers)
+        first = self._room_of(layers)
         return None if self._tape is None else self._tape[first : first + len(layers)]
 
-    def _first(self, layers: Sequence[str]) -> int:
-        """Return the place of the first of neighbouring layers among those of this process."""
-        first = list(self.layers).index(layers[0])
-        assert list(self.layers)[first : first + len(layers)] == list(layers)
-        return first
+    def _room_of(self, layers: Sequence[str]) -> int:
+        """Return where the room of a group's layers begins; groups get theirs one after another."""
+        if layers[0] not in self._rooms:
+            first = len(self._rooms)
+            self._rooms |= {name: first + place for place, name in enumerate(layers)}
+        return self._rooms[layers[0]]
 
     def leave(self, layer: str, queries: Tensor) -> None:
         """Copy the queries of a step that a graph may capture to the tape.
@@ -199,7 +221,7 @@ class EngineContext:
             queries: its queries, after rotation; those beyond the length of the tape only pad the step.
         """
         if self._tape is not None:
-            tape = self._tape[list(self.layers).index(layer)]
+            tape = self._tape[self._rooms[layer]]
             tape[: len(queries)].copy_(queries[: len(tape)])
 
     def add(self, group: LayerGroup, layers: Sequence[str]) -> None:
@@ -219,7 +241,7 @@ class EngineContext:
         self._steps.update(dict.fromkeys(step.places, step))
 
     def step(self, layer: str, metadata: Any) -> PlannedStep | None:
-        """Return the step that a layer computes; None in a run without metadata.
+        """Return the step that a layer computes; None without metadata, and for layers that are not compressed.
 
         Args:
             layer: the layer's name.
@@ -228,7 +250,7 @@ class EngineContext:
         Raises:
             UnsupportedEngineError: these are not the metadata that were made for the layer.
         """
-        if metadata is None:
+        if metadata is None or layer not in self.layers:
             return None
         step = self._steps.get(layer)
         if step is None or step.metadata is not metadata:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
@@ -17,6 +19,10 @@ from keepset.paged.engine import SchedulerAdapter
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.recipe import Recipe
 from keepset.vllm import stats
+from keepset.vllm.compat import hide_answer
+
+_reporting: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
+"""The group of layers of each pool that reports requests that end: the first that is compressed."""
 
 
 @dataclass
@@ -28,6 +34,7 @@ class RunningRequest:
         schedule: when it is compressed.
         due: tokens from which on there are blocks to free; None if there never are.
         freed: blocks that were freed.
+        is_hidden: whether other requests cannot find the blocks of its answer.
     """
 
     prompt: int
@@ -35,6 +42,7 @@ class RunningRequest:
     schedule: EvictionSchedule
     due: int | None = 0
     freed: int = 0
+    is_hidden: bool = False
 
 
 class OwnSchedule(NamedTuple):
@@ -73,6 +81,8 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             else Admission(self.schedule, kv_cache_spec.tokens_per_step, kv_cache_spec.steps_ahead)
         )
         self._requests: dict[str, RunningRequest] = {}
+        self._reports = _reporting.setdefault(self.block_pool, self.kv_cache_group_id) == self.kv_cache_group_id
+        self._hides = self._reports and not kv_cache_spec.alone
         self._prefixes: dict[Any, ContextPlacement] = kv_cache_spec.contexts
         self._coming: tuple[str, RunningRequest] | None = None
         self._own: dict[str, OwnSchedule] = {}
@@ -193,7 +203,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         running = self._requests.pop(request_id, None)
         if self._admission is not None:
             self._admission.remove(request_id)
-        if running is not None and self.kv_cache_group_id == 0:
+        if running is not None and self._reports:
             dropped = running.schedule.dropped(running.prompt, running.length)
             stats.ended(request_id, running.prompt, running.length, dropped, running.freed)
         return super().pop_blocks_for_free(request_id)
@@ -246,6 +256,10 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             # shared depends on the prompt's length, which a lookup is not told: so none is made.
             request.skip_reading_prefix_cache = True
         untouched = self.schedule.untouched(request.num_prompt_tokens)
+        running = self._requests[request.request_id]
+        if self._hides and untouched is not None and not running.is_hidden:
+            running.is_hidden = True
+            hide_answer(request)
         offered = num_tokens if untouched is None else min(num_tokens, untouched)
         super().cache_blocks(request, offered, *args, **kwargs)
 

@@ -100,6 +100,8 @@ def _pages(layer: Any) -> Pages:
 class KeepBuilder:
     """A mixin for vLLM's metadata builders, which plans each step. Attention's metadata then describe the kept entries.
 
+    For layers that are not compressed it does what vLLM's builder does.
+
     Raises:
         UnsupportedEngineError: this vLLM divides blocks, or asks for layers in an unknown order.
         UnsupportedModelError: the recipe needs the model's rotation, which cannot be told.
@@ -108,9 +110,12 @@ class KeepBuilder:
     supports_update_block_table = False  # layers of another group also have other lengths
 
     def __init__(
-        self, kv_cache_spec: KeepSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any, **kwargs: Any
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any, **kwargs: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)  # type: ignore[call-arg]
+        self._group: LayerGroup | None = None
+        if not isinstance(kv_cache_spec, KeepSpec):
+            return
         context = active()
         assert context is not None
         if kv_cache_spec.block_size != vllm_config.cache_config.block_size:
@@ -143,9 +148,8 @@ class KeepBuilder:
             vllm_config: vLLM's configuration.
             kv_cache_spec: the kind of cache.
         """
-        assert isinstance(kv_cache_spec, KeepSpec)
         support: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
-        if kv_cache_spec.schedule.ragged:
+        if isinstance(kv_cache_spec, KeepSpec) and kv_cache_spec.schedule.ragged:
             return min(support, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, key=lambda each: each.value)
         return support
 
@@ -159,6 +163,9 @@ class KeepBuilder:
             common_attn_metadata: vLLM's metadata of the step, as if nothing had ever been dropped.
             fast_build: as vLLM gives it.
         """
+        if self._group is None:  # the backend would take the lengths of prompts for a window
+            alone = common_attn_metadata.replace(rswa_prefix_lens=None)
+            return super().build(common_prefix_len, alone, fast_build)  # type: ignore[misc]
         plan = self._context.events.plan(self._group, self._adapter.batch(common_attn_metadata))
         common = self._adapter.planned(common_attn_metadata, plan)
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]

@@ -30,6 +30,7 @@ class KeepSpec(FullAttentionSpec):
         layers: all layers of the model that are compressed.
         tokens_per_step, steps_ahead: of the engine's scheduler, as `Admission` has them.
         per_head: whether heads have pages of their own, as `EvictionSchedule` has it.
+        alone: whether the model has no other kinds of layers.
     """
 
     recipe: str
@@ -38,6 +39,7 @@ class KeepSpec(FullAttentionSpec):
     tokens_per_step: int
     steps_ahead: int
     per_head: bool
+    alone: bool
 
     @classmethod
     def wrap(cls, spec: FullAttentionSpec, **more: Any) -> Self:

@@ -10,7 +10,14 @@ import vllm
 from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from keepset.core.features.runtime_features import ModelStatistics, QuantizedEntries
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
@@ -67,7 +74,6 @@ def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
     reasons = {
         "brings its own attention backend": not type(impl).__module__.startswith("keepset."),
         "shares its keys and values with another layer": layer.kv_sharing_target_layer_name is not None,
-        "has a sliding window": layer.sliding_window is not None,
         "attends to chunks": getattr(impl, "chunk_lookback", -1) != -1,
         "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
         "caps its logits": bool(getattr(impl, "logits_soft_cap", 0)),
@@ -78,6 +84,72 @@ def check_layer(name: str, layer: Any, unseen: bool = False) -> None:
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedModelError(f"keepset cannot serve this model: its layer {name} {reason}.")
+
+
+_LEFT_ALONE = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
+"""Kinds of caches whose size is bounded, whatever the text's length."""
+
+
+def leaves_alone(spec: KVCacheSpec | None) -> bool:
+    """Return whether keepset leaves a layer to vLLM, because what it holds of a request is bounded.
+
+    Args:
+        spec: the kind of the layer's cache, before the backend customizes it; None if it has none.
+
+    Raises:
+        UnsupportedModelError: layers of this kind are neither left alone nor compressed.
+    """
+    if spec is None or isinstance(spec, _LEFT_ALONE):
+        return True
+    if type(spec) is not FullAttentionSpec:
+        raise UnsupportedModelError(
+            f"keepset cannot serve this model: the cache of its layers is of the kind {type(spec).__name__}."
+        )
+    return False
+
+
+def check_layers(config: VllmConfig, recipe: Recipe, layers: Sequence[Any], others: Sequence[KVCacheSpec]) -> None:
+    """Refuse what cannot be served because of the model's layers together.
+
+    Args:
+        config: vLLM's configuration.
+        recipe: its recipe.
+        layers: vLLM's layers that are compressed.
+        others: the kinds of what the other layers hold.
+
+    Raises:
+        UnsupportedEngineError: vLLM's configuration is why.
+        UnsupportedModelError: the model is why.
+    """
+    if reasons := list(_of_others(config, recipe, others)):
+        raise UnsupportedEngineError(_joined(recipe, reasons))
+    if not layers:
+        raise UnsupportedModelError(
+            f"keepset cannot serve {recipe}: what the model's layers hold is bounded by itself (windows, chunks or "
+            "recurrent states), so there is nothing to compress; serve the model without a recipe."
+        )
+    shapes = {(layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size) for layer in layers}
+    if len(shapes) > 1:
+        raise UnsupportedModelError(
+            f"keepset cannot serve {recipe}: the layers that attend to all tokens differ in their heads "
+            f"(query heads, KV heads and their size: {', '.join(map(str, sorted(shapes)))})."
+        )
+
+
+def _of_others(config: VllmConfig, recipe: Recipe, others: Sequence[KVCacheSpec]) -> Iterator[str]:
+    """Yield what is not served beside layers that are left alone."""
+    if not others:
+        return
+    if contexts_of(config) is not None:
+        yield "contexts hold layers that attend to all tokens, and the model has others; leave contexts out."
+    if config.parallel_config.pipeline_parallel_size > 1:
+        yield "a pipeline's stage does not know which layers of other stages are compressed; use tensor parallelism."
+    dtype, attention = config.cache_config.cache_dtype, any(isinstance(spec, AttentionSpec) for spec in others)
+    if attention and dtype not in WHOLE and current_platform.is_cpu():
+        yield f"on CPUs the model's other layers cannot read a KV cache of kind {dtype}; leave kv_cache_dtype out."
+    if config.kv_transfer_config is None and any(isinstance(spec, MambaSpec) for spec in others):
+        yield "beside recurrent layers a KV connector has pages packed in time; none is given."
+        yield _how_to_start(config, recipe)
 
 
 def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
@@ -227,8 +299,6 @@ def _of_model(config: VllmConfig) -> Iterator[str]:
         yield "encoder-decoder models are not supported."
     if model.use_mla:
         yield "the model caches latents (MLA) instead of keys and values."
-    if model.is_hybrid:
-        yield "the model also has layers with other states than keys and values, which was not tried."
     if model.is_diffusion:
         yield "the model computes its answer's tokens more than once (diffusion)."
     if model.is_mm_prefix_lm:

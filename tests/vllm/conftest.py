@@ -3,28 +3,28 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.paged.methods import registered
 
 if TYPE_CHECKING:
     from tests.vllm.oracle import Oracle
 
-TINY = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=512,
-    max_position_embeddings=2048,
-    initializer_range=0.2,  # so that attention has its favourites, and logits a clear first
-)
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,  # so that attention has its favourites, and logits a clear first
+}
+TINY = LlamaConfig(**SHAPE, num_hidden_layers=3)
 DEEP = 7
 """Layers of a model for two stages."""
 
@@ -60,7 +60,7 @@ def oracle_of(folder: Path) -> Oracle:
     from tests.vllm.engine import BLOCK
     from tests.vllm.oracle import Oracle
 
-    return Oracle(LlamaForCausalLM.from_pretrained(folder).eval(), BLOCK)
+    return Oracle(AutoModelForCausalLM.from_pretrained(folder).eval(), BLOCK)
 
 
 @pytest.fixture(scope="session")

@@ -205,7 +205,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
     result = watch.result(len(requests)) if watch is not None else {}
     if captured is not None:
         result["replays"], result["calls"] = captured.replays, captured.calls
-    result["classes"] = sorted({type(layer.impl).__name__ for layer in layers})
+    result["classes"] = sorted({type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")})
     result["tokens"] = [None if one is None else list(one.outputs[0].token_ids) for one in outputs]
     result["reasons"] = [None if one is None else one.outputs[0].finish_reason for one in outputs]
     result["cached"] = [None if one is None else one.num_cached_tokens for one in outputs]

@@ -48,18 +48,20 @@ class Head:
 class Layer:
     """One layer: its heads, its input, and all queries so far, after and before rotation, `[query_heads, n, head_dim]`.
 
-    `blocks_gone` counts the leading blocks that the engine can do without, where only the data say how many.
+    One with a `window` sees so many tokens, itself among them, and is not compressed. `blocks_gone` counts the leading
+    blocks that the engine can do without, where only the data say how many.
     """
 
     heads: list[Head]
     queries: Tensor
     unrotated: Tensor
     hidden: Tensor
+    window: int | None = None
     blocks_gone: int = 0
 
     def copy(self) -> Layer:
         """Independent of what happens to this one: tensors are replaced, never written to."""
-        return Layer(list(self.heads), self.queries, self.unrotated, self.hidden, self.blocks_gone)
+        return Layer(list(self.heads), self.queries, self.unrotated, self.hidden, self.window, self.blocks_gone)
 
 
 @dataclass
@@ -148,7 +150,15 @@ class Oracle:
         return best, margin
 
     def _attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **_: Any
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float,
+        sliding_window: int | None = None,
+        **_: Any,
     ) -> tuple[Tensor, None]:
         """Appends the new entries, and attends head by head."""
         new, index = query.shape[2], module.layer_idx
@@ -157,7 +167,7 @@ class Oracle:
         raw = projected.view(1, new, query.shape[1], -1).transpose(1, 2)[0]
         if index == len(self._layers):
             empty = [Head(key[0, 0, :0], value[0, 0, :0], []) for _ in range(key.shape[1])]
-            self._layers.append(Layer(empty, query[0, :, :0], raw[:, :0], hidden[0, :0]))
+            self._layers.append(Layer(empty, query[0, :, :0], raw[:, :0], hidden[0, :0], sliding_window))
         layer = self._layers[index]
         layer.queries = torch.cat([layer.queries, query[0]], 1)
         layer.unrotated = torch.cat([layer.unrotated, raw], 1)
@@ -171,9 +181,10 @@ class Oracle:
                 head.positions + mine.tolist(),
             )
             layer.heads[number] = longer
-            future = torch.tensor(longer.positions)[None] > mine[:, None]
+            ages = mine[:, None] - torch.tensor(longer.positions)
+            unseen = (ages < 0) | (ages >= (layer.window or len(longer.positions) + ages.max()))
             for member in range(number * group, (number + 1) * group):
-                logits = (query[0, member] @ longer.keys.t() * scaling).masked_fill(future, float("-inf"))
+                logits = (query[0, member] @ longer.keys.t() * scaling).masked_fill(unseen, float("-inf"))
                 output[0, :, member] = logits.softmax(-1) @ longer.values
         return output, None
 
@@ -182,9 +193,11 @@ class Oracle:
         kept: dict[int, list[list[int]]] = {}
         left: list[int] = []
         method = recipe.method
-        observations = [self._observe(recipe, index, layer, at, prompt) for index, layer in enumerate(self._layers)]
+        whole = self._compressed
+        observations = [self._observe(recipe, index, self._layers[index], at, prompt) for index in whole]
         chosen = method.select_all(observations, budget_of(recipe, observations[0].head_dim))
-        for index, layer in enumerate(self._layers):
+        for index in whole:
+            layer = self._layers[index]
             old = [[position for position in head.positions if position < at] for head in layer.heads]
             answer = [chosen.positions(index, 0, number).tolist() for number in range(len(old))]
             if method.traits.fixed_total and not is_executed(recipe, self.block_size, at, old, answer):
@@ -246,7 +259,7 @@ class Oracle:
             prompts=torch.tensor([prompt]),
             softmax=Softmax(heads[0].keys.shape[-1] ** -0.5),
             layer=index,
-            layers=range(len(self._layers)),
+            layers=self._compressed,
             state=state,
         )
         if at == prompt:
@@ -254,6 +267,10 @@ class Oracle:
         return seen.with_features(
             {of: of.made(seen, min(of.window, recipe.schedule.every)) for of in needs.of(WindowAttention)}
         )
+
+    @property
+    def _compressed(self) -> list[int]:
+        return [index for index, layer in enumerate(self._layers) if layer.window is None]
 
     def _columns(self, layer: Layer, at: int) -> Tensor:
         """The whole attention of a prompt that nothing has compressed, `[query_heads, n, n]`."""

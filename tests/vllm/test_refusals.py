@@ -44,7 +44,7 @@ ONE = (
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
-OTHER_MODELS = ("is_encoder_decoder", "use_mla", "is_mm_prefix_lm", "is_hybrid", "is_diffusion")
+OTHER_MODELS = ("is_encoder_decoder", "use_mla", "is_mm_prefix_lm", "is_diffusion")
 SPLIT = ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"]
 
 
@@ -132,7 +132,6 @@ REFUSED = [
     (UNIFORM, {"model_config__is_encoder_decoder": True}, "encoder-decoder models are not supported"),
     (UNIFORM, {"model_config__use_mla": True}, "the model caches latents (MLA)"),
     (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
-    (UNIFORM, {"model_config__is_hybrid": True}, "the model also has layers with other states than keys and values"),
     (
         UNIFORM,
         {"model_config__is_diffusion": True},
@@ -352,9 +351,64 @@ def test_a_vllm_whose_inside_is_another(borrowed: dict[str, tuple[str, ...]], mo
     assert f"{next(iter(borrowed))} of vLLM" in said and "is not what it knows; install " in said
 
 
+WINDOWS = ("SlidingWindowSpec", {"sliding_window": 128})
+STATES = ("MambaSpec", {"shapes": ((4, 8),), "dtypes": (torch.float32,)})
+BESIDE = [
+    (
+        WINDOWS,
+        CONTEXTS,
+        "contexts hold layers that attend to all tokens, and the model has others; leave contexts out.",
+    ),
+    (
+        WINDOWS,
+        {"parallel_config__pipeline_parallel_size": 2},
+        "which layers of other stages are compressed; use tensor",
+    ),
+    (
+        WINDOWS,
+        {"cache_config__cache_dtype": "fp8"},
+        "on CPUs the model's other layers cannot read a KV cache of kind fp8;",
+    ),
+    (STATES, {}, "beside recurrent layers a KV connector has pages packed in time; none is given. Write LLM(model, **"),
+]
+
+
+def other(kind: str, more: dict[str, Any]) -> Any:
+    shape = {"block_size": 16} if kind == "MambaSpec" else FULL
+    return getattr(specs, kind)(**shape | more)
+
+
+def layer(heads: int) -> Any:
+    return SimpleNamespace(impl=SimpleNamespace(num_heads=heads, num_kv_heads=2, head_size=64))
+
+
+@pytest.mark.parametrize(("kind", "changes", "reason"), BESIDE, ids=[reason for *_, reason in BESIDE])
+def test_what_is_refused_beside_other_layers(
+    kind: tuple[str, dict[str, Any]], changes: dict[str, Any], reason: str
+) -> None:
+    recipe, layers, others = Recipe.parse(UNIFORM), [layer(4)], [other(*kind)]
+    validation.check_layers(config(**changes), recipe, layers, [])
+    validation.check_layers(config(), recipe, layers, [other(*WINDOWS)])
+    validation.check_layers(config(**SERVED), recipe, layers, [other(*STATES)])
+    with pytest.raises(KeepsetError) as error:
+        validation.check_layers(config(**changes), recipe, layers, others)
+    assert reason[1:] in str(error.value)
+
+
+def test_layers_that_cannot_be_compressed_together() -> None:
+    recipe, chunks = Recipe.parse(UNIFORM), other("ChunkedLocalAttentionSpec", {"attention_chunk_size": 128})
+    with pytest.raises(KeepsetError, match="so there is nothing to compress; serve the model without a recipe"):
+        validation.check_layers(config(), recipe, [], [chunks])
+    with pytest.raises(KeepsetError, match=r"differ in their heads \(.*\(4, 2, 64\), \(8, 2, 64\)\)"):
+        validation.check_layers(config(), recipe, [layer(4), layer(8)], [])
+    assert validation.leaves_alone(chunks) and validation.leaves_alone(None)
+    assert not validation.leaves_alone(specs.FullAttentionSpec(**FULL))
+    with pytest.raises(KeepsetError, match="is of the kind MLAAttentionSpec"):
+        validation.leaves_alone(specs.MLAAttentionSpec(**FULL | {"num_kv_heads": 1}))
+
+
 LAYERS = [
     ({"kv_sharing_target_layer_name": "model.layers.3"}, {}, "shares its keys and values with another layer"),
-    ({"sliding_window": 4096}, {}, "has a sliding window"),
     ({}, {"chunk_lookback": 1}, "attends to chunks"),
     ({}, {"alibi_slopes": [0.5]}, "adds to its logits what depends on distance (ALiBi)"),
     ({}, {"logits_soft_cap": 30.0}, "caps its logits"),
@@ -374,7 +428,7 @@ class Impl(SimpleNamespace):
 def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], reason: str) -> None:
     impl = Impl(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None} | of_impl)
     unseen = own.get("unseen", False)
-    layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "sliding_window": None, "impl": impl} | own)
+    layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "impl": impl} | own)
     with pytest.raises(KeepsetError) as error:
         validation.check_layer("model.layers.7.self_attn.attn", layer, unseen)
     assert str(error.value) == f"keepset cannot serve this model: its layer model.layers.7.self_attn.attn {reason}."
@@ -382,7 +436,7 @@ def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], r
 
 def test_a_layer_that_is_served() -> None:
     impl = Impl(alibi_slopes=None, logits_soft_cap=None)
-    layer = SimpleNamespace(kv_sharing_target_layer_name=None, sliding_window=None, impl=impl)
+    layer = SimpleNamespace(kv_sharing_target_layer_name=None, impl=impl)
     validation.check_layer("layer", layer)
     layer.impl = SimpleNamespace(alibi_slopes=None, logits_soft_cap=None)
     with pytest.raises(KeepsetError, match="its layer name brings its own attention backend"):

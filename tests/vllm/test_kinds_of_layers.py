@@ -1,0 +1,145 @@
+"""Models with several kinds of layers: those that attend to all tokens are compressed, all others are vLLM's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CwmConfig, PreTrainedModel
+
+import keepset
+from keepset.vllm.settings import CONNECTOR
+from tests.vllm.compared import CHUNKED, IDS, answers_of, check_oracle, check_transformers, result
+from tests.vllm.conftest import SHAPE, oracle_of
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario
+from tests.vllm.oracle import Oracle
+from tests.vllm.test_own_budgets import TURMOIL, check
+from tests.vllm.test_tiny import ACROSS, ENGINE, EQUAL, FROM_DATA, LAYERS_DIFFER, RAGGED, UNDISTURBED
+
+WINDOW = 48
+KINDS = ["full_attention", "full_attention", "sliding_attention"] * 2
+"""Four layers that attend to all tokens and two with windows: two groups of the former, not of neighbours."""
+EVERYTHING = "knorm(keep=1.0)"
+ALONE = [Ask(IDS[:200], 100)]
+SCENARIOS = {
+    "turmoil": Scenario(EQUAL, TURMOIL, (9, 33), {"max_num_batched_tokens": 96, "kv_transfer_config": CONNECTOR}),
+    "alone": Scenario(EQUAL, ALONE),
+}
+RECIPES = [RAGGED, LAYERS_DIFFER, FROM_DATA, ACROSS]
+MORE = {recipe: Scenario(recipe, UNDISTURBED, engine=CHUNKED) for recipe in [*RECIPES, EVERYTHING]} | {
+    "no recipe": Scenario(None, UNDISTURBED, engine=CHUNKED),
+    "alone without a recipe": Scenario(None, ALONE),
+}
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with sliding windows."""
+    folder = tmp_path_factory.mktemp("windows")
+    own = {"num_hidden_layers": len(KINDS), "layer_types": KINDS, "sliding_window": WINDOW}
+    rotation = {"rope_theta": 10000.0, "rope_type": "default"}
+    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    config = CwmConfig(**SHAPE, **own, **tokens, rope_parameters=rotation)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(windows: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(windows).eval()
+
+
+@pytest.fixture(scope="module")
+def oracle(windows: Path) -> Oracle:
+    return oracle_of(windows)
+
+
+@pytest.fixture(scope="module")
+def engine_of(windows: Path) -> Callable[[str], Result]:
+    """What the engine of a name did; those of a group run one after another in one process."""
+    answers: dict[str, Any] = {}
+
+    def find(name: str) -> Result:
+        if name not in answers:
+            (some,) = [group for group in (SCENARIOS, MORE) if name in group]
+            answers.update(answers_of({each: on(windows, scenario) for each, scenario in some.items()}))
+        return result(answers, name)
+
+    return find
+
+
+def on(folder: Path, scenario: Scenario) -> Scenario:
+    return replace(scenario, engine={"model": str(folder), **ENGINE, **scenario.engine})
+
+
+EngineOf = Callable[[str], Result]
+
+
+def test_whatever_happens_it_is_the_reference(engine_of: EngineOf, model: PreTrainedModel, oracle: Oracle) -> None:
+    engine = engine_of("turmoil")
+    assert engine.groups == 3 and min(engine.preemptions[:5]) == 2
+    check(EQUAL, TURMOIL, engine, model, oracle)
+
+
+def test_pages_of_layers_that_attend_to_all_tokens_are_freed(engine_of: EngineOf) -> None:
+    """In each of their two groups; the pages of windows are freed by vLLM alone."""
+    engine = engine_of("alone")
+    events = range(200, 300, 16)
+    assert [event["at"] for event in engine.events[0]] == list(events)
+    assert {tuple(event["layers"]) for event in engine.events[0]} == {("0", "3", "1", "4")}
+    begins, tokens = zip(*engine.steps_of(0), strict=True)
+    lengths = list(accumulate(tokens))
+    dropped = [max((at - 40 for at in events if at < length), default=0) for length in lengths]
+    unseen = [max(begin - WINDOW + 1, 0) for begin in begins]
+    windows = [-(-length // BLOCK) - gone // BLOCK for length, gone in zip(lengths, unseen, strict=True)]
+    held = [engine.free_before - step["free"] for step in engine.steps]
+    whole = [2 * (-(-length // BLOCK) - gone // BLOCK) for length, gone in zip(lengths, dropped, strict=True)]
+    assert held == [one + other for one, other in zip(whole, windows, strict=True)]
+    assert engine.stats["blocks_freed"] == 2 * ((events[-1] - 40) // BLOCK)
+    assert engine.stats["events"] == len(events)
+    assert engine.stats["entries_kept"] == len(events) * 40 * 2 * 4  # of two heads of four layers
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_the_reference(recipe: str, engine_of: EngineOf, model: PreTrainedModel, oracle: Oracle) -> None:
+    engine = engine_of(recipe)
+    assert all(engine.events) and engine.stats["blocks_freed"] > 0
+    check_oracle(oracle, recipe, UNDISTURBED, engine)
+    check_transformers(model, recipe, UNDISTURBED, engine)
+
+
+@pytest.mark.full
+def test_where_everything_may_stay_it_is_vllm(engine_of: EngineOf, oracle: Oracle) -> None:
+    everything, plain = engine_of(EVERYTHING), engine_of("no recipe")
+    check_oracle(oracle, None, UNDISTURBED, plain)
+    assert (everything.tokens, everything.steps) == (plain.tokens, plain.steps)
+    assert not any(everything.events) and not any(everything.stats.values())
+    assert plain.classes == ["CPUAttentionBackendImpl"] and everything.classes == ["CPUKeepImpl"]
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_windows_are_shared_as_far_as_they_follow_from_tokens(
+    windows: Path, model: PreTrainedModel, oracle: Oracle
+) -> None:
+    """The entries of an answer follow from what was kept of its prompt. To another request it is a prompt like any."""
+    first = Ask(IDS[:100], 70)
+    cache = keepset.Cache(model, EQUAL, prompt_length=len(first.ids))
+    options = {"max_new_tokens": 70, "min_new_tokens": 70, "do_sample": False}
+    text = model.generate(torch.tensor([first.ids]), past_key_values=cache, **options)[0, :160].tolist()
+    second = Ask(text + IDS[1000:1040], 20, add=75)  # offers the answer's tokens as its prompt
+    third = Ask(text + IDS[1000:1035] + IDS[2000:2010], 40, add=100)
+    # Otherwise vLLM keeps the pages of windows at the ends of prompts alone.
+    engine = {"enable_prefix_caching": True, "prefix_cache_retention_interval": BLOCK, **CHUNKED}
+    some = [first, second, third]
+    shared = result(answers_of({"": on(windows, Scenario(EQUAL, some, engine=engine))}), "")
+    assert shared.tokens[0] is not None and first.ids + shared.tokens[0][:60] == text
+    assert shared.cached == [0, 32, 160]
+    check_oracle(oracle, EQUAL, some, shared)
