@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Never, ParamSpec, TypeVar, cast
 
@@ -123,6 +123,8 @@ class AttentionInput:
         rotation: rotation of the queries, if somebody looks at it.
         lse: log-sum-exp of every query's logits, request by request, if attention has computed it.
         entry_scores: scores of the tokens' entries, by the features that score entries while they are written.
+        modules: the attention modules whose query heads these are, if there are several: of every KV head's group those
+            of the first module come first.
     """
 
     module: nn.Module
@@ -143,6 +145,7 @@ class AttentionInput:
     rotation: Rotation | None = None
     lse: list[Tensor] | None = None
     entry_scores: Mapping[HiddenScores, Float[Tensor, "batch kv_heads n"]] = field(default_factory=dict)
+    modules: Sequence[nn.Module] = ()
 
     @property
     def valid(self) -> Bool[Tensor, "batch n"] | None:
@@ -187,6 +190,12 @@ class AttentionInput:
         some.rows, some.batched = rows, batched.row(index)
         return some
 
+    def read_by(self, reader: AttentionInput) -> AttentionInput:
+        """Return these tokens with the queries of another layer, which attends to the same entries."""
+        some = copy.copy(self)
+        some.module, some.query, some.softmax, some.lse = reader.module, reader.query, reader.softmax, None
+        return some
+
     def tokens(self, part: slice) -> AttentionInput:
         """Return some of the tokens, neighbours of one another."""
         some = copy.copy(self)
@@ -203,6 +212,46 @@ class AttentionInput:
         if end >= self.end:
             return self, None
         return self.tokens(slice(0, end - self.start)), self.tokens(slice(end - self.start, None))
+
+
+def joined(layers: Sequence[AttentionInput]) -> AttentionInput:
+    """Return the same tokens with the query heads of several layers, under the KV heads that they share.
+
+    Args:
+        layers: the layers' inputs, first that of the layer whose keys and values they attend to.
+
+    Raises:
+        UnsupportedModelError: the layers attend in different ways.
+    """
+    first = layers[0]
+    ways = {(type(each.module), each.softmax.scaling, each.softmax.softcap) for each in layers}
+    if len(ways) > 1 or len({each.softmax.sinks is None for each in layers}) > 1:
+        raise UnsupportedModelError(
+            "Layers of this model attend to the same keys in different ways, which keepset does not support."
+        )
+    kv_heads, whole = first.key.shape[1], copy.copy(first)
+    whole.query, whole.modules = (
+        by_group([each.query for each in layers], kv_heads, 1),
+        [each.module for each in layers],
+    )
+    if first.softmax.sinks is not None:
+        sinks = [each.softmax.sinks for each in layers if each.softmax.sinks is not None]
+        whole.softmax = replace(first.softmax, sinks=by_group(sinks, kv_heads, 0))
+    if first.lse is not None:
+        rows = zip(*(each.lse for each in layers if each.lse is not None), strict=True)
+        whole.lse = [by_group(row, kv_heads, 0) for row in rows]
+    return whole
+
+
+def by_group(parts: Sequence[Tensor], kv_heads: int, axis: int) -> Tensor:
+    """Return tensors of several layers' query heads as one, under the KV heads that they share.
+
+    Args:
+        parts: of each layer, with as many query heads along one axis as any other.
+        kv_heads: KV heads that they share.
+        axis: the axis of query heads.
+    """
+    return torch.cat([part.unflatten(axis, (kv_heads, -1)) for part in parts], axis + 1).flatten(axis, axis + 1)
 
 
 Attend = Callable[[AttentionInput], Tensor]

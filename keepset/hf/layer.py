@@ -22,7 +22,7 @@ from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
-from keepset.hf.attention import AttentionInput, KeepsetLength, uncompiled
+from keepset.hf.attention import AttentionInput, KeepsetLength, joined, uncompiled
 from keepset.hf.query_recorder import QueryRecorder
 from keepset.hf.store import EntryStore, StoredObservation
 from keepset.kernels.attention import ragged_attention
@@ -56,7 +56,10 @@ class LayerState(LogicalLayer):
         decoding: collects for the events after the prompt, if the recipe has such.
         beyond: tokens fed in the same call as the newest event but after it; stored once all layers have chosen.
         seconds: time that each kind of feature took to collect over the prompt, once that is observed.
+        readers: how many later layers of the model attend to this layer's entries, and have none of their own.
     """
+
+    readers = 0
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -69,6 +72,7 @@ class LayerState(LogicalLayer):
         self.prompt: PromptPhase | None = None
         self.decoding: DecodingPhase | None = None
         self.beyond: AttentionInput | None = None
+        self._read_by: list[AttentionInput] = []
         self.seconds: Mapping[Hashable, float] = {}
 
     @property
@@ -101,24 +105,58 @@ class LayerState(LogicalLayer):
 
         Returns:
             Attention's output, and the tokens up to the event that is reached by them, or None. If there is such an
-            event, `observe` and `keep` have to follow.
+            event, `observe` and `keep` have to follow. If other layers read these entries, there is none before the
+            last of them has.
         """
         self.logical = new.end
-        if new.batched is not None:
-            output = new.batched.output
-        elif self.store is None:
-            output = self._attend_first(new)
-        else:
+        if new.batched is None and self.store is not None:
             real = None if new.real is None else new.real.indices
             self.store.append(new.key, new.value, new.positions, real, self._room(new.start))
-            at = new.positions if new.length > 1 else None
-            output = ragged_attention(new.query, [self.store.heads], new.softmax, at)
+        output = self._attended(new) if new.batched is None else new.batched.output
+        if self.readers:
+            self._read_by = [new]
+            return output, None
+        return output, self._settle(new)
+
+    @property
+    def has_readers_left(self) -> bool:
+        """Whether a layer that reads these entries has not attended to the newest tokens yet."""
+        return bool(self._read_by)
+
+    def read(
+        self, reader: AttentionInput
+    ) -> tuple[Float[Tensor, "batch n query_heads value_dim"], AttentionInput | None]:
+        """Attend from another layer's queries of the newest tokens over all that is kept.
+
+        Args:
+            reader: what the other layer's attention was given.
+
+        Returns:
+            As `attend`. The tokens up to an event have the queries of all layers that read these entries.
+        """
+        new = self._read_by[0].read_by(reader)
+        self._read_by.append(new)
+        output = self._attended(new)
+        if len(self._read_by) <= self.readers:
+            return output, None
+        everybody, self._read_by = self._read_by, []
+        return output, self._settle(joined(everybody))
+
+    def _attended(self, new: AttentionInput) -> Float[Tensor, "batch n query_heads value_dim"]:
+        """Return the attention from new tokens, which are stored unless they are the first."""
+        if self.store is None:
+            return self._attend_first(new)
+        at = new.positions if new.length > 1 else None
+        return ragged_attention(new.query, [self.store.heads], new.softmax, at)
+
+    def _settle(self, new: AttentionInput) -> AttentionInput | None:
+        """Store first tokens, take in what an event looks at, and return the tokens up to the event that is reached."""
         if self.store is None and (self.prompt is None or new.real is not None):
             self.store = _packed(new)
         until = self._collect(new)
         if until is None and self.store is None:
             self.store = _packed(new)
-        return output, until
+        return until
 
     @torch.no_grad()
     def _collect(self, new: AttentionInput) -> AttentionInput | None:

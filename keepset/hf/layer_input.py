@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -261,8 +261,8 @@ class LayerInput(QuerySource):
                 given = rotation or (hidden.new_ones(n, size), hidden.new_zeros(n, size))
                 cos, sin = (part.to(hidden).expand(batch, -1, -1) for part in given)
                 return torch.complex(cos.float(), sin.float()) if isinstance(value, Tensor) else (cos, sin)
-            if isinstance(value, dict):  # which the module may write to
-                return dict(value)
+            if isinstance(value, MutableMapping):  # which the module may write to
+                return copy.copy(value)
             return _at_positions(value, at) if _length(value) == self._tokens else value
 
         args = [instead("", value) for value in self._call.args]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from keepset.core import tables
@@ -17,6 +18,7 @@ from keepset.core.nan_scores import NAN_MODEL
 from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
 from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf.attention import AttentionInput, by_group
 from keepset.hf.fingerprint import has_other_weights, sample_of
 
 
@@ -47,7 +49,6 @@ def check_model(model: nn.Module) -> None:
             "cross_attention_layers", None
         ),
         "caches latents instead of keys and values; keepset does not support that": declared("kv_lora_rank", None),
-        "shares keys and values between layers; keepset does not support that": declared("num_kv_shared_layers", None),
         "takes only a cache of its own kind, in whose place keepset's cannot stand": own_cache and not foreign,
         "does not use transformers' attention interface, which keepset needs; most decoder-only models do": foreign,
     }
@@ -111,6 +112,26 @@ def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, ad
     if has_other_weights(model, sample_of(made)):
         raise KeepsetError(f"{named} are of another model of this shape, with other weights. {advice}")
     own.add(made)
+
+
+def readers_of(config: PreTrainedConfig) -> dict[int, int]:
+    """Return how many later layers attend to a layer's keys and values and have none of their own, by its index.
+
+    Args:
+        config: of the decoder. The last layers share those of the last one before them of their type.
+    """
+    shared, kinds = getattr(config, "num_kv_shared_layers", None) or 0, getattr(config, "layer_types", None) or []
+    own = kinds[: len(kinds) - shared]
+    readers = Counter(kinds[len(own) :])
+    return {len(own) - 1 - own[::-1].index(kind): number for kind, number in readers.items() if kind in own}
+
+
+def output_projections(until: AttentionInput) -> Float[Tensor, "query_heads value_dim hidden"]:
+    """Return what each query head's values are multiplied with, of all modules whose query heads these are."""
+    modules, value_dim = until.modules or [until.module], until.value.shape[-1]
+    heads = until.query.shape[1] // len(modules)
+    parts = [output_projection(module, heads, value_dim) for module in modules]
+    return parts[0] if len(parts) == 1 else by_group(parts, until.key.shape[1], 0)
 
 
 _NAMES = ("o_proj", "out_proj", "dense", "c_proj")

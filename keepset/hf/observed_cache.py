@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.hidden_scores import HiddenScores
+from keepset.core.features.moments import HiddenMoments
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, OutputProjection, Perplexity
 from keepset.core.keep_set import KeepSet
 from keepset.core.observation import Observation
@@ -28,7 +29,7 @@ from keepset.hf.attention import NAME, OTHER_PROMPT, SWITCHING, AttentionInput, 
 from keepset.hf.hooks import AttentionHooks, ModelHooks, PerplexityHooks
 from keepset.hf.known_text import KnownTokens, KnowsText
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
-from keepset.hf.model_support import check_model, output_projection, statistics_for, tables_for
+from keepset.hf.model_support import check_model, output_projections, readers_of, statistics_for, tables_for
 from keepset.hf.other_layers import HybridLayerState, compressible, cropped, is_bounded, nbytes_of, own_layers
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.store import StoredObservation
@@ -204,8 +205,22 @@ class ObservedCache(TransformersCache, KnowsText):
             self._no_drafts = "A prompt's perplexity cannot be told together with drafted tokens"
         if self._second is not None:
             self._no_drafts = "A second pass over the prompt cannot take drafted tokens together with it"
+        self._share(needs)
         self._waiting: list[Observation] = []
         self._attending = False
+
+    def _share(self, needs: Needs) -> None:
+        """Tell layers how many others read their entries."""
+        for index, readers in readers_of(self._config).items():
+            if index not in self.kept_layers:
+                continue
+            self.kept_layers[index].readers = readers
+            self._no_drafts = "Layers that share keys and values cannot take drafted tokens together with a prompt"
+            if needs.of(HiddenMoments):
+                raise UnsupportedModelError(
+                    f"Layers of {self._model_name} share keys and values, and this method asks for queries that one "
+                    "layer makes of hidden states: choose another one, such as snapkv."
+                )
 
     @property
     def nbytes(self) -> int:
@@ -371,15 +386,38 @@ class ObservedCache(TransformersCache, KnowsText):
             self._attach_module_input(layer, new)
         # Drafts of assisted generation that follow the prompt see what its compression has left.
         parts = (new, None) if layer.prompt is None else new.split(progress.prompt)
+        if layer.has_readers_left:  # in the forward before they attended to something else
+            raise UnsupportedModelError(
+                f"Layers of this model share the keys and values of layer {layer.index} in a way that keepset does not "
+                "see, as on several devices: put them on one device."
+            )
+        if layer.readers and parts[1] is not None:
+            raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
         outputs = []
         for part in filter(None, parts):
             output, until = layer.attend(part)
             outputs.append(output)
             if until is not None:
                 self._observe_event(layer, until)
+        if layer.has_readers_left:
+            set_pending_attention(partial(self.read, layer), new.key, new.value)
         if layer.index == self.compressed_layers[-1]:
             progress.positions = None  # for a prompt this is a tensor as long as the prompt
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def read(self, layer: LayerState, reader: AttentionInput) -> Tensor:
+        """Return the attention of another layer to a kept layer's entries, after what follows from an event.
+
+        Args:
+            layer: one of the cache's, whose entries the other layer reads.
+            reader: what the attention function was given.
+        """
+        output, until = layer.read(reader)
+        if layer.has_readers_left:
+            set_pending_attention(partial(self.read, layer), reader.key, reader.value)
+        if until is not None:
+            self._observe_event(layer, until)
+        return output
 
     def _attach_module_input(self, layer: LayerState, new: AttentionInput) -> None:
         """Add what is seen of the attention module's call to the tokens that it brings to its layer."""
@@ -425,7 +463,7 @@ class ObservedCache(TransformersCache, KnowsText):
             raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
         features = dict(self._from_files)
         for feature in self.needs.of(OutputProjection):
-            features[feature] = output_projection(until.module, until.query.shape[1], until.value.shape[-1])
+            features[feature] = output_projections(until)
         observation = layer.observe(
             until,
             layers=self.compressed_layers,
@@ -488,7 +526,8 @@ class ObservedCache(TransformersCache, KnowsText):
             )
         progress = self.progress
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
-        if progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
+        waits = any(kept.has_readers_left for kept in self.kept_layers.values())
+        if waits or progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
             raise KeepsetError("This cache does not hold a whole prompt yet: run the model on all of it first.")
         return progress
 

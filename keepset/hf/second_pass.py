@@ -22,7 +22,7 @@ from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import AttentionInput, set_pending_attention
+from keepset.hf.attention import AttentionInput, by_group, set_pending_attention
 from keepset.hf.hooks import ModelHooks, before_calls
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.layer_input import position_offset
@@ -144,7 +144,10 @@ class SecondPasses(ModelHooks):
         for i, entries in prompt.entries.items():
             kind = _HybridEntries if isinstance(layers[i], HybridLayerState) else _Entries
             caches[i] = kind(entries, request, length, names)
-        caches[max(caches)].last = True
+        for i, each in caches.items():
+            each.readers = layers[i].readers
+        # Layers that read another one's entries come after all that have their own.
+        caches[next((i for i, each in caches.items() if each.readers), max(caches))].last = True
         rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
         states = any(isinstance(each, _HybridEntries) for each in caches.values())
         # Layers that are not keepset's would let one part see another.
@@ -253,7 +256,8 @@ class _Entries(LogicalLayer):
         self.logical, self._names = length, names
         self.received: dict[ColumnStatistic, Tensor] = {}
         self.pieces: list[PackedSequence] = []
-        self.last = False
+        self.last, self.readers = False, 0
+        self._sums: list[dict[str, Tensor]] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         set_pending_attention(self._attend, key_states, value_states)
@@ -262,6 +266,13 @@ class _Entries(LogicalLayer):
     def _attend(self, new: AttentionInput) -> Tensor:
         own = new.key[0], new.value[0]
         output, sums = second_pass_attention(new.query[0], self._entries, own, new.softmax, self._names, self.pieces)
+        self._sums.append(sums)
+        if len(self._sums) <= self.readers:
+            set_pending_attention(self._attend, new.key, new.value)
+            return output.transpose(0, 1)[None].contiguous()
+        everybody, self._sums = self._sums, []
+        if self.readers:
+            sums = {name: by_group([each[name] for each in everybody], new.key.shape[1], 0) for name in self._names}
         self.received = {
             name: name.merge(self.received[name], sums[name]) if self.received else sums[name] for name in self._names
         }

@@ -39,15 +39,6 @@ def random_model(kind: str, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
 
 
-SHARING: dict[str, Any] = dict(
-    num_hidden_layers=3,
-    num_kv_shared_layers=1,
-    layer_types=["sliding_attention", "full_attention", "full_attention"],
-    vocab_size_per_layer_input=200,
-    hidden_size_per_layer_input=8,
-    laurel_rank=4,
-    activation_sparsity_pattern=[0.0] * 3,
-)
 LATENTS = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
 EXPERTS = dict(n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32)
 NO_HEADS = dict(num_attention_heads=None, num_key_value_heads=None, head_dim=None)
@@ -66,7 +57,6 @@ NOTHING_TO_COMPRESS = "no layer that caches the whole text, .* so keepset has no
     [
         (lambda: random_model("deepseek_v3", num_key_value_heads=4, **LATENTS, **EXPERTS), "caches latents"),
         (encoder_decoder, "encoder-decoder"),
-        (lambda: random_model("gemma3n_text", **SHARING), "shares keys and values between layers"),
         (lambda: random_model("bloom"), "attention interface"),
         (lambda: random_model("minimax", num_local_experts=2), "takes only a cache of its own kind"),
         (lambda: torch.compile(copy.deepcopy(tiny("llama")), backend="eager"), "or compile it in place"),
