@@ -366,17 +366,17 @@ def counted(
 
 def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1) -> Callable[..., None]:
     """Return `advance` with a note on how long the rest will take; steps up to `after` include what is done once."""
-    began, first, done, said = 0.0, 0, 0, False
+    began, first, done, estimated = 0.0, 0, 0, False
 
     def step(count: int = 1) -> None:
-        nonlocal began, first, done, said
+        nonlocal began, first, done, estimated
         advance(count)
         done, now = done + count, time.perf_counter()
         if not first and done >= after:
             # From here on every step is typical.
             began, first = now, done
-        elif first and not said and (done - first >= _TRIED or now - began >= _LONG):
-            said, left = True, (now - began) / (done - first) * (total - done)
+        elif first and not estimated and (done - first >= _TRIED or now - began >= _LONG):
+            estimated, left = True, (now - began) / (done - first) * (total - done)
             if left >= _LONG:
                 note(f"{what}: {duration(left)} from here on")
 

@@ -197,9 +197,9 @@ class Observation:
             return scores
 
         def look(heads: slice) -> Tensor:
-            told = None if known is None else known[:, heads]
+            scored = None if known is None else known[:, heads]
             parts = self.keys_of(heads), self.values_of(heads), self.positions[:, heads], new[:, heads]
-            return entry_scores(*parts, networks.of_heads(heads), told)
+            return entry_scores(*parts, networks.of_heads(heads), scored)
 
         return self.over_heads(look)
 

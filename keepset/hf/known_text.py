@@ -128,10 +128,10 @@ def _watched(generate: Any) -> Any:
             return generate(self, inputs, generation_config, *args, **kwargs)
         past.check_text(ids)
         output = generate(self, inputs, generation_config, *args, **kwargs)
-        told = ids
+        sequences = ids
         if not kwargs.get("custom_generate") and _beams(self, generation_config, kwargs) == 1:
-            told = output if isinstance(output, Tensor) else getattr(output, "sequences", ids)
-        past.remember_text(told, ids.shape[1])
+            sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", ids)
+        past.remember_text(sequences, ids.shape[1])
         return output
 
     return watched

@@ -554,7 +554,7 @@ def _opened(path: Path) -> Iterator[tuple[TensorReader, dict[str, Any], Recipe]]
         raise KeepsetError(f"There is no file {quoted(path)}: {_ADVICE}.")
     with _FILE.opened(path) as (file, metadata):
         saved_schema.check_header(metadata, file.layout)
-        if _digest({name: said for name, said in metadata.items() if name != "digest"}) != metadata["digest"]:
+        if _digest({name: value for name, value in metadata.items() if name != "digest"}) != metadata["digest"]:
             raise ValueError
         try:
             recipe = Recipe.parse(in_short(metadata["recipe"])).require_budget()

@@ -202,8 +202,8 @@ def _check_metadata(metadata: Mapping[str, Any]) -> None:
         _require(isinstance(metadata[name], str))
     _require(is_count(metadata["layers"]) and metadata["layers"] > 0)
     for name in ("fingerprint", "tensors"):
-        said = metadata[name]
-        _require(isinstance(said, dict) and all(isinstance(text, str) for text in said.values()))
+        texts = metadata[name]
+        _require(isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values()))
     _require(all(_DIGEST.fullmatch(each) for each in [metadata["digest"], *metadata["tensors"].values()]))
     progress = metadata["progress"]
     _require(isinstance(progress, dict))

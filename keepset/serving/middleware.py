@@ -296,13 +296,13 @@ def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> list[tuple[by
 
 def _repeated(body: bytes, receive: Receive) -> Receive:
     """Return a function that receives this body, and then the message that the client has gone."""
-    told = False
+    received = False
 
     async def again() -> dict[str, Any]:
-        nonlocal told
-        if told:
+        nonlocal received
+        if received:
             return await receive()
-        told = True
+        received = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again

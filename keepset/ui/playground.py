@@ -76,13 +76,13 @@ class RunRequest:
             KeepsetError: recipe or budget are none.
         """
         recipe = Recipe.parse(self.recipe)
-        said = self.budget.strip()
-        if said and not recipe.budget.is_given:
+        text = self.budget.strip()
+        if text and not recipe.budget.is_given:
             try:
-                number = int(said) if said.isdecimal() else float(said)
+                number = int(text) if text.isdecimal() else float(text)
             except ValueError:
                 raise KeepsetError(
-                    f"The budget {said!r} is no number: use a share of bytes such as 0.25, or entries per head."
+                    f"The budget {text!r} is no number: use a share of bytes such as 0.25, or entries per head."
                 ) from None
             recipe = recipe.with_keep(number) if isinstance(number, int) else recipe.with_bytes(number)
         return recipe.require_budget()
@@ -131,8 +131,8 @@ class Playground:
             seconds = self._read(ids, shading.cache)
         finally:
             shading.cache.stop_watching()
-        told = {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share, "share": shading.cache.share}
-        send({"compressed": told})
+        figures = {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share, "share": shading.cache.share}
+        send({"compressed": figures})
         if length < SHORT and shading.share < 1:
             send({"note": f"The prompt has {length} tokens: below {SHORT} the entries that were dropped are missed."})
         if request.question.strip():

@@ -25,7 +25,7 @@ def read(found: Found) -> Artefact | None:
         raise ValueError("rows of different lengths")
     gates = torch.tensor(found.table, dtype=torch.float64)
     names = {"sinks": "sink_size", "recent": "recent_size"}
-    sizes = {name: found.config[said] for name, said in names.items() if type(found.config.get(said)) is int}
+    sizes = {name: found.config[field] for name, field in names.items() if type(found.config.get(field)) is int}
     options = ", ".join(f"{name}={size}" for name, size in sizes.items())
     advice = f"the gates were trained with duo_attention({options})" if sizes else ""
     # NaN stays, and is refused.

@@ -112,8 +112,8 @@ def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") ->
     hidden = dict(statistics.hidden)
     if artefact.modules:
         hidden[artefact.modules[0].kind] = {index: artefact.modules[index] for index in layers}
-    told = {"format": artefact.format, "file": name, "gives": artefact.gives, **artefact.made}
-    imported = [*statistics.provenance.get("imported", []), told]
+    origin = {"format": artefact.format, "file": name, "gives": artefact.gives, **artefact.made}
+    imported = [*statistics.provenance.get("imported", []), origin]
     provenance = {**statistics.provenance, "imported": imported}
     return replace(statistics, layers=layers, retrieval=retrieval, hidden=hidden, provenance=provenance)
 
@@ -124,24 +124,24 @@ def _found(path: Path) -> Found:
         named = [path / name for name in (_TENSORS, duo_attention.TABLE) if (path / name).is_file()]
         return _found(named[0]) if len(named) == 1 else Found()
     config = path.with_name(_CONFIG)
-    said = _config(config) if config.is_file() else {}
+    fields = _config(config) if config.is_file() else {}
     if path.suffix == ".pt":
         return Found(unpickled=_unpickled(path))
     if path.suffix == ".tsv":
         lines = path.read_text("utf-8").splitlines()
-        return Found(config=said, table=[[float(number) for number in line.split("\t")] for line in lines if line])
+        return Found(config=fields, table=[[float(number) for number in line.split("\t")] for line in lines if line])
     if path.suffix == ".safetensors":
         with opened(path) as tensors:
-            return Found({name: tensors[name] for name in tensors.layout}, said)
+            return Found({name: tensors[name] for name in tensors.layout}, fields)
     path.stat()  # raises if there is no such file
     return Found()
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    said = parse_json(path.read_bytes())
-    if not isinstance(said, dict):
+    fields = parse_json(path.read_bytes())
+    if not isinstance(fields, dict):
         raise ValueError("no JSON object")
-    return said
+    return fields
 
 
 def _unpickled(path: Path) -> Any:

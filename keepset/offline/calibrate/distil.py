@@ -208,14 +208,14 @@ def fit(
         The networks of all heads, as those of one layer.
     """
     heads = range(0, len(samples.inputs), _HEADS_AT_ONCE)
-    parts, told = [], 0
+    parts, reported = [], 0
     for number, first in enumerate(heads):
         few = slice(first, first + _HEADS_AT_ONCE)
 
         def step(done: int, number: int = number) -> None:
-            nonlocal told
-            while told < (number * STEPS + done) // len(heads):
-                told += 1
+            nonlocal reported
+            while reported < (number * STEPS + done) // len(heads):
+                reported += 1
                 on_step()
 
         part = Samples(
@@ -324,20 +324,24 @@ def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[i
         knot_weights(held.lengths, predictor.age.shape[1]),
         knot_weights(held.ages, predictor.age.shape[2]),
     )
-    told = predictor.log_scores(held.inputs.float()) + torch.einsum("el,hlk,ek->he", row_weights, predictor.age, knots)
-    ranks = [part.argsort(-1).argsort(-1).float() for part in (told, held.wanted)]
+    predicted = predictor.log_scores(held.inputs.float()) + torch.einsum(
+        "el,hlk,ek->he", row_weights, predictor.age, knots
+    )
+    ranks = [part.argsort(-1).argsort(-1).float() for part in (predicted, held.wanted)]
     centred = [part - part.mean(-1, keepdim=True) for part in ranks]
     correlation = F.cosine_similarity(centred[0], centred[1], dim=-1)
-    count = max(1, round(_KEEP * told.shape[1]))
-    chosen = [torch.zeros_like(told).scatter(1, part.topk(count, 1).indices, 1) for part in (told, held.wanted)]
+    count = max(1, round(_KEEP * predicted.shape[1]))
+    chosen = [
+        torch.zeros_like(predicted).scatter(1, part.topk(count, 1).indices, 1) for part in (predicted, held.wanted)
+    ]
     shared = (chosen[0] * chosen[1]).sum(1) / count
     by_layer = [part.view(-1, heads).mean(1).tolist() for part in (correlation, shared)]
     return {
         "by_layer": {
-            said: dict(zip(map(str, layers), numbers, strict=True))
-            for said, numbers in zip((CORRELATION, SHARE), by_layer, strict=True)
+            name: dict(zip(map(str, layers), numbers, strict=True))
+            for name, numbers in zip((CORRELATION, SHARE), by_layer, strict=True)
         },
-        "entries": told.shape[1],
+        "entries": predicted.shape[1],
     }
 
 
@@ -349,13 +353,13 @@ def _together(parts: Sequence[Samples]) -> Samples:
 
 def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], each: int) -> str:
     """Return a text that differs where a passage's part would."""
-    said: Mapping[str, Any] = {
+    settings: Mapping[str, Any] = {
         "model": statistics.provenance["model"],
         "corpus": [corpus.sha256, corpus.seed, [len(passage) for passage in corpus.passages], _LENGTHS],
         "teachers": list(teachers),
         "entries": each,
     }
-    return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _kept(folder: Path | None, key: str, number: int) -> Samples | None:
