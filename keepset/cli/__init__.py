@@ -1,5 +1,6 @@
 """The command line: `keepset`."""
 
+import difflib
 import errno
 import sys
 import warnings
@@ -124,11 +125,12 @@ def show_help(
     whole = context.parent
     assert whole is not None
     for at, name in enumerate(command or ()):
-        known = whole.command.get_command(whole, name) if isinstance(whole.command, TyperGroup) else None
+        group = whole.command if isinstance(whole.command, TyperGroup) else None
+        known = group.get_command(whole, name) if group else None
         if known is None:
-            raise KeepsetError(
-                f"There is no command {' '.join((command or [])[: at + 1])!r}: keepset --help lists all."
-            )
+            close = difflib.get_close_matches(name, group.list_commands(whole) if group else [], n=1)
+            guess = f"; did you mean {close[0]!r}? All are" if close else ": all are"
+            raise KeepsetError(f"There is no command {' '.join((command or [])[: at + 1])!r}{guess} in keepset --help.")
         whole = type(whole)(known, parent=whole, info_name=name)
     typer.echo(whole.get_help())
 

@@ -208,7 +208,7 @@ def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
     budget = recipe.budget
     stays, always = budget.sinks + budget.recent, _always(recipe)
     if length < budget.short:
-        note(f"The prompt stays whole: it has {length} tokens, and short={budget.short} leaves shorter ones whole.")
+        note(f"The prompt stays whole: it has {length} tokens, and short={budget.short} is more.")
         return
     if budget.keep == 1.0 or budget.recent_extra:
         return

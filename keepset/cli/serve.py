@@ -76,9 +76,11 @@ def serve(
     check_port(options)
     of_files = None if precision is None else f"The server computes in {precision}, as its contexts were built."
     hints = block_size_hint(parsed, options), limit_cpu_pool(options), compile_hint(line)
+    if why is not None:
+        note(why)
     if parsed is not None:
         say_of_all_prompts(parsed)
-    for sentence in (why, shlex.join(without_secrets(line)), of_files, *hints):
+    for sentence in (shlex.join(without_secrets(line)), of_files, *hints):
         if sentence is not None:
             note(sentence)
     os.environ[SIGNING_KEY] = new_key()

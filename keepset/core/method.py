@@ -219,6 +219,8 @@ class Allocator(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         for inner in self.inner():
+            if inner.stage and inner.name == self.name:
+                raise RecipeError(f"{self.name} is there twice: leave one of them out.")
             if inner.stage and inner.stage >= self.stage:
                 raise RecipeError(
                     f"{inner.name} changes what stays, so it is a recipe's last step: write {inner.name}(...) around "

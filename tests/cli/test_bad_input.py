@@ -35,6 +35,9 @@ COMPILE = "compile --out a"
 REFUSED = [
     ("compare --budgets=0.5,0", "keep=0 is out of range"),
     ("compare --recipes 'tova(keep=1.5)'", "keep=1.5 is out of range: use a fraction in (0, 1]"),
+    ("help compere", "There is no command 'compere'; did you mean 'compare'? All are in keepset --help."),
+    ("help bench nowhere", "There is no command 'bench nowhere': all are in keepset --help."),
+    ("compare --recipes 'match(match(tova), keep=0.5)'", "match is there twice: leave one of them out"),
     ("compare --recipes snapvk", "There is no method 'snapvk'; did you mean 'snapkv'? There are: adakv, "),
     ("""compare --recipes "tova(keep=f'\x1b[31m')" """, "is not a plain value"),
     ("""compare --recipes "tova\n(\nkeep='\n')" """, "keep="),

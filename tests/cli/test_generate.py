@@ -93,7 +93,7 @@ def test_a_seed_repeats_a_sample(run: Run, tiny: Any, before: tuple[str, ...]) -
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ([], "The prompt stays whole: it has 32 tokens, and short=256 leaves shorter ones whole."),
+        ([], "The prompt stays whole: it has 32 tokens, and short=256 is more."),
         (
             ["--recipe", "snapkv(keep=0.25)"],
             "The prompt stays whole: it has 32 tokens, and snapkv(keep=0.25) always keeps the newest 64.",

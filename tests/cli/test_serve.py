@@ -103,7 +103,7 @@ def test_without_a_recipe_it_is_the_default(run: Run, became: list[list[str]], t
     done = run("serve", "a/model", "--port", "0")
     said = json.loads(became[0][became[0].index("--additional-config") + 1])
     assert said["keepset"] == ANSWERED_AT_ONCE and "--no-enable-prefix-caching" in became[0]
-    whole, why, line, compiles = done.err.splitlines()
+    why, whole, line, compiles = done.err.splitlines()
     assert whole == "Prompts of fewer than 256 tokens stay whole."
     assert why.startswith(
         f"No recipe is named, so the default is taken: {ANSWERED_AT_ONCE}, because there are no networks"

@@ -163,7 +163,10 @@ class SecondPass(Feature[SecondPassColumns]):
 
     label = "a second pass"
     prompt_only = _PROMPT_ATTENTION
-    transformers_only = "has tokens look at the prompt a second time, for which {engine} has no step"
+    transformers_only = (
+        "has tokens look at the prompt a second time, for which {engine} has no step: take another recipe, or compress "
+        "texts beforehand with keepset context build"
+    )
 
     statistics: frozenset[ColumnStatistic]
     chunk: int = 0
