@@ -270,7 +270,7 @@ def progress(description: str = "at work") -> Iterator[Progress]:
     class Left(rich.ProgressColumn):
         def render(self, task: Any) -> Any:
             left = _left(task)
-            return Text("" if left is None else f"{duration(left)} left")
+            return Text("" if left is None or task.finished else f"{duration(left)} left")
 
     columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
     console = stderr()
