@@ -503,7 +503,7 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
 
 
 def _read(file: TensorReader, metadata: Mapping[str, Any], name: str) -> Tensor:
-    """Read a tensor."""
+    """Read a tensor and compare it with its digest; raises ValueError if it differs."""
     tensor = file[name]
     if _tensor_digest(tensor) != metadata["tensors"][name]:
         raise ValueError

@@ -24,7 +24,7 @@ from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPl
 
 
 class BlockTables(ABC):
-    """Tables of one group of layers."""
+    """Says where requests' entries lie in the pages of one group of layers: in each step, and at an event."""
 
     def __init__(self, schedule: EvictionSchedule) -> None:
         self.schedule = schedule

@@ -1,6 +1,7 @@
-"""Interfaces of an engine's adapter: everything that an engine with a paged cache must provide to run keepset.
+"""Interfaces of an engine's adapter: what an engine with a paged cache provides, so that keepset can plan its steps.
 
-docs/engines.md says when each is called. vLLM's adapter (`keepset.vllm`) is written against them.
+docs/engines.md says when each is called, what else is set up, and what ragged heads need beyond `Pages`.
+vLLM's adapter (`keepset.vllm`) is written against them.
 """
 
 from __future__ import annotations

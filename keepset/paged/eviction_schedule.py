@@ -31,7 +31,7 @@ class EvictionSchedule:
         block_size: tokens per page.
         off: whether nothing is ever compressed.
         per_head: whether heads are attended as if they kept different numbers of entries, even if they do not.
-        counted: whether dropped entries are counted, if the recipe allows it.
+        counted: False if the entries that requests have lost do not follow from their lengths, whatever the recipe.
 
     Attributes:
         recipe, layers, kv_heads, block_size: as given.

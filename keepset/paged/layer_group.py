@@ -26,7 +26,7 @@ CountEviction = Callable[..., None]
 
 
 class LayerGroup:
-    """The layers of a planner.
+    """The layers that share block tables: their caches, columns and recorders, and what a step's plan does in them.
 
     What an entry has besides key and value (its original position, and whatever the method remembers of it) lies in
     columns that are indexed by the same slots. So all of it moves, and is forgotten, together.

@@ -355,7 +355,11 @@ class FreedBlocks:
         self._events.append((table, pages, AsyncHostCopy(pages)))
 
     def expect(self, keys: Mapping[int, RequestKey]) -> None:
-        """Say whose newest tokens are in these pages, after the step is planned and before the next."""
+        """Note whose newest tokens are in which pages; called between the plan of a step and that of the next.
+
+        Args:
+            keys: the requests, by the page of their newest token.
+        """
         self._keys |= keys
 
     def settle(self) -> None:

@@ -89,7 +89,7 @@ class _RequestHandler:
             await self._app(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive, send: Send, honoured: bool) -> None:
-        """Answer a request with a body, which may have the object."""
+        """Check and sign the keepset options in a request's body, and pass it to vLLM; or refuse it."""
         body = await _body(receive)
         if body is None:
             return

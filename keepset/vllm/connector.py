@@ -58,7 +58,7 @@ class OwnBudget(NamedTuple):
 
 @dataclass
 class ExpectedEvents(KVConnectorMetadata):
-    """A message to the workers, with each step.
+    """The scheduler's message to the workers with each step: what they cannot know of requests.
 
     Attributes:
         keys: the requests that reach an event, by the page that holds their newest token.

@@ -22,7 +22,7 @@ from keepset.vllm import stats
 from keepset.vllm.compat import hide_answer
 
 _reporting: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
-"""The group of layers of each pool that reports requests that end: the first that is compressed."""
+"""For each pool, the group of layers that reports when a request ends: the first that is compressed."""
 
 
 @dataclass
