@@ -18,6 +18,7 @@ from keepset.core.method import parameter
 from keepset.core.observation import BIAS, Observation
 from keepset.core.traits import Traits
 from keepset.kernels.dispatch import upload
+from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.matching import FitProblem, match_attention
 
 
@@ -28,6 +29,8 @@ class Match(PostProcessor):
     It is a last step of a recipe, after any other method has chosen: `match(reread, keep=0.1)`. Entries that stay keep
     their keys. Each gets a bias, the logarithm of how many dropped entries it stands for, and another value. Both are
     fitted to reference queries, for a KV head's whole query group together (`kernels/matching.py`).
+
+    Inside `quantized(..., bits=4)` it is fitted to keys as they will be read.
 
     Reference queries are the prompt's own, at equal distances, as if they came once more right after it. Those of a
     second pass cost more and were a worse reference (docs/results.md). The attention that an entry receives includes
@@ -75,6 +78,8 @@ class Match(PostProcessor):
         if observation.bias is not None:
             bias += observation.bias
         bias_by_head = bias.flatten(0, 1)
+        # Keys of 8 bits are so near that a fit to them would be the same.
+        format = FORMATS[4] if kept.bits == 4 else None
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
         known = observation.num_kept if self.traits.equal_heads else None
         first, sizes = kept.cu_seqlens, kept.heads.host_values if known is None else known
@@ -85,7 +90,7 @@ class Match(PostProcessor):
             packed = (first[together, None] + place).where(exists, 0)
             chosen = kept.indices[packed]
             own = replace(softmax, sinks=None if sinks is None else sinks[together])
-            more, fitted = match_attention(problem.of(together), chosen, exists, own, self.ridge, self.biases)
+            more, fitted = match_attention(problem.of(together), chosen, exists, own, self.ridge, self.biases, format)
             # Empty places add zero to the first entry: looking for them would wait for the device.
             bias_by_head[together] = bias_by_head[together].scatter_add(1, chosen, more)
             fitted = fitted.to(values.dtype).masked_fill(~exists[..., None], 0.0)

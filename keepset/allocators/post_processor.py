@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from keepset.core.budget import Budget
 from keepset.core.keep_set import KeepSet, LayerKeepSet
-from keepset.core.method import Allocator
+from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
 from keepset.core.select import Ranking
 from keepset.core.traits import Traits
@@ -16,7 +16,10 @@ from keepset.core.traits import Traits
 
 @dataclass(frozen=True)
 class PostProcessor(Allocator):
-    """Leaves another method's choice as it is, and changes how the chosen entries are stored."""
+    """Leaves another method's choice as it is, and changes how the chosen entries are stored.
+
+    Of several, the outermost comes first: what it says of how entries are stored, those inside can go by.
+    """
 
     @property
     def own_traits(self) -> Traits:
@@ -35,10 +38,19 @@ class PostProcessor(Allocator):
         """
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        return self.processed(ranking.observation, self.scorer.choose(ranking))
+        return self._all_processed(ranking.observation, self._chooser.choose(ranking))
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:
-        chosen = self.scorer.select_all(observations, budget)
+        chosen = self._chooser.select_all(observations, budget)
         if self.traits.across_layers:
             chosen.count()
-        return KeepSet([self.processed(each, chosen.layer(each.layer_ids[0])) for each in observations])
+        return KeepSet([self._all_processed(each, chosen.layer(each.layer_ids[0])) for each in observations])
+
+    @property
+    def _chooser(self) -> Method:
+        """Return the method inside all post-processors."""
+        return self.scorer._chooser if isinstance(self.scorer, PostProcessor) else self.scorer
+
+    def _all_processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
+        kept = self.processed(observation, kept)
+        return self.scorer._all_processed(observation, kept) if isinstance(self.scorer, PostProcessor) else kept

@@ -58,6 +58,11 @@ class EntryFormat(ABC):
         return rows
 
 
+    def rounded(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
+        """Return rows as they are read once they are stored, in one layer."""
+        return self.unmix(self.dequantize(*self.quantize(self.mix(rows), rows.dtype)))
+
+
 class EightBits(EntryFormat):
     """Multiples of a scale, which is a 127th of the row's largest number.
 

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size
+from keepset.kernels.entry_format import EntryFormat
 from keepset.kernels.softmax import Softmax, with_sink
 
 _STEPS = 10
@@ -48,6 +49,7 @@ def match_attention(
     softmax: Softmax,
     ridge: float,
     biases: bool,
+    format: EntryFormat | None = None,
 ) -> tuple[Float[Tensor, "heads k"], Float[Tensor, "heads k value_dim"]]:
     """Fit kept entries to the reference queries (Zweiger et al. 2026, arXiv:2602.16284).
 
@@ -68,11 +70,12 @@ def match_attention(
         softmax: how the model makes attention of products; its sinks are those of the heads' queries, `[heads, m]`.
         ridge: strength of both ridges, in parts of the mean diagonal of the normal equations.
         biases: whether to fit biases; otherwise they are zero.
+        format: how kept keys will be stored, if that changes them so much that `shares` is to be of rounded keys.
 
     Returns:
         What to add to each kept entry's bias, and its new value; float32.
     """
-    outputs, shares, sunk = _reference(heads, kept, exists, softmax)
+    outputs, shares, sunk = _reference(heads, kept, exists, softmax, format)
     before = _gathered(heads.values, kept).float().masked_fill(~exists[..., None], 0.0)
     as_it_was = _normalised(shares, sunk)
     count = exists.sum(-1)
@@ -84,18 +87,29 @@ def match_attention(
     fitted, before_error = _square(outputs - paid @ values), _square(outputs - as_it_was @ before)
     good = fitted.isfinite() & (fitted <= before_error + _ROUNDING * _square(outputs))
     whole = count == heads.added.isneginf().logical_not().sum(-1)
-    changed = (good & ~whole)[:, None]
+    changed = (good if format else good & ~whole)[:, None]
     return weights.log().where(changed & exists, 0.0), values.where(changed[..., None], before)
 
 
 def _reference(
-    heads: FitProblem, kept: Int[Tensor, "heads k"], exists: Bool[Tensor, "heads k"], softmax: Softmax
+    heads: FitProblem,
+    kept: Int[Tensor, "heads k"],
+    exists: Bool[Tensor, "heads k"],
+    softmax: Softmax,
+    format: EntryFormat | None,
 ) -> tuple[Float[Tensor, "heads m value_dim"], Float[Tensor, "heads m k"], Float[Tensor, "heads m"] | None]:
-    """Return attention's output over all entries, and what kept entries and a sink have of it; in query blocks."""
+    """Return attention's output over all entries, and what kept entries and a sink have of it; in query blocks.
+
+    If kept keys are rounded, kept entries have what they get in place of the keys that they were.
+    """
     # Places without an entry may hold NaN.
     hidden = heads.added.isneginf()[..., None]
     keys = heads.keys.float().masked_fill(hidden, 0.0).transpose(1, 2)
     values = heads.values.float().masked_fill(hidden, 0.0)
+    stored = None
+    if format is not None:
+        own = _gathered(heads.keys, kept).masked_fill(~exists[..., None], 0.0)
+        stored = own.float().transpose(1, 2), format.rounded(own).float().transpose(1, 2)
     outputs, shares, sunk = [], [], []
     for rows, block, asked in _blocks(heads):
         if softmax.softcap is None:
@@ -110,7 +124,11 @@ def _reference(
         attention = attention.nan_to_num_(0.0).masked_fill_(~asked[..., None], 0.0)
         outputs.append(attention @ values)
         places = kept[:, None].expand(-1, attention.shape[1], -1)
-        shares.append(attention.gather(-1, places).masked_fill_(~exists[:, None], 0.0))
+        share = attention.gather(-1, places)
+        if stored is not None:
+            before, after = (softmax.capped(block.float() @ part * softmax.scaling) for part in stored)
+            share *= (after - before).exp_().nan_to_num_(0.0)
+        shares.append(share.masked_fill_(~exists[:, None], 0.0))
     return torch.cat(outputs, 1), torch.cat(shares, 1), torch.cat(sunk, 1) if sunk else None
 
 
