@@ -56,7 +56,8 @@ class Recipe:
     and of the schedule (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
 
     Attributes:
-        method: decides what to keep.
+        method: decides what to keep. What it leaves to the budget is settled once the recipe has one, and settled anew
+            with another (`with_budget`).
         budget: how much to keep.
         schedule: when to compress.
 
@@ -84,6 +85,7 @@ class Recipe:
                 )
             # At the prompt's end there is nothing to drop.
             object.__setattr__(self, "schedule", replace(self.schedule, prefill=False))
+        object.__setattr__(self, "method", _settled(self.method, vars(self.budget)))
 
     @classmethod
     def of(
@@ -170,7 +172,8 @@ class Recipe:
             keep: see `Budget`; None leaves it out.
             bytes: see `Budget`; None leaves it out.
         """
-        return _short_text(self.method, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
+        method = _unsettled(self.method, vars(self.budget))
+        return _short_text(method, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
     def with_keep(self, keep: int | float) -> Recipe:
         """Return the same recipe with this `keep`, and without `bytes`.
@@ -204,7 +207,8 @@ class Recipe:
         Raises:
             BudgetError: if it does not suit the recipe.
         """
-        return replace(self, budget=replace(self.budget, keep=keep, bytes=bytes))
+        method, budget = _unsettled(self.method, vars(self.budget)), replace(self.budget, keep=keep, bytes=bytes)
+        return replace(self, method=method, budget=budget)
 
     def with_always(self, sinks: int, recent: int) -> Recipe:
         """Return the same recipe with at least so many tokens that always stay.
@@ -316,7 +320,7 @@ def in_full(text: str) -> str:
     """
     method, options = _parse(text)
     options = {**_default_options(method, options), **options}
-    return _text_of(method, _given_options(options), in_full=True)
+    return _text_of(_settled(method, options), _given_options(options), in_full=True)
 
 
 @cache
@@ -472,9 +476,26 @@ def _ranges(node: ast.expr, name: str, text: str) -> Any:
     return _literal(node, name, text)
 
 
+def _settled(method: Method, options: Mapping[str, Any]) -> Method:
+    """Return a method with what it leaves to the budget, if its recipe says how much to keep or need not."""
+    return method.for_bytes(options.get("bytes")) if _is_settled(method, options) else method
+
+
+def _unsettled(method: Method, options: Mapping[str, Any]) -> Method:
+    """Return a method without what `_settled` gives it."""
+    return method.without_bytes(options.get("bytes")) if _is_settled(method, options) else method
+
+
+def _is_settled(method: Method, options: Mapping[str, Any]) -> bool:
+    given = options.get("keep") is not None or options.get("bytes") is not None
+    return given or not method.traits.needs_budget
+
+
 def _short_text(method: Method, options: Mapping[str, Any]) -> str:
     implied = _default_options(method, options)
-    return _text_of(method, {name: value for name, value in options.items() if value != implied[name]})
+    return _text_of(
+        _unsettled(method, options), {name: value for name, value in options.items() if value != implied[name]}
+    )
 
 
 def _text_of(method: Method, options: Mapping[str, Any], *, in_full: bool = False) -> str:

@@ -26,29 +26,45 @@ class Quantized(PostProcessor):
     `quantized(..., bits=8)`.
 
     Attributes:
-        bits: of each number of a key or value.
+        bits: of each number of a key or value; None for what suits the budget: 4 below `bytes=FEW_BYTES`, else 8.
     """
 
     name = "quantized"
     stage = 2
 
-    bits: int = parameter(8, choices=(8, 4))
+    bits: int | None = parameter(None, choices=(8, 4))
+
+    def for_bytes(self, share: float | None) -> Quantized:
+        return replace(self, bits=_bits_for(share)) if self.bits is None else self
+
+    def without_bytes(self, share: float | None) -> Quantized:
+        return replace(self, bits=None) if self.bits == _bits_for(share) else self
 
     @property
     def own_traits(self) -> Traits:
+        bits = self.bits or _bits_for(None)
         return replace(
             super().own_traits,
-            needs=Needs(QuantizedEntries(self.bits)),
-            key_bits=self.bits,
-            value_bits=self.bits,
+            needs=Needs(QuantizedEntries(bits)),
+            key_bits=bits,
+            value_bits=bits,
             extra_bytes=2 * FULL_BYTES,
         )
 
     def processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
-        if self.bits == 4 and (observation.head_dim % 2 or observation.value_dim % 2):
+        bits, sizes = self.traits.key_bits, (observation.head_dim, observation.value_dim)
+        if bits == 4 and any(size % 2 for size in sizes):
             raise KeepsetError(
-                f"Two numbers of 4 bits share a byte, and this model's keys and values have {observation.head_dim} and "
-                f"{observation.value_dim}: use bits=8."
+                f"Two numbers of 4 bits share a byte, and this model's keys and values have {sizes[0]} and {sizes[1]} "
+                "numbers: use bits=8."
             )
-        rows = sum(-(-self.bits * size // 8) for size in (observation.head_dim, observation.value_dim))
-        return replace(kept, bits=self.bits, entry_bytes=rows + 2 * observation.dtype.itemsize)
+        rows = sum(-(-bits * size // 8) for size in sizes)
+        return replace(kept, bits=bits, entry_bytes=rows + 2 * observation.dtype.itemsize)
+
+
+FEW_BYTES = 0.075
+"""The share of a full 16-bit cache's bytes below which many entries in 4 bits are nearer to it than fewer in 8."""
+
+
+def _bits_for(share: float | None) -> int:
+    return 4 if share is not None and share < FEW_BYTES else 8

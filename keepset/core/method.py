@@ -85,6 +85,22 @@ class Method(ABC):
         """Return what a runtime has to know of this method; computed once."""
         return Traits()
 
+    def for_bytes(self, share: float | None) -> Method:
+        """Return this method with what it leaves to the budget: parameters without a value that follow from `bytes`.
+
+        Args:
+            share: the budget's `bytes`; None if it has none.
+        """
+        return self
+
+    def without_bytes(self, share: float | None) -> Method:
+        """Return this method without what `for_bytes` would give it.
+
+        Args:
+            share: the budget's `bytes`; None if it has none.
+        """
+        return self
+
     @property
     def chooses(self) -> bool:
         """Return whether this method has its own way from a ranking to the entries that stay."""
@@ -191,7 +207,7 @@ class Method(ABC):
         if allowed.get("odd") and value % 2 == 0:
             raise RecipeError(f"{self.name}: {field.name}={value} has no middle: use an odd number.")
         choices = allowed.get("choices")
-        if choices and value not in choices:
+        if choices and value is not None and value not in choices:
             known = ", ".join(map(repr, choices))
             raise RecipeError(f"{self.name}: {field.name}={value!r} is none of its choices: use one of {known}.")
 
@@ -290,7 +306,13 @@ def _kinds(method: type[Method]) -> dict[str, Any]:
     return get_type_hints(method)
 
 
-_ARTICLES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False", str: "a text in quotes"}
+_ARTICLES: dict[Any, str] = {
+    int: "a whole number",
+    int | None: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text in quotes",
+}
 
 
 def _range(low: int | float | None, high: int | float | None) -> str:

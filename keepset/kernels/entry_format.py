@@ -57,7 +57,6 @@ class EntryFormat(ABC):
         """Return what `mix` was given."""
         return rows
 
-
     def rounded(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
         """Return rows as they are read once they are stored, in one layer."""
         return self.unmix(self.dequantize(*self.quantize(self.mix(rows), rows.dtype)))

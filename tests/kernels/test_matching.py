@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from keepset.kernels import matching
+from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.matching import FitProblem, match_attention
 from keepset.kernels.softmax import Softmax
+from tests.kernels.four_bits import matrix, rounded
 from tests.kernels.test_attention import attention_of, seeded
 
 PLAIN = Softmax(0.4)
@@ -29,9 +31,21 @@ def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 
 
 
 def fit(
-    heads: FitProblem, kept: Tensor, ridge: float = 0.03, biases: bool = True, softmax: Softmax = PLAIN
+    heads: FitProblem,
+    kept: Tensor,
+    ridge: float = 0.03,
+    biases: bool = True,
+    softmax: Softmax = PLAIN,
+    bits: int = 16,
 ) -> tuple[Tensor, Tensor]:
-    return match_attention(heads, kept, torch.ones_like(kept, dtype=torch.bool), softmax, ridge, biases)
+    exists, format = torch.ones_like(kept, dtype=torch.bool), FORMATS.get(bits)
+    return match_attention(heads, kept, exists, softmax, ridge, biases, format)
+
+
+def as_read(keys: Tensor) -> Tensor:
+    """Keys of 4 bits, one by one."""
+    mixing = matrix(keys.shape[-1])
+    return torch.stack([rounded(row) for row in keys.double() @ mixing.T]) @ mixing
 
 
 def attention(heads: FitProblem, head: int) -> np.ndarray:
@@ -106,14 +120,18 @@ def test_nothing_dropped_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(("queries", "kept"), [(60, 12), (12, 20), (25, 25)], ids=["tall", "wide", "square"])
-def test_values_are_those_of_ridge_regression(queries: int, kept: int) -> None:
-    """Towards the values that there were."""
+@pytest.mark.parametrize("bits", [16, 4])
+def test_values_are_those_of_ridge_regression(queries: int, kept: int, bits: int) -> None:
+    """Towards the values that there were. Kept keys in 4 bits get attention as they will be read."""
     heads, ridge = random_heads(2, queries, 40, 6), 0.1
     places = torch.stack([torch.randperm(40, generator=seeded(i))[:kept] for i in range(2)])
-    _, values = fit(heads, places, ridge, biases=False)
+    _, values = fit(heads, places, ridge, biases=False, bits=bits)
     for head in range(2):
-        shares = attention(heads, head)
-        paid = shares[:, places[head]] / shares[:, places[head]].sum(-1, keepdims=True)
+        shares, of_kept = attention(heads, head), attention(heads, head)[:, places[head]]
+        if bits == 4:
+            keys = heads.keys[head][places[head]].double()
+            of_kept = of_kept * np.exp((heads.queries[head].double() @ (as_read(keys) - keys).T * 0.4).numpy())
+        paid = of_kept / of_kept.sum(-1, keepdims=True)
         wanted = shares @ heads.values[head].double().numpy()
         root = math.sqrt(ridge * np.square(paid).sum() / kept)
         rows, right = solved(paid, wanted, root, heads.values[head, places[head]].double().numpy())
@@ -156,6 +174,19 @@ def test_never_further_than_selection_on_the_reference_queries(seed: int, biases
         before = error(heads, head, place, torch.zeros(count), heads.values[head, place])
         assert error(heads, head, place, more[head], values[head]) <= before * (1 + 1e-4) + 1e-9
     assert biases or not more.any()
+
+
+@pytest.mark.parametrize(("kept", "part"), [(12, 1.0), (40, 0.5)])
+def test_what_is_read_in_4_bits_is_nearer_if_it_was_fitted_to_that(kept: int, part: float) -> None:
+    """Also where nothing was dropped: values make up for rounded keys."""
+    heads = random_heads(1, 60, 40, 6)
+    place = torch.randperm(40, generator=seeded(0))[:kept].sort().values
+    outputs = attention(heads, 0) @ heads.values[0].double().numpy()
+    logits, gaps = heads.queries[0].double() @ as_read(heads.keys[0][place]).T * 0.4, []
+    for bits in (4, 16):
+        biases, values = (each[0].double() for each in fit(heads, place[None], bits=bits))
+        gaps.append(float(np.square(((logits + biases).softmax(-1) @ values).numpy() - outputs).sum()))
+    assert gaps[0] < part * gaps[1]
 
 
 def test_heads_of_other_lengths_do_not_change_one_another() -> None:
