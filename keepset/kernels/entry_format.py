@@ -120,7 +120,7 @@ class FourBits(EntryFormat):
         self, rows: UInt8[Tensor, "*places half"], scale: Float[Tensor, "*places"]
     ) -> Float[Tensor, "*places dim"]:
         # Each byte is looked up as both of its numbers at once.
-        pairs = _pairs(scale.device, scale.dtype).index_select(0, rows.flatten().int())
+        pairs = _pairs(scale.device, scale.dtype).index_select(0, rows.int().flatten())
         return pairs.view(rows.shape).view(scale.dtype).mul_(scale[..., None])
 
     def mix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
