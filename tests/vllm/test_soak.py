@@ -194,8 +194,13 @@ def test_branches_leave_what_they_share_alone(tiny: Path, tiny_model: PreTrained
             assert going_on(tiny_model, path, one.ids, tokens, engine.steps_of(index)) == tokens
 
 
-LOAD = 100
-LOADED = ["snapkv(window=8, keep=40, every=24)", "adakv(tova, keep=64, every=48)"]
+LOAD = REQUESTS // 2
+LOADED = {
+    "auto": "snapkv(window=8, keep=40, every=24)",
+    "fp8_per_token_head": "adakv(tova, keep=64, every=48)",
+    "int8_per_token_head": "int8(match(adakv(snapkv(window=8)), window=8), keep=40, every=36)",
+}
+"""A recipe for each kind of cache."""
 
 
 def random_asks() -> list[Ask]:
@@ -212,7 +217,11 @@ def test_an_engine_loses_no_page_and_no_answer(tiny: Path) -> None:
     """Under random load, in so few blocks that requests wait and are preempted."""
     some = random_asks()
     engine = {"num_gpu_blocks_override": 48, "max_model_len": 384, "max_num_seqs": 24, "max_num_batched_tokens": 128}
-    for result in run(*(Scenario(recipe, some, (90, 200), engine | {"model": str(tiny)}) for recipe in LOADED)):
+    caches = [engine | {"model": str(tiny), "kv_cache_dtype": cache} for cache in LOADED]
+    scenarios = [
+        Scenario(recipe, some, (90, 200), cache) for recipe, cache in zip(LOADED.values(), caches, strict=True)
+    ]
+    for result in run(*scenarios):
         whole = [len(tokens or []) == ask.max_tokens for ask, tokens in zip(some, result.tokens, strict=True)]
         assert all(ask.abort is not None or is_whole for ask, is_whole in zip(some, whole, strict=True))
         assert LOAD * 0.5 < sum(whole) < LOAD, "some must have been answered, and some aborted"
