@@ -65,4 +65,5 @@ class LazyObservation(Observation):
 
     @property
     def entry_bytes(self) -> int:
-        return (self.head_dim + self.value_dim) * self.dtype.itemsize
+        own = (self.head_dim + self.value_dim) * self.dtype.itemsize
+        return own if self._entry_bytes is None else self._entry_bytes

@@ -148,6 +148,24 @@ class AttentionInput:
     modules: Sequence[nn.Module] = ()
 
     @property
+    def as_made(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as the model has made them."""
+        return self.query, self.key, self.value
+
+    @property
+    def absorb(self) -> Callable[[Tensor], Tensor] | None:
+        """What makes `query` of the queries that the model has made; None if it is these."""
+        return None
+
+    def finished(self, attended: Float[Tensor, "batch n query_heads value_dim"]) -> Tensor:
+        """Return attention's output, as the model takes it, of what attention makes of the values."""
+        return attended
+
+    def projected(self, weight: Float[Tensor, "query_heads own_dim hidden"]) -> Tensor:
+        """Return what each query head's values are multiplied with, of what the model's own are."""
+        return weight
+
+    @property
     def valid(self) -> Bool[Tensor, "batch n"] | None:
         """Mask of the tokens that are not padding; None if all are real."""
         return None if self.real is None else self.real.mask
@@ -165,7 +183,7 @@ class AttentionInput:
     @property
     def length(self) -> int:
         """Number of tokens, padding included."""
-        return self.query.shape[2]
+        return self.key.shape[2]
 
     @property
     def lengths(self) -> Int[Tensor, " batch"]:
@@ -175,7 +193,7 @@ class AttentionInput:
     @property
     def counts(self) -> list[int]:
         """Number of these tokens in each request, padding left out."""
-        return [self.length] * len(self.query) if self.real is None else self.real.counts
+        return [self.length] * len(self.key) if self.real is None else self.real.counts
 
     def row(self, index: int, batched: BatchedAttention) -> AttentionInput:
         """Return one request's part, before any cache has added to it.
@@ -199,13 +217,17 @@ class AttentionInput:
     def tokens(self, part: slice) -> AttentionInput:
         """Return some of the tokens, neighbours of one another."""
         some = copy.copy(self)
-        some.query, some.key, some.value = self.query[:, :, part], self.key[:, :, part], self.value[:, :, part]
+        some._cut(part)
         some.positions, some.start = self.positions[:, part], self.start + (part.start or 0)
         some.end = some.start + some.length
         some.real = None if self.real is None else self.real.part(part)
         some.rotation = None if self.rotation is None else (self.rotation[0][:, part], self.rotation[1][:, part])
         some.entry_scores = {feature: scores[:, :, part] for feature, scores in self.entry_scores.items()}
         return some
+
+    def _cut(self, part: slice) -> None:
+        """Leave queries, keys and values of some tokens."""
+        self.query, self.key, self.value = self.query[:, :, part], self.key[:, :, part], self.value[:, :, part]
 
     def split(self, end: int) -> tuple[AttentionInput, AttentionInput | None]:
         """Return the tokens up to a logical length of the cache, and those beyond it if there are any."""
@@ -269,6 +291,34 @@ def set_pending_attention(attend: Attend, key: Tensor, value: Tensor) -> None:
     vars(key)[_NOTE] = attend, value
 
 
+class _Pending(threading.local):
+    """The function that attends to what a thread has cached last, if the model makes keys and values of that first."""
+
+    latents: tuple[int, tuple[int, ...], Attend] | None = None
+
+
+_pending = _Pending()
+
+
+def set_pending_latents(attend: Attend, layer: int, latent: Tensor) -> None:
+    """Leave for `keepset_attention` the function that attends to latents, which it cannot find by keys made of them.
+
+    Args:
+        attend: stores the new tokens and attends.
+        layer: the layer's index.
+        latent: latents of the new tokens, `[batch, 1, n, ...]`.
+    """
+    _pending.latents = layer, (len(latent), latent.shape[2]), attend
+
+
+def _latent_attention(module: nn.Module, key: Tensor) -> Attend | None:
+    """Return the function that was left for this call."""
+    left, _pending.latents = _pending.latents, None
+    if left is None or (getattr(module, "layer_idx", None), (len(key), key.shape[2])) != left[:2]:
+        return None
+    return left[2]
+
+
 @uncompiled
 def keepset_attention(
     module: nn.Module,
@@ -308,6 +358,8 @@ def keepset_attention(
         if kwargs.get(feature) is not None:
             raise UnsupportedModelError(f"keepset's attention does not support {name}, which this model uses.")
     noted = vars(key).pop(_NOTE, None)
+    if noted is None and (of_latents := _latent_attention(module, key)) is not None:
+        noted = of_latents, value
     softmax = Softmax(
         query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     )

@@ -19,7 +19,7 @@ from keepset.errors import KeepsetError
 from keepset.hf.attention import NAME, AttentionInput, BatchedAttention, set_pending_attention, uncompiled
 from keepset.hf.cache import Cache
 from keepset.hf.layer import LogicalLayer
-from keepset.hf.model_support import readers_of
+from keepset.hf.model_support import caches_latents, readers_of
 from keepset.hf.store import EntryStore
 from keepset.kernels.attention import append_entries, ragged_attention
 from keepset.kernels.dispatch import upload
@@ -28,13 +28,14 @@ from keepset.kernels.dispatch import upload
 def can_go_together(model: PreTrainedModel) -> bool:
     """Return whether caches of this model may share a call.
 
-    All of its layers must be keepset's, and none may read the entries of another one. And the model must not rotate
+    All of its layers must be keepset's and hold keys and values of their own. And the model must not rotate
     tokens by the longest request of a call, as some ways to extend a model's context do.
     """
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     rotations = {str(getattr(module, "rope_type", "")) for module in model.modules()}
     by_the_longest = any(kind in rotation for rotation in rotations for kind in ("dynamic", "longrope"))
-    shares = bool(readers_of(model.config.get_text_config(decoder=True)))
+    config = model.config.get_text_config(decoder=True)
+    shares = bool(readers_of(config)) or caches_latents(config)
     return all(type(layer) is DynamicLayer for layer in layers) and not (by_the_longest or shares)
 
 

@@ -60,6 +60,8 @@ class LayerState(LogicalLayer):
     """
 
     readers = 0
+    store_type: type[EntryStore] = EntryStore
+    """What holds the entries."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -147,15 +149,15 @@ class LayerState(LogicalLayer):
         if self.store is None:
             return self._attend_first(new)
         at = new.positions if new.length > 1 else None
-        return ragged_attention(new.query, [self.store.heads], new.softmax, at)
+        return new.finished(ragged_attention(new.query, [self.store.attended], new.softmax, at))
 
     def _settle(self, new: AttentionInput) -> AttentionInput | None:
         """Store first tokens, take in what an event looks at, and return the tokens up to the event that is reached."""
         if self.store is None and (self.prompt is None or new.real is not None):
-            self.store = _packed(new)
+            self.store = _packed(new, self.store_type)
         until = self._collect(new)
         if until is None and self.store is None:
-            self.store = _packed(new)
+            self.store = _packed(new, self.store_type)
         return until
 
     @torch.no_grad()
@@ -199,6 +201,8 @@ class LayerState(LogicalLayer):
         store, self.store = self.store, None
         shared = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
         shared |= {"lengths": until.lengths, "softmax": until.softmax}
+        stored = self.store_type.stored(until.key[..., :1, :], until.value[..., :1, :])
+        shared["entry_bytes"] = sum(each.shape[-1] * each.element_size() for each in stored)
         if self.prompt is not None:
             phase, self.prompt = self.prompt, None
             observation = phase.observe(until, store, features, shared)
@@ -229,8 +233,8 @@ class LayerState(LogicalLayer):
         if isinstance(observation, StoredObservation):
             self.store = observation.store.kept(others, kept.indices, kept.heads)
         else:
-            columns = {"keys": observation.keys, "values": observation.values, **others}
-            self.store = EntryStore.pack(columns, kept.indices, kept.heads)
+            keys, values = self.store_type.stored(observation.keys, observation.values)
+            self.store = self.store_type.pack({"keys": keys, "values": values, **others}, kept.indices, kept.heads)
         if kept.values is not None:
             self.store.replace_values(kept.values)
         if kept.bits is not None:
@@ -301,19 +305,17 @@ class LayerState(LogicalLayer):
     def _attend_first(self, new: AttentionInput) -> Tensor:
         """Attend from the first tokens to themselves, and keep the log-sum-exp where that saves work."""
         n = new.length
-        whole, plain = new.valid is None and new.causal, new.softmax.plain
+        whole, plain, (query, key, value) = new.valid is None and new.causal, new.softmax.plain, new.as_made
         if whole and not (plain and (self.prompt is None or not self.prompt.needs.log_sum_exp)):
-            rows = zip(new.query, new.key, new.value, strict=True)
+            rows = zip(query, key, value, strict=True)
             parts = [attention_with_lse(q, k, v, new.softmax) for q, k, v in rows]
             new.lse = [lse for _, lse in parts]
             return torch.stack([output for output, _ in parts]).transpose(1, 2).contiguous()
         matrix = None if new.mask is None or new.mask.matrix is None else new.mask.matrix[:, :, :n, :n]
         if not plain:
-            return softmax_attention(new.query, new.key, new.value, new.softmax, matrix, matrix is None)[0]
+            return softmax_attention(query, key, value, new.softmax, matrix, matrix is None)[0]
         # Causal, whatever the module says of itself: some say that they are not, and leave it to the mask.
-        return sdpa_attention_forward(
-            new.module, new.query, new.key, new.value, matrix, 0.0, new.softmax.scaling, True
-        )[0]
+        return sdpa_attention_forward(new.module, query, key, value, matrix, 0.0, new.softmax.scaling, True)[0]
 
 
 class PromptPhase:
@@ -344,8 +346,11 @@ class PromptPhase:
             return
         if size := self.needs.window:
             with self._accumulators.timed(RecentQueries):
-                self._window.add(new.query, new.positions, new.valid, size)
+                recent = new if new.valid is not None else new.tokens(slice(max(new.length - size, 0), None))
+                self._window.add(recent.query, recent.positions, recent.valid, size)
                 self._window.keep(size)
+        if not self._accumulators:
+            return
         start, on_host = None if new.padded else new.start, None if new.real is None else new.real.positions
         chunk = Chunk(
             queries=new.query,
@@ -475,13 +480,14 @@ class DecodingPhase:
         return copied
 
 
-def _packed(new: AttentionInput) -> EntryStore:
+def _packed(new: AttentionInput, store_type: type[EntryStore]) -> EntryStore:
     """Return a store of all tokens that are not padding."""
     batch, kv_heads, n, _ = new.key.shape
     rows = [torch.arange(n, device=new.key.device)] * batch if new.real is None else new.real.indices
     positions = new.positions.int()[:, None].expand(-1, kv_heads, -1)
-    columns = {"keys": new.key, "values": new.value, "positions": positions}
-    return EntryStore.packed_by(columns, [row for row in rows for _ in range(kv_heads)])
+    keys, values = store_type.stored(new.key, new.value)
+    columns = {"keys": keys, "values": values, "positions": positions}
+    return store_type.packed_by(columns, [row for row in rows for _ in range(kv_heads)])
 
 
 def _entry_rows(new: AttentionInput, store: EntryStore | None) -> RequestKeys:

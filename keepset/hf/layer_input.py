@@ -139,6 +139,7 @@ class LayerInput(QuerySource):
         valid: which tokens are not padding; None if all are real.
         position_ids: what the attention function was given as the model's own positions.
         rows: which of the requests that the model was called with these are.
+        absorb: what makes `query` of the queries that the module makes; None if it is these.
 
     Attributes:
         rotation: rotation of this forward's positions; None where the layer does not rotate.
@@ -157,7 +158,9 @@ class LayerInput(QuerySource):
         valid: Bool[Tensor, "batch n"] | None,
         position_ids: Tensor | None,
         rows: slice,
+        absorb: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self._absorb = absorb
         # Without the cache: its observations may hold this.
         kwargs = {name: None if name in _CACHES else value for name, value in call.kwargs.items()}
         self._call, self._rows, self._positions, self._valid = replace(call, kwargs=kwargs), rows, positions, valid
@@ -275,7 +278,7 @@ class LayerInput(QuerySource):
         else:
             kwargs["attention_mask"] = probe
         self._call.module.forward(*args, **kwargs)
-        return probe.queries
+        return probe.queries if self._absorb is None else self._absorb(probe.queries)
 
     def _samples(self, count: int) -> HiddenStates:
         """Return random hidden states of one token each."""

@@ -48,7 +48,6 @@ def check_model(model: nn.Module) -> None:
         "attends to images in layers of their own; keepset does not support that": declared(
             "cross_attention_layers", None
         ),
-        "caches latents instead of keys and values; keepset does not support that": declared("kv_lora_rank", None),
         "takes only a cache of its own kind, in whose place keepset's cannot stand": own_cache and not foreign,
         "does not use transformers' attention interface, which keepset needs; most decoder-only models do": foreign,
     }
@@ -89,8 +88,10 @@ def statistics_for(model: PreTrainedModel, layers: tuple[int, ...], wanted: Mode
     """Return the statistics in a file, or those that are offered for the model."""
     measured = wanted.load(model.config.name_or_path or "")
     config = model.config.get_text_config(decoder=True)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if layers:
+    if layers and caches_latents(config):
+        measured.check(layers, 1, config.kv_lora_rank + config.qk_rope_head_dim)
+    elif layers:
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         measured.check(layers, kv_heads, head_dim_of(model))
     _check_own(model, measured, f"The statistics {measured.name!r}", "Make them for this one with keepset calibrate.")
     return measured
@@ -114,6 +115,15 @@ def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, ad
     own.add(made)
 
 
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Return whether a decoder caches latents, of which it makes keys and values.
+
+    Args:
+        config: of the decoder.
+    """
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
 def readers_of(config: PreTrainedConfig) -> dict[int, int]:
     """Return how many later layers attend to a layer's keys and values and have none of their own, by its index.
 
@@ -128,9 +138,10 @@ def readers_of(config: PreTrainedConfig) -> dict[int, int]:
 
 def output_projections(until: AttentionInput) -> Float[Tensor, "query_heads value_dim hidden"]:
     """Return what each query head's values are multiplied with, of all modules whose query heads these are."""
-    modules, value_dim = until.modules or [until.module], until.value.shape[-1]
-    heads = until.query.shape[1] // len(modules)
-    parts = [output_projection(module, heads, value_dim) for module in modules]
+    modules = until.modules or [until.module]
+    query, _, value = until.as_made
+    heads, value_dim = query.shape[1] // len(modules), value.shape[-1]
+    parts = [until.projected(output_projection(module, heads, value_dim)) for module in modules]
     return parts[0] if len(parts) == 1 else by_group(parts, until.key.shape[1], 0)
 
 

@@ -25,11 +25,27 @@ from keepset.core.features.runtime_features import ModelStatistics, ModelTables,
 from keepset.core.keep_set import KeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import NAME, OTHER_PROMPT, SWITCHING, AttentionInput, set_pending_attention, uncompiled
+from keepset.hf.attention import (
+    NAME,
+    OTHER_PROMPT,
+    SWITCHING,
+    AttentionInput,
+    set_pending_attention,
+    set_pending_latents,
+    uncompiled,
+)
 from keepset.hf.hooks import AttentionHooks, ModelHooks, PerplexityHooks
 from keepset.hf.known_text import KnownTokens, KnowsText
+from keepset.hf.latents import LatentInput, LatentStore
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
-from keepset.hf.model_support import check_model, output_projections, readers_of, statistics_for, tables_for
+from keepset.hf.model_support import (
+    caches_latents,
+    check_model,
+    output_projections,
+    readers_of,
+    statistics_for,
+    tables_for,
+)
 from keepset.hf.other_layers import HybridLayerState, compressible, cropped, is_bounded, nbytes_of, own_layers
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.store import StoredObservation
@@ -87,7 +103,7 @@ class Progress:
 
     def advance(self, new: AttentionInput) -> None:
         """Count new tokens, and find their positions."""
-        n, real = new.query.shape[2], new.real
+        n, real = new.length, new.real
         valid = None if real is None else real.mask
         if new.batched is None:
             steps = torch.arange(n, device=self.lengths.device) if valid is None else valid.long().cumsum(-1) - 1
@@ -206,6 +222,8 @@ class ObservedCache(TransformersCache, KnowsText):
         if self._second is not None:
             self._no_drafts = "A second pass over the prompt cannot take drafted tokens together with it"
         self._share(needs)
+        for layer in self.kept_layers.values() if caches_latents(self._config) else ():
+            layer.store_type = LatentStore
         self._waiting: list[Observation] = []
         self._attending = False
 
@@ -278,6 +296,10 @@ class ObservedCache(TransformersCache, KnowsText):
                 f"after creating the cache, or call model.set_attn_implementation({NAME!r})."
             )
         self._attending = True
+        if kept.store_type is LatentStore:
+            attend = partial(self._attend_to_latents, kept, key_states, value_states)
+            set_pending_latents(attend, layer_idx, key_states)
+            return key_states, value_states
         set_pending_attention(partial(self.attend, kept), key_states, value_states)
         return key_states, value_states
 
@@ -380,8 +402,8 @@ class ObservedCache(TransformersCache, KnowsText):
             self._advance(new)
         progress = self.progress
         assert progress is not None and progress.positions is not None
-        new.positions, new.cache_valid = progress.positions.to(new.query.device), progress.valid
-        new.start, new.end = layer.logical, layer.logical + new.query.shape[2]
+        new.positions, new.cache_valid = progress.positions.to(new.key.device), progress.valid
+        new.start, new.end = layer.logical, layer.logical + new.length
         if self._hooks is not None and layer.looks_at(new):
             self._attach_module_input(layer, new)
         # Drafts of assisted generation that follow the prompt see what its compression has left.
@@ -404,6 +426,10 @@ class ObservedCache(TransformersCache, KnowsText):
         if layer.index == self.compressed_layers[-1]:
             progress.positions = None  # for a prompt this is a tensor as long as the prompt
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _attend_to_latents(self, layer: LayerState, latent: Tensor, rotated: Tensor, new: AttentionInput) -> Tensor:
+        """Return the attention of a kept layer that caches latents, which the model has made keys and values of."""
+        return self.attend(layer, LatentInput.of(new, latent, rotated))
 
     def read(self, layer: LayerState, reader: AttentionInput) -> Tensor:
         """Return the attention of another layer to a kept layer's entries, after what follows from an event.
@@ -433,9 +459,9 @@ class ObservedCache(TransformersCache, KnowsText):
 
     def _advance(self, new: AttentionInput) -> None:
         """Count the tokens of a forward for all layers, before the first of them attends."""
-        n = new.query.shape[2]
+        n = new.length
         if self.progress is None:
-            none = torch.zeros(len(new.query), dtype=torch.long, device=new.query.device)
+            none = torch.zeros(len(new.key), dtype=torch.long, device=new.key.device)
             prompt, every = self.prompt_length or n, self.schedule.every
             self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
             for layer in self.kept_layers.values():

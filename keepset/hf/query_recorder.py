@@ -234,7 +234,7 @@ class QueryRecorder:
                 last = feature.last_visible(at, _lengths_at(new, point, feature.window, at)) if feature.history else at
                 last = last if exists is None else last.masked_fill(~exists, -1)
                 column = store.column(feature.column, feature.sums_of.shape(queries.shape[1] // store.kv_heads))
-                add_received(column, queries, store.heads, store.kv_heads, last, new.softmax, feature.sums_of)
+                add_received(column, queries, store.attended, store.kv_heads, last, new.softmax, feature.sums_of)
             else:
                 assert new.layer_input is not None
                 source = new.layer_input.rotated_by(self.window.rotation(queries.shape[2]))

@@ -40,7 +40,7 @@ from keepset.hf.layer import DecodingPhase, LayerState
 from keepset.hf.observed_cache import Event, ObservedCache, Progress
 from keepset.hf.other_layers import own_layers, restore_states, states, states_of_a_token
 from keepset.hf.saved_schema import FIGURES, LAYER, STATE
-from keepset.hf.store import NEWEST, EntryStore
+from keepset.hf.store import NEWEST
 from keepset.kernels.entry_format import format_of
 from keepset.recipe import Recipe, in_full, in_short
 
@@ -461,7 +461,7 @@ def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
     if isinstance(layer, LinearAttentionLayer):
         restore_states(layer, held)
     if isinstance(layer, LayerState):
-        layer.store, layer.logical = EntryStore.of(_without(tensors, "columns."), tensors["counts"]), logical
+        layer.store, layer.logical = layer.store_type.of(_without(tensors, "columns."), tensors["counts"]), logical
         if layer.decoding is not None:
             layer.decoding.recorder.restore(_without(tensors, "passing."), logical, layer.decoding.next)
     elif "keys" in tensors:

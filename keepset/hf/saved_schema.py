@@ -247,11 +247,12 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
         _require(len(_of(tensors, "kept.positions", torch.int32)) == 1)
     for name in others - kept:
         _require(name.startswith("passing.") and _RECORDER_TENSORS.fullmatch(name.removeprefix("passing.")))
+    key, value = (format.size(each.shape[1]) if format else each.shape[1] for each in (keys, columns["values"]))
     _check_recorder(
         {name.removeprefix("passing."): tensors[name] for name in others - kept},
         requests,
         heads,
-        format.size(keys.shape[1]) if format else keys.shape[1],
+        {key, key + value} if heads == 1 else {key},  # of latents, queries look at both
     )
 
 
@@ -270,7 +271,7 @@ def _check_columns(columns: Mapping[str, TensorLocation]) -> None:
         _require(columns[name].dtype.is_floating_point and len(columns[name].shape) == 1)
 
 
-def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_heads: int, head_dim: int) -> None:
+def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_heads: int, sizes: set[int]) -> None:
     """Check the types and shapes of `QueryRecorder.tensors`."""
     if not tensors:
         return
@@ -284,7 +285,7 @@ def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_hea
         _require(len({each.shape[:2] for each in recorded.values()}) == 1)
         queries = recorded["recorded.queries"]
         _require(queries.dtype.is_floating_point and len(queries.shape) == 4 and queries.shape[0] == requests)
-        _require(queries.shape[2] > 0 and queries.shape[2] % kv_heads == 0 and queries.shape[3] == head_dim)
+        _require(queries.shape[2] > 0 and queries.shape[2] % kv_heads == 0 and queries.shape[3] in sizes)
         _require(len(_of(tensors, "recorded.positions", torch.int64)) == 2)
         rotations = recorded.keys() & {"recorded.cos", "recorded.sin"}
         _require(len(rotations) in (0, 2))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import AttentionInput, by_group, set_pending_attention
+from keepset.hf.attention import AttentionInput, by_group, set_pending_attention, set_pending_latents
 from keepset.hf.hooks import ModelHooks, before_calls
+from keepset.hf.latents import LatentInput, LatentStore
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.layer_input import position_offset
 from keepset.hf.other_layers import HybridLayerState, one_request, states_of
@@ -145,7 +146,7 @@ class SecondPasses(ModelHooks):
             kind = _HybridEntries if isinstance(layers[i], HybridLayerState) else _Entries
             caches[i] = kind(entries, request, length, names)
         for i, each in caches.items():
-            each.readers = layers[i].readers
+            each.readers, each.layer = layers[i].readers, i if layers[i].store_type is LatentStore else None
         # Layers that read another one's entries come after all that have their own.
         caches[next((i for i, each in caches.items() if each.readers), max(caches))].last = True
         rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
@@ -257,11 +258,19 @@ class _Entries(LogicalLayer):
         self.received: dict[ColumnStatistic, Tensor] = {}
         self.pieces: list[PackedSequence] = []
         self.last, self.readers = False, 0
+        self.layer: int | None = None
         self._sums: list[dict[str, Tensor]] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        set_pending_attention(self._attend, key_states, value_states)
+        if self.layer is None:
+            set_pending_attention(self._attend, key_states, value_states)
+        else:
+            attend = partial(self._attend_to_latents, key_states, value_states)
+            set_pending_latents(attend, self.layer, key_states)
         return key_states, value_states
+
+    def _attend_to_latents(self, latent: Tensor, rotated: Tensor, new: AttentionInput) -> Tensor:
+        return self._attend(LatentInput.of(new, latent, rotated))
 
     def _attend(self, new: AttentionInput) -> Tensor:
         own = new.key[0], new.value[0]
@@ -278,7 +287,7 @@ class _Entries(LogicalLayer):
         }
         if self.last:
             raise _Done
-        return output.transpose(0, 1)[None].contiguous()
+        return new.finished(output.transpose(0, 1)[None].contiguous())
 
 
 class _HybridEntries(LinearAttentionLayer, _Entries):  # type: ignore[override]

@@ -81,8 +81,8 @@ class EntryStore:
         stored = self._stored
         if len(self._runs) == 1:
             views = {name: self._rectangle(flat) for name, flat in stored.items()}
-            return EntryStore.pack({**views, **others}, indices, heads)
-        packed = EntryStore.pack(others, indices, heads)
+            return type(self).pack({**views, **others}, indices, heads)
+        packed = type(self).pack(others, indices, heads)
         starts = upload(_starts(self._runs), indices.device)
         places = torch.repeat_interleave(starts, heads.device_values.flatten(), output_size=len(indices)) + indices
         as_one_head = {name: flat[None, None] for name, flat in stored.items()}
@@ -127,6 +127,27 @@ class EntryStore:
         """The entries as attention takes them."""
         self._own_heads.newest = None if self.newest is None else self.newest.heads
         return self._own_heads
+
+    @property
+    def attended(self) -> PackedHeads:
+        """The entries as queries look at them."""
+        return self.heads
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Sizes of a key and of a value, as they are read."""
+        return self.heads.sizes
+
+    @classmethod
+    def stored(
+        cls, keys: Float[Tensor, "*rows head_dim"], values: Float[Tensor, "*rows value_dim"]
+    ) -> tuple[Tensor, Tensor]:
+        """Return what is stored of keys and values.
+
+        Args:
+            keys, values: as they are read.
+        """
+        return keys, values
 
     @cached_property
     def _own_heads(self) -> PackedHeads:
@@ -471,7 +492,7 @@ class EntryStore:
 
     def _packed_again(self) -> EntryStore:
         """Return a copy without free places and without the second layer."""
-        copy = EntryStore(self.batch, self.kv_heads, dict(self._columns), lambda: self.counts)
+        copy = type(self)(self.batch, self.kv_heads, dict(self._columns), lambda: self.counts)
         copy._runs = self._runs
         copy._rebuild(list(enumerate(self.counts)))
         return copy
@@ -548,7 +569,7 @@ class StoredObservation(LazyObservation):
 
     def __init__(self, store: EntryStore, **parts: Any) -> None:
         heads, shape = store.heads, parts["valid"].shape
-        super().__init__(shape, *heads.sizes, heads.dtype, heads.keys.device, **parts)
+        super().__init__(shape, *store.sizes, heads.dtype, heads.keys.device, **parts)
         vars(self)["store"] = store
 
     @cached_property

@@ -30,6 +30,7 @@ WORK = {
 """Types that all methods run on, and how many layers of the tiny model are compressed."""
 REFUSED = {
     "blt": "makes no cache for BltForCausalLM, because its configuration does not tell the layers",
+    "deepseek_v32": "caches more than keys and values \\(DynamicIndexedLayer\\)",
     "deepseek_v4": "caches more than keys and values \\(DeepseekV4HCACache\\)",
     "git": "adds its attention mask to logits by itself",
     "minimax_m3_vl_text": "does not support selection of blocks of keys",

@@ -39,8 +39,6 @@ def random_model(kind: str, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
 
 
-LATENTS = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
-EXPERTS = dict(n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32)
 NO_HEADS = dict(num_attention_heads=None, num_key_value_heads=None, head_dim=None)
 
 
@@ -55,7 +53,6 @@ NOTHING_TO_COMPRESS = "no layer that caches the whole text, .* so keepset has no
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: random_model("deepseek_v3", num_key_value_heads=4, **LATENTS, **EXPERTS), "caches latents"),
         (encoder_decoder, "encoder-decoder"),
         (lambda: random_model("bloom"), "attention interface"),
         (lambda: random_model("minimax", num_local_experts=2), "takes only a cache of its own kind"),
@@ -128,7 +125,6 @@ def test_a_model_of_windows_only_is_said_to_stay_whole(states: bool) -> None:
         ("tova(keep=12)", dict(task_tokens=torch.ones(1, 3, dtype=torch.long)), "not aware of a task"),
         ("tova(keep=12)", dict(prompt_length=0), "prompt_length=0"),
         ("tova(keep=12)", dict(prompt_length=-3), "prompt_length=-3"),
-        (None, {}, "A recipe is a text, and this is"),
         (0.25, {}, "A recipe is a text, and this is"),
     ],
 )

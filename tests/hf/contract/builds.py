@@ -37,6 +37,7 @@ SIZES: dict[str, int] = {
     r"n_group|num_expert_group": 2,
     r"topk_group|first_k_dense_replace|num_dense_layers|decoder_sparse_step": 1,
     # Widths.
+    r"kv_lora_rank": 24,
     r".*lora_rank|.*adapter_rank|laurel_rank|.*_lowrank|.*dt_rank|time_step_rank|gated_norm_rank": 16,
     r".*qk_rope_head_dim|qk_nope_head_dim|rotary_dim": 8,
     r".*head_dim|d_kv|d_head|kv_channels|mamba_d_head|dim_head|attention_head_size|.*dim_head|mamba_headdim": HEAD_DIM,

@@ -223,11 +223,14 @@ def _masked_attention(
     heads, n = key.shape[1], query.shape[2]
     causal = torch.ones(n, key.shape[2]).tril(key.shape[2] - n).bool() if attention_mask is None else attention_mask
     visible = causal.expand(len(query), 1, n, -1).repeat(1, heads, 1, 1)
+    index, entries = getattr(key, "layer", None), heads
+    if index is None and hasattr(module, "expand_kv"):  # keys made of latents, which all heads share
+        index, entries = module.layer_idx, 1
     for event in _Masks.past.events:
-        if (index := getattr(key, "layer", None)) in event.keep_set.layers:
+        if index in event.keep_set.layers:
             for head in range(heads):
                 dropped = torch.arange(key.shape[2]) < event.length
-                dropped[event.keep_set.positions(index, 0, head)] = False
+                dropped[event.keep_set.positions(index, 0, head * entries // heads)] = False
                 visible[:, head, event.length :] &= ~dropped
     group = query.shape[1] // heads
     logits = query @ key.repeat_interleave(group, 1).transpose(-1, -2) * (scaling or query.shape[-1] ** -0.5)

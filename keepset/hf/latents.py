@@ -1,0 +1,183 @@
+"""Models that cache latents (DeepSeek V2 and V3): entries are stored as the model caches them, one for all heads.
+
+Such a model caches for each token a latent and a rotated part, of which it makes the keys and values of all heads. Keys
+and values are linear in them, so a query can be taken to the latents instead (`absorbed`): its product with
+`[latent, rotated part]` is its product with the key. So an entry is that of one KV head whose group is all query heads.
+Its key is `[latent, rotated part]`, its value is the latent, and what attention makes of values is taken back to each
+head (`expanded`). Methods see these keys, values and queries, and no method knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from keepset.errors import UnsupportedModelError
+from keepset.hf.attention import AttentionInput
+from keepset.hf.store import EntryStore
+from keepset.kernels.packed import PackedHeads
+
+_checked: WeakSet[nn.Module] = WeakSet()
+"""Attention modules whose keys and values were seen to be linear in what they cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class Latents:
+    """How an attention module makes keys and values of latents.
+
+    Attributes:
+        to_keys: of each head, what makes the first part of its key.
+        to_values: of each head, what makes its value.
+    """
+
+    to_keys: Float[Tensor, "query_heads nope latent"]
+    to_values: Float[Tensor, "query_heads value_dim latent"]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, new: AttentionInput, latent: Tensor, rotated: Tensor) -> Latents:
+        """Return those of a module that has just made keys and values.
+
+        Args:
+            new: what the attention function was given.
+            latent, rotated: what the module has cached of the same tokens, `[batch, 1, n, ...]`.
+
+        Raises:
+            UnsupportedModelError: the module does not make its keys and values in this way.
+        """
+        module, key, value = new.module, new.key, new.value
+        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        heads, nope, size = key.shape[1], key.shape[-1] - rotated.shape[-1], value.shape[-1]
+        unknown = UnsupportedModelError(
+            f"{type(module).__name__} makes keys and values of what it caches in a way that keepset does not know."
+        )
+        if not isinstance(weight, Tensor) or weight.shape != (heads * (nope + size), latent.shape[-1]):
+            raise unknown
+        made = cls(*weight.detach().unflatten(0, (heads, nope + size)).split([nope, size], 1))
+        if module not in _checked:
+            newest = latent[:, :, -1:].float()
+            for whole, part in ((key[..., :nope], made.to_keys), (value, made.to_values)):
+                expected = newest @ part.float().mT
+                bound = 0.02 if key.dtype != torch.float32 else 1e-3
+                if not torch.allclose(whole[:, :, -1:].float(), expected, bound, bound * float(expected.abs().max())):
+                    raise unknown
+            if not torch.equal(key[:, :, -1:, nope:], rotated[:, :, -1:].expand(-1, heads, -1, -1)):
+                raise unknown
+            _checked.add(module)
+        return made
+
+    def absorbed(self, queries: Float[Tensor, "batch query_heads n head_dim"]) -> Tensor:
+        """Return queries of latents and rotated parts, `[batch, query_heads, n, latent + rotated]`."""
+        nope = self.to_keys.shape[1]
+        return torch.cat([queries[..., :nope] @ self.to_keys.to(queries.dtype), queries[..., nope:]], -1)
+
+    def expanded(self, attended: Float[Tensor, "batch n query_heads latent"]) -> Tensor:
+        """Return what attention makes of values, `[batch, n, query_heads, value_dim]`, of what it makes of latents."""
+        return torch.einsum("bnhl,hvl->bnhv", attended, self.to_values.to(attended.dtype)).contiguous()
+
+    def projected(self, weight: Float[Tensor, "query_heads value_dim hidden"]) -> Tensor:
+        """Return what latents are multiplied with, `[query_heads, latent, hidden]`, of what values are."""
+        return self.to_values.mT.to(weight.dtype) @ weight
+
+
+class LatentInput(AttentionInput):
+    """New tokens as those of one KV head, whose entries are latents.
+
+    Attributes:
+        latents: how the layer's keys and values are made.
+        own: queries, keys and values as the model has made them.
+    """
+
+    latents: Latents
+    own: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def of(cls, new: AttentionInput, latent: Tensor, rotated: Tensor) -> LatentInput:
+        """Return the tokens of a call of the attention function.
+
+        Args:
+            new: what it was given.
+            latent, rotated: what the module has cached of the same tokens.
+        """
+        some = cls.__new__(cls)
+        vars(some).update(vars(new))
+        some.latents, some.own = Latents.of(new, latent, rotated), (new.query, new.key, new.value)
+        some.key, some.value = torch.cat([latent, rotated], -1), latent
+        del vars(some)["query"]
+        return some
+
+    @cached_property
+    def query(self) -> Tensor:  # type: ignore[override]
+        """Queries of latents. A long prompt's are much larger than its own, and are made only if somebody asks."""
+        return self.latents.absorbed(self.own[0])
+
+    @property
+    def as_made(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.own
+
+    @property
+    def absorb(self) -> Callable[[Tensor], Tensor]:
+        return self.latents.absorbed
+
+    def finished(self, attended: Tensor) -> Tensor:
+        return self.latents.expanded(attended)
+
+    def projected(self, weight: Tensor) -> Tensor:
+        return self.latents.projected(weight)
+
+    def _cut(self, part: slice) -> None:
+        query, key, value = (each[:, :, part] for each in self.own)
+        self.own, self.key, self.value = (query, key, value), self.key[:, :, part], self.value[:, :, part]
+        vars(self).pop("query", None)
+
+
+class LatentStore(EntryStore):
+    """A store whose `keys` column has latents and whose `values` column their rotated parts, as the model caches them.
+
+    What is read of it are keys `[latent, rotated part]`, and latents as values.
+    """
+
+    @classmethod
+    def stored(cls, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        size = values.shape[-1]
+        return keys[..., :size], keys[..., size:]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        latent, rotated = self.heads.sizes
+        return latent + rotated, latent
+
+    @property
+    def keys(self) -> Tensor:
+        return torch.cat([super().keys, super().values], -1)
+
+    @property
+    def values(self) -> Tensor:
+        return super().keys
+
+    @property
+    def attended(self) -> PackedHeads:
+        heads = self.heads.whole()
+        return replace(heads, keys=torch.cat([heads.keys, heads.values], -1), values=heads.keys)
+
+    def take(self, index: slice | Int[Tensor, "batch kv_heads n"]) -> tuple[Tensor, Tensor]:
+        if isinstance(index, slice):
+            return self.keys[:, :, index], self.values[:, :, index]
+        latent, rotated = super().take(index)
+        return torch.cat([latent, rotated], -1), latent
+
+    def append(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().append(*self.stored(keys, values), *args, **kwargs)
+
+    def replace_values(self, values: Tensor) -> None:
+        raise UnsupportedModelError(
+            "This model caches latents, of which keys and values are both made, so no value can be replaced by itself: "
+            "leave match out of the recipe."
+        )
