@@ -39,7 +39,7 @@ from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.validation import check, check_layer, check_layers, check_spec, leaves_alone
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers alone
 
 
 @dataclass
