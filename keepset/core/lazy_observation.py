@@ -66,4 +66,4 @@ class LazyObservation(Observation):
     @property
     def entry_bytes(self) -> int:
         own = (self.head_dim + self.value_dim) * self.dtype.itemsize
-        return own if self._entry_bytes is None else self._entry_bytes
+        return own if self.stored_bytes is None else self.stored_bytes

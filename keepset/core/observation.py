@@ -56,7 +56,7 @@ class Observation:
         longest: tokens of the longest request, or any larger number, if the host knows it.
         num_kept: how many entries of every head will stay, request after request and head after head, if lengths and
             files alone decide it. If heads differ, their average.
-        entry_bytes: bytes of one entry as it is stored in one KV head; by default those of its key and its value.
+        stored_bytes: bytes of one entry as it is stored in one KV head; by default those of its key and its value.
 
     Raises:
         KeepsetError: if the observation's layers are no neighbours among all layers.
@@ -76,7 +76,7 @@ class Observation:
     layers: tuple[int, ...]
     state: Mapping[str, Tensor]
     num_kept: Sequence[int] | None
-    _entry_bytes: int | None
+    stored_bytes: int | None
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Observation:
         count: int | None = None,
         longest: int | None = None,
         num_kept: Sequence[int] | None = None,
-        entry_bytes: int | None = None,
+        stored_bytes: int | None = None,
     ) -> None:
         shape, device, whole = keys.shape[:3], keys.device, valid is None
         layer_ids = (layer,) if layer_ids is None else tuple(layer_ids)
@@ -123,7 +123,7 @@ class Observation:
             layers=layer_ids if layers is None else tuple(layers),
             state=state or {},
             num_kept=num_kept,
-            _entry_bytes=entry_bytes,
+            stored_bytes=stored_bytes,
         )
         if count is not None or whole:
             vars(self)["count"] = keys.shape[:3].numel() if count is None else count
@@ -277,8 +277,8 @@ class Observation:
     @property
     def entry_bytes(self) -> int:
         """Return the bytes of one entry's key and value in one KV head."""
-        if self._entry_bytes is not None:
-            return self._entry_bytes
+        if self.stored_bytes is not None:
+            return self.stored_bytes
         return self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
 
     @property

@@ -202,7 +202,7 @@ class LayerState(LogicalLayer):
         shared = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
         shared |= {"lengths": until.lengths, "softmax": until.softmax}
         stored = self.store_type.stored(until.key[..., :1, :], until.value[..., :1, :])
-        shared["entry_bytes"] = sum(each.shape[-1] * each.element_size() for each in stored)
+        shared["stored_bytes"] = sum(each.shape[-1] * each.element_size() for each in stored)
         if self.prompt is not None:
             phase, self.prompt = self.prompt, None
             observation = phase.observe(until, store, features, shared)
