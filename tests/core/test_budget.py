@@ -63,16 +63,25 @@ def test_counts(budget: Budget, counts: dict[int, int]) -> None:
     part=st.integers(1, 1000),
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 256)),
     text=st.sampled_from(
-        ["knorm", "quantized(knorm)", "match(knorm)", "quantized(match(knorm))", "match(knorm, biases=False)"]
+        [
+            "knorm",
+            "quantized(knorm)",
+            "quantized(knorm, bits=8)",
+            "match(knorm)",
+            "quantized(match(knorm))",
+            "match(knorm, biases=False)",
+        ]
     ),
 )
 def test_a_share_of_bytes_is_rounded_down_exactly(length: int, part: int, sizes: tuple[int, int], text: str) -> None:
     numbers = sum(sizes)
+    few = sum(math.ceil(size / 2) for size in sizes) if part < 75 else numbers  # 4 bits below bytes=0.075
     entry = {
         "knorm": 2 * numbers + 4,
-        "quantized(knorm)": numbers + 4 + 4,
+        "quantized(knorm)": few + 4 + 4,
+        "quantized(knorm, bits=8)": numbers + 4 + 4,
         "match(knorm)": 2 * numbers + 4 + 4,
-        "quantized(match(knorm))": numbers + 4 + 4 + 4,
+        "quantized(match(knorm))": few + 4 + 4 + 4,
         "match(knorm, biases=False)": 2 * numbers + 4,
     }[text]
     budget = Recipe.parse(text).with_bytes(part / 1000).budget_of_sizes([sizes])
