@@ -11,6 +11,7 @@ from torch import Tensor
 
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.page_layout import PageLayout
+from keepset.kernels.softmax import Softmax
 
 
 class Addresses(NamedTuple):
@@ -114,7 +115,8 @@ class ColumnTarget(NamedTuple):
         column: numbers of each slot `subpage * block_size + offset` of each layer of the group; written to.
         last_visible: the last position that each query sees, in rising order; a negative one sees nothing.
         unwritten: how many of each head's newest entries have no number in the column yet.
-        scaling: factor of the logits.
+        softmax: how the layers make attention of products; its sinks are `[layers, query_heads]`, of each layer of the
+            group.
         sums_of: how to reduce the query heads that share a KV head.
         bias: of each slot, added to the logits of packed entries.
         positions: of each slot that was packed, int32 stored as float32 bits; None if queries see all kept entries.
@@ -125,7 +127,7 @@ class ColumnTarget(NamedTuple):
     column: Float[Tensor, "layers slots *group"]
     last_visible: Int[Tensor, "rows n"]
     unwritten: Int[Tensor, " rows"]
-    scaling: float
+    softmax: Softmax
     sums_of: GroupReduction = GroupReduction.MEAN
     bias: Float[Tensor, "layers slots"] | None = None
     positions: Float[Tensor, "layers slots"] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ from keepset.kernels.page_entries import LayerPages, addresses_of, read_pages
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
-from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import received_attention
 
 ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
@@ -156,28 +156,29 @@ def _add_received_of_layers(
     last = received.last_visible.repeat_interleave(kv_heads, 0)
     sums = column.new_empty(*slots.shape, *column.shape[1:])
     at_once = max(1, block_size(column.device, PRODUCT_BLOCK) // max(1, slots.shape[2] * queries.shape[-1]))
-    softmax = Softmax(received.scaling)
-    for layer, read in enumerate(readers):
+    for layer, (place, read) in enumerate(zip(places, readers, strict=True)):
+        softmax = received.softmax.of_layer(place).by_query_group(rows, kv_heads)
         for head in range(0, number, at_once):
             some = slice(head, head + at_once)
             part = layer, some
             bias = None if biases is None else biases[part]
+            own = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[some])
             made = received_attention(
-                grouped[part], read(heads.tables[part]), positions[part], last[some], softmax,
+                grouped[part], read(heads.tables[part]), positions[part], last[some], own,
                 heads.exists[part], received.sums_of, bias,
             )  # fmt: skip
             sums[part] = received.sums_of.of(made)
     target = slots.flatten()[heads.chosen]
     column[target] = sums.flatten(0, 2)[heads.chosen] + _numbers(column[target], heads.known)
-    for row, own in enumerate(received.own):
-        if own is None:
+    for row, private in enumerate(received.own):
+        if private is None:
             continue
         for layer, place in enumerate(places):
             for head, one in enumerate(range(row * kv_heads, (row + 1) * kv_heads)):
                 exists = int(heads.exists[layer, one].sum())
                 known = torch.arange(exists, device=column.device) < heads.written[layer, one]
-                numbers = own[place, head, :exists]
-                own[place, head, :exists] = sums[layer, one, :exists] + _numbers(numbers, known)
+                numbers = private[place, head, :exists]
+                private[place, head, :exists] = sums[layer, one, :exists] + _numbers(numbers, known)
 
 
 def _numbers(

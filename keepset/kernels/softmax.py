@@ -45,6 +45,10 @@ class Softmax:
         """The same where nothing but entries receives attention."""
         return self if self.sinks is None else replace(self, sinks=None)
 
+    def of_layer(self, place: int) -> Softmax:
+        """Return that of one of several layers, whose sinks are `[layers, heads]`."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks[place])
+
     def by_query_group(self, batch: int, kv_heads: int) -> Softmax:
         """Return the same with the sinks of every KV head of every request.
 

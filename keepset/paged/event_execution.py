@@ -125,6 +125,8 @@ def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries
     together = max_layers_per_event(event.recipe, entries, kv_heads)
     if needs.of(QueryMoments) or any(measured.covariances for measured in needs.of(ModelStatistics)):
         together = min(together, group.ring.layers_at_once(len(event.rows)))
+    if group.observer.softmax.sinks is not None:
+        together = 1  # an observation has those of one layer
     if event.at.device.type == "cpu":
         together = max(1, min(together, _CPU_WORKSPACE // (entries * kv_heads * entry_bytes)))
     for run in _neighbours(group):

@@ -13,6 +13,7 @@ from keepset.core.observation import BIAS
 from keepset.core.rope import RotaryTable
 from keepset.core.statistics import HeadShare
 from keepset.kernels.page_format import PageFormat, encode_layers
+from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
 from keepset.paged.observer import Observer
@@ -35,7 +36,7 @@ class LayerGroup:
         planner: the group's planner.
         pages: returns the cache of each layer, layer by layer.
         ring: where the layers record queries, with as many slots as the planner gives away.
-        scaling: the factor of query-key products.
+        softmax: how the layers make attention of query-key products; its sinks are `[layers, query_heads]`.
         rotary: the model's rotation, where the recipe looks at queries before it.
         projections: of the layers, where the recipe looks at hidden states.
         count: is told of every compression; of several ranks, one's counts.
@@ -57,7 +58,7 @@ class LayerGroup:
         planner: Planner,
         pages: Sequence[Callable[[], Pages]],
         ring: QueryRing,
-        scaling: float,
+        softmax: Softmax,
         rotary: RotaryTable | None = None,
         projections: Sequence[QueryProjection] = (),
         count: CountEviction | None = None,
@@ -72,7 +73,7 @@ class LayerGroup:
         self._pages, self._tape = pages, tape
         self._columns = columns_of(self.recipe, planner.recording.group) if columns is None else columns
         needs = self.recipe.method.traits.needs
-        self.observer = Observer(needs, planner.recording, ring, scaling, rotary, projections, share)
+        self.observer = Observer(needs, planner.recording, ring, softmax, rotary, projections, share)
 
     def pages_of(self, place: int) -> Pages:
         """Return the cache of the layer at this place of the group."""

@@ -40,10 +40,13 @@ class Observer:
         needs: what the recipe's method looks at.
         recording: what is recorded of queries.
         ring: the rings of queries.
-        scaling: the factor of query-key products.
+        softmax: how the layers make attention of query-key products; its sinks are `[layers, query_heads]`.
         rotary: the model's rotation, if the recipe looks at queries before it.
         projections: of the layers, if the recipe looks at hidden states.
         share: which of the model's heads this process has; None: all of them.
+
+    Attributes:
+        softmax: as given.
     """
 
     def __init__(
@@ -51,13 +54,13 @@ class Observer:
         needs: Needs,
         recording: Recording,
         ring: QueryRing,
-        scaling: float,
+        softmax: Softmax,
         rotary: RotaryTable | None,
         projections: Sequence[QueryProjection],
         share: HeadShare | None = None,
     ) -> None:
         self._needs, self._recording, self._ring = needs, recording, ring
-        self._softmax, self._rotary, self._projections = Softmax(scaling), rotary, projections
+        self.softmax, self._rotary, self._projections = softmax, rotary, projections
         self._checked: set[int] = set()
         self._from_files: dict[Feature[Any], Any] = {
             **{stats: _statistics(stats, share) for stats in needs.of(ModelStatistics)},
@@ -88,7 +91,7 @@ class Observer:
             keys = decoded_keys(pages, chunk.subpages)
             return [(keys[:, : chunk.position + len(own)], slice(None))]
 
-        step = Chunk(rows, entries, positions, None, self._softmax, source=source, start=chunk.position)
+        step = Chunk(rows, entries, positions, None, self.softmax.of_layer(place), source=source, start=chunk.position)
         chunk.layers[place].add(step)
 
     def add_up(
@@ -115,7 +118,7 @@ class Observer:
                 columns[feature.column],
                 last.masked_fill(~self._counts(feature, addition), -1),
                 addition.unwritten,
-                self._softmax.scaling,
+                self.softmax,
                 feature.sums_of,
                 columns.bias,
                 columns[POSITION] if feature.history and POSITION in columns else None,
@@ -128,7 +131,9 @@ class Observer:
         assert source is not None
         for of in self._recording.moments:
             exists, at = self._counts(of, addition), addition.positions
-            self._ring.add_moments(of, places, addition.slots, waiting, at, exists, fresh, self._softmax, source)
+            self._ring.add_moments(
+                of, places, addition.slots, waiting, at, exists, fresh, self.softmax.without_sinks, source
+            )
 
     def _waiting(
         self,
@@ -161,7 +166,7 @@ class Observer:
             columns: has the window sums.
             width: entries of each head that the observation shows.
         """
-        parts: dict[str, Any] = {"softmax": self._softmax}
+        parts: dict[str, Any] = {"softmax": self.softmax.of_layer(places.start)}  # with sinks there is one layer
         if number := self._needs.newest:
             parts["queries"], positions = self._newest(event, places, number)
             # The default says that no query is missing, which is cheaper.
@@ -210,7 +215,7 @@ class Observer:
             else:
                 queries, positions = self._newest(event, places, self._recording.window(feature))
                 moments = Moments()
-                feature.add(moments, Chunk(queries, list, positions, None, self._softmax, source=source))
+                feature.add(moments, Chunk(queries, list, positions, None, self.softmax.without_sinks, source=source))
             made[feature] = feature.distribution(moments, source, event.at.repeat(len(places)))
         return made
 

@@ -24,10 +24,8 @@ from hashlib import sha256
 from pkgutil import resolve_name
 from typing import Any
 
-import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
@@ -36,9 +34,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
-from keepset.core.rope import RotaryTable
-from keepset.errors import UnsupportedEngineError, UnsupportedModelError
-from keepset.vllm.served_default import ONE_ROTATION
+from keepset.errors import UnsupportedEngineError
 
 SUPPORTED = ("0.32", "0.33")
 """The vLLM versions that keepset is tested with. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
@@ -73,7 +69,6 @@ BORROWED: dict[str, tuple[str, ...]] = {
     "vllm.config.ModelConfig.rswa_window": (),
     "vllm.model_executor.layers.attention.attention.unified_kv_cache_update": ("key", "value", "layer_name"),
     "vllm.model_executor.layers.attention.attention.unified_attention_with_output": ("query", "layer_name"),
-    "vllm.model_executor.layers.rotary_embedding._ROPE_DICT": (),
 }
 """Names that must exist, and the parameters or fields that each must have."""
 
@@ -183,6 +178,11 @@ def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
             yield name, layer, extract_layer_index(name)
 
 
+def softcap_of(impl: Any) -> float | None:
+    """Return the bound of a layer's logits; None if they are not capped, for which backends have several numbers."""
+    return getattr(impl, "logits_soft_cap", None) or None
+
+
 def layer_specs(config: VllmConfig) -> Iterator[KVCacheSpec]:
     """Yield the kinds of what the model's layers hold of a request, keys and values or other states."""
     for layer in get_layers_from_vllm_config(config, AttentionLayerBase).values():  # type: ignore[type-abstract]
@@ -220,23 +220,3 @@ def captured_tokens(config: VllmConfig) -> int:
     drafted = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
     decoding = config.scheduler_config.max_num_seqs * (1 + drafted)
     return most if mode.mixed_mode() == CUDAGraphMode.FULL else min(most, decoding)
-
-
-def rotary_table(model_type: str, head_dim: int, dtype: torch.dtype) -> RotaryTable:
-    """Return the rotation of the model that this process has loaded, from vLLM's cache of rotary embeddings.
-
-    Raises:
-        UnsupportedModelError: it cannot be told which rotation the queries got.
-    """
-    tables = {
-        id(rope): rope
-        for rope in getattr(rotary_embedding, "_ROPE_DICT", {}).values()
-        if rope.head_size == head_dim and rope.dtype == dtype and hasattr(rope, "cos_sin_cache")
-    }
-    if model_type not in ONE_ROTATION or len(tables) != 1:
-        raise UnsupportedModelError(
-            f"Under vLLM, methods that look at future queries support {', '.join(ONE_ROTATION)}, "
-            f"and not {model_type}: choose another method, such as snapkv."
-        )
-    (rope,) = tables.values()
-    return RotaryTable(rope.cos_sin_cache, rope.is_neox_style)

@@ -37,7 +37,7 @@ from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
-from keepset.vllm.validation import check, check_layer, check_layers, check_spec, leaves_alone
+from keepset.vllm.validation import OwnAttention, check, check_layer, check_layers, check_spec, leaves_alone
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers alone
 
@@ -70,10 +70,11 @@ class EngineContext:
 
     Attributes:
         config, recipe: vLLM's configuration, and the recipe that it names.
-        projections: how layers make queries, by the layers' names, where the recipe looks at hidden states.
+        projections: how layers make queries, by the layers' names, where the recipe looks at queries before rotation.
         freed_blocks: what events have emptied, for the connector to fetch.
         events: plans the steps of all groups, and executes their events.
         groups: the groups of layers that share block tables, by the name of each group's first layer.
+        block_size: tokens per block of the layers that are compressed, once vLLM has asked for their kinds of cache.
         neighbours: by a layer's name the layers that share its block tables, and its place among them.
 
     Raises:
@@ -90,10 +91,13 @@ class EngineContext:
         self.events = EventQueue(self.freed_blocks)
         self.groups: dict[str, LayerGroup] = {}
         self.neighbours: dict[str, tuple[list[Any], int]] = {}
-        self._watch = watch_projections(self.projections) if recipe.method.traits.needs.hidden_states else None
+        needs = recipe.method.traits.needs
+        self._watch = (
+            watch_projections(self.projections, needs.hidden_states) if needs.unrotated or needs.hidden_states else None
+        )
         self._ring: QueryRing | None = None
         self._reserve: Tensor | None = None
-        self._specs_made = 0
+        self.block_size, self._specs_made = 0, 0
         self._rooms: dict[str, int] = {}
         self._tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
@@ -111,7 +115,8 @@ class EngineContext:
         layers, compressed = {}, []
         for name, layer, index in attention_layers(self.config):
             if not leaves_alone(layer.get_kv_cache_spec(self.config)):
-                check_layer(name, layer, unseen=self._watch is not None and name not in self.projections)
+                unseen = self._watch is not None and name not in self.projections
+                check_layer(name, layer, own=OwnAttention.of(self.config, self.recipe), unseen=unseen)
                 layers[name] = index
                 compressed.append(layer)
         check_layers(self.config, self.recipe, compressed, self._others)
@@ -158,6 +163,9 @@ class EngineContext:
         layer_ids = tuple(self.layers.values())
         index = layer_ids[self._specs_made % len(layer_ids)]
         self._specs_made += 1
+        self.block_size = (
+            spec.block_size
+        )  # other groups of layers may have smaller blocks, as the configuration then says
         ask_for_prompt_lengths(self.config)
         if self._ring is None:  # vLLM has not measured memory yet
             self._check_cache(spec)

@@ -14,14 +14,16 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.core.statistics import HeadShare
 from keepset.errors import UnsupportedEngineError
+from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages, StepAdapter
 from keepset.paged.eviction_schedule import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.vllm import stats
-from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host, rotary_table
+from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host, softcap_of
 from keepset.vllm.engine_context import EngineContext, PlannedStep, active
+from keepset.vllm.query_projection import find_rotation
 from keepset.vllm.spec import KeepSpec
 
 
@@ -79,17 +81,24 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     context.neighbours |= {name: (layers, place) for place, name in enumerate(names)}
     for layer in layers:
         layer.impl.forget_pages()
-    impl, rotary = layers[0].impl, None
+    projections, rotary = [context.projections[name] for name in names] if context.projections else [], None
     if context.recipe.method.traits.needs.unrotated:
-        dtype = cast(torch.dtype, config.model_config.dtype)
-        rotary = rotary_table(config.model_config.hf_text_config.model_type, impl.head_size, dtype)
-    projections = [context.projections[name] for name in names] if context.projections else ()
+        model = config.model_config
+        dtype = cast(torch.dtype, model.dtype)
+        rotary = find_rotation(projections, model.get_hidden_size(), dtype, model.max_model_len)
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     share = HeadShare(rank, ranks, config.model_config.get_total_num_kv_heads()) if ranks > 1 else None
     count = stats.count if rank == 0 else None  # of several ranks, one counts
     pages = [partial(_pages, layer) for layer in layers]
     ring, tape = context.ring(names), context.tape(names)
-    return LayerGroup(planner, pages, ring, impl.scale, rotary, projections, count, tape, context.columns, share)
+    return LayerGroup(planner, pages, ring, _softmax(layers), rotary, projections, count, tape, context.columns, share)
+
+
+def _softmax(layers: Sequence[Any]) -> Softmax:
+    """Return how layers make attention of products."""
+    impls = [layer.impl for layer in layers]
+    sinks = [impl.sinks for impl in impls if getattr(impl, "sinks", None) is not None]
+    return Softmax(impls[0].scale, softcap_of(impls[0]), torch.stack(sinks).float() if sinks else None)
 
 
 def _pages(layer: Any) -> Pages:
@@ -118,10 +127,10 @@ class KeepBuilder:
             return
         context = active()
         assert context is not None
-        if kv_cache_spec.block_size != vllm_config.cache_config.block_size:
+        if kv_cache_spec.block_size != context.block_size:
             raise UnsupportedEngineError(
-                f"keepset cannot compress blocks of {vllm_config.cache_config.block_size} tokens that the attention "
-                f"kernel divides; use --block-size {kv_cache_spec.block_size}."
+                f"keepset cannot compress blocks of {context.block_size} tokens of which the attention kernel makes "
+                f"blocks of {kv_cache_spec.block_size}; use --block-size {kv_cache_spec.block_size}."
             )
         for name in layer_names:
             if group_leader(context.recipe, context.layers[name], kv_cache_spec.layers) != kv_cache_spec.layer:

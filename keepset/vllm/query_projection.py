@@ -1,54 +1,155 @@
-"""`VLLMQueryProjection`: the hidden states that enter a layer's attention. vLLM gives the layer only its queries.
+"""`VLLMQueryProjection`: how a layer makes its queries of hidden states. vLLM gives the layer only its queries.
 
-The module that holds the attention layer knows both. It is found while the model is built, when it registers the layer,
-by a hook of PyTorch.
+The module that holds the attention layer knows how. It is found while the model is built, when it registers the layer,
+by a hook of PyTorch. To make queries of other hidden states it is called as the model calls it, up to the layer.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
+from keepset.core.rope import RotaryTable, matches_unrotated
 from keepset.core.shapes import HiddenStates, Queries
+from keepset.errors import UnsupportedModelError
 from keepset.paged.engine import QueryProjection
+
+_OTHERS = "choose a method that does not look at future queries, such as snapkv"
+_POSITIONS = 4
+"""Positions at which a layer's rotation is compared with its table."""
+
+
+class _CapturedError(Exception):
+    """Ends the call of a module when it calls its attention layer."""
+
+    def __init__(self, query: Tensor) -> None:
+        self.query = query
 
 
 class VLLMQueryProjection(QueryProjection):
     """How one layer makes queries.
 
     Args:
-        module: holds the layer, its projection `qkv_proj` and, if the model has one, its `q_norm`.
-        heads, head_dim: the layer's query heads, and their size.
+        module: holds the layer.
+        layer: vLLM's attention layer.
+        watches: whether what enters the module is noted.
+
+    Attributes:
+        hidden: the input of the module in the forward under way, if it is noted.
+        rotary: the rotation of the layer's queries, once it is known.
     """
 
-    def __init__(self, module: Any, heads: int, head_dim: int) -> None:
+    def __init__(self, module: nn.Module, layer: nn.Module, watches: bool) -> None:
         # Weakly, because the module holds the attention layer, which holds this.
         self._module: Callable[[], Any] = weakref.ref(module)
-        self._heads, self._head_dim = heads, head_dim
+        self._layer: Callable[[], Any] = weakref.ref(layer)
+        self._parameters = inspect.signature(module.forward)
         self.hidden: Float[Tensor, "n hidden"] | None = None
-        module.qkv_proj.register_forward_pre_hook(self._enter)
+        self.rotary: RotaryTable | None = None
+        if watches:
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
 
-    def _enter(self, projection: nn.Module, args: tuple[Any, ...]) -> None:
-        (self.hidden,) = args
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.hidden = self._parameters.bind_partial(*args, **kwargs).arguments.get("hidden_states")
+
+    @property
+    def table(self) -> Any:
+        """vLLM's rotary embedding of the layer; None if there is none with a table of cosines and sines."""
+        rope = getattr(self._module(), "rotary_emb", None)
+        return rope if isinstance(getattr(rope, "cos_sin_cache", None), Tensor) else None
 
     def queries(self, hidden: HiddenStates) -> Queries:
-        module = self._module()
-        # `forward`, because calling it would run the hook.
-        projected, *_ = module.qkv_proj.forward(hidden.flatten(0, 1))
-        queries = projected[:, : self._heads * self._head_dim].reshape(-1, self._heads, self._head_dim)
-        norm = getattr(module, "q_norm", None)
-        queries = queries if norm is None else norm(queries)
-        return queries.unflatten(0, hidden.shape[:2]).transpose(1, 2)
+        assert self.rotary is not None
+        batch, n, _ = hidden.shape
+        positions = torch.zeros(batch, n, dtype=torch.int64, device=hidden.device)
+        return self.rotary.undo(self.rotated(hidden, positions), positions).to(hidden.dtype)
+
+    def rotated(self, hidden: HiddenStates, positions: Int[Tensor, "batch n"]) -> Queries:
+        """Return the queries that the layer makes of hidden states at these positions.
+
+        Args:
+            hidden: inputs of the module that holds the layer.
+            positions: their positions.
+
+        Raises:
+            UnsupportedModelError: the module takes more than hidden states and positions.
+        """
+        rows = hidden.flatten(0, 1)
+        given = {"hidden_states": rows, "positions": positions.flatten(), "output": torch.empty_like(rows)}
+        needed = [name for name, each in self._parameters.parameters.items() if each.default is each.empty]
+        known = {name: value for name, value in given.items() if name in self._parameters.parameters}
+        if "hidden_states" not in known or not {name for name in needed if name != "kwargs"} <= known.keys():
+            raise UnsupportedModelError(
+                f"keepset does not know how to call {type(self._module()).__name__} under vLLM: {_OTHERS}."
+            )
+        layer = self._layer()
+        layer.forward = _capture
+        try:
+            self._module().forward(**known)
+        except _CapturedError as captured:
+            made = captured.query.reshape(len(rows), -1, layer.impl.head_size)
+            return made.unflatten(0, hidden.shape[:2]).transpose(1, 2)
+        finally:
+            del layer.forward
+        raise UnsupportedModelError(f"keepset does not find the queries of {type(layer).__name__}: {_OTHERS}.")
 
 
-def watch_projections(projections: dict[str, VLLMQueryProjection]) -> RemovableHandle:
+def _capture(query: Tensor, *args: Any, **kwargs: Any) -> None:
+    raise _CapturedError(query)
+
+
+@torch.inference_mode()
+def find_rotation(
+    projections: Sequence[VLLMQueryProjection], hidden_size: int, dtype: torch.dtype, longest: int
+) -> RotaryTable:
+    """Return the rotation of some layers' queries, after a comparison with what each layer does.
+
+    Args:
+        projections: how the layers make queries; `rotary` of each is set.
+        hidden_size, dtype: of the model's hidden states.
+        longest: tokens of a request, at most.
+
+    Raises:
+        UnsupportedModelError: the layers do not rotate by one table.
+    """
+    ropes = [projection.table for projection in projections]
+    first = ropes[0]
+    if first is None or any(rope is None or not _equal(rope, first) for rope in ropes):
+        raise UnsupportedModelError(f"This model's layers do not rotate their queries by one table: {_OTHERS}.")
+    rotary, table = RotaryTable(first.cos_sin_cache, first.is_neox_style), first.cos_sin_cache
+    last = min(longest, len(table)) - 1
+    positions = torch.tensor([[0, 1, last // 2, last]], device=table.device)
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _POSITIONS, hidden_size, generator=draw).to(table.device, dtype)
+    for projection in projections:
+        projection.rotary = rotary
+        undone = rotary.undo(projection.rotated(hidden, positions), positions)
+        if not matches_unrotated(undone, projection.queries(hidden).float(), dtype):
+            raise UnsupportedModelError(
+                f"This model's queries follow from their positions in a way that keepset cannot undo: {_OTHERS}."
+            )
+    return rotary
+
+
+def _equal(rope: Any, other: Any) -> bool:
+    same = rope.is_neox_style == other.is_neox_style
+    return same and (rope is other or torch.equal(rope.cos_sin_cache, other.cos_sin_cache))
+
+
+def watch_projections(projections: dict[str, VLLMQueryProjection], hidden: bool) -> RemovableHandle:
     """Collect the projection of every attention layer that a module registers from now on.
+
+    Args:
+        projections: where they are collected, by the layers' names.
+        hidden: whether what enters the modules is noted.
 
     Returns:
         A handle to stop collecting.
@@ -56,8 +157,7 @@ def watch_projections(projections: dict[str, VLLMQueryProjection]) -> RemovableH
     from vllm.model_executor.layers.attention import Attention
 
     def taken_in(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if isinstance(child, Attention) and hasattr(module, "qkv_proj"):
-            impl: Any = child.impl
-            projections[child.layer_name] = VLLMQueryProjection(module, impl.num_heads, impl.head_size)
+        if isinstance(child, Attention):
+            projections[child.layer_name] = VLLMQueryProjection(module, child, hidden)
 
     return register_module_module_registration_hook(taken_in)

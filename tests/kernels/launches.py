@@ -152,9 +152,12 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     for sums_of in GroupReduction:
         sums = torch.zeros(*columns.shape, *sums_of.shape(group))
         own = [torch.zeros(LAYERS, kv_heads, long, *sums_of.shape(group)), None]
-        received = ColumnTarget(sums, lengths[:, None].expand(-1, 4), lengths, 1.5, sums_of, columns, columns, own)
+        softmax = Softmax(1.5, 9.0, torch.zeros(LAYERS, kv_heads * group))
+        received = ColumnTarget(sums, lengths[:, None].expand(-1, 4), lengths, softmax, sums_of, columns, columns, own)
         add_received_in_pages(caches, range(LAYERS), recorded, entries, received)
-    received = ColumnTarget(columns, lengths[:, None].expand(-1, 4), lengths, 1.5, bias=columns, positions=columns)
+    received = ColumnTarget(
+        columns, lengths[:, None].expand(-1, 4), lengths, Softmax(1.5), bias=columns, positions=columns
+    )
     for own_caches, format in eight_bits:
         add_received_in_pages(own_caches, range(LAYERS), recorded, entries, received, [format] * LAYERS)
     shift_step(table, lengths.int(), torch.arange(3).int(), lengths, lengths, SIZE, table, lengths.int())

@@ -73,7 +73,7 @@ def test_pages_of_a_large_pool(triton_interpreted: None, monkeypatch: pytest.Mon
         paged_attention(queries, [pool], 0, tokens, layout, 0.3, output, torch.zeros_like(column))
         held = EntriesInPages(layout, table, lengths, counts, 40)
         recorded = RecordedQueries(queries[None, None], torch.tensor([0]), torch.tensor([[0]]))
-        add_received_in_pages([pool], range(1), recorded, held, ColumnTarget(column, last, lengths, 0.3))
+        add_received_in_pages([pool], range(1), recorded, held, ColumnTarget(column, last, lengths, Softmax(0.3)))
         pages = read_pages([pool], 0, torch.arange(2, 4)[None] + first * HEADS)
         return [output.float(), column[:, beyond:], pages, *take_entries([pool], slots + beyond), pool[-4:]]
 

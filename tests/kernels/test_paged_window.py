@@ -14,6 +14,7 @@ from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
+from keepset.kernels.softmax import Softmax
 from tests.kernels.quantised import FORMATS, quantised
 from tests.kernels.test_attention import seeded
 from tests.kernels.test_paged import Case, _slots, at
@@ -72,15 +73,21 @@ def expected(
                     biased = received.bias is not None and i < kept
                     biases.append(float(case.bias[place(case, slots[i][0])]) if biased else 0.0)
                 asking = queries[r, head * group : head * group + group, n].double()
-                logits = [
-                    [float(key @ query) * received.scaling + bias for key, bias in zip(keys, biases, strict=True)]
-                    for query in asking
-                ]
+                scaling, cap, sinks = received.softmax.scaling, received.softmax.softcap, received.softmax.sinks
+                logits = [[float(key @ query) * scaling for key in keys] for query in asking]
+                if cap is not None:
+                    logits = [[cap * math.tanh(each / cap) for each in of_member] for of_member in logits]
+                logits = [[each + bias for each, bias in zip(of, biases, strict=True)] for of in logits]
+                lost = [] if sinks is None else sinks[1, head * group : head * group + group].tolist()
                 if received.sums_of == "largest":
-                    logits = [[max(members) for members in zip(*logits, strict=True)]]
+                    logits, lost = (
+                        [[max(members) for members in zip(*logits, strict=True)]],
+                        [max(lost)] if lost else [],
+                    )
                 for member, of_member in enumerate(logits):
-                    most = max(of_member, default=0.0)
-                    total = sum(math.exp(each - most) for each in of_member)
+                    whole = [*of_member, *lost[member : member + 1]]
+                    most = max(whole, default=0.0)
+                    total = sum(math.exp(each - most) for each in whole)
                     for i, each in zip(seen, of_member, strict=True):
                         attention = math.exp(each - most) / total
                         if numbers == group:
@@ -92,13 +99,14 @@ def expected(
 
 
 @pytest.mark.cross
+@pytest.mark.parametrize("softmax", ["plain", "capped", "sinks"])
 @pytest.mark.parametrize("positioned", [False, True])
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("sums_of", GroupReduction)
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sums(
-    implementation: str, dtype: torch.dtype, n: int, sums_of: GroupReduction, group: int, positioned: bool
+    implementation: str, dtype: torch.dtype, n: int, sums_of: GroupReduction, group: int, positioned: bool, softmax: str
 ) -> None:
     """Some of the queries see nothing, or do not exist. With positions, two requests' numbers are their own."""
     kv_heads, size, dim = 2, 4, 10
@@ -113,7 +121,9 @@ def test_sums(
     room = 2, kv_heads, 24, *sums_of.shape(group)
     own = [torch.full(room, BEFORE) if row in (1, 2) else None for row in range(rows)] if positioned else []
     bias, positions = case.bias if group == 3 else None, positions_of(case, size) if positioned else None
-    received = ColumnTarget(columns, last, torch.tensor(unwritten), 0.3, sums_of, bias, positions, own)
+    sinks = torch.randn(2, kv_heads * group, generator=draw) if softmax == "sinks" else None
+    makes = Softmax(0.3, None if softmax == "plain" else 0.7, sinks)
+    received = ColumnTarget(columns, last, torch.tensor(unwritten), makes, sums_of, bias, positions, own)
     held, queries = in_pages(case, 2), RecordedQueries(rings, slots, at_places)
     add_received_in_pages(case.caches, range(1, 2), queries, held, received)
     few = torch.stack([rings[0, slot, own] for slot, own in zip(slots, at_places, strict=True)]).transpose(1, 2)
@@ -142,7 +152,7 @@ def test_sums_over_quantised_pages(
     slots, at_places = torch.randperm(rows, generator=draw), torch.randint(3, (rows, 2), generator=draw)
     last = torch.tensor([[row.length - 2, row.length - 1] for row in case.rows])
     columns, unwritten = torch.full(case.bias.shape, BEFORE), [min(2, row.length) for row in case.rows]
-    received = ColumnTarget(columns, last, torch.tensor(unwritten), 0.3, bias=case.bias)
+    received = ColumnTarget(columns, last, torch.tensor(unwritten), Softmax(0.3), bias=case.bias)
     queries = RecordedQueries(rings, slots, at_places)
     how = replace(how, dtype=dtype)
     add_received_in_pages(stored, range(1, 2), queries, in_pages(case, 2), received, [how])
@@ -165,7 +175,7 @@ def test_one_layout_of_all_layers_and_long_heads(triton_interpreted: None) -> No
     rings = torch.randn(2, 2, 5, 2, 8, generator=draw)
     columns, last = torch.zeros(2, 90 * 2 * size), torch.tensor([[690, 699], [1, 2]])
     queries = RecordedQueries(rings, torch.tensor([1, 0]), torch.tensor([[3, 4], [0, 1]]))
-    add_received_in_pages(caches, range(2), queries, held, ColumnTarget(columns, last, lengths, 0.5))
+    add_received_in_pages(caches, range(2), queries, held, ColumnTarget(columns, last, lengths, Softmax(0.5)))
     for layer, (row, (first, count)), head in product(range(2), enumerate(((40 // size, 660), (0, 3))), range(2)):
         entry = torch.arange(count)
         block = table[row, first + entry // size]
@@ -190,7 +200,7 @@ def test_what_is_no_number_spoils_its_own_head_only(
     layer, *there = at(slot, 4, 2, len(case.caches[0]))
     case.caches[layer][tuple(there)][0] = strange
     column = torch.zeros(*case.bias.shape, *sums_of.shape(2))
-    received = ColumnTarget(column, torch.tensor([[8, 8]]), torch.tensor([9]), 0.3, sums_of)
+    received = ColumnTarget(column, torch.tensor([[8, 8]]), torch.tensor([9]), Softmax(0.3), sums_of)
     queries = RecordedQueries(torch.ones(1, 1, 2, 4, 8), torch.tensor([0]), torch.arange(2)[None])
     add_received_in_pages(case.caches, range(1, 2), queries, in_pages(case, 2), received)
     whole = [slot for slot, _ in _slots(case.rows[0], 0, 4)]

@@ -91,7 +91,7 @@ class Group:
         self.caches = [caches[layer] for layer in self.layers]
         self.pages = [StridedPages(self.caches, place) for place in range(len(self.layers))]
         of_layers = [partial(self.pages.__getitem__, place) for place in range(len(self.layers))]
-        self.paged = LayerGroup(planner, of_layers, self.ring, SCALING)
+        self.paged = LayerGroup(planner, of_layers, self.ring, Softmax(SCALING))
 
 
 class Engine:

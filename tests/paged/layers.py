@@ -16,6 +16,7 @@ from keepset import Recipe
 from keepset.core.rope import RotaryTable
 from keepset.kernels import page_entries
 from keepset.kernels.page_format import PageFormat
+from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import QueryProjection
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.layer_group import LayerGroup
@@ -69,7 +70,7 @@ def layer_group(
     ring = QueryRing(planner.recording, *shape, dtype, caches[0].device)
     how = formats or [None] * len(caches)
     pages = [partial(StridedPages, caches, place, one) for place, one in enumerate(how)]
-    return LayerGroup(planner, pages, ring, head_dim**-0.5, rotary, projections)
+    return LayerGroup(planner, pages, ring, Softmax(head_dim**-0.5), rotary, projections)
 
 
 def batch_of(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from keepset import Recipe
+from keepset.kernels.softmax import Softmax
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
 from keepset.paged.query_records import slots_for
@@ -32,7 +33,7 @@ def beside(shape: Shape, method: str) -> float:
     pages = StridedPages([torch.zeros(blocks, kv_heads, BLOCK, 2 * size, dtype=dtype)])
     planner = planner_of(recipe, 1, kv_heads, BLOCK, query_heads // kv_heads, size, dtype.itemsize, blocks=blocks)
     ring = QueryRing(planner.recording, 1, slots_for(REQUESTS), query_heads, size, dtype)
-    group = LayerGroup(planner, [lambda: pages], ring, size**-0.5)
+    group = LayerGroup(planner, [lambda: pages], ring, Softmax(size**-0.5))
     return (ring.nbytes + group.columns.nbytes) / (pages.slots * pages.entry_bytes)
 
 

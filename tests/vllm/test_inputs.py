@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from keepset import KeepsetError, Recipe
 from keepset.core.feature import Needs
+from keepset.kernels.softmax import Softmax
 from keepset.paged.observer import Observer
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
@@ -21,48 +23,66 @@ query_projection = Late("keepset.vllm.query_projection")
 HIDDEN, HEADS, SIZE = 10, 3, 4
 
 
-class Projection(nn.Module):
-    """A projection to queries, a key and a value, with a second result as vLLM's has."""
+class Layer(nn.Module):
+    """An attention layer, as vLLM's: it has an implementation, and is called with queries after rotation."""
 
-    def __init__(self) -> None:
+    impl = SimpleNamespace(head_size=SIZE)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query
+
+
+class Rotation(nn.Module):
+    """Turns the first two of a query's numbers by as many radians as its position; `gain` is what the table scales."""
+
+    is_neox_style = True
+
+    def __init__(self, gain: float = 1.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn((HEADS + 2) * SIZE, HIDDEN, generator=torch.Generator().manual_seed(3)))
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        return hidden @ self.weight.t(), None
-
-
-class Norm(nn.Module):
-    def forward(self, rows: Tensor) -> Tensor:
-        return 2 * rows / rows.norm(dim=-1, keepdim=True)
+        angles = torch.arange(64.0)[:, None]
+        self.cos_sin_cache = gain * torch.cat([angles.cos(), angles.sin()], -1)
 
 
 class Attending(nn.Module):
-    """A module that holds an attention layer."""
+    """A module that holds an attention layer, and calls it in a way of its own."""
 
-    def __init__(self, normed: bool) -> None:
+    def __init__(self, normed: bool, stretch: float = 1.0, gain: float = 1.0) -> None:
         super().__init__()
-        self.qkv_proj = Projection()
-        self.found = query_projection.VLLMQueryProjection(self, HEADS, SIZE)
-        if normed:
-            self.q_norm = Norm()  # later than the attention layer, as in Qwen3
+        self.weight = torch.randn(HEADS * SIZE, HIDDEN, generator=torch.Generator().manual_seed(3))
+        self.attn, self.rotary_emb, self.stretch = Layer(), Rotation(gain), stretch
+        self.found = query_projection.VLLMQueryProjection(self, self.attn, True)
+        self.normed = normed
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        rows = (hidden_states @ self.weight.t()).view(-1, HEADS, SIZE)
+        rows = 2 * rows / rows.norm(dim=-1, keepdim=True) if self.normed else rows
+        turned, angle = rows.clone(), (self.stretch * positions)[:, None]
+        turned[..., 0] = rows[..., 0] * angle.cos() - rows[..., 1] * angle.sin()
+        turned[..., 1] = rows[..., 1] * angle.cos() + rows[..., 0] * angle.sin()
+        turned[..., :2] *= self.rotary_emb.cos_sin_cache[0, 0]
+        return self.attn(turned.flatten(1), hidden_states, hidden_states)
+
+
+def find(*modules: Any) -> None:
+    query_projection.find_rotation([module.found for module in modules], HIDDEN, torch.float32, 50)
 
 
 def observing(module: Attending) -> Observer:
     recording = Recording.of_recipe(Recipe.parse("knorm(keep=4)"), 1, SIZE, 4)
     ring = QueryRing(recording, 1, 1, HEADS, SIZE, torch.float32)
-    return Observer(Needs(), recording, ring, 1.0, None, [module.found])
+    return Observer(Needs(), recording, ring, Softmax(1.0), None, [module.found])
 
 
 def naive(module: Any, row: Tensor, head: int) -> Tensor:
-    query = torch.stack([(module.qkv_proj.weight[head * SIZE + i] * row).sum() for i in range(SIZE)])
-    return 2 * query / query.square().sum().sqrt() if hasattr(module, "q_norm") else query
+    query = torch.stack([(module.weight[head * SIZE + i] * row).sum() for i in range(SIZE)])
+    return 2 * query / query.square().sum().sqrt() if module.normed else query
 
 
 @pytest.mark.parametrize("normed", [False, True])
 @torch.no_grad()
 def test_queries_of_hidden_states(normed: bool) -> None:
-    module, hidden = Attending(normed), torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(4))
+    module, hidden = Attending(normed, gain=1.3), torch.randn(2, 5, HIDDEN, generator=torch.Generator().manual_seed(4))
+    find(module, Attending(normed, gain=1.3))
     queries = module.found.queries(hidden)
     assert queries.shape == (2, HEADS, 5, SIZE)
     for row in range(2):
@@ -72,18 +92,41 @@ def test_queries_of_hidden_states(normed: bool) -> None:
 
 
 @torch.no_grad()
-def test_it_sees_what_is_projected_and_not_what_it_projects_itself() -> None:
+def test_it_sees_what_enters_and_not_what_it_projects_itself() -> None:
     module, hidden = Attending(normed=False), torch.ones(6, HIDDEN)
     assert module.found.hidden is None
-    module.qkv_proj(hidden)
+    assert module(torch.arange(6), hidden_states=hidden).shape == (6, HEADS * SIZE)
     assert module.found.hidden is hidden
+    find(module)
     module.found.queries(torch.zeros(1, 2, HIDDEN))
     assert module.found.hidden is hidden
+    assert module(torch.arange(6), hidden).shape == (6, HEADS * SIZE)  # its layer is what it was
+
+
+def test_rotations_that_are_not_known() -> None:
+    with pytest.raises(KeepsetError, match="follow from their positions in a way that keepset cannot undo: choose a"):
+        find(Attending(normed=True, stretch=1.1))
+    with pytest.raises(KeepsetError, match="layers do not rotate their queries by one table: choose a method that"):
+        find(Attending(normed=True), Attending(normed=True, gain=1.3))
+    module: Any = Attending(normed=True)
+    module.rotary_emb = None
+    with pytest.raises(KeepsetError, match="layers do not rotate their queries by one table"):
+        find(module)
+
+
+def test_modules_that_take_more_are_refused() -> None:
+    class Taking(Attending):
+        def forward(self, positions: Tensor, hidden_states: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+            return hidden_states
+
+    with pytest.raises(KeepsetError, match="does not know how to call Taking under vLLM: choose a method"):
+        find(Taking(normed=True))
 
 
 @torch.no_grad()
 def test_queries_that_are_made_in_another_way_are_refused() -> None:
     module, hidden = Attending(normed=True), torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(5))
+    find(module)
     queries, observer = module.found.queries(hidden), observing(module)
     with pytest.raises(KeepsetError, match="makes queries of hidden states in a way that keepset does not know"):
         observer.check(0, queries + 0.1, hidden)
@@ -95,11 +138,13 @@ def test_queries_that_are_made_in_another_way_are_refused() -> None:
 def test_a_text_that_overflows_is_no_reason() -> None:
     module, hidden = Attending(normed=False), torch.ones(1, 4, HIDDEN)
     hidden[0, 1] = torch.nan
+    find(module)
     observing(module).check(0, module.found.queries(hidden), hidden)
 
 
 def test_the_model_is_not_kept_alive() -> None:
     module = Attending(normed=False)
+    find(module)
     found = module.found
     del module
     gc.collect()

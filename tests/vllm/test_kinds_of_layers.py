@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CwmConfig, Lfm2Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, CwmConfig, Gemma2Config, GptOssConfig, Lfm2Config, PreTrainedModel
 
 import keepset
 from keepset.vllm.settings import CONNECTOR
@@ -51,9 +51,10 @@ BESIDE_CONVOLUTIONS = {
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
     "kv_transfer_config": CONNECTOR,
 }
+MOMENTS = ["expected_attention(keep=40, buffer=24, every=16)", "gvote(keep=0.4)"]
 CONVOLUTIONS = {
     recipe: (Scenario(recipe, UNDISTURBED, engine=CHUNKED | BESIDE_CONVOLUTIONS), UNDISTURBED)
-    for recipe in (RAGGED, FROM_DATA)
+    for recipe in (RAGGED, FROM_DATA, *MOMENTS)
 } | {
     "cramped": (Scenario(FORESEEN, CRAMPED, engine=few_blocks(15) | BESIDE_CONVOLUTIONS), CRAMPED),
 }
@@ -178,6 +179,51 @@ def convolutions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def sinks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with windows, and sinks that take some of the attention of every head."""
+    folder = tmp_path_factory.mktemp("sinks")
+    own = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 4, "sliding_window": WINDOW}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**SHAPE, **own))
+    for name, each in model.named_parameters():
+        if name.endswith("sinks"):
+            each.data = (torch.randn(each.shape) + 2).bfloat16().float()  # as exactly as vLLM holds them
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def caps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with windows, whose logits of attention are capped."""
+    folder = tmp_path_factory.mktemp("caps")
+    own = {"num_hidden_layers": 4, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 3.0}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Gemma2Config(**SHAPE, **own, sliding_window=WINDOW))
+    model.get_input_embeddings().weight.data *= 0.1  # or every token would be followed by itself
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "recipes"),
+    [("sinks", [EQUAL, "h2o(keep=0.5)", MOMENTS[0]]), ("caps", [EQUAL, RAGGED, "h2o(keep=0.5)", MOMENTS[0]])],
+)
+def test_caps_and_sinks(kind: str, recipes: list[str], request: pytest.FixtureRequest) -> None:
+    """The attention that recipes look at has them, as that which vLLM computes."""
+    folder: Path = request.getfixturevalue(kind)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    engine = CHUNKED | {"kv_transfer_config": CONNECTOR}
+    some = {recipe: on(folder, Scenario(recipe, UNDISTURBED, engine=engine)) for recipe in recipes}
+    refused = Scenario("match(snapkv(window=8), window=8, keep=40)", UNDISTURBED[:1], engine=engine)
+    answers = answers_of(some | {"refused": on(folder, refused)})
+    for recipe in recipes:
+        assert all(result(answers, recipe).events)
+        check_transformers(model, recipe, UNDISTURBED, result(answers, recipe))
+    assert "take a recipe whose heads keep equally many, such as snapkv(keep=512)" in answers["refused"]
 
 
 @pytest.mark.full

@@ -16,7 +16,6 @@ from keepset.allocators.pool import Pool
 from keepset.core.feature import Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.runtime_features import OutputProjection, Perplexity
-from keepset.core.rope import RotaryTable
 from keepset.core.statistics import Statistics
 from keepset.core.statistics import save as save_statistics
 from keepset.core.tables import save
@@ -55,7 +54,8 @@ def config(**changes: Any) -> Any:
         "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
         "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
         "model_config": dict.fromkeys(OTHER_MODELS, False)
-        | {"runner_type": "generate", "enforce_eager": True, "hf_text_config": SimpleNamespace(model_type="llama")},
+        | {"runner_type": "generate", "enforce_eager": True, "uses_mrope": False}
+        | {"hf_text_config": SimpleNamespace(model_type="llama")},
         "attention_config": {"use_non_causal": False, "backend": None},
         "compilation_config": {"mode": "VLLM_COMPILE", "cudagraph_mode": "FULL_AND_PIECEWISE", "splitting_ops": SPLIT},
     }
@@ -136,6 +136,11 @@ REFUSED = [
         UNIFORM,
         {"model_config__is_diffusion": True},
         "the model computes its answer's tokens more than once (diffusion)",
+    ),
+    (
+        "expected_attention(keep=40)",
+        {"model_config__uses_mrope": True},
+        "tokens of an image have positions",
     ),
     (UNIFORM, {"attention_config__use_non_causal": True}, "attention that is not causal is not supported"),
     (RAGGED, {"compilation_config__splitting_ops": []}, "CUDA graphs would replay vllm::unified_attention"),
@@ -407,14 +412,20 @@ def test_layers_that_cannot_be_compressed_together() -> None:
         validation.leaves_alone(specs.MLAAttentionSpec(**FULL | {"num_kv_heads": 1}))
 
 
+EQUAL = "take a recipe whose heads keep equally many, such as snapkv(keep=512), and no contexts or quantised cache"
 LAYERS = [
     ({"kv_sharing_target_layer_name": "model.layers.3"}, {}, "shares its keys and values with another layer"),
     ({}, {"chunk_lookback": 1}, "attends to chunks"),
     ({}, {"alibi_slopes": [0.5]}, "adds to its logits what depends on distance (ALiBi)"),
-    ({}, {"logits_soft_cap": 30.0}, "caps its logits"),
-    ({}, {"sinks": object()}, "has attention sinks inside its softmax"),
+    (
+        {"own": "KEEPSET"},
+        {"logits_soft_cap": 30.0},
+        f"caps its logits, which keepset's own attention does not do; {EQUAL}",
+    ),
+    ({"own": "KEEPSET"}, {"sinks": object()}, f"has attention sinks, which heads that differ do not get; {EQUAL}"),
+    ({"own": "CPU"}, {"sinks": object()}, f"has attention sinks, which heads that differ do not get; {EQUAL}"),
     ({"_k_scale": torch.ones(8)}, {}, "has a scale for each head of its cache"),
-    ({"unseen": True}, {}, "is in a module without qkv_proj, so that what enters it is not found"),
+    ({"unseen": True}, {}, "is in no module of its own, so that its queries before rotation are not found"),
 ]
 
 
@@ -427,10 +438,10 @@ class Impl(SimpleNamespace):
 @pytest.mark.parametrize(("own", "of_impl", "reason"), LAYERS, ids=[reason for *_, reason in LAYERS])
 def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], reason: str) -> None:
     impl = Impl(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None} | of_impl)
-    unseen = own.get("unseen", False)
+    unseen, attention = own.get("unseen", False), validation.OwnAttention[own.get("own", "NONE")]
     layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "impl": impl} | own)
     with pytest.raises(KeepsetError) as error:
-        validation.check_layer("model.layers.7.self_attn.attn", layer, unseen)
+        validation.check_layer("model.layers.7.self_attn.attn", layer, own=attention, unseen=unseen)
     assert str(error.value) == f"keepset cannot serve this model: its layer model.layers.7.self_attn.attn {reason}."
 
 
@@ -438,9 +449,22 @@ def test_a_layer_that_is_served() -> None:
     impl = Impl(alibi_slopes=None, logits_soft_cap=None)
     layer = SimpleNamespace(kv_sharing_target_layer_name=None, impl=impl)
     validation.check_layer("layer", layer)
+    layer.impl = Impl(alibi_slopes=None, logits_soft_cap=30.0, sinks=object())
+    validation.check_layer("layer", layer)
+    layer.impl = Impl(alibi_slopes=None, logits_soft_cap=30.0)
+    validation.check_layer("layer", layer, own=validation.OwnAttention.CPU)
     layer.impl = SimpleNamespace(alibi_slopes=None, logits_soft_cap=None)
     with pytest.raises(KeepsetError, match="its layer name brings its own attention backend"):
         validation.check_layer("name", layer)
+
+
+def test_what_computes_attention_in_place_of_vllm() -> None:
+    def own(recipe: str, **changes: Any) -> str:
+        return validation.OwnAttention.of(config(**changes), Recipe.parse(recipe)).name
+
+    assert own(UNIFORM) == "NONE" and own(RAGGED) == "CPU"
+    assert own("match(snapkv, keep=96)") == own(RAGGED, **CONTEXTS) == own(UNIFORM, **CONTEXTS) == "KEEPSET"
+    assert own(UNIFORM, cache_config__cache_dtype="fp8") == "KEEPSET"
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"other": 1}, object()])
@@ -495,28 +519,6 @@ def test_an_engine_that_is_told_true_takes_the_default_less_what_it_cannot_serve
 def test_a_recipe_that_cannot_be_used(value: Any, sentence: str) -> None:
     with pytest.raises(KeepsetError, match=sentence):
         recipe_of(SimpleNamespace(additional_config={"keepset": value}))  # type: ignore[arg-type]
-
-
-def test_rotations_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.layers import rotary_embedding
-
-    def rope(**changes: Any) -> Any:
-        own = {"head_size": 64, "dtype": torch.float32, "cos_sin_cache": torch.zeros(8, 64), "is_neox_style": True}
-        return SimpleNamespace(**own | changes)
-
-    def found(model_type: str, *ropes: Any) -> RotaryTable:
-        monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", dict(enumerate(ropes)))
-        return compat.rotary_table(model_type, 64, torch.float32)
-
-    for model_type in compat.ONE_ROTATION:
-        found(model_type, rope(), rope(head_size=32), rope(dtype=torch.bfloat16))
-    same = rope()
-    found("llama", same, same)
-    for ropes in ((), (rope(), rope()), (rope(head_size=128),)):
-        with pytest.raises(KeepsetError, match=r"methods that look at future queries support llama, .*, and not"):
-            found("llama", *ropes)
-    with pytest.raises(KeepsetError, match="and not gemma3: choose another method"):
-        found("gemma3", rope())
 
 
 @pytest.mark.parametrize("recipe", ["h2o(keep=96, every=24)", "gvote(every=24)"])

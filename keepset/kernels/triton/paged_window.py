@@ -53,19 +53,23 @@ def add_received(cache, addresses, places, queries, entries, target, formats) ->
     # Always as wide as for most parts: another width would be another program, compiled while requests wait.
     partial = torch.empty(heads, blocks * summed, most, device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
+    softmax, sinks = target.softmax, target.softmax.sinks
+    if sinks is not None:  # of each row of a token, in each layer of the group
+        sinks = sinks.float().view(len(addresses.on_device), kv_heads, -1)
+        sinks = sinks.amax(2) if largest else sinks.contiguous()
     shared = (
         kind, addresses.on_device, key_scales, queries.rings, slots, at, last, target.bias,
         target.positions, entries.block_table, *entries.layout, entries.packed, entries.lengths,
         *kind.stride()[:3], *queries.rings.stride()[:4], entries.block_table.stride(0),
-        kind.shape[0] * kv_heads * size, target.scaling, n, rows, places.start, of_group,
-        len(addresses.on_device), parts,
+        kind.shape[0] * kv_heads * size, softmax.scaling, softmax.softcap or 1.0, sinks, n, rows,
+        places.start, of_group, len(addresses.on_device), parts,
     )  # fmt: skip
     sizes = dict(
         GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
         HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=block, LEAST_PART=LEAST_PART,
         LARGEST=largest, BIASED=target.bias is not None, PLACED=target.positions is not None,
         ROWS=summed, PARTS=most,
-        ALIGNED=addresses.aligned, **kind_of(format),
+        ALIGNED=addresses.aligned, CAPPED=softmax.softcap is not None, SINKS=sinks is not None, **kind_of(format),
     )  # fmt: skip
     _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
     _add_in_pages[(heads, parts)](
@@ -111,11 +115,12 @@ def _part(entries, parts, LEAST_PART: tl.constexpr, BLOCK: tl.constexpr):
 def _logits(
     kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head, length,
     entries, packed, table, first_block, shared, pages, start, later, block, entry,
-    cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, n,
+    cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, cap, n,
     first, layers,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr,
-    PLACED: tl.constexpr, ALIGNED: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
+    PLACED: tl.constexpr, ALIGNED: tl.constexpr, CAPPED: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Return the logits of a block of queries and a block of entries, and the slots of these entries."""
     line, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
@@ -158,7 +163,7 @@ def _logits(
     if BIASED:
         biases = tl.load(bias + slot, mask=entry < tl.minimum(packed, entries), other=0.0)
     visible = exists[:, None] & stored[None, :] & (position[None, :] <= last[:, None])
-    return seen_logits(q, k, biases, visible, factor, 1.0, TOKENS, WIDE, BLOCK, LARGEST, BIASED, False), slot
+    return seen_logits(q, k, biases, visible, factor, cap, TOKENS, WIDE, BLOCK, LARGEST, BIASED, CAPPED), slot
 
 
 # Only the dtype of `kind` is used: layers are found by their addresses.
@@ -166,11 +171,12 @@ def _logits(
 def _paged_lse(
     kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, block_table, counts,
     event_lengths, firsts, shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot,
-    ring_place, ring_head, table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial,
+    ring_place, ring_head, table_row, slot_layer, scaling, cap, sinks, n, rows, first, of_group, layers, parts, partial,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    ALIGNED: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Compute the log-sum-exps of one block of queries over one part of a head; program axes: (head, part, block)."""
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
@@ -179,14 +185,20 @@ def _paged_lse(
     )  # fmt: skip
     split, block, part = tl.program_id(1), tl.program_id(2), _part(entries, parts, LEAST_PART, BLOCK)
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    if SINKS:  # which count once, in the first part
+        member, members = tl.arange(0, ROWS) % (ROWS // TOKENS), 1 if LARGEST else GROUP
+        of_head = sinks + ((first + layer) * HEADS + head) * members
+        sink = tl.load(of_head + member, mask=member < members, other=float("-inf"))
+        largest = tl.where(split == 0, sink, largest)
+        total = tl.where(largest == float("-inf"), 0.0, 1.0)
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         logits, _ = _logits(
             kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head, length,
             entries, packed, table, first_block, shared, pages, start, later, block, offset + tl.arange(0, BLOCK),
-            cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling, n,
-            first, layers,
+            cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer, scaling,
+            cap, n, first, layers,
             GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED, ALIGNED,
-            FORMAT, OWN_SCALES, EIGHT,
+            CAPPED, FORMAT, OWN_SCALES, EIGHT,
         )  # fmt: skip
         largest, total, _, _ = streamed(largest, total, logits)
     line = (tl.program_id(0).to(tl.int64) * tl.num_programs(2) + block) * ROWS + tl.arange(0, ROWS)
@@ -197,12 +209,13 @@ def _paged_lse(
 def _add_in_pages(
     kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, block_table, counts,
     event_lengths, firsts, shares, packs, lengths, cache_block, cache_head, cache_entry, ring_layer, ring_slot,
-    ring_place, ring_head, table_row, slot_layer, scaling, n, rows, first, of_group, layers, parts, partial, column,
-    unwritten, blocks, owns,
+    ring_place, ring_head, table_row, slot_layer, scaling, cap, sinks, n, rows, first, of_group, layers, parts, partial,
+    column, unwritten, blocks, owns,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LARGEST: tl.constexpr, BIASED: tl.constexpr, PLACED: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    ALIGNED: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
+    ALIGNED: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr,
+    EIGHT: tl.constexpr,
     OWN: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """Add what one part of a head's entries receives from all queries; program axes: (head, part)."""
@@ -220,9 +233,9 @@ def _add_in_pages(
                 kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head,
                 length, entries, packed, table, first_block, shared, pages, start, later, block, entry,
                 cache_block, cache_head, cache_entry, ring_layer, ring_slot, ring_place, ring_head, slot_layer,
-                scaling, n, first, layers,
+                scaling, cap, n, first, layers,
                 GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, HEADS, SIZE, BLOCK, LARGEST, BIASED, PLACED, ALIGNED,
-                FORMAT, OWN_SCALES, EIGHT,
+                CAPPED, FORMAT, OWN_SCALES, EIGHT,
             )  # fmt: skip
             line = (tl.program_id(0).to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
             sums += received(logits, partial, line, of_part, parts, PARTS, NUMBERS)
