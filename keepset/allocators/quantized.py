@@ -26,7 +26,7 @@ class Quantized(PostProcessor):
     `quantized(..., bits=8)`.
 
     Attributes:
-        bits: of each number of a key or value; None for what suits the budget: 4 below `bytes=FEW_BYTES`, else 8.
+        bits: of each number of a key or value; None for what suits the budget: 4 below `bytes=0.075`, else 8.
     """
 
     name = "quantized"

@@ -13,11 +13,20 @@ from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
 from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import add_received
-from tests.kernels.test_attention import COUNTS, attention_of, heads_of, in_8_bits, other_softmax, packed_heads, seeded
+from tests.kernels.test_attention import (
+    COUNTS,
+    attention_of,
+    heads_of,
+    in_4_bits,
+    in_8_bits,
+    other_softmax,
+    packed_heads,
+    seeded,
+)
 
 TOLERANCE = {torch.float32: dict(rtol=1e-5, atol=1e-6), torch.bfloat16: dict(rtol=0.02, atol=1e-4)}
 ROUNDED = {torch.float32: dict(rtol=0.02, atol=1e-5), torch.bfloat16: dict(rtol=0.02, atol=1e-4)}
-"""Of 8 bits: a GPU's product takes keys in the queries' type."""
+"""Of 8 and 4 bits: a GPU's product takes keys in the queries' type."""
 
 
 def expected(
@@ -55,7 +64,7 @@ def expected(
 @pytest.mark.parametrize("n", [1, 3, 9])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("kind", range(4))
 def test_sums(
     implementation: str,
@@ -64,7 +73,7 @@ def test_sums(
     n: int,
     group: int,
     sums_of: GroupReduction,
-    eight_bits: bool,
+    bits: int,
     kind: int,
 ) -> None:
     """Some of the queries see nothing, or do not exist."""
@@ -72,14 +81,14 @@ def test_sums(
     draw = seeded(n)
     if group == 3:
         packed = replace(packed, bias=torch.randn(len(packed.keys), generator=draw))
-    stored, written = in_8_bits(packed) if eight_bits else (packed, packed)
+    stored, written = {16: lambda packed: (packed, packed), 8: in_8_bits, 4: in_4_bits}[bits](packed)
     queries = torch.randn(batch, n, kv_heads * group, 10, generator=draw).to(dtype).transpose(1, 2)
     last = torch.randint(-1, 12, (batch, n), generator=draw).sort().values
     column = torch.ones(len(packed.keys), *sums_of.shape(group))
     softmax = other_softmax(kv_heads * group)[kind]
     add_received(column, queries, stored, kv_heads, last, softmax, sums_of)
     right = expected(queries, written, kv_heads, last, softmax, sums_of)
-    torch.testing.assert_close(column.double(), right, **(ROUNDED if eight_bits else TOLERANCE)[dtype])
+    torch.testing.assert_close(column.double(), right, **(TOLERANCE if bits == 16 else ROUNDED)[dtype])
 
 
 @pytest.mark.parametrize("longest", [300, pytest.param(5000, marks=pytest.mark.full)])
