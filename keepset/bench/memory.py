@@ -96,7 +96,7 @@ class MemoryBudget:
     def learn(self, cache: Cache) -> None:
         """Learn from a cache how many bytes a token's entries take in all heads."""
         stores = [layer.store for layer in cache.kept_layers.values() if layer.store is not None]
-        self._token_bytes = sum(store.kv_heads * store.entry_bytes for store in stores)
+        self._token_bytes = sum(store.kv_heads * store.token_bytes for store in stores)
 
     def takes(self, tokens: int, growing: Iterable[tuple[Cache, int]]) -> bool:
         """Return whether memory takes another cache.

@@ -188,6 +188,12 @@ class EntryStore:
         return sum(column[:1].nbytes for column in self._columns.values())
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes that one new token takes in one head, with its second layer."""
+        twice = (*_ENTRIES, *_SCALES.values()) if self._format is not None and self._format.refined else ()
+        return self.entry_bytes + sum(self._columns[name][:1].nbytes for name in twice)
+
+    @property
     def entries(self) -> int:
         """Number of entries of all heads."""
         return sum(run.heads * run.count for run in self._runs)

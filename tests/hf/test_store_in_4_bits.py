@@ -136,3 +136,14 @@ def test_what_is_read_is_what_plain_numbers_say(seed: int) -> None:
     for _ in range(6):
         walk.draw.choice([walk.append, walk.append, walk.event, walk.crop, walk.reorder, walk.copy, walk.trim])()
         walk.check()
+
+
+def test_a_new_token_takes_what_is_said() -> None:
+    walk = Walk(0)
+    walk.store.trim()
+    before, new = walk.store.nbytes, [[walk.entry() for _ in range(3)] for _ in range(4)]
+    keys, values = (walk.column(new, part).unflatten(0, (2, 2)) for part in (0, 1))
+    walk.store.append(keys, values, torch.arange(3).expand(2, 3) + 90)
+    walk.store.trim()
+    # Two layers, each of 3 and 2 bytes, two float32 scales and a position.
+    assert walk.store.nbytes - before == 4 * 3 * walk.store.token_bytes == 4 * 3 * 2 * (3 + 2 + 8 + 4)
