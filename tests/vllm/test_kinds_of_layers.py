@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CwmConfig, Gemma2Config, GptOssConfig, Lfm2Config, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    CwmConfig,
+    Gemma2Config,
+    GptOssConfig,
+    Lfm2Config,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 
 import keepset
 from keepset.vllm.settings import CONNECTOR
-from tests.vllm.compared import CHUNKED, IDS, answers_of, check_oracle, check_transformers, result
+from tests.vllm.compared import CHUNKED, IDS, answers_of, check_oracle, check_transformers, fed, layers_of, result
 from tests.vllm.conftest import SHAPE, oracle_of
 from tests.vllm.engine import BLOCK, Ask, Result, Scenario
 from tests.vllm.oracle import Oracle
@@ -237,3 +245,36 @@ def test_beside_convolutions(convolutions: Path) -> None:
         check_transformers(model, scenario.recipe, some, engine)
         engine.check_nothing_left()
     assert min(step["free"] for step in result(answers, "cramped").steps) < 3
+
+
+@pytest.fixture(scope="module")
+def deltas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with gated delta nets, which vLLM computes in 16 bits on CPUs, for heads of this size."""
+    folder = tmp_path_factory.mktemp("deltas")
+    own = {"num_key_value_heads": 4, "head_dim": 128, "partial_rotary_factor": 0.5, "num_hidden_layers": 3}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    states = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 1}
+    kinds = {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 2}
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(**SHAPE | own, **experts, **states, **kinds, shared_expert_intermediate_size=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.full
+def test_beside_gated_delta_nets(deltas: Path) -> None:
+    """In 16 bits tokens depend on the program, so those of vLLM alone are what they are compared with."""
+    model = AutoModelForCausalLM.from_pretrained(deltas, dtype=torch.bfloat16).eval()
+    recipe, engine = "streaming_llm(keep=40, every=16)", {"dtype": "bfloat16", "kv_transfer_config": CONNECTOR}
+    some = {name: Scenario(name, ALONE, engine=engine) for name in (EVERYTHING, recipe)}
+    some["alone"] = Scenario(None, ALONE, engine={"dtype": "bfloat16"})
+    answers = answers_of({name: on(deltas, scenario) for name, scenario in some.items()})
+    everything, few, plain = (result(answers, name) for name in (EVERYTHING, recipe, "alone"))
+    assert (everything.tokens, everything.steps) == (plain.tokens, plain.steps)
+    cache = keepset.Cache(model, recipe, prompt_length=len(ALONE[0].ids), history=True)
+    fed(model, cache, cache.recipe, ALONE[0].ids, few.tokens[0] or [])
+    for event, other in zip(cache.events, few.events[0], strict=True):
+        for layer, heads in layers_of(other).items():
+            assert heads == [event.keep_set.positions(layer, 0, head).tolist() for head in range(4)]
+    assert few.steps[-1]["free"] - plain.steps[-1]["free"] == few.stats["blocks_freed"] > 0
+    few.check_nothing_left()
