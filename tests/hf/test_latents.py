@@ -71,7 +71,7 @@ def test_what_methods_see_makes_the_models_own_attention(kind: str) -> None:
     columns, projection, second = (
         AttentionColumns(ColumnStatistic.SUM),
         OutputProjection(),
-        SecondPass(frozenset({"max"})),
+        SecondPass(frozenset({ColumnStatistic.MAX})),
     )
     needs = Needs(RecentQueries(6), columns, projection, QueryMoments(4), second)
     seen = Recorder(model, needs).prefill(ids).observations[1]
@@ -83,7 +83,7 @@ def test_what_methods_see_makes_the_models_own_attention(kind: str) -> None:
     torch.testing.assert_close(seen[columns][0], paid.sum(1), rtol=1e-4, atol=1e-5)
     twice = eager(torch.cat([ids, ids], 1), use_cache=False, output_attentions=True).attentions[1][0]
     received = twice[:, LENGTH:, :LENGTH].amax(1)
-    torch.testing.assert_close(seen[second].statistics["max"][0], received, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(seen[second].statistics[ColumnStatistic.MAX][0], received, rtol=1e-3, atol=1e-5)
     # What an entry adds to the layer's output by each head.
     module, made = eager.model.layers[1].self_attn, {}
     module.register_forward_pre_hook(lambda *call: made.update(hidden=call[2]["hidden_states"]), with_kwargs=True)
