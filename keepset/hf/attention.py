@@ -1,10 +1,12 @@
 """The attention and the mask function that keepset registers with transformers, and what they are given.
 
 Every architecture that uses transformers' attention interface calls these two. Neither is given the cache, so both
-find it without global state:
+find it by what they are given:
 
 - A cache attaches to the keys that it returns from `update` the function that attends to them
   (`set_pending_attention`). The attention module passes these very keys on to the attention function, which calls it.
+  A module that makes keys of cached latents first passes on others: then the thread remembers the function until this
+  module's call (`set_pending_latents`).
 - transformers makes one mask for all layers, but layers that dropped different entries need different ones. So the
   mask function returns a rule (`MaskRule`), and each layer applies it to what it holds.
 """
