@@ -63,7 +63,9 @@ def test_attention_is_that_of_every_entry(
             entries.append((keys, values))
         pages[length:] = garbage
         cache[table] = pages.view(-1, 1, SIZE, cache.shape[3])
-    queries = torch.randn(len(LENGTHS), 3, dim, generator=draw).to(dtype)
+    largest = max(float(keys.abs().max()) for keys, _ in entries if len(keys))
+    # Logits of hundreds would have their last bits decide the fifth digit of attention.
+    queries = (torch.randn(len(LENGTHS), 3, dim, generator=draw) / largest).to(dtype)
     column = torch.randn(len(LENGTHS), most * SIZE, generator=draw)
     output = torch.full(queries.shape, 7.0).to(dtype)
     attend_heads(
