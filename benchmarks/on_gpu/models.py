@@ -150,7 +150,7 @@ def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], toke
     lengths = torch.full((batch,), tokens, device=device)
     here = [tokens] * batch
     cache.progress = Progress(tokens, tokens, lengths, lengths, here, here, compressed_at=tokens)
-    for layer in cache.kept_layers.values():
+    for layer in cache.managed_layers.values():
         total = batch * sum(counts)
         columns = {name: torch.randn(total, size, device=device, dtype=model.dtype) for name in ("keys", "values")}
         columns["positions"] = torch.cat([torch.arange(n, device=device, dtype=torch.int32) for n in counts * batch])

@@ -21,7 +21,7 @@ class Quantized(PostProcessor):
     It is the last step of a recipe, also around `match`: `quantized(match(reread), keep=0.5)`. Every key and every
     value has a scale of its own. In 8 bits its numbers are multiples of the scale. In 4 bits they are mixed by an
     orthogonal matrix first and put on the levels of a normal distribution (`kernels/entry_format.py`). New tokens then
-    have a second layer of 4 bits for what the first has lost, which the next event drops. From the second event on, the
+    have a residual of 4 bits for what the rounding has lost, which the next event drops. From the second event on, the
     methods inside see rounded entries. `keep` counts entries as always. `int8(...)` is another spelling of
     `quantized(..., bits=8)`.
 

@@ -51,7 +51,7 @@ class CacheMemory:
 
     def finish(self, cache: Cache) -> None:
         """Note the share of entries that is left, and the seconds of all events."""
-        stores = [(layer.store, layer.logical) for layer in cache.kept_layers.values() if layer.store is not None]
+        stores = [(layer.store, layer.logical) for layer in cache.managed_layers.values() if layer.store is not None]
         tokens = sum(store.kv_heads * logical for store, logical in stores)
         self.keep = sum(store.entries for store, _ in stores) / tokens if tokens else 1.0
         self.select_seconds = sum(event.seconds for event in cache.events)
@@ -95,7 +95,7 @@ class MemoryBudget:
 
     def learn(self, cache: Cache) -> None:
         """Learn from a cache how many bytes a token's entries take in all heads."""
-        stores = [layer.store for layer in cache.kept_layers.values() if layer.store is not None]
+        stores = [layer.store for layer in cache.managed_layers.values() if layer.store is not None]
         self._token_bytes = sum(store.kv_heads * store.token_bytes for store in stores)
 
     def takes(self, tokens: int, growing: Iterable[tuple[Cache, int]]) -> bool:

@@ -63,7 +63,7 @@ class Traits:
         return self.layer_bytes(key_size, value_size) + COLUMN_BYTES * len(self.state_names)
 
     def layer_bytes(self, key_size: int, value_size: int) -> int:
-        """Return the bytes of one entry without the method's own numbers: also what a second layer adds to it.
+        """Return the bytes of one entry without the method's own numbers: also what a residual adds to it.
 
         Args:
             key_size: numbers of a key.

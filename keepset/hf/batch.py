@@ -91,13 +91,13 @@ class _Batch(TransformersCache):
         for row, cache in enumerate(self._caches):
             if row not in self.errors:
                 with self._watching(row):
-                    stores[row] = cache.kept_layers[index].make_room(n)
+                    stores[row] = cache.managed_layers[index].make_room(n)
         positions, lengths = self._positions.to(device), self._lengths.to(device)
         batched = BatchedAttention(_attend_together(stores, new, positions), positions, lengths)
         for row in stores:
             with self._watching(row):
                 cache = self._caches[row]
-                cache.attend(cache.kept_layers[index], new.row(row, batched))
+                cache.attend(cache.managed_layers[index], new.row(row, batched))
         return batched.output
 
     @contextmanager

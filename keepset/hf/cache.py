@@ -151,13 +151,13 @@ class Cache(ObservedCache):
             raise KeepsetError(f"{cache.recipe} {reason}: leave every= out.")
         cache.stop_watching()
         for index, other in enumerate(prompt.layers):
-            if index in cache.kept_layers:
-                cache.kept_layers[index].copy_states(other)
+            if index in cache.managed_layers:
+                cache.managed_layers[index].copy_states(other)
             else:
                 cache.layers[index] = copy.deepcopy(other)
         if prompt.progress is not None:
             cache.progress = copy.copy(prompt.progress)
-            for layer in cache.kept_layers.values():
+            for layer in cache.managed_layers.values():
                 layer.logical = cache.progress.logical
             cache._choose(list(observations))
         return cache
@@ -165,7 +165,7 @@ class Cache(ObservedCache):
     def __repr__(self) -> str:
         if self.progress is None:
             return f"Cache({self.recipe}: empty)"
-        stores = [layer.store for layer in self.kept_layers.values() if layer.store is not None]
+        stores = [layer.store for layer in self.managed_layers.values() if layer.store is not None]
         heads = sum(store.kv_heads * store.batch for store in stores)
         held = sum(store.entries for store in stores) / max(heads, 1)
         nbytes, beside = self.nbytes_entries, f"{(self.nbytes - self.nbytes_entries) / 1e6:.1f}"
@@ -178,7 +178,7 @@ class Cache(ObservedCache):
     def nbytes_entries(self) -> int:
         """Bytes of the entries that are there; the rest of `nbytes` is for tokens to come and for the next event."""
         beside = 0
-        for layer in self.kept_layers.values():
+        for layer in self.managed_layers.values():
             if layer.store is not None:
                 beside += layer.nbytes - layer.store.entries_nbytes
         return self.nbytes - beside
@@ -187,7 +187,7 @@ class Cache(ObservedCache):
     def nbytes_full(self) -> int:
         """Bytes of keys and values of all tokens so far; layers that keepset leaves alone hold what they hold."""
         total = self.nbytes
-        for layer in self.kept_layers.values():
+        for layer in self.managed_layers.values():
             if layer.store is not None:
                 heads = layer.store.heads
                 entry = sum(heads.sizes) * heads.dtype.itemsize
@@ -202,10 +202,10 @@ class Cache(ObservedCache):
         are not counted.
         """
         held, full, traits = 0, 0, self.recipe.method.traits
-        for layer in self.kept_layers.values():
+        for layer in self.managed_layers.values():
             if layer.store is not None and self.progress is not None:
                 sizes = layer.store.heads.sizes
-                twice = 0 if layer.store.newest is None else layer.store.newest.entries
+                twice = 0 if layer.store.residual is None else layer.store.residual.entries
                 held += layer.store.entries * traits.entry_bytes(*sizes) + twice * traits.layer_bytes(*sizes)
                 full += layer.store.kv_heads * sum(self.progress.tokens) * FULL_BYTES * sum(sizes)
         return held / full if full else 1.0
@@ -217,7 +217,7 @@ class Cache(ObservedCache):
 
     def trim(self) -> None:
         """Free the places that are held for tokens to come; they are allocated again once there are such."""
-        for layer in self.kept_layers.values():
+        for layer in self.managed_layers.values():
             if layer.store is not None:
                 layer.store.trim()
 
@@ -229,9 +229,9 @@ class Cache(ObservedCache):
         copied._hooks = None if self._hooks is None else self._hooks.fork(copied)
         copied._second = None if self._second is None else self._second.fork(copied)
         copied._perplexity = None if self._perplexity is None else self._perplexity.fork(copied)
-        copied.kept_layers = {index: layer.fork() for index, layer in self.kept_layers.items()}
+        copied.managed_layers = {index: layer.fork() for index, layer in self.managed_layers.items()}
         copied.layers = [
-            copied.kept_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)
+            copied.managed_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)
         ]
         return copied
 
@@ -315,16 +315,16 @@ class Cache(ObservedCache):
         self.events.clear()
         self._unfinished.clear()
 
-    def _num_kept(self, layer: LayerState, until: AttentionInput) -> Sequence[int] | None:
+    def _num_kept(self, layer: LayerState, up_to_event: AttentionInput) -> Sequence[int] | None:
         """Return how many entries of each head will stay, so that the host need not wait for the device to say so."""
         progress, method = self.progress, self.recipe.method
-        if not (is_async_device(until.key.device) and method.traits.count_known_on_host):
+        if not (is_async_device(up_to_event.key.device) and method.traits.count_known_on_host):
             return None
         assert progress is not None
-        held = layer.held(until)
-        if until.end > progress.prompt:
-            beyond = [0] * len(held) if layer.beyond is None else layer.beyond.counts
-            lengths = [tokens - later for tokens, later in zip(progress.tokens, beyond, strict=True)]
+        held = layer.held(up_to_event)
+        if up_to_event.end > progress.prompt:
+            later_counts = [0] * len(held) if layer.after_event is None else layer.after_event.counts
+            lengths = [tokens - later for tokens, later in zip(progress.tokens, later_counts, strict=True)]
         else:  # nothing was dropped yet
             lengths = [heads[0] for heads in held]
         if method.traits.fixed_total:  # the average head says the same of a layer
@@ -332,7 +332,7 @@ class Cache(ObservedCache):
         # Of all layers at once, since they hold the same: unless the event before has left them different numbers, or
         # their heads have other sizes.
         layers = self.compressed_layers
-        budget = self.recipe.budget_of_sizes([(until.key.shape[-1], until.value.shape[-1])])
+        budget = self.recipe.budget_of_sizes([(up_to_event.key.shape[-1], up_to_event.value.shape[-1])])
         basis = budget, held, lengths, progress.prompt_tokens, layers, layers
         if self._forecast is None or self._forecast[0] != basis:
             quotas = forecast_quotas(method, *basis, self._from_files)
@@ -360,18 +360,18 @@ class Cache(ObservedCache):
                 keep_set.count()
             keep_set = unstacked(keep_set, group)
             for observation in members:
-                self.kept_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))
+                self.managed_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))
             kept = [keep_set.layer(observation.layer).to_record() for observation in members]
             parts.append((kept, sum(counts), nbytes, time.perf_counter() - start))
             if self.observer is not None:
                 for observation in members:
                     self.observer(observation, budget, keep_set)
-        if sum(len(kept) for kept, *_ in parts) < len(self.kept_layers):
+        if sum(len(kept) for kept, *_ in parts) < len(self.managed_layers):
             return
         del self._unfinished[length]
         of_layers, entries, bytes_before, seconds = zip(*parts, strict=True)
         keep_set = KeepSet(list(chain.from_iterable(of_layers))).count()
-        for layer in self.kept_layers.values():
+        for layer in self.managed_layers.values():
             layer.append_after_event()
         if self.events and not self.history:
             self.events[-1] = replace(self.events[-1], keep_set=None)

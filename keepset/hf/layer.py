@@ -54,7 +54,7 @@ class LayerState(LogicalLayer):
         store: the entries; None before the first, and while an event of them is undecided.
         prompt: collects until the prompt is complete, if the prompt is compressed.
         decoding: collects for the events after the prompt, if the recipe has such.
-        beyond: tokens fed in the same call as the newest event but after it; stored once all layers have chosen.
+        after_event: tokens fed in the same call as the newest event but after it; stored once all layers have chosen.
         seconds: time that each kind of feature took to collect over the prompt, once that is observed.
         readers: how many later layers of the model attend to this layer's entries, and have none of their own.
     """
@@ -73,7 +73,7 @@ class LayerState(LogicalLayer):
         self.store: EntryStore | None = None
         self.prompt: PromptPhase | None = None
         self.decoding: DecodingPhase | None = None
-        self.beyond: AttentionInput | None = None
+        self.after_event: AttentionInput | None = None
         self._read_by: list[AttentionInput] = []
         self.seconds: Mapping[Hashable, float] = {}
 
@@ -125,7 +125,7 @@ class LayerState(LogicalLayer):
         """Whether a layer that reads these entries has not attended to the newest tokens yet."""
         return bool(self._read_by)
 
-    def read(
+    def attend_shared(
         self, reader: AttentionInput
     ) -> tuple[Float[Tensor, "batch n query_heads value_dim"], AttentionInput | None]:
         """Attend from another layer's queries of the newest tokens over all that is kept.
@@ -155,10 +155,10 @@ class LayerState(LogicalLayer):
         """Store first tokens, take in what an event looks at, and return the tokens up to the event that is reached."""
         if self.store is None and (self.prompt is None or new.real is not None):
             self.store = _packed(new, self.store_type)
-        until = self._collect(new)
-        if until is None and self.store is None:
+        up_to_event = self._collect(new)
+        if up_to_event is None and self.store is None:
             self.store = _packed(new, self.store_type)
-        return until
+        return up_to_event
 
     @torch.no_grad()
     def _collect(self, new: AttentionInput) -> AttentionInput | None:
@@ -171,16 +171,16 @@ class LayerState(LogicalLayer):
             if self.decoding is not None:
                 self.decoding.recorder.record(new, None, self.decoding.next)
             return new if new.end >= self.prompt.length else None
-        until = None
+        up_to_event = None
         if self.decoding is not None and self.store is not None:
             self._write_scores(new)
             if self.decoding.looks_at(new):
-                until, self.beyond = self.decoding.add(new, self.store)
-        return until
+                up_to_event, self.after_event = self.decoding.add(new, self.store)
+        return up_to_event
 
     def observe(
         self,
-        until: AttentionInput,
+        up_to_event: AttentionInput,
         *,
         layers: Sequence[int],
         prompts: Int[Tensor, " batch"],
@@ -191,7 +191,7 @@ class LayerState(LogicalLayer):
         """Return the observation of an event. The layer then holds no entries until `keep` gives it some.
 
         Args:
-            until: what `attend` has returned: the tokens up to the event.
+            up_to_event: what `attend` has returned: the tokens up to the event.
             layers: indices of all layers that are compressed.
             prompts: tokens of each request's prompt, padding left out.
             longest: tokens of the longest request, or more.
@@ -200,25 +200,25 @@ class LayerState(LogicalLayer):
         """
         store, self.store = self.store, None
         shared = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
-        shared |= {"lengths": until.lengths, "softmax": until.softmax}
-        stored = self.store_type.stored(until.key[..., :1, :], until.value[..., :1, :])
+        shared |= {"lengths": up_to_event.lengths, "softmax": up_to_event.softmax}
+        stored = self.store_type.stored(up_to_event.key[..., :1, :], up_to_event.value[..., :1, :])
         shared["stored_bytes"] = sum(each.shape[-1] * each.element_size() for each in stored)
         if self.prompt is not None:
             phase, self.prompt = self.prompt, None
-            observation = phase.observe(until, store, features, shared)
+            observation = phase.observe(up_to_event, store, features, shared)
             self.seconds = phase.seconds
             return observation
         assert self.decoding is not None and store is not None
-        return self.decoding.observe(until, store, features, shared)
+        return self.decoding.observe(up_to_event, store, features, shared)
 
-    def held(self, until: AttentionInput) -> list[list[int]]:
+    def held(self, up_to_event: AttentionInput) -> list[list[int]]:
         """Return how many entries each head of each request holds at an event.
 
         Args:
-            until: what `attend` has returned.
+            up_to_event: what `attend` has returned.
         """
         if self.store is None:
-            return [[count] * until.key.shape[1] for count in until.counts]
+            return [[count] * up_to_event.key.shape[1] for count in up_to_event.counts]
         counts, heads = self.store.counts, self.store.kv_heads
         return [counts[first : first + heads] for first in range(0, len(counts), heads)]
 
@@ -242,14 +242,14 @@ class LayerState(LogicalLayer):
 
     def append_after_event(self) -> None:
         """Store the tokens after an event, which it did not look at."""
-        if self.beyond is not None:
+        if self.after_event is not None:
             assert self.store is not None
-            beyond, real = self.beyond, None if self.beyond.real is None else self.beyond.real.indices
-            self.store.append(beyond.key, beyond.value, beyond.positions, real)
-            self._write_scores(beyond)
+            after, real = self.after_event, None if self.after_event.real is None else self.after_event.real.indices
+            self.store.append(after.key, after.value, after.positions, real)
+            self._write_scores(after)
             if self.decoding is not None:
-                self.decoding.recorder.record(beyond, self.store, self.decoding.next)
-            self.beyond = None
+                self.decoding.recorder.record(after, self.store, self.decoding.next)
+            self.after_event = None
 
     def make_room(self, n: int) -> EntryStore:
         """Return the store with free places for `n` tokens, for a caller that stores and attends to them itself."""
@@ -368,7 +368,7 @@ class PromptPhase:
 
     def observe(
         self,
-        until: AttentionInput,
+        up_to_event: AttentionInput,
         store: EntryStore | None,
         features: Mapping[Feature[Any], Any],
         shared: Mapping[str, Any],
@@ -376,13 +376,13 @@ class PromptPhase:
         """Return the observation at the prompt's end.
 
         Args:
-            until: the tokens up to the event.
-            store: the entries of the prompt; None if `until` has all of them.
+            up_to_event: the tokens up to the event.
+            store: the entries of the prompt; None if `up_to_event` has all of them.
             features: what does not come from this layer's tokens.
             shared: the arguments of an `Observation` that both phases give.
         """
         if store is None:
-            entries: dict[str, Any] = {"keys": until.key, "values": until.value}
+            entries: dict[str, Any] = {"keys": up_to_event.key, "values": up_to_event.value}
         else:
             state, exists = store.padded()
             if not exists.shape[-1]:  # of prompts without a token: no method meets a tensor of no entries
@@ -392,7 +392,7 @@ class PromptPhase:
                 exists = exists.new_zeros(*exists.shape[:2], 1)
             entries = {name: state.pop(name) for name in ("keys", "values", "positions")}
             entries |= {"state": state, "valid": exists, "count": store.entries}
-        collected = self._accumulators.values(until.lengths, entries["keys"].shape[2])
+        collected = self._accumulators.values(up_to_event.lengths, entries["keys"].shape[2])
         queries: dict[str, Any] = self._window.newest(self.needs.window)
         return Observation(**entries, **queries, **shared, features={**features, **collected})
 
@@ -444,23 +444,27 @@ class DecodingPhase:
             self.recorder.record(new, store, self.next)
             return None, None
         point = new.end - (new.end - self.next) % self._every
-        until, beyond = new.split(point)
-        if beyond is not None:
-            store.crop((beyond.lengths - until.lengths).tolist())
+        up_to_event, after = new.split(point)
+        if after is not None:
+            store.crop((after.lengths - up_to_event.lengths).tolist())
         if self.next < point:  # nobody looks at what was collected for the events that are passed over
             self.recorder.forget(store)
             self.next = point
-        self.recorder.record(until, store, point)
-        self.recorder.add_up(until, store, point)
-        return until, beyond
+        self.recorder.record(up_to_event, store, point)
+        self.recorder.add_up(up_to_event, store, point)
+        return up_to_event, after
 
     def observe(
-        self, until: AttentionInput, store: EntryStore, features: Mapping[Feature[Any], Any], shared: Mapping[str, Any]
+        self,
+        up_to_event: AttentionInput,
+        store: EntryStore,
+        features: Mapping[Feature[Any], Any],
+        shared: Mapping[str, Any],
     ) -> Observation:
         """Return the observation at an event, and begin the interval to the next one.
 
         Args:
-            until: the tokens up to the event.
+            up_to_event: the tokens up to the event.
             store: the entries up to the event.
             features: what does not come from this layer's tokens.
             shared: the arguments of an `Observation` that both phases give.
@@ -468,8 +472,8 @@ class DecodingPhase:
         state = store.others
         entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries}
         queries = self.recorder.window.newest(self._newest)
-        collected = self.recorder.values(until, state)  # takes its columns out of the state
-        self.recorder.begin(until.padded)
+        collected = self.recorder.values(up_to_event, state)  # takes its columns out of the state
+        self.recorder.begin(up_to_event.padded)
         self.next += self._every
         return StoredObservation(store, **entries, **queries, **shared, state=state, features={**features, **collected})
 

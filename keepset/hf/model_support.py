@@ -136,13 +136,13 @@ def readers_of(config: PreTrainedConfig) -> dict[int, int]:
     return {len(own) - 1 - own[::-1].index(kind): number for kind, number in readers.items() if kind in own}
 
 
-def output_projections(until: AttentionInput) -> Float[Tensor, "query_heads value_dim hidden"]:
+def output_projections(up_to_event: AttentionInput) -> Float[Tensor, "query_heads value_dim hidden"]:
     """Return what each query head's values are multiplied with, of all modules whose query heads these are."""
-    modules = until.modules or [until.module]
-    query, _, value = until.as_made
+    modules = up_to_event.modules or [up_to_event.module]
+    query, _, value = up_to_event.as_made
     heads, value_dim = query.shape[1] // len(modules), value.shape[-1]
-    parts = [until.projected(output_projection(module, heads, value_dim)) for module in modules]
-    return parts[0] if len(parts) == 1 else by_group(parts, until.key.shape[1], 0)
+    parts = [up_to_event.projected(output_projection(module, heads, value_dim)) for module in modules]
+    return parts[0] if len(parts) == 1 else by_group(parts, up_to_event.key.shape[1], 0)
 
 
 _NAMES = ("o_proj", "out_proj", "dense", "c_proj")

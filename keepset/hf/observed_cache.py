@@ -165,7 +165,7 @@ class ObservedCache(TransformersCache, KnowsText):
     Attributes:
         needs: what its layers collect.
         schedule: when its layers are observed.
-        kept_layers: those that may be compressed, by their indices; others, such as sliding windows, stay
+        managed_layers: those that may be compressed, by their indices; others, such as sliding windows, stay
             transformers' own.
         compressed_layers: their indices.
         progress: how far it has come; None before the first token.
@@ -191,8 +191,10 @@ class ObservedCache(TransformersCache, KnowsText):
 
         # transformers decides each layer's kind; only those that would grow without end are replaced.
         layers = own_layers(self._config, self._model_name)
-        self.kept_layers = {i: kept for i, layer in enumerate(layers) if (kept := compressible(i, layer)) is not None}
-        if not self.kept_layers:
+        self.managed_layers = {
+            i: kept for i, layer in enumerate(layers) if (kept := compressible(i, layer)) is not None
+        }
+        if not self.managed_layers:
             if grows := next((type(layer).__name__ for layer in layers if not is_bounded(layer)), None):
                 raise UnsupportedModelError(
                     f"{self._model_name} caches more than keys and values ({grows}), which keepset does not support."
@@ -202,12 +204,12 @@ class ObservedCache(TransformersCache, KnowsText):
                 raise UnsupportedModelError(f"{reason}, so keepset has nothing to compress.")
             warnings.warn(f"{reason}, so keepset compresses nothing.", stacklevel=3)
             needs = Needs()
-        super().__init__(layers=[self.kept_layers.get(index, layer) for index, layer in enumerate(layers)])
+        super().__init__(layers=[self.managed_layers.get(index, layer) for index, layer in enumerate(layers)])
         self.needs, self.schedule, self.prompt_length = needs, schedule or Schedule(), prompt_length
-        self.compressed_layers = tuple(self.kept_layers)
+        self.compressed_layers = tuple(self.managed_layers)
         self._from_files: dict[Feature[Any], Any] = {
             **{stats: statistics_for(model, self.compressed_layers, stats) for stats in needs.of(ModelStatistics)},
-            **{tables: tables_for(model, len(self.kept_layers), tables.file) for tables in needs.of(ModelTables)},
+            **{tables: tables_for(model, len(self.managed_layers), tables.file) for tables in needs.of(ModelTables)},
         }
         self.progress: Progress | None = None
         self._hooks = AttentionHooks(model, self) if needs.unrotated or needs.hidden_states else None
@@ -222,7 +224,7 @@ class ObservedCache(TransformersCache, KnowsText):
         if self._second is not None:
             self._no_drafts = "A second pass over the prompt cannot take drafted tokens together with it"
         self._share(needs)
-        for layer in self.kept_layers.values() if caches_latents(self._config) else ():
+        for layer in self.managed_layers.values() if caches_latents(self._config) else ():
             layer.store_type = LatentStore
         self._waiting: list[Observation] = []
         self._attending = False
@@ -230,9 +232,9 @@ class ObservedCache(TransformersCache, KnowsText):
     def _share(self, needs: Needs) -> None:
         """Tell layers how many others read their entries."""
         for index, readers in readers_of(self._config).items():
-            if index not in self.kept_layers:
+            if index not in self.managed_layers:
                 continue
-            self.kept_layers[index].readers = readers
+            self.managed_layers[index].readers = readers
             self._no_drafts = "Layers that share keys and values cannot take drafted tokens together with a prompt"
             if needs.of(HiddenMoments):
                 raise UnsupportedModelError(
@@ -243,13 +245,13 @@ class ObservedCache(TransformersCache, KnowsText):
     @property
     def nbytes(self) -> int:
         """Bytes allocated, those of layers that keepset leaves alone included."""
-        return self.nbytes_fixed + sum(layer.nbytes for layer in self.kept_layers.values())
+        return self.nbytes_fixed + sum(layer.nbytes for layer in self.managed_layers.values())
 
     @property
     def nbytes_fixed(self) -> int:
         """Bytes that no recipe changes: of sliding windows, and of recurrent and convolution states."""
         others = sum(nbytes_of(layer) for layer in self.layers if not isinstance(layer, LayerState))
-        return others + sum(layer.nbytes_states for layer in self.kept_layers.values())
+        return others + sum(layer.nbytes_states for layer in self.managed_layers.values())
 
     # --- transformers' side
 
@@ -278,7 +280,7 @@ class ObservedCache(TransformersCache, KnowsText):
                 f"The cache holds {known} requests, and the input has {requests}: call "
                 "cache.batch_repeat_interleave(...) first, as for beams or several answers to one question."
             )
-        kept = self.kept_layers.get(layer_idx)
+        kept = self.managed_layers.get(layer_idx)
         if kept is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if kept.store is not None and not kept.store.takes(key_states, value_states):
@@ -353,12 +355,12 @@ class ObservedCache(TransformersCache, KnowsText):
                 "Tokens of a prompt that is not complete cannot be taken back, because the recipe looks at more than "
                 "its entries, and has seen theirs: go on from a copy made before them (cache.fork())."
             )
-        if not all(kept.can_take_back(removed) for kept in self.kept_layers.values()):
+        if not all(kept.can_take_back(removed) for kept in self.managed_layers.values()):
             raise KeepsetError(
                 f"What the newest {removed} tokens look at is added up for the next compression already, which "
                 "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
             )
-        if removed and any(isinstance(kept, HybridLayerState) for kept in self.kept_layers.values()):
+        if removed and any(isinstance(kept, HybridLayerState) for kept in self.managed_layers.values()):
             raise KeepsetError(
                 "The recurrent states of this model cannot take tokens back: go on from a copy made before them "
                 "(cache.fork())."
@@ -367,7 +369,7 @@ class ObservedCache(TransformersCache, KnowsText):
         others = [(each, cropped(each, removed, length)) for each in self.layers if not isinstance(each, LayerState)]
         if removed:
             per_request = progress.crop(removed)
-            for kept in self.kept_layers.values():
+            for kept in self.managed_layers.values():
                 kept.take_back(removed, per_request, progress.lengths)
         for layer, attributes in others:
             vars(layer).update(attributes)
@@ -380,7 +382,7 @@ class ObservedCache(TransformersCache, KnowsText):
                 "tokens would be compressed before they are accepted: leave one of them out."
             )
         is_compressed = self.progress is not None and self.progress.compressed_at is not None
-        if self.kept_layers and self.prompt_length is None and not is_compressed:
+        if self.managed_layers and self.prompt_length is None and not is_compressed:
             raise KeepsetError(
                 "Assisted generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens "
                 "together with the prompt."
@@ -417,12 +419,12 @@ class ObservedCache(TransformersCache, KnowsText):
             raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
         outputs = []
         for part in filter(None, parts):
-            output, until = layer.attend(part)
+            output, up_to_event = layer.attend(part)
             outputs.append(output)
-            if until is not None:
-                self._observe_event(layer, until)
+            if up_to_event is not None:
+                self._observe_event(layer, up_to_event)
         if layer.has_readers_left:
-            set_pending_attention(partial(self.read, layer), new.key, new.value)
+            set_pending_attention(partial(self.attend_shared, layer), new.key, new.value)
         if layer.index == self.compressed_layers[-1]:
             progress.positions = None  # for a prompt this is a tensor as long as the prompt
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
@@ -431,18 +433,18 @@ class ObservedCache(TransformersCache, KnowsText):
         """Return the attention of a kept layer that caches latents, which the model has made keys and values of."""
         return self.attend(layer, LatentInput.of(new, latent, rotated))
 
-    def read(self, layer: LayerState, reader: AttentionInput) -> Tensor:
+    def attend_shared(self, layer: LayerState, reader: AttentionInput) -> Tensor:
         """Return the attention of another layer to a kept layer's entries, after what follows from an event.
 
         Args:
             layer: one of the cache's, whose entries the other layer reads.
             reader: what the attention function was given.
         """
-        output, until = layer.read(reader)
+        output, up_to_event = layer.attend_shared(reader)
         if layer.has_readers_left:
-            set_pending_attention(partial(self.read, layer), reader.key, reader.value)
-        if until is not None:
-            self._observe_event(layer, until)
+            set_pending_attention(partial(self.attend_shared, layer), reader.key, reader.value)
+        if up_to_event is not None:
+            self._observe_event(layer, up_to_event)
         return output
 
     def _attach_module_input(self, layer: LayerState, new: AttentionInput) -> None:
@@ -464,7 +466,7 @@ class ObservedCache(TransformersCache, KnowsText):
             none = torch.zeros(len(new.key), dtype=torch.long, device=new.key.device)
             prompt, every = self.prompt_length or n, self.schedule.every
             self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
-            for layer in self.kept_layers.values():
+            for layer in self.managed_layers.values():
                 layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
                 layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
         elif n > 1 and new.batched is None and new.position_ids is not None and new.position_ids.ndim == 2:
@@ -478,24 +480,24 @@ class ObservedCache(TransformersCache, KnowsText):
         self.progress.advance(new)
 
     @torch.no_grad()
-    def _observe_event(self, layer: LayerState, until: AttentionInput) -> None:
+    def _observe_event(self, layer: LayerState, up_to_event: AttentionInput) -> None:
         """Observe a layer at an event, and hand on the observations that are complete by that."""
         progress = self.progress
         assert progress is not None
-        progress.compressed_at = until.end
+        progress.compressed_at = up_to_event.end
         if self._perplexity is not None and not self._perplexity.watching:
             raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
-        if self._no_drafts and until.end == progress.prompt < progress.logical:
+        if self._no_drafts and up_to_event.end == progress.prompt < progress.logical:
             raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
         features = dict(self._from_files)
         for feature in self.needs.of(OutputProjection):
-            features[feature] = output_projections(until)
+            features[feature] = output_projections(up_to_event)
         observation = layer.observe(
-            until,
+            up_to_event,
             layers=self.compressed_layers,
             prompts=progress.prompts,
             longest=max(progress.tokens),
-            num_kept=self._num_kept(layer, until),
+            num_kept=self._num_kept(layer, up_to_event),
             features=features,
         )
         stacks = self._stacks_layers and isinstance(observation, StoredObservation)
@@ -505,11 +507,11 @@ class ObservedCache(TransformersCache, KnowsText):
             self._choose([observation])
             return
         self._waiting.append(observation)
-        if waits and len(self._waiting) < len(self.kept_layers):
+        if waits and len(self._waiting) < len(self.managed_layers):
             return
         if self._second is not None:
             entries = {each.layer: (each.keys, each.values) for each in self._waiting}
-            passes = self._second.run(entries, until, progress.valid, self.layers)
+            passes = self._second.run(entries, up_to_event, progress.valid, self.layers)
             self._waiting = [each.with_features(passes[each.layer]) for each in self._waiting]
         if self._perplexity is None:
             self._choose_waiting()
@@ -523,7 +525,7 @@ class ObservedCache(TransformersCache, KnowsText):
     def _choose(self, observations: list[Observation]) -> None:
         """Take complete observations of an event, in the order of their layers."""
 
-    def _num_kept(self, layer: LayerState, until: AttentionInput) -> Sequence[int] | None:
+    def _num_kept(self, layer: LayerState, up_to_event: AttentionInput) -> Sequence[int] | None:
         """Return how many entries of each head will stay of a layer, if the host knows it before anybody chooses."""
         return None
 
@@ -546,13 +548,13 @@ class ObservedCache(TransformersCache, KnowsText):
         Raises:
             KeepsetError: it does not hold a whole prompt.
         """
-        if not self.kept_layers:
+        if not self.managed_layers:
             raise KeepsetError(
                 f"{_NOTHING_GROWS.format(model='This model')}, so keepset has nothing to save or to ask."
             )
         progress = self.progress
         lengths = {layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin)}
-        waits = any(kept.has_readers_left for kept in self.kept_layers.values())
+        waits = any(kept.has_readers_left for kept in self.managed_layers.values())
         if waits or progress is None or progress.logical < progress.prompt or lengths != {progress.logical}:
             raise KeepsetError("This cache does not hold a whole prompt yet: run the model on all of it first.")
         return progress
@@ -560,7 +562,7 @@ class ObservedCache(TransformersCache, KnowsText):
     @property
     def _looks_at_prompt(self) -> bool:
         """True while a prompt is under way of which more is collected than its entries."""
-        return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.kept_layers.values())
+        return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.managed_layers.values())
 
     def _all_hooks(self) -> list[ModelHooks]:
         return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]

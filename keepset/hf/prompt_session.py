@@ -117,9 +117,9 @@ class Recorder(ObservedCache):
         """Return the seconds of a prefill that collects only for these needs."""
         return self.seconds + sum(self._collecting[cost] for cost in {feature.cost for feature in needs})
 
-    def _observe_event(self, layer: LayerState, until: AttentionInput) -> None:
+    def _observe_event(self, layer: LayerState, up_to_event: AttentionInput) -> None:
         self._on_layer()
-        super()._observe_event(layer, until)
+        super()._observe_event(layer, up_to_event)
         self._collecting.update(layer.seconds)
 
     def _choose(self, observations: list[Observation]) -> None:

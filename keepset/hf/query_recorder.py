@@ -43,15 +43,15 @@ class QueryRecorder:
         reach: how many of the newest queries before an event are looked at.
         window: queries that wait, or that the event looks at itself.
         moments: moments of the queries that do not wait any more.
-        until: logical length up to which queries are added up.
+        added_up_to: logical length up to which queries are added up.
     """
 
     def __init__(self, needs: Needs, every: int) -> None:
         self._features, self._every = RecordedFeatures.of(needs, every), every
         self.reach = self._features.reach()
-        self.window, self.moments, self.until = QueryWindow(), dict[QueryMoments, Moments](), 0
+        self.window, self.moments, self.added_up_to = QueryWindow(), dict[QueryMoments, Moments](), 0
         self._lengths: Int[Tensor, " batch"] | None = None
-        """Tokens of each request at `until`; None if all requests have `until` tokens."""
+        """Tokens of each request at `added_up_to`; None if all have as many."""
         self._few: int | None = None
 
     @property
@@ -82,11 +82,11 @@ class QueryRecorder:
                 earlier, new = new.tokens(slice(0, new.length - few)), new.tokens(slice(new.length - few, None))
                 self._add(earlier)
                 self.add_up(earlier, store, point)
-            elif new.end - max(self.until, begins) > limit:
+            elif new.end - max(self.added_up_to, begins) > limit:
                 before = new.positions[:, 0] if new.valid is None else new.positions[:, 0] + ~new.valid[:, 0]
                 self._add_up(forward, store, new.start, before, point)
         self._add(new)
-        bound = max(newest, new.end - max(self.until, begins))
+        bound = max(newest, new.end - max(self.added_up_to, begins))
         if keeps_all and self.window.size > bound + _MOST:
             self.window.keep(bound)
 
@@ -135,7 +135,7 @@ class QueryRecorder:
             end: logical length that would be left.
             point: logical length at the next event.
         """
-        return end >= self.until or end <= point - self._features.summed()
+        return end >= self.added_up_to or end <= point - self._features.summed()
 
     def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
         """Forget the newest queries.
@@ -145,9 +145,9 @@ class QueryRecorder:
             lengths: tokens that each request has afterwards.
             store: the entries.
         """
-        if end < self.until:
+        if end < self.added_up_to:
             self.forget(store)
-            self.until, self._lengths = end, lengths.clone()
+            self.added_up_to, self._lengths = end, lengths.clone()
         self.window.crop(lengths)
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
@@ -170,7 +170,7 @@ class QueryRecorder:
     def tensors(self) -> dict[str, Tensor]:
         """All that is held beside the store, by name."""
         tensors = {f"recorded.{name}": column for name, column in self.window.columns.items()}
-        tensors |= {"holes": torch.tensor(self.window.holes), "added_up": torch.tensor(self.until)}
+        tensors |= {"holes": torch.tensor(self.window.holes), "added_up": torch.tensor(self.added_up_to)}
         for number, feature in enumerate(self._features.moments):
             if feature in self.moments:
                 parts = self.moments[feature].tensors
@@ -189,14 +189,14 @@ class QueryRecorder:
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
-        self.until, self._lengths = int(tensors.get("added_up", 0)), tensors.get("added")
+        self.added_up_to, self._lengths = int(tensors.get("added_up", 0)), tensors.get("added")
         if recorded := part("recorded."):
             self.window = QueryWindow([recorded], bool(tensors["holes"]))
         for number, feature in enumerate(self._features.moments):
             if parts := part(f"moments.{number}."):
                 self.moments[feature] = Moments.of(parts, feature.full)
         summed = self._features.summed()
-        waiting = end - max(self.until, point - summed) if summed else 0
+        waiting = end - max(self.added_up_to, point - summed) if summed else 0
         if self.window.size < (min(waiting, 1) if self.window.holes else waiting):
             raise ValueError
 
@@ -223,7 +223,7 @@ class QueryRecorder:
         """Add up the recorded queries, which end at the logical length `end` and at `lengths` of the requests."""
         holes = self.window.holes
         for feature in self._features.added_up:
-            begins = max(self.until, point - self._features.window(feature))
+            begins = max(self.added_up_to, point - self._features.window(feature))
             if begins >= end:
                 continue
             waiting = self.window.newest(self.window.size if holes else end - begins)
@@ -242,7 +242,7 @@ class QueryRecorder:
                 feature.add(self.moments.setdefault(feature, Moments()), chunk)
         shifted = holes or new.padded
         # A copy, since a view would keep a whole forward's positions.
-        self.until, self._lengths = end, lengths.clone() if shifted else None
+        self.added_up_to, self._lengths = end, lengths.clone() if shifted else None
         self.window.keep(self._features.newest if shifted else end - (point - self._features.newest))
 
     def _counted(
@@ -250,7 +250,7 @@ class QueryRecorder:
     ) -> Bool[Tensor, "batch n"]:
         """Return which queries, at these positions, are in a feature's window and not added up yet."""
         window = self._features.window(feature)
-        added = at.new_full((), self.until) if self._lengths is None else self._lengths
+        added = at.new_full((), self.added_up_to) if self._lengths is None else self._lengths
         return at >= (_lengths_at(new, point, window, at) - window).maximum(added)[:, None]
 
 

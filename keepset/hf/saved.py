@@ -40,7 +40,7 @@ from keepset.hf.layer import DecodingPhase, LayerState
 from keepset.hf.observed_cache import Event, ObservedCache, Progress
 from keepset.hf.other_layers import own_layers, restore_states, states, states_of_a_token
 from keepset.hf.saved_schema import FIGURES, LAYER, STATE
-from keepset.hf.store import NEWEST
+from keepset.hf.store import RESIDUAL
 from keepset.kernels.entry_format import format_of
 from keepset.recipe import Recipe, in_full, in_short
 
@@ -141,7 +141,7 @@ class Saved(NamedTuple):
         if cache.schedule.every is None or self.next_event is None:
             cache.stop_watching()
         else:
-            for kept in cache.kept_layers.values():
+            for kept in cache.managed_layers.values():
                 kept.decoding = DecodingPhase(cache.needs, cache.schedule.every, self.next_event)
         try:
             for layer, tensors in zip(cache.layers, self.layers, strict=True):
@@ -183,7 +183,7 @@ def save(
             f"{len(cache.require_prompt().lengths)} requests: give those of its only request."
         )
     progress, keep_set = cache.require_prompt(), None if event is None else event.keep_set
-    decoding = next(iter(cache.kept_layers.values())).decoding
+    decoding = next(iter(cache.managed_layers.values())).decoding
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
     if progress.valid is not None:
         tensors["seen"] = progress.valid
@@ -306,7 +306,7 @@ def contents(path: Path) -> Contents:
             text=metadata.get("text", ""),
             opening=metadata.get("opening", []),
             joint=metadata.get("joint", []),
-            columns={name for name in columns if not name.startswith(NEWEST)},
+            columns={name for name in columns if not name.startswith(RESIDUAL)},
             sizes={_size(each) for name, each in columns.items() if name in ("keys", "values")},
             counts=counts,
             layers=metadata["layers"],
@@ -523,9 +523,9 @@ def _counts(
     counts = _read(file, metadata, f"{LAYER}{layer}.counts")
     columns = f"{LAYER}{layer}.columns."
     saved_schema.check_counts(counts, lengths, file.layout[f"{columns}keys"])
-    if f"{columns}{NEWEST}counts" in file:
-        newest = _read(file, metadata, f"{columns}{NEWEST}counts")
-        saved_schema.check_newest(newest, counts, file.layout[f"{columns}{NEWEST}keys"])
+    if f"{columns}{RESIDUAL}counts" in file:
+        residual = _read(file, metadata, f"{columns}{RESIDUAL}counts")
+        saved_schema.check_residual(residual, counts, file.layout[f"{columns}{RESIDUAL}keys"])
     return counts
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.features.window import WindowAttention
 from keepset.core.tensor_file import TensorLocation, is_count
-from keepset.hf.store import NEWEST
+from keepset.hf.store import RESIDUAL
 from keepset.kernels.entry_format import format_of
 from keepset.kernels.moments import NAMES as MOMENTS
 from keepset.recipe import Recipe
@@ -94,7 +94,7 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
     for name, each in layout.items():
         if match := re.fullmatch(rf"({LAYER}\d+\.)columns\.(.+)", name):
             column = match[2]
-            if column.startswith(NEWEST):
+            if column.startswith(RESIDUAL):
                 continue
             _require(column in allowed)
             # A layer that holds more entries than others lets more queries wait before it adds them up.
@@ -131,17 +131,17 @@ def check_counts(
     _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
 
 
-def check_newest(
-    newest: Int[Tensor, "requests kv_heads"], counts: Int[Tensor, "requests kv_heads"], keys: TensorLocation
+def check_residual(
+    residual: Int[Tensor, "requests kv_heads"], counts: Int[Tensor, "requests kv_heads"], keys: TensorLocation
 ) -> None:
-    """Check how many entries of each head of a layer have a second layer.
+    """Check how many entries of each head of a layer have a residual.
 
     Args:
-        newest: how many entries have one.
+        residual: how many entries have one.
         counts: how many there are.
-        keys: the second layer's keys in the file.
+        keys: the residual's keys in the file.
     """
-    _require(bool(((newest >= 0) & (newest <= counts)).all()) and int(newest.sum()) == keys.shape[0])
+    _require(bool(((residual >= 0) & (residual <= counts)).all()) and int(residual.sum()) == keys.shape[0])
 
 
 def check_positions(
@@ -226,18 +226,18 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
     rows, heads = _of(tensors, "counts", torch.int64)
     _require(rows == requests and heads > 0)
     columns = {name.removeprefix("columns."): each for name, each in tensors.items() if name.startswith("columns.")}
-    newest = {name.removeprefix(NEWEST): each for name, each in columns.items() if name.startswith(NEWEST)}
-    columns = {name: each for name, each in columns.items() if not name.startswith(NEWEST)}
+    residual = {name.removeprefix(RESIDUAL): each for name, each in columns.items() if name.startswith(RESIDUAL)}
+    columns = {name: each for name, each in columns.items() if not name.startswith(RESIDUAL)}
     _check_columns(columns)
     keys = columns["keys"]
     format = format_of(keys.dtype)
-    if newest:
+    if residual:
         _require(format is not None and format.refined)
-        _require(_of(newest, "counts", torch.int64) == (requests, heads))
-        newest = {name: each for name, each in newest.items() if name != "counts"}
-        _check_columns(newest)
-        _require(newest.keys() == _ENTRIES | _SCALES)
-        for name, each in newest.items():
+        _require(_of(residual, "counts", torch.int64) == (requests, heads))
+        residual = {name: each for name, each in residual.items() if name != "counts"}
+        _check_columns(residual)
+        _require(residual.keys() == _ENTRIES | _SCALES)
+        for name, each in residual.items():
             _require((each.dtype, each.shape[1:]) == (columns[name].dtype, columns[name].shape[1:]))
     others = {name for name in tensors if not name.startswith("columns.")} - {"counts"}
     kept = {"kept.positions", "kept.counts"}

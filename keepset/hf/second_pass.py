@@ -80,15 +80,15 @@ class SecondPasses(ModelHooks):
     def run(
         self,
         entries: Mapping[int, KeysAndValues],
-        until: AttentionInput,
+        up_to_event: AttentionInput,
         valid: Bool[Tensor, "batch tokens"] | None,
         layers: Sequence[Any],
     ) -> dict[int, dict[Feature[Any], SecondPassColumns]]:
         """Run all passes at the end of a prompt."""
         passes: dict[int, dict[Feature[Any], SecondPassColumns]] = {index: {} for index in entries}
         # Before a pass rotates tokens of its own.
-        first = until.lengths + position_offset(self._newest.given, until.positions, until.valid)
-        ids = self._tokens(until.end)
+        first = up_to_event.lengths + position_offset(self._newest.given, up_to_event.positions, up_to_event.valid)
+        ids = self._tokens(up_to_event.end)
         prompt = _Prompt(entries, ids, valid, layers, first.to(ids.device))
         for kind in dict.fromkeys(needed.cost for needed in self._needs):
             together = [needed for needed in self._needs if needed.cost == kind]

@@ -30,8 +30,8 @@ _ENTRIES = ("keys", "values", "positions")
 """The columns that every store has; all others are a method's own."""
 _SCALES = {"keys": "key_scale", "values": "value_scale"}
 """Two more columns if keys and values are stored in few bits: what these are multiplied with."""
-NEWEST = "newest."
-"""What the names of a second layer's columns begin with, where they stand beside the others."""
+RESIDUAL = "residual."
+"""What the names of a residual's columns begin with, where they stand beside the others."""
 _SHARE = 8
 """A growing store allocates at least one free place for so many entries, so growing costs a constant share."""
 
@@ -48,7 +48,7 @@ class EntryStore:
         sizes: returns the number of entries of each head; called once the host has to know it.
 
     Attributes:
-        newest: a store of the newest entries of every head once more, if their format is refined: a second layer, whose
+        residual: a store of what rounding has lost of the newest entries of every head, if their format is refined; its
             rows are added to theirs. An event drops it.
     """
 
@@ -56,7 +56,7 @@ class EntryStore:
         self, batch: int, kv_heads: int, columns: dict[str, Tensor], sizes: Callable[[], Sequence[int]]
     ) -> None:
         self.batch, self.kv_heads, self._columns, self._sizes = batch, kv_heads, columns, sizes
-        self.newest: EntryStore | None = None
+        self.residual: EntryStore | None = None
 
     @classmethod
     def pack(cls, columns: dict[str, Tensor], indices: Int[Tensor, " kept"], heads: HeadCounts) -> EntryStore:
@@ -111,11 +111,11 @@ class EntryStore:
             counts: number of entries of each head.
         """
         batch, kv_heads = counts.shape
-        own = {name: column for name, column in columns.items() if not name.startswith(NEWEST)}
+        own = {name: column for name, column in columns.items() if not name.startswith(RESIDUAL)}
         store = cls(batch, kv_heads, own, lambda: counts.flatten().tolist())
-        newest = {name.removeprefix(NEWEST): column for name, column in columns.items() if name not in own}
-        if newest:
-            store.newest = cls.of(newest, newest.pop("counts"))
+        residual = {name.removeprefix(RESIDUAL): column for name, column in columns.items() if name not in own}
+        if residual:
+            store.residual = cls.of(residual, residual.pop("counts"))
         return store
 
     @cached_property
@@ -125,7 +125,7 @@ class EntryStore:
     @property
     def heads(self) -> PackedHeads:
         """The entries as attention takes them."""
-        self._own_heads.newest = None if self.newest is None else self.newest.heads
+        self._own_heads.residual = None if self.residual is None else self.residual.heads
         return self._own_heads
 
     @property
@@ -163,33 +163,33 @@ class EntryStore:
     def packed(self) -> dict[str, Shaped[Tensor, " entries *rest"]]:
         """All columns, head after head and without free places; copied only if there are free places.
 
-        Those of the second layer are among them, if there is one, and the `counts` of its heads.
+        Those of the residual are among them, if there is one, and the `counts` of its heads.
         """
         own = self._columns if all(run.count == run.capacity for run in self._runs) else self._packed_again()._columns
-        if self.newest is None:
+        if self.residual is None:
             return own
-        counts = torch.tensor(self.newest.counts).view(self.batch, self.kv_heads)
-        newest = {**self.newest.packed, "counts": counts}
-        return own | {NEWEST + name: column for name, column in newest.items()}
+        counts = torch.tensor(self.residual.counts).view(self.batch, self.kv_heads)
+        residual = {**self.residual.packed, "counts": counts}
+        return own | {RESIDUAL + name: column for name, column in residual.items()}
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated, free places included."""
-        return sum(column.nbytes for column in self._columns.values()) + (self.newest.nbytes if self.newest else 0)
+        return sum(column.nbytes for column in self._columns.values()) + (self.residual.nbytes if self.residual else 0)
 
     @property
     def entries_nbytes(self) -> int:
         """Bytes of all entries, without free places."""
-        return self.entries * self.entry_bytes + (self.newest.entries_nbytes if self.newest else 0)
+        return self.entries * self.entry_bytes + (self.residual.entries_nbytes if self.residual else 0)
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry in one head, over all columns; of one without a second layer."""
+        """Bytes of one entry in one head, over all columns; of one without a residual."""
         return sum(column[:1].nbytes for column in self._columns.values())
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one new token takes in one head, with its second layer."""
+        """Bytes that one new token takes in one head, with its residual."""
         twice = (*_ENTRIES, *_SCALES.values()) if self._format is not None and self._format.refined else ()
         return self.entry_bytes + sum(self._columns[name][:1].nbytes for name in twice)
 
@@ -253,7 +253,7 @@ class EntryStore:
             real: indices of each request's tokens that are not padding; None if all are real.
             room: free places per head to allocate if the store has to grow, unless that is too many; 0 if unknown.
         """
-        self._begin_newest()
+        self._begin_residual()
         if real is None:
             self.make_room(keys.shape[2], room)
             append_entries([self.heads], keys, values, positions)
@@ -290,16 +290,16 @@ class EntryStore:
         packed = EntryStore.packed_by(joined, [torch.cat([old, len(before) + added]) for old, added in heads])
         self._columns, self._runs = packed._columns, packed._runs
         self._moved()
-        if self.newest is not None:
+        if self.residual is not None:
             lost_keys, lost_values = lost
-            self.newest._append_real(lost_keys, lost_values, positions, real)
+            self.residual._append_real(lost_keys, lost_values, positions, real)
 
-    def _begin_newest(self) -> None:
-        """Begin a second layer for the tokens to come, if the format is refined."""
-        if self.newest is None and self._format is not None and self._format.refined:
+    def _begin_residual(self) -> None:
+        """Begin a residual for the tokens to come, if the format is refined."""
+        if self.residual is None and self._format is not None and self._format.refined:
             names = (*_ENTRIES, *_SCALES.values())
             nothing = {name: torch.empty_like(self._columns[name][:0]) for name in names}
-            self.newest = EntryStore(self.batch, self.kv_heads, nothing, lambda: [0] * self.batch * self.kv_heads)
+            self.residual = EntryStore(self.batch, self.kv_heads, nothing, lambda: [0] * self.batch * self.kv_heads)
 
     def make_room(self, n: int, room: int = 0) -> None:
         """Make sure that every head has free places for new tokens.
@@ -308,9 +308,9 @@ class EntryStore:
             n: how many tokens.
             room: as for `append`.
         """
-        self._begin_newest()
-        if self.newest is not None:
-            self.newest._grow_for(n, room)
+        self._begin_residual()
+        if self.residual is not None:
+            self.residual._grow_for(n, room)
         self._grow_for(n, room)
 
     def _grow_for(self, n: int, room: int) -> None:
@@ -362,8 +362,8 @@ class EntryStore:
         """Free the places that hold no entry."""
         if any(run.count < run.capacity for run in self._runs):
             self._rebuild(list(enumerate(self.counts)))
-        if self.newest is not None:
-            self.newest.trim()
+        if self.residual is not None:
+            self.residual.trim()
 
     def padded(self) -> tuple[dict[str, Tensor], Bool[Tensor, "batch kv_heads entries"]]:
         """Return all columns, each `[batch, kv_heads, entries, ...]`, and which entries exist.
@@ -400,15 +400,15 @@ class EntryStore:
         rows = self._take(index)
         if self._format is None:
             return rows["keys"], rows["values"]
-        if self.newest is not None and self.newest.entries:
-            before = upload(self.counts, index.device) - upload(self.newest.counts, index.device)
+        if self.residual is not None and self.residual.entries:
+            before = upload(self.counts, index.device) - upload(self.residual.counts, index.device)
             place = index - before.view(self.batch, self.kv_heads, 1)
-            for name, newest in self.newest._take(place.clamp(min=0)).items():
-                rows[name] += newest.masked_fill_(place[..., None] < 0, 0.0)
+            for name, residual in self.residual._take(place.clamp(min=0)).items():
+                rows[name] += residual.masked_fill_(place[..., None] < 0, 0.0)
         return self._format.unmix(rows["keys"]), self._format.unmix(rows["values"])
 
     def _take(self, index: Int[Tensor, "batch kv_heads n"]) -> dict[str, Float[Tensor, "batch kv_heads n size"]]:
-        """Return the keys and values of some entries of each head, mixed, and without what a second layer adds."""
+        """Return the keys and values of some entries of each head, mixed, and without what a residual adds."""
         starts = upload(_starts(self._runs), index.device).view(self.batch, self.kv_heads, 1)
         places = (starts + index).flatten().clamp(max=len(self._columns["positions"]) - 1)
         taken = {name: flat.index_select(0, places).unflatten(0, index.shape) for name, flat in self._stored.items()}
@@ -470,8 +470,8 @@ class EntryStore:
         self.batch = len(requests)
         rows = [request * self.kv_heads + head for request in requests for head in heads]
         self._rebuild([(row, counts[row]) for row in rows])
-        if self.newest is not None:
-            self.newest.reorder(requests)
+        if self.residual is not None:
+            self.residual.reorder(requests)
 
     def crop(self, removed: Sequence[int]) -> None:
         """Drop the newest entries of every head.
@@ -479,9 +479,9 @@ class EntryStore:
         Args:
             removed: how many, for each request.
         """
-        if self.newest is not None:
-            held = self.newest.counts[:: self.kv_heads]
-            self.newest.crop([min(pair) for pair in zip(held, removed, strict=True)])
+        if self.residual is not None:
+            held = self.residual.counts[:: self.kv_heads]
+            self.residual.crop([min(pair) for pair in zip(held, removed, strict=True)])
         if len(set(removed)) == 1:
             self._count(-removed[0])
             for name in self._columns.keys() - set(_ENTRIES):
@@ -493,11 +493,11 @@ class EntryStore:
     def fork(self) -> EntryStore:
         """Return an independent copy, without free places."""
         copy = self._packed_again()
-        copy.newest = None if self.newest is None else self.newest.fork()
+        copy.residual = None if self.residual is None else self.residual.fork()
         return copy
 
     def _packed_again(self) -> EntryStore:
-        """Return a copy without free places and without the second layer."""
+        """Return a copy without free places and without the residual."""
         copy = type(self)(self.batch, self.kv_heads, dict(self._columns), lambda: self.counts)
         copy._runs = self._runs
         copy._rebuild(list(enumerate(self.counts)))
@@ -524,8 +524,8 @@ class EntryStore:
     def count_appended(self, n: int) -> None:
         """Count `n` entries more in every head, which were written behind those of each."""
         self._count(n)
-        if self.newest is not None:
-            self.newest._count(n)
+        if self.residual is not None:
+            self.residual._count(n)
 
     def _count(self, n: int) -> None:
         for run in self._runs:
@@ -555,7 +555,7 @@ def widened(columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -
     """
     heads = EntryStore.of(columns, counts).heads
     left = {name: column for name, column in columns.items() if name not in _SCALES.values()}
-    left = {name: column for name, column in left.items() if not name.startswith(NEWEST)}
+    left = {name: column for name, column in left.items() if not name.startswith(RESIDUAL)}
     whole = heads.whole()
     return {**left, "keys": whole.keys, "values": whole.values}
 

@@ -51,7 +51,7 @@ def append_entries(
 def _write(
     store: PackedHeads, keys: Float[Tensor, "heads n _"], values: Float[Tensor, "heads n _"], at: Int[Tensor, "heads n"]
 ) -> None:
-    """Write new entries of a store, whose rows are mixed; and what is lost of them to the second layer."""
+    """Write new entries of a store, whose rows are mixed; and what is lost of them to the residual."""
     columns, lost = [(store.positions, at)], []
     for flat, scale, rows in ((store.keys, store.key_scale, keys), (store.values, store.value_scale, values)):
         if store.format is None or scale is None:
@@ -59,14 +59,14 @@ def _write(
             continue
         stored, factor = store.format.quantize(rows, scale.dtype)
         columns += [(flat, stored), (scale, factor)]
-        if store.newest is not None:
+        if store.residual is not None:
             lost.append(rows - store.format.dequantize(stored, factor))
     for run in store.runs:
         for flat, rows in columns:
             run.behind(flat, at.shape[1]).copy_(rows[run.first : run.first + run.heads])
-    if store.newest is not None:
+    if store.residual is not None:
         lost_keys, lost_values = lost
-        _write(store.newest, lost_keys, lost_values, at)
+        _write(store.residual, lost_keys, lost_values, at)
 
 
 def ragged_attention(

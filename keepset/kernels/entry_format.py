@@ -22,7 +22,7 @@ class EntryFormat(ABC):
 
     Attributes:
         bits: of each stored number.
-        refined: whether new entries get a second layer: what the first has lost of them, stored in the same way.
+        refined: whether new entries get a residual: what the first has lost of them, stored in the same way.
     """
 
     bits: int

@@ -76,7 +76,7 @@ class PackedHeads:
         runs: where the heads lie, in the order `request * kv_heads + head`.
         bias: added to the logit of each entry; None if there is none.
         key_scale, value_scale: scale of each key and value in few bits; None if they are stored as they are.
-        newest: the same heads' newest entries once more, where these have a second layer; its rows are added to theirs.
+        residual: what rounding has lost of the same heads' newest entries, where it is kept; added to their rows.
         grown: entries that every head has beyond the table's count.
     """
 
@@ -87,7 +87,7 @@ class PackedHeads:
     bias: Float[Tensor, " places"] | None = None
     key_scale: Float[Tensor, " places"] | None = None
     value_scale: Float[Tensor, " places"] | None = None
-    newest: PackedHeads | None = None
+    residual: PackedHeads | None = None
     grown: int = 0
 
     @property
@@ -95,7 +95,7 @@ class PackedHeads:
         """The dtype of keys and values as attention takes them."""
         return self.keys.dtype if self.key_scale is None else self.key_scale.dtype
 
-    @property
+    @cached_property
     def format(self) -> EntryFormat | None:
         """How keys and values are stored; None: as they are."""
         return format_of(self.keys.dtype)
@@ -132,13 +132,13 @@ class PackedHeads:
         if self.format is None:
             return stored
         rows = self.format.dequantize(stored, run.view(getattr(self, scale)))
-        for part in () if self.newest is None else self.newest.runs:
+        for part in () if self.residual is None else self.residual.runs:
             first, last = max(run.first, part.first), min(run.first + run.heads, part.first + part.heads)
             if first < last and part.count:
-                assert self.newest is not None
+                assert self.residual is not None
                 own = replace(part, first=first, heads=last - first, start=part.at(first))
                 newest = rows[first - run.first : last - run.first, run.count - part.count :]
-                newest += self.newest._rows(own, name, scale)
+                newest += self.residual._rows(own, name, scale)
         return rows
 
     def whole(self) -> PackedHeads:
@@ -150,7 +150,7 @@ class PackedHeads:
             run.view(rows[0]).copy_(self.keys_of(run))
             run.view(rows[1]).copy_(self.values_of(run))
         keys, values = map(self.format.unmix, rows)
-        return replace(self, keys=keys, values=values, key_scale=None, value_scale=None, newest=None)
+        return replace(self, keys=keys, values=values, key_scale=None, value_scale=None, residual=None)
 
     @cached_property
     def heads(self) -> int:

@@ -26,7 +26,7 @@ from keepset.kernels.dispatch import upload
 from keepset.paged.eviction_event import EvictionEvent, PageAssignment, max_layers_per_event
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import WORKSPACE, PagedEntries, PagedObservation
-from keepset.paged.request_table import FreedBlocks
+from keepset.paged.request_table import EmptiedBlocks
 from keepset.paged.step import StepBatch, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -280,8 +280,8 @@ class EventQueue:
         steps: for each group the step that was planned last, whose events are due.
     """
 
-    def __init__(self, freed_blocks: FreedBlocks) -> None:
-        self._freed_blocks = freed_blocks
+    def __init__(self, emptied_blocks: EmptiedBlocks) -> None:
+        self._freed_blocks = emptied_blocks
         self.steps: dict[LayerGroup, StepPlan] = {}
 
     def plan(self, group: LayerGroup, batch: StepBatch) -> StepPlan:

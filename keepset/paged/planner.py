@@ -12,7 +12,7 @@ from keepset.paged.eviction_event import EvictionEvent, batches_of_similar_lengt
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.ragged_heads import RaggedHeadTables, RaggedPages
 from keepset.paged.recording_plan import RecordingPlanner
-from keepset.paged.request_table import FreedBlocks, RequestOverrides, RequestTable
+from keepset.paged.request_table import EmptiedBlocks, RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recipe import Recipe
 from keepset.recording.features import Recording
@@ -47,7 +47,7 @@ class Planner:
         layers: the group's layers, by their indices in the model.
         max_requests: requests that run at once, at most.
         blocks: blocks of the whole pool.
-        freed_blocks: is told of events whose counts come from the data.
+        emptied_blocks: is told of events whose counts come from the data.
         replays: whether graphs of steps that only decode are replayed: then all of these steps do the same.
 
     Attributes:
@@ -62,7 +62,7 @@ class Planner:
         layers: Sequence[int],
         max_requests: int,
         blocks: int,
-        freed_blocks: FreedBlocks,
+        emptied_blocks: EmptiedBlocks,
         replays: bool = False,
     ) -> None:
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
@@ -71,7 +71,7 @@ class Planner:
         group = PageGroup(range(len(layers)), len(layers), blocks)
         self._tables: BlockTables
         if schedule.ragged:
-            self._tables = RaggedHeadTables(schedule, self.requests, group, max_requests, freed_blocks, replays)
+            self._tables = RaggedHeadTables(schedule, self.requests, group, max_requests, emptied_blocks, replays)
         else:
             self._tables = EqualHeadTables(schedule, group, max_requests)
 

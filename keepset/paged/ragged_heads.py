@@ -19,7 +19,7 @@ from keepset.kernels.paged_arguments import EntriesInPages, FiledLayouts, PagedT
 from keepset.paged.block_tables import BlockTables
 from keepset.paged.eviction_event import EventPages, OccupiedPages, PageAssignment
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.request_table import FreedBlocks, RequestTable
+from keepset.paged.request_table import EmptiedBlocks, RequestTable
 from keepset.paged.step import RaggedStep, ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 _NO_SLOT = -1
@@ -131,12 +131,12 @@ class RaggedHeadTables(BlockTables):
         table: RequestTable,
         group: PageGroup,
         max_requests: int,
-        freed_blocks: FreedBlocks,
+        emptied_blocks: EmptiedBlocks,
         replays: bool = False,
     ) -> None:
         super().__init__(schedule)
         self._table, self._group, self._max_requests = table, group, max_requests
-        self._freed_blocks, self._replays = freed_blocks, replays
+        self._freed_blocks, self._replays = emptied_blocks, replays
         self._rows: PageLayout | None = None
         self._is_steady = False
 

@@ -337,7 +337,7 @@ RequestKey = tuple[str, int, int]
 """A request's id, how often it was preempted, and a group of layers."""
 
 
-class FreedBlocks:
+class EmptiedBlocks:
     """Counts of freed blocks, in a process that computes, for recipes whose counts depend on the data."""
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class OwnBudget(NamedTuple):
 
 
 @dataclass
-class ExpectedEvents(KVConnectorMetadata):
+class StepMessage(KVConnectorMetadata):
     """The scheduler's message to the workers with each step: what they cannot know of requests.
 
     Attributes:
@@ -74,7 +74,7 @@ class ExpectedEvents(KVConnectorMetadata):
 
 
 @dataclass
-class FreedBlockCounts(KVConnectorWorkerMetadata):
+class EmptiedBlockCounts(KVConnectorWorkerMetadata):
     """A message to the scheduler: how many leading blocks a request's layers do not use any more.
 
     All processes that have layers of a group report an event in the same step.
@@ -82,11 +82,11 @@ class FreedBlockCounts(KVConnectorWorkerMetadata):
 
     blocks: dict[RequestKey, int] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> FreedBlockCounts:
-        assert isinstance(other, FreedBlockCounts)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> EmptiedBlockCounts:
+        assert isinstance(other, EmptiedBlockCounts)
         mine, others = self.blocks, other.blocks
         both = {key: min(mine[key], others[key]) for key in mine.keys() & others.keys()}
-        return FreedBlockCounts(mine | others | both)
+        return EmptiedBlockCounts(mine | others | both)
 
 
 @dataclass
@@ -143,7 +143,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Note which requests begin with budgets of their own, and which end."""
         metadata, context = self._connector_metadata, active()
-        assert isinstance(metadata, ExpectedEvents) and context is not None
+        assert isinstance(metadata, StepMessage) and context is not None
         self._failed |= metadata.refused
         groups = [group for group in self._kv_cache_config.kv_cache_groups if isinstance(group.kv_cache_spec, KeepSpec)]
         for number, group in enumerate(groups):
@@ -162,7 +162,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         failed, self._failed = self._failed, set()
         return KVConnectorTransferResults(set(), set(failed), failed)
 
-    def build_connector_worker_meta(self) -> FreedBlockCounts | None:
+    def build_connector_worker_meta(self) -> EmptiedBlockCounts | None:
         """Return what events emptied; every rank reports every event in the same step.
 
         Events are executed here, after a step, if vLLM writes to pages between two steps, as it does beside recurrent
@@ -170,12 +170,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         """
         metadata, context = self._connector_metadata, active()
         assert context is not None
-        if isinstance(metadata, ExpectedEvents):
-            context.freed_blocks.expect(metadata.keys)
+        if isinstance(metadata, StepMessage):
+            context.emptied_blocks.expect(metadata.keys)
         if self._kv_cache_config.needs_kv_cache_zeroing:  # before the next step clears or copies pages
             context.events.run()
-        blocks = context.freed_blocks.drain()
-        return FreedBlockCounts(blocks) if blocks else None
+        blocks = context.emptied_blocks.drain()
+        return EmptiedBlockCounts(blocks) if blocks else None
 
     # --- in the process that schedules
 
@@ -249,7 +249,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens and self._known[request.request_id].denied:
             self._refused.add(request.request_id)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ExpectedEvents:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMessage:
         """Return the step's message to the workers: which requests reach an event, begin or have ended."""
         ended = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         # A request that could have begun and has not gives its block back, and waits for its turn without one.
@@ -257,7 +257,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         for manager in self._managers:
             for name in late:
                 manager.withdraw(name)
-        expected = ExpectedEvents(begin=self._beginning, ended=ended | late, refused=self._refused)
+        expected = StepMessage(begin=self._beginning, ended=ended | late, refused=self._refused)
         self._waiting, self._beginning, self._refused = set(self._beginning), {}, set()
         for name, tokens in scheduler_output.num_scheduled_tokens.items():
             request = self._known[name].request
@@ -271,7 +271,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Free what was emptied, unless the request has ended or was preempted since: then its blocks are gone."""
         freed = connector_output.kv_connector_worker_meta
-        if not isinstance(freed, FreedBlockCounts):
+        if not isinstance(freed, EmptiedBlockCounts):
             return
         for (name, preemptions, group), blocks in freed.blocks.items():
             known = self._known.get(name)

@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from keepset.errors import KeepsetError
 from keepset.paged.contexts import ContextPlacement
 from keepset.vllm import stats
-from keepset.vllm.connector import BlockCountConnector, ExpectedEvents
+from keepset.vllm.connector import BlockCountConnector, StepMessage
 from keepset.vllm.context_loader import ContextLoader, LoadJob
 from keepset.vllm.context_saver import ContextSaver, SaveJob, at_rest
 from keepset.vllm.contexts import ContextLibrary, SavedContext
@@ -42,7 +42,7 @@ _PLACEMENTS = 1024
 
 
 @dataclass
-class ContextLoads(ExpectedEvents):
+class ContextLoads(StepMessage):
     """A message to the workers: also contexts to load and to save."""
 
     jobs: list[LoadJob] = field(default_factory=list)

@@ -25,7 +25,7 @@ from keepset.paged.eviction_schedule import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.query_records import slots_for
 from keepset.paged.ragged_heads import PerHeadSequences
-from keepset.paged.request_table import FreedBlocks
+from keepset.paged.request_table import EmptiedBlocks
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.recording.features import Recording
@@ -71,7 +71,7 @@ class EngineContext:
     Attributes:
         config, recipe: vLLM's configuration, and the recipe that it names.
         projections: how layers make queries, by the layers' names, where the recipe looks at queries before rotation.
-        freed_blocks: what events have emptied, for the connector to fetch.
+        emptied_blocks: what events have emptied, for the connector to fetch.
         events: plans the steps of all groups, and executes their events.
         groups: the groups of layers that share block tables, by the name of each group's first layer.
         block_size: tokens per block of the layers that are compressed, once vLLM has asked for their kinds of cache.
@@ -87,8 +87,8 @@ class EngineContext:
         logger.info("keepset serves %s", recipe)
         self.config, self.recipe = config, recipe
         self.projections: dict[str, VLLMQueryProjection] = {}
-        self.freed_blocks = FreedBlocks()
-        self.events = EventQueue(self.freed_blocks)
+        self.emptied_blocks = EmptiedBlocks()
+        self.events = EventQueue(self.emptied_blocks)
         self.groups: dict[str, LayerGroup] = {}
         self.neighbours: dict[str, tuple[list[Any], int]] = {}
         needs = recipe.method.traits.needs

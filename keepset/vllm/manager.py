@@ -32,7 +32,7 @@ class RunningRequest:
     Attributes:
         prompt, length: tokens of its prompt, and tokens that were processed.
         schedule: when it is compressed.
-        due: tokens from which on there are blocks to free; None if there never are.
+        next_release: tokens from which on there are blocks to free; None if there never are.
         freed: blocks that were freed.
         is_hidden: whether other requests cannot find the blocks of its answer.
     """
@@ -40,7 +40,7 @@ class RunningRequest:
     prompt: int
     length: int
     schedule: EvictionSchedule
-    due: int | None = 0
+    next_release: int | None = 0
     freed: int = 0
     is_hidden: bool = False
 
@@ -153,9 +153,9 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         known.length, schedule = processed_computed_tokens, known.schedule
         if self._admission is not None:
             self._admission.update(request_id, known.prompt, known.length, schedule)
-        if known.due is not None and known.length >= known.due:
+        if known.next_release is not None and known.length >= known.next_release:
             self.release(request_id, schedule.freed(known.prompt, known.length))
-            known.due = schedule.next_event(known.prompt, known.length)
+            known.next_release = schedule.next_event(known.prompt, known.length)
 
     def release(self, request_id: str, blocks: int) -> None:
         if blocks > 0:

@@ -143,7 +143,7 @@ class KeepBuilder:
             [context.layers[name] for name in layer_names],
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,
-            context.freed_blocks,
+            context.emptied_blocks,
             replays=captured_tokens(vllm_config) > 0,
         )
         self._group = layer_group(context, planner, layer_names)

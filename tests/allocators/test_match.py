@@ -88,7 +88,7 @@ def test_saved_forked_cropped_and_reordered_with_their_biases(tmp_path: Path) ->
     cache = keepset.Cache(tiny("llama"), "match(adakv(snapkv(window=5)), keep=12)")
     with torch.no_grad():
         tiny("llama")(prompt(2, 40), past_key_values=cache, use_cache=True)
-    assert all(layer.store.heads.bias.any() for layer in cache.kept_layers.values())
+    assert all(layer.store.heads.bias.any() for layer in cache.managed_layers.values())
     check_copies(tiny("llama"), cache, tmp_path / "context.safetensors")
 
 
@@ -99,7 +99,7 @@ def test_company_changes_nothing() -> None:
     together = PromptSession(tiny("llama"), ids, recipes)
     for matching in recipes:
         shared, alone = (
-            session.compress(matching).cache.kept_layers
+            session.compress(matching).cache.managed_layers
             for session in (together, PromptSession(tiny("llama"), ids, [matching]))
         )
         for layer in shared:
@@ -112,8 +112,8 @@ def test_padding_and_chunks_change_nothing() -> None:
     text = "match(snapkv(window=5), queries=16, keep=12)"
     both, logits = cached(text, ids, mask)
     alone, own = cached(text, ids[1:, 7:])
-    for layer in both.kept_layers:
-        columns, single = (cache.kept_layers[layer].store.padded()[0] for cache in (both, alone))
+    for layer in both.managed_layers:
+        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (both, alone))
         for name in ("values", BIAS):
             torch.testing.assert_close(columns[name][1:], single[name], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(logits[1:], own, rtol=1e-3, atol=1e-3)
@@ -121,8 +121,8 @@ def test_padding_and_chunks_change_nothing() -> None:
     with torch.no_grad():
         for part in (ids[:1, :13], ids[:1, 13:29], ids[:1, 29:]):
             tiny("llama")(part, past_key_values=chunked, use_cache=True)
-    for layer in both.kept_layers:
-        columns, single = (cache.kept_layers[layer].store.padded()[0] for cache in (both, chunked))
+    for layer in both.managed_layers:
+        columns, single = (cache.managed_layers[layer].store.padded()[0] for cache in (both, chunked))
         torch.testing.assert_close(columns["values"][:1, :, :12], single["values"], rtol=1e-3, atol=1e-4)
 
 
@@ -134,7 +134,7 @@ def test_events_while_decoding_leave_what_was_fitted(inner: str) -> None:
     cache = keepset.Cache(model, f"match({inner}, keep=16, every=8)")
     for start, tokens in ((0, 40), (40, 8), (48, 8)):
         model(prompt(1, 56)[:, start : start + tokens], past_key_values=cache, use_cache=True)
-        columns, exists = cache.kept_layers[0].store.padded()
+        columns, exists = cache.managed_layers[0].store.padded()
         held.append({
             (head, int(columns["positions"][0, head, i])): (columns["values"][0, head, i].tolist(), bias)
             for head, i in exists[0].nonzero().tolist()
@@ -155,7 +155,7 @@ def test_events_while_decoding_fit_again(inner: str) -> None:
     always = ", sinks=2, recent=4" if inner.startswith("ams") else ""
     cache, logits = cached(f"match({inner}, window=8{always}, keep=16, every=8)", ids, max_new_tokens=30)
     assert len(cache.events) == 4 and logits.isfinite().all()
-    for layer in cache.kept_layers.values():
+    for layer in cache.managed_layers.values():
         columns, exists = layer.store.padded()
         assert columns[BIAS][exists].any() and columns["values"][exists].isfinite().all()
         newest = columns["positions"] > 40 + 3 * 8
@@ -166,7 +166,7 @@ def test_a_bfloat16_model_keeps_its_precision() -> None:
     model, ids = copy.deepcopy(tiny("llama")).bfloat16(), prompt(1, 40)
     cache = keepset.Cache(model, "match(snapkv(window=5), keep=12)")
     output = generate(model, ids, cache, max_new_tokens=3)
-    store = cache.kept_layers[0].store
+    store = cache.managed_layers[0].store
     assert store is not None and store.heads.values.dtype == torch.bfloat16
     assert torch.stack(output.logits).isfinite().all()
 

@@ -84,8 +84,8 @@ def test_the_same_entries_in_fewer_bytes(text: str, bits: int) -> None:
     assert same_keep_set(cache.keep_set, whole.keep_set) and cache.nbytes_full == whole.nbytes_full
     assert cache.keep_set.nbytes == cache.keep_set.entries * (4 * bits + 8)
     assert cache.nbytes == cache.keep_set.entries * (4 * bits + 12 + 4 * ("match" in text))
-    for layer in cache.kept_layers:
-        columns, own = (each.kept_layers[layer].store.padded()[0] for each in (cache, whole))
+    for layer in cache.managed_layers:
+        columns, own = (each.managed_layers[layer].store.padded()[0] for each in (cache, whole))
         for name in ("keys", "values"):
             error = (columns[name] - own[name]).abs()
             if bits == 8:
@@ -105,7 +105,7 @@ def test_saved_forked_cropped_and_reordered(tmp_path: Path, text: str, bits: int
     cache = keepset.Cache(tiny("llama"), in_bits(text.format("snapkv"), bits))
     with torch.no_grad():
         tiny("llama")(prompt(2, 40), past_key_values=cache, use_cache=True)
-        tiny("llama")(prompt(2, 3), past_key_values=cache, use_cache=True)  # 4 bits have a second layer of these
+        tiny("llama")(prompt(2, 3), past_key_values=cache, use_cache=True)  # 4 bits have a residual of these
     check_copies(tiny("llama"), cache, tmp_path / "context.safetensors")
 
 
@@ -129,12 +129,12 @@ def test_the_oracle_agrees_on_fed_tokens_with_padding(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("inner", [pytest.param("snapkv(window=4)", marks=pytest.mark.full), "adakv(tova)"])
 def test_entries_do_not_drift_from_event_to_event(inner: str, bits: int) -> None:
-    """Each event reads entries, chooses among them and moves them as they are stored; 4 bits lose a second layer."""
+    """Each event reads entries, chooses among them and moves them as they are stored; 4 bits lose a residual."""
     ids, held = prompt(1, 40), []
     cache = keepset.Cache(tiny("llama"), f"quantized({inner}, bits={bits}, keep=16, every=8)")
     output = generate(tiny("llama"), ids, cache, max_new_tokens=7)
     for _ in range(3):
-        store = cache.kept_layers[1].store
+        store = cache.managed_layers[1].store
         assert store is not None
         held.append(store.fork().padded())
         newest = output.sequences[:, -1:]
@@ -186,7 +186,7 @@ def test_a_bfloat16_model(bits: int) -> None:
     model, (ids, mask) = copy.deepcopy(tiny("llama")).bfloat16(), left_padded(prompt(2, 40), [0, 7])
     cache = keepset.Cache(model, f"quantized(match(snapkv(window=5)), bits={bits}, keep=12)")
     output = generate(model, ids, cache, mask, max_new_tokens=3)
-    store = cache.kept_layers[0].store
+    store = cache.managed_layers[0].store
     assert store is not None and store.heads.format is FORMATS[bits] and store.heads.dtype == torch.bfloat16
     assert cache.keep_set is not None and cache.keep_set.nbytes == cache.keep_set.entries * (4 * bits + 4)
     assert oracle_gap(model, cache, output, mask) < 0.3

@@ -375,7 +375,7 @@ class Oracle:
         self.stored: dict[int, dict[str, Tensor]] = {}
         """Of layers whose entries were changed their columns, `[requests, kv_heads, entries, ...]`, and which exist."""
         if cache is not None and cache.recipe.method.stage:
-            for index, layer in cache.kept_layers.items():
+            for index, layer in cache.managed_layers.items():
                 columns, exists = layer.store.padded()
                 self.stored[index] = {**columns, "exists": exists}
 

@@ -182,7 +182,7 @@ def test_launches_do_not_grow_with_rows(triton_interpreted: None, monkeypatch: p
 def test_what_goes_wrong_with_one_spoils_no_other(error: Exception) -> None:
     model, recipe = tiny("llama"), RECIPES["snapkv"]
     alone, caches = ([begun(model, recipe, length) for length in (21, 9, 16)] for _ in range(2))
-    failing = caches[1].kept_layers[1]
+    failing = caches[1].managed_layers[1]
 
     def fail(forward: Any) -> Any:
         raise error

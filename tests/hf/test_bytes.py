@@ -50,7 +50,7 @@ def compressed(text: str, share: float, architecture: str, length: int, dtype: t
 def stores_of(cache: keepset.Cache, text: str) -> list[tuple[EntryStore, int, int]]:
     """Every layer's store, the bytes of its entries, and those of an entry in a full 16-bit cache."""
     found = []
-    for layer in cache.kept_layers.values():
+    for layer in cache.managed_layers.values():
         store = layer.store
         assert store is not None
         sizes = store.heads.sizes
@@ -114,7 +114,7 @@ def test_what_an_entry_is_said_to_take_is_what_it_takes(method: str) -> None:
     cache = keepset.Cache(model, recipe(method, 24))
     with torch.no_grad():
         model(prompt(1, 40), past_key_values=cache, logits_to_keep=1)
-    for layer in cache.kept_layers.values():
+    for layer in cache.managed_layers.values():
         assert layer.store is not None
         assert layer.store.entry_bytes == cache.recipe.method.traits.entry_bytes(16, 16)
 
@@ -136,8 +136,8 @@ def test_a_cache_says_its_share_of_a_full_16_bit_cache(text: str) -> None:
     for more, tokens in ((0, 40 + 29), (3, 43 + 32)):
         if more:
             feed(model, cache, prompt(2, more), torch.cat([mask, mask.new_ones(2, more)], 1))
-        held = sum(store.entries for layer in cache.kept_layers.values() if (store := layer.store) is not None)
-        # In 4 bits new tokens have a second layer.
+        held = sum(store.entries for layer in cache.managed_layers.values() if (store := layer.store) is not None)
+        # In 4 bits new tokens have a residual.
         again = 2 * 2 * 3 * 2 * (8 + 8 + 2 + 2 + 4) if more and "bits=4" in text else 0
         assert cache.share == pytest.approx((held * ENTRY[text](16, 16) + again) / (2 * 2 * tokens * 2 * 2 * 16))
 

@@ -33,7 +33,7 @@ by_model = pytest.mark.parametrize("name", ["llama", "llama_mha", "llama_mqa", "
 
 
 def shape_of(model: Any) -> tuple[int, int]:
-    return len(keepset.Cache(model, "knorm(keep=1.0)").kept_layers), model.config.num_attention_heads
+    return len(keepset.Cache(model, "knorm(keep=1.0)").managed_layers), model.config.num_attention_heads
 
 
 @pytest.fixture

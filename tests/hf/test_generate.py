@@ -163,7 +163,7 @@ def test_trim_gives_back_what_is_held_for_tokens_to_come(text: str) -> None:
             if trims and end == 21:
                 held = past.nbytes
                 past.trim()
-                stores = [layer.store for layer in past.kept_layers.values()]
+                stores = [layer.store for layer in past.managed_layers.values()]
                 assert all(store.nbytes == store.entries * store.entry_bytes for store in stores)
                 assert past.nbytes < held
         logits.append(made)
@@ -204,7 +204,7 @@ def test_drafts_change_nothing(architecture: str, recipe: str, drafts: Any) -> N
     assert same_keep_set(assisted.keep_set, alone.keep_set)
     assert torch.equal(output.sequences, expected.sequences)
     assert oracle_gap(model, assisted, output, torch.ones_like(ids)) < 5e-5
-    index, kept = next(iter(assisted.kept_layers.items()))
+    index, kept = next(iter(assisted.managed_layers.items()))
     grown = kept.store.counts[0] - int(alone.keep_set.layer(index).counts[0, 0])
     assert grown == assisted.get_seq_length() - LENGTH
 

@@ -37,7 +37,7 @@ def test_gradients_change_nothing_and_an_event_lets_go_of_them(recipe: str) -> N
     assert past.keep_set is not None and other.keep_set is not None
     assert same_keep_set(past.keep_set, other.keep_set)
     if "every" in recipe:  # the last token was an event
-        stores = [layer.store for layer in past.kept_layers.values() if layer.store is not None]
+        stores = [layer.store for layer in past.managed_layers.values() if layer.store is not None]
         assert stores and not any(
             store.heads.keys.requires_grad or store.heads.values.requires_grad for store in stores
         )

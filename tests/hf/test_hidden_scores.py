@@ -96,7 +96,7 @@ def test_decoded_tokens_are_scored_as_they_come(method: str, prefill: bool) -> N
     events = [*([12] if prefill else []), 17, 22, 27]
     for layer, module in measured(model).hidden[method].items():
         hidden = torch.cat(states[layer], 1)[0]
-        store = cache.kept_layers[layer].store
+        store = cache.managed_layers[layer].store
         assert store is not None
         kept = store.others["positions"][0].tolist()
         assert kept == replayed(naive_scores(module, hidden), 7, 1, 2, events)
@@ -108,7 +108,7 @@ def test_chunks_copies_and_taken_back_tokens_change_nothing(method: str) -> None
     recipe = f"{method}(sinks=1, recent=2, keep=7, every=6)"
 
     def positions(cache: keepset.Cache) -> list[Any]:
-        stores = [layer.store for layer in cache.kept_layers.values()]
+        stores = [layer.store for layer in cache.managed_layers.values()]
         return [store.others["positions"].tolist() for store in stores if store is not None]
 
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_every_entry_goes_on_with_its_score(method: str, tmp_path: Path) -> None
                 cache = keepset.Cache.load(tmp_path / "context", model)
     cache.batch_select_indices(torch.tensor([1, 0]))
     for layer, module in measured(model).hidden[kind].items():
-        hidden, store = torch.cat(states[layer], 1), cache.kept_layers[layer].store
+        hidden, store = torch.cat(states[layer], 1), cache.managed_layers[layer].store
         assert store is not None
         columns, exists = store.others, store.exists
         for row, (request, padding) in enumerate([(1, 3), (0, 0)]):

@@ -30,7 +30,7 @@ def test_attention_is_compressed_beside_states(architecture: str, recipe: str) -
     model, ids = tiny(architecture), prompt(2, LENGTH)
     past = keepset.Cache(model, recipe)
     output = generate(model, ids, past, max_new_tokens=5)
-    heads = sum(layer.store.kv_heads for layer in past.kept_layers.values())
+    heads = sum(layer.store.kv_heads for layer in past.managed_layers.values())
     assert past.keep_set.entries == 2 * heads * (14 if "reread" in recipe else 12)
     if architecture == "zamba2":  # whose layers share one attention module, which the oracle asks for its layer
         for module in model.modules():
@@ -101,7 +101,10 @@ def test_bytes_of_states_are_counted() -> None:
     past, whole = keepset.Cache(model, "knorm(keep=12)"), DynamicCache(config=model.config)
     generate(model, ids, past, max_new_tokens=1)
     states = [each for layer in past.layers for each in (layer.conv_states[0], layer.recurrent_states[0])]
-    fixed, entries = sum(state.nbytes for state in states), sum(each.store.nbytes for each in past.kept_layers.values())
+    fixed, entries = (
+        sum(state.nbytes for state in states),
+        sum(each.store.nbytes for each in past.managed_layers.values()),
+    )
     assert past.nbytes == entries + fixed == past.nbytes_fixed + entries
     assert f", {fixed / 1e6:.1f} MB of both in windows and states" in repr(past)
     generate(model, ids, whole, max_new_tokens=1)

@@ -58,7 +58,7 @@ def test_dropped_entries_are_hidden_from_all_heads(
         request.getfixturevalue("triton_interpreted")
     past = keepset.Cache(model, recipe, history=True)
     output = generate(model, ids, past, 6)
-    assert past.keep_set.entries == 14 * len(past.kept_layers)
+    assert past.keep_set.entries == 14 * len(past.managed_layers)
     gap = torch.stack(output.logits, 1) - masked(model, past, output)
     assert gap.abs().max() < 2e-3 * max(float(output.logits[0].std()), 1.0)
 

@@ -352,7 +352,7 @@ def test_a_cache_tells_what_it_holds(keep: float, every: str, length: int, then:
     assert repr(cache) == f"Cache({recipe}: empty)"
     for tokens in (length, then)[: 1 + then]:
         model(prompt(1, tokens), past_key_values=cache)
-    heads = sum(layer.store.kv_heads for layer in cache.kept_layers.values())
+    heads = sum(layer.store.kv_heads for layer in cache.managed_layers.values())
     entry, kept, tokens = 2 * 16 * 4 * heads, int(keep if every else keep * length) + then, length + then
     held = kept * (entry + 4 * heads)  # with positions
     beside = cache.nbytes - held

@@ -38,7 +38,7 @@ def test_what_stays_is_attended_as_under_a_mask(architecture: str, name: str) ->
     model, ids = tiny(architecture), prompt(2, LENGTH)
     past = keepset.Cache(model, RECIPES[name])
     output = generate(model, ids, past, max_new_tokens=4)
-    assert past.keep_set.entries < 2 * LENGTH * sum(layer.store.kv_heads for layer in past.kept_layers.values())
+    assert past.keep_set.entries < 2 * LENGTH * sum(layer.store.kv_heads for layer in past.managed_layers.values())
     assert oracle_gap(model, past, output, torch.ones_like(ids)) < 1e-3
 
 

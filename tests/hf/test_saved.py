@@ -87,7 +87,7 @@ def answer(model: Any, past: keepset.Cache, ids: Tensor, mask: Tensor | None = N
 
 def contents(past: keepset.Cache) -> list[Tensor]:
     """All tensors of the compressed layers, in a fixed order."""
-    return [column for layer in past.kept_layers.values() for _, column in sorted(layer.store.packed.items())]
+    return [column for layer in past.managed_layers.values() for _, column in sorted(layer.store.packed.items())]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -99,7 +99,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 def check_grown(past: keepset.Cache, loaded: keepset.Cache) -> None:
     """Compare entries to the bit; sums of queries up to rounding, which a store's free places can alter."""
-    for kept, other in zip(past.kept_layers.values(), loaded.kept_layers.values(), strict=True):
+    for kept, other in zip(past.managed_layers.values(), loaded.managed_layers.values(), strict=True):
         ours, theirs = kept.store.packed, other.store.packed
         names = sorted(ours)
         assert names == sorted(theirs)
@@ -200,8 +200,8 @@ def test_one_token_and_no_number(tmp_path: Path) -> None:
     past = context(model, "knorm(keep=0.5)", prompt(1, 1))
     loaded = again(past, model, tmp_path)
     assert torch.equal(answer(model, past, prompt(1, 1)).sequences, answer(model, loaded, prompt(1, 1)).sequences)
-    past.kept_layers[1].store.packed["values"][0] = torch.nan
-    assert again(past, model, tmp_path).kept_layers[1].store.packed["values"][0].isnan().all()
+    past.managed_layers[1].store.packed["values"][0] = torch.nan
+    assert again(past, model, tmp_path).managed_layers[1].store.packed["values"][0].isnan().all()
 
 
 def test_the_same_file_whether_it_grew_or_not(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_dropped_entries_are_hidden_from_every_layer_that_reads_them(kind: str, 
     model, ids = shared(kind), prompt(1, LENGTH)
     past = keepset.Cache(model, recipe, history=True)
     output = generate(model, ids, past, 9)
-    assert list(past.kept_layers) == [1] and past.keep_set.entries == 14 * KV_HEADS
+    assert list(past.managed_layers) == [1] and past.keep_set.entries == 14 * KV_HEADS
     gap = torch.stack(output.logits, 1) - masked(model, past, output)
     assert gap.abs().max() < 2e-3 * max(float(output.logits[0].std()), 1.0)
 

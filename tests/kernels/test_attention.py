@@ -75,7 +75,7 @@ def in_8_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
 
 
 def in_4_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
-    """The same heads in 4 bits, the first of them with a second layer of its newest entries; and as numbers."""
+    """The same heads in 4 bits, the first of them with a residual of its newest entries; and as numbers."""
     rows = packed.keys, packed.values
     mixed = [(part.double() @ matrix(part.shape[1]).T).to(part.dtype) for part in rows]
     stored = [FORMATS[4].quantize(part, part.dtype) for part in mixed]
@@ -93,7 +93,7 @@ def in_4_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
     layer = PackedHeads(keys, values, packed.positions[newest], runs, None, key_scale, value_scale)
     (keys, key_scale), (values, value_scale) = stored
     whole = [part @ matrix(part.shape[1]) for part in written]
-    coded = replace(packed, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, newest=layer)
+    coded = replace(packed, keys=keys, values=values, key_scale=key_scale, value_scale=value_scale, residual=layer)
     return coded, replace(packed, keys=whole[0], values=whole[1])
 
 

@@ -25,7 +25,7 @@ from keepset.paged.pages import StridedPages
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
 from keepset.paged.ragged_heads import PerHeadSequences
-from keepset.paged.request_table import FreedBlocks
+from keepset.paged.request_table import EmptiedBlocks
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
@@ -80,7 +80,7 @@ class Request:
 class Group:
     """Layers that share block tables."""
 
-    def __init__(self, recipe: Recipe, leader: int, freed: FreedBlocks, caches: dict[int, Tensor]):
+    def __init__(self, recipe: Recipe, leader: int, freed: EmptiedBlocks, caches: dict[int, Tensor]):
         self.leader = leader
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
         self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, DIM, BLOCK)
@@ -99,7 +99,7 @@ class Engine:
 
     def __init__(self, recipe: str, blocks: int) -> None:
         self.recipe = Recipe.parse(recipe)
-        self._freed = FreedBlocks()
+        self._freed = EmptiedBlocks()
         self.events = EventQueue(self._freed)
         self._emptied: list[int] = []
         leaders = sorted({group_leader(self.recipe, layer, LAYERS) for layer in LAYERS})

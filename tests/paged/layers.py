@@ -23,7 +23,7 @@ from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
-from keepset.paged.request_table import FreedBlocks
+from keepset.paged.request_table import EmptiedBlocks
 from keepset.paged.step import ScheduledRequest, StepBatch
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
@@ -48,7 +48,7 @@ def planner_of(
     parsed = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
     schedule = EvictionSchedule(parsed, 0, tuple(range(layers)), kv_heads, head_dim, block_size)
     recording = Recording.of_recipe(parsed, group, head_dim, itemsize)
-    return Planner(schedule, recording, range(layers), requests, blocks, FreedBlocks())
+    return Planner(schedule, recording, range(layers), requests, blocks, EmptiedBlocks())
 
 
 def layer_group(

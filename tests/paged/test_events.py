@@ -19,7 +19,7 @@ from keepset.paged import event_execution
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.query_records import QueryAddition
-from keepset.paged.request_table import FreedBlocks
+from keepset.paged.request_table import EmptiedBlocks
 from keepset.paged.step import StepPlan
 from tests.kernels.quantised import format_of, meant, random_rows
 from tests.methods.naive import Shape, random_statistics
@@ -119,7 +119,7 @@ STEPS = [
 
 def run(group: LayerGroup) -> None:
     """Three steps, whose events are executed; what new tokens write is in the pages already."""
-    queue, draw = EventQueue(FreedBlocks()), torch.Generator().manual_seed(5)
+    queue, draw = EventQueue(EmptiedBlocks()), torch.Generator().manual_seed(5)
     for step in STEPS:
         batch = batch_of(step, WIDTH, BLOCK)
         plan = queue.plan(group, batch)
@@ -227,7 +227,7 @@ def test_a_prompt_of_131072_tokens(recipe: str) -> None:
     few = torch.randn(64, heads, size, 2 * dim, generator=torch.Generator().manual_seed(1)).bfloat16()
     group = layer_group(recipe, [few.repeat(blocks // 64, 1, 1, 1)], 4)
     _ = group.columns
-    queue = EventQueue(FreedBlocks())
+    queue = EventQueue(EmptiedBlocks())
     plan = queue.plan(group, batch_of([(length, length - 64, length)], blocks, size))
     queries = torch.randn(1, 64, heads * 4, dim).bfloat16()
     with Allocated() as allocated:
@@ -248,7 +248,7 @@ def test_scores_that_are_remembered_are_those_that_would_be_made_again(tmp_path:
     save(replace(measured, provenance={"model": {"layers": list(indices)}}), path)
     caches = list(torch.randn(3, 30, 2, 4, 16, generator=torch.Generator().manual_seed(3)))
     group = layer_group(f"adakv(distilled(stats='{path}'), recent=2, keep=10, every=3)", caches, 1)
-    queue = EventQueue(FreedBlocks())
+    queue = EventQueue(EmptiedBlocks())
     for before, after in ((0, 18), (18, 21), (21, 24), (24, 27), (27, 28)):
         queue.plan(group, batch_of([(18, before, after)], 30, 4))
     queue.run()
@@ -272,7 +272,7 @@ def additions(plan: StepPlan) -> list[QueryAddition]:
 
 def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None:
     """Three windows open in one step: two prompts begin alike, and the third has a later page of the first."""
-    group, queue = layer_group("snapkv(window=8, keep=15)", list(random_caches()), GROUP), EventQueue(FreedBlocks())
+    group, queue = layer_group("snapkv(window=8, keep=15)", list(random_caches()), GROUP), EventQueue(EmptiedBlocks())
     queries = torch.randn(LAYERS, 159, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(5))
     for shared, owners in ((), [0, 0, 0]), (((1, 0), (2, 5)), [0, 1, 1]):
         batch = batch_of([(53, 0, 53)] * 3, WIDTH, BLOCK)
@@ -292,7 +292,7 @@ def test_sums_are_a_requests_own_only_where_its_pages_are_anothers_too() -> None
 def test_requests_of_any_phase_are_added_up_together() -> None:
     """Four of them, each a token behind the one before, so that one by one their rings are full in four steps."""
     caches = torch.randn(1, 4 * 60, 2, BLOCK, 2 * DIM)
-    group, queue = layer_group("snapkv(window=64, keep=100, every=64)", list(caches), 2), EventQueue(FreedBlocks())
+    group, queue = layer_group("snapkv(window=64, keep=100, every=64)", list(caches), 2), EventQueue(EmptiedBlocks())
     assert group.planner.recording.waiting == 4
     added = []
     for step in range(30):

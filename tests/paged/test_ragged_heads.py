@@ -15,7 +15,7 @@ from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.ragged_heads import PerHeadSequences, RaggedHeadTables
-from keepset.paged.request_table import FreedBlocks, RequestTable
+from keepset.paged.request_table import EmptiedBlocks, RequestTable
 from keepset.paged.step import RaggedStep
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
@@ -27,7 +27,7 @@ def tables_of(layers: int, kv_heads: int, block_size: int, blocks: int, requests
     recipe = Recipe.parse("adakv(knorm, keep=8)")
     schedule = EvictionSchedule(recipe, 0, tuple(range(layers)), kv_heads, 4, block_size)
     table = RequestTable(layers, kv_heads, block_size, blocks, requests)
-    return RaggedHeadTables(schedule, table, PageGroup(range(layers), layers, blocks), requests, FreedBlocks())
+    return RaggedHeadTables(schedule, table, PageGroup(range(layers), layers, blocks), requests, EmptiedBlocks())
 
 
 class Batch:

@@ -17,7 +17,7 @@ from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.query_records import QueryRecord
-from keepset.paged.request_table import FreedBlocks, RequestState
+from keepset.paged.request_table import EmptiedBlocks, RequestState
 from keepset.paged.step import ScheduledRequest, StepBatch
 
 pytest.importorskip("triton")
@@ -201,7 +201,7 @@ def group_of(recipe: str, caches: Tensor, put: Put) -> tuple[LayerGroup, EventQu
     """Layers with these caches, which an event writes to."""
     angles = torch.arange(64.0)[:, None] / 10.0 ** torch.arange(DIM // 2)
     rotary = RotaryTable(put(torch.cat((angles.cos(), angles.sin()), 1)), halves=True)
-    return layers.layer_group(recipe, list(map(put, caches)), 1, rotary=rotary), EventQueue(FreedBlocks())
+    return layers.layer_group(recipe, list(map(put, caches)), 1, rotary=rotary), EventQueue(EmptiedBlocks())
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ def test_what_depends_on_the_layer_launches_the_same(
             projections = [Projection(Posing(torch.randn(6, HEADS * DIM)), hidden) for _ in range(number)]
             caches = list(Posing(random_caches(number)))
             group = layers.layer_group(text, caches, 1, rotary=rotary, projections=projections)
-            queue = EventQueue(FreedBlocks())
+            queue = EventQueue(EmptiedBlocks())
             plan = queue.plan(group, batch_of(FIRST, posing=True))
             queries = torch.stack([each.queries(hidden[None])[0].transpose(0, 1) for each in projections])
             if plan.in_layers:

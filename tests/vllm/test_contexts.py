@@ -141,7 +141,9 @@ def expected(model: PreTrainedModel, folder: Path, one: Ask) -> list[int]:
     else:
         path = folder / f"{one.extra['keepset']['context']}.safetensors"
         cache = keepset.Cache.load(path, model)
-        for layer in cache.kept_layers.values():  # pages of whole numbers hold what 8 bits stand for, and go on whole
+        for (
+            layer
+        ) in cache.managed_layers.values():  # pages of whole numbers hold what 8 bits stand for, and go on whole
             store = layer.store
             counts = torch.tensor(store.counts).view(store.batch, store.kv_heads)
             layer.store = EntryStore.of(widened(store.packed, counts), counts)

@@ -36,7 +36,7 @@ def scripted(model: Any, text: Sequence[int], prompt: int) -> Iterator[list[int]
 
     def script(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
         calls.append(int((args[0] if args else kwargs["input_ids"]).shape[1]))
-        at = next(iter(kwargs["past_key_values"].kept_layers.values())).logical - prompt
+        at = next(iter(kwargs["past_key_values"].managed_layers.values())).logical - prompt
         logits = torch.full_like(output.logits, -10.0)
         logits[:, -1, text[at] if at < len(text) else 3] = 10.0
         return replace(output, logits=logits)

@@ -535,7 +535,7 @@ def test_segments_of_events_while_decoding_are_counted(architecture: str) -> Non
     assert cell.error is full.error is None and "segments" not in full.figures and len(told) == 2
     for place, name in enumerate(("segments", "segment_length")):
         layers = [
-            [head[place] for event in told.values() for head in event[layer]] for layer in sorted(cache.kept_layers)
+            [head[place] for event in told.values() for head in event[layer]] for layer in sorted(cache.managed_layers)
         ]
         end = round(2 * len(layers) / 7)
         parts = {name: layers, f"{name}_early": layers[:end], f"{name}_late": layers[len(layers) - end :]}
@@ -585,7 +585,7 @@ def test_while_decoding_bytes_are_the_most_after_any_token(text: str) -> None:
             held.append((cache.nbytes, cache.get_seq_length(), cache.share))
             said = logits[:, -1:].argmax(-1)
     nbytes, length, share = max(held, key=lambda each: each[0])
-    entries = sum(layer.store.entries for layer in cache.kept_layers.values())  # type: ignore[union-attr]
+    entries = sum(layer.store.entries for layer in cache.managed_layers.values())  # type: ignore[union-attr]
     assert (cell.figures["kv_bytes"], cell.figures["share"]) == (nbytes, share)
     assert cell.figures["kv_bytes_full"] == full_bytes(model, length)
     assert cell.figures["keep"] == pytest.approx(entries / (2 * 2 * held[-1][1]))

@@ -71,8 +71,8 @@ def check(kind: str, model: Any) -> Row:
     except Exception as error:
         row.findings["model"] = told(error)
         return row
-    row.layers, row.compressed, row.usual = len(past.layers), len(past.kept_layers), usual_layers(kind)
-    if not past.kept_layers:
+    row.layers, row.compressed, row.usual = len(past.layers), len(past.managed_layers), usual_layers(kind)
+    if not past.managed_layers:
         row.refused = next(str(each.message) for each in caught if "keepset compresses nothing" in str(each.message))
         return row
     ids = torch.randint(20, 200, (1, LENGTH), generator=torch.Generator().manual_seed(1))

@@ -14,7 +14,7 @@ from keepset.recording.window import QueryWindow
 
 _NOT_STATE = {
     *("_hooks", "_second", "_perplexity", "_model", "_forecast", "_few", "_from_files", "_waiting"),
-    *("recipe", "observer", "schedule", "needs", "seconds", "positions", "_seconds", "kept_layers", "_config"),
+    *("recipe", "observer", "schedule", "needs", "seconds", "positions", "_seconds", "managed_layers", "_config"),
     "_model_name",
 }
 """Attributes that say nothing of what is cached, or, as positions of the newest forward, nothing any more."""
@@ -33,12 +33,12 @@ def saved_state(cache: keepset.Cache) -> dict[str, Any]:
     gone = (".events", ".history", ".prompt_length", "._is_user", ".progress.known")
     for name in [name for name in found if name.startswith(gone)]:
         del found[name]
-    kept = tuple(f".layers[{index}]." for index in cache.kept_layers)
+    kept = tuple(f".layers[{index}]." for index in cache.managed_layers)
     for name in list(found):
         if name.startswith(kept) and name.rsplit(".", 1)[-1] in ("is_initialized", "dtype", "device", "keys", "values"):
             del found[name]
     for index, layer in enumerate(cache.layers):
-        if index not in cache.kept_layers and layer.keys is not None:
+        if index not in cache.managed_layers and layer.keys is not None:
             for part in ("keys", "values"):
                 first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
                 found[f".layers[{index}].{part}"] = found[f".layers[{index}].{part}"][:, :, first:]

@@ -26,7 +26,7 @@ from tests.hf.walks.reference import Row, feed, reference_model, round_to_8_bits
 from tests.hf.walks.state import difference, saved_state, state
 
 _TRUE_WARNINGS = {
-    "keepset compresses nothing": lambda cache: not cache.kept_layers,
+    "keepset compresses nothing": lambda cache: not cache.managed_layers,
     "compilerkv has no tables": lambda cache: "compilerkv" in str(cache.recipe),
 }
 """What keepset may warn of, and when it is true."""
@@ -98,7 +98,7 @@ class Walk:
         except KeepsetError as error:
             self._refused("make", error)
             return
-        self.kept = tuple(cache.kept_layers)
+        self.kept = tuple(cache.managed_layers)
         self.windowed = len(self.kept) < len(cache.layers)
         self.rewrites = self.recipe.method.stage > 0 and bool(self.kept)
         self.rounds = "quantized(" in self.plan.recipe and bool(self.kept)
@@ -323,7 +323,7 @@ class Walk:
         fresh = self._empty(branch.cache)
         for name in ("rows", "ids", "valid", "ends", "prompt", "told", "events"):
             setattr(branch, name, getattr(fresh, name))
-        left = sum(layer.nbytes for layer in branch.cache.kept_layers.values())
+        left = sum(layer.nbytes for layer in branch.cache.managed_layers.values())
         if left or branch.cache.events or branch.cache.get_seq_length():
             raise WalkError(f"something is left after a reset: {left} bytes")
         self.feed(branch)
@@ -538,8 +538,8 @@ class Walk:
         found: dict[int, Any] = {}
         # New values are fitted to what came in the forward of an event, too, and in those before it.
         if "match(" in self.plan.recipe and (branch.cache.progress.compressed_at or 0) > start:
-            return {index: [{}] * layer.store.kv_heads for index, layer in branch.cache.kept_layers.items()}
-        for index, layer in branch.cache.kept_layers.items():
+            return {index: [{}] * layer.store.kv_heads for index, layer in branch.cache.managed_layers.items()}
+        for index, layer in branch.cache.managed_layers.items():
             columns, exists = layer.store.padded()
             heads = []
             for head in range(exists.shape[1]):
@@ -572,7 +572,7 @@ class Walk:
     def _adopted(self, row: Row, branch: Branch, request: int, until: int) -> Row:
         """With values and biases as they are stored, where the recipe changes them; rounded, if it rounds."""
         layers = dict(row.layers)
-        for index, kept in branch.cache.kept_layers.items():
+        for index, kept in branch.cache.managed_layers.items():
             columns, exists = kept.store.padded()
             layer = layers[index]
             keys, values, bias = layer.keys.clone(), layer.values.clone(), layer.bias.clone()
@@ -646,9 +646,9 @@ class Walk:
             raise WalkError(f"{len(cache.events)} events, and there were {branch.events}")
         if cache._waiting or cache._unfinished:
             raise WalkError("layers wait after a forward")
-        for index, layer in cache.kept_layers.items():
+        for index, layer in cache.managed_layers.items():
             self._check_layer(branch, index, layer.store)
-        collecting = any(layer.prompt is not None for layer in cache.kept_layers.values())
+        collecting = any(layer.prompt is not None for layer in cache.managed_layers.values())
         if (reported := cache.nbytes) != (there := allocated(cache)) and not collecting:
             raise WalkError(f"{reported} bytes are reported, and {there} are allocated")
         repr(cache)

@@ -98,7 +98,7 @@ def test_the_measured_rotation_is_the_models(name: str, dtype: torch.dtype) -> N
     past = keepset.Cache(model, "knorm(keep=1.0)")
     with torch.no_grad():
         model(torch.full((1, 30), 7), past_key_values=past)
-    keys = past.kept_layers[0].store.padded()[0]["keys"]
+    keys = past.managed_layers[0].store.padded()[0]["keys"]
     layer = statistics.layers[0]
     measured = RowStatistics(lambda name: getattr(layer, name)[None])
     turned = torch.stack(

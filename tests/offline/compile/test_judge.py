@@ -27,7 +27,7 @@ by_model = pytest.mark.parametrize("name", ["llama", "llama_mqa", "gemma3"])
 
 def acting(model: Any, keep: int, seed: int = 0) -> Tables:
     """Random tables for one budget."""
-    layers = len(keepset.Cache(model, "knorm(keep=1.0)").kept_layers)
+    layers = len(keepset.Cache(model, "knorm(keep=1.0)").managed_layers)
     draw = torch.Generator().manual_seed(seed)
     tables = empty(layers, model.config.num_attention_heads, [keep])
     weights, gate = (torch.rand(part.shape, generator=draw) for part in (tables.weights, tables.gate))
@@ -85,7 +85,7 @@ def test_the_risk_is_what_bins_are_made_of(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         output = model(ids, output_attentions=True)
     model.set_attn_implementation("sdpa")
-    compressed = keepset.Cache(model, "knorm(keep=1.0)").kept_layers
+    compressed = keepset.Cache(model, "knorm(keep=1.0)").managed_layers
     heads = [head[-WINDOW:].tolist() for index in compressed for head in output.attentions[index][0]]
     mass = [sum(row[t] for head in heads for row in head) for t in range(TOKENS)]
     share = [each / sum(mass) for each in mass]
