@@ -22,7 +22,7 @@ from keepset.bench.tasks.task import Example
 from keepset.hf.prompt_session import Recorder
 from keepset.models import embedded_folder
 
-RECIPE = "quantized(match(pool(distilled)), bytes={share})"
+RECIPE = "quantized(match(pool(distilled)), bits=8, bytes={share})"
 SHARES = (0.5, 0.25, 0.1, 0.05)
 TOKENS = 10
 
