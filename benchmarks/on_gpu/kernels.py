@@ -135,7 +135,9 @@ def _paged(bench: Bench, entries: int, requests: int) -> None:
     places = torch.arange(few, device=bench.device).expand(requests, few)
     recorded = RecordedQueries(rings, torch.arange(requests, device=bench.device), places)
     last = entries - few + places
-    sums = ColumnTarget(bias, last, torch.zeros(requests, dtype=torch.int64, device=bench.device), bench.head_dim**-0.5)
+    sums = ColumnTarget(
+        bias, last, torch.zeros(requests, dtype=torch.int64, device=bench.device), Softmax(bench.head_dim**-0.5)
+    )
 
     def received() -> Callable[[], Any]:
         there = layout(ragged)
