@@ -42,6 +42,8 @@ def refusal(text: str) -> str:
 def values(kind: type, metadata: Any) -> st.SearchStrategy[Any]:
     """Values of one parameter, in its range."""
     low, high = metadata.get("minimum"), metadata.get("maximum")
+    if choices := metadata.get("choices"):
+        return st.sampled_from(choices)
     if kind is bool:
         return st.booleans()
     if kind is int:

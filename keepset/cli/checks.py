@@ -168,12 +168,16 @@ def parse_budgets(text: str) -> list[Budget]:
             raise BudgetError(f"The budget {part.strip()!r} is not a number{ending}")
         if isinstance(value, int) and value.bit_length() > 63:
             raise BudgetError(f"The budget {part.strip()} is too large a number: {allowed}.")
-        if isinstance(value, int) and 1 <= value < _FEW:
-            entries = "one entry" if value == 1 else f"{value} entries"
-            percent = "all bytes are 1.0" if value == 1 else f"{value} % of the bytes are {value / 100:g}"
-            note(f"The budget {value} is {entries} of every head; {percent}.")
         budgets.append(Budget(value) if isinstance(value, int) else Budget(bytes=value))
     return budgets
+
+
+def note_few_entries(budgets: Iterable[Budget]) -> None:
+    """Say what a small whole number means, since a percentage may be meant."""
+    for number in [budget.keep for budget in budgets if isinstance(budget.keep, int) and budget.keep < _FEW]:
+        entries = "one entry" if number == 1 else f"{number} entries"
+        percent = "all bytes are 1.0" if number == 1 else f"{number} % of the bytes are {number / 100:g}"
+        note(f"The budget {number} is {entries} of every head; {percent}.")
 
 
 def _guess(text: str) -> str:

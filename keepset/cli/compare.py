@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_measured, check_minutes, check_text, check_writable, offered_recipes, parse_budgets
+from keepset.cli.checks import (
+    check_measured,
+    check_minutes,
+    check_text,
+    check_writable,
+    note_few_entries,
+    offered_recipes,
+    parse_budgets,
+)
 from keepset.cli.console import (
     bounded,
     counted,
@@ -106,6 +114,7 @@ def compare(
     # The defaults of prompts depend on the model.
     parsed = [] if recipes is None and not decode else Recipe.parse_list(DECODING if recipes is None else recipes)
     given = parse_budgets((DECODING_BUDGETS if decode else BUDGETS) if budgets is None else budgets)
+    note_few_entries(given)
     _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
     _check_budgets(decode, given)
     check_minutes(minutes)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from keepset.cli.checks import check_least, check_minutes, check_writable, parse_budgets, parse_whole
+from keepset.cli.checks import check_least, check_minutes, check_writable, note_few_entries, parse_budgets, parse_whole
 from keepset.cli.console import note, output, status
 from keepset.cli.options import Json, Minutes, Recipes, Temperature, takes_model
 from keepset.cli.results import print_summary
@@ -137,6 +137,7 @@ def evaluate(
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     each = _EVERY if every is None else every
+    note_few_entries([] if budgets is None else parse_budgets(budgets))
     candidates = {task.name: _candidates(task, recipes, budgets, each, stay, not no_baselines) for task in chosen}
     if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
         limit = _GENERATED

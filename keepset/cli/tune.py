@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from keepset.cli.checks import check_minutes, check_whole, check_writable, parse_budgets
+from keepset.cli.checks import check_minutes, check_whole, check_writable, note_few_entries, parse_budgets
 from keepset.cli.console import (
     bounded,
     load,
@@ -49,6 +49,7 @@ def tune(
     """
     began = time.monotonic()
     budgets = parse_budgets(budget)
+    note_few_entries(budgets)
     if len(budgets) > 1:
         raise BudgetError(f"--budget {budget!r} is more than one: all recipes are compared under one, give that.")
     check_whole(2**63, seed=(seed, 0))

@@ -80,7 +80,10 @@ def recipes(task: str, path: str = "sweep.sqlite") -> list[str]:
 @pytest.mark.full
 def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     done = run(*NEEDLE, "--json", "-")
-    assert (done.code, done.err) == (0, WHERE)
+    assert (done.code, done.err) == (
+        0,
+        "The budget 40 is 40 entries of every head; 40 % of the bytes are 0.4.\n" + WHERE,
+    )
     summary = json.loads(done.out)
     recipes = [FULL, "snapkv(window=8, bytes=0.5)", "snapkv(window=8, keep=40)", *BASELINES]
     assert [row["task"] for row in summary["rows"]] == ["needle@256"] * 7 + ["needle@300"] * 7
