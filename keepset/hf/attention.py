@@ -254,10 +254,8 @@ def joined(layers: Sequence[AttentionInput]) -> AttentionInput:
             "Layers of this model attend to the same keys in different ways, which keepset does not support."
         )
     kv_heads, whole = first.key.shape[1], copy.copy(first)
-    whole.query, whole.modules = (
-        by_group([each.query for each in layers], kv_heads, 1),
-        [each.module for each in layers],
-    )
+    whole.query = by_group([each.query for each in layers], kv_heads, 1)
+    whole.modules = [each.module for each in layers]
     if first.softmax.sinks is not None:
         sinks = [each.softmax.sinks for each in layers if each.softmax.sinks is not None]
         whole.softmax = replace(first.softmax, sinks=by_group(sinks, kv_heads, 0))

@@ -31,10 +31,10 @@ def can_go_together(model: PreTrainedModel) -> bool:
     All of its layers must be keepset's and hold keys and values of their own. And the model must not rotate
     tokens by the longest request of a call, as some ways to extend a model's context do.
     """
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    config = model.config.get_text_config(decoder=True)
+    layers = DynamicCache(config=config).layers
     rotations = {str(getattr(module, "rope_type", "")) for module in model.modules()}
     by_the_longest = any(kind in rotation for rotation in rotations for kind in ("dynamic", "longrope"))
-    config = model.config.get_text_config(decoder=True)
     shares = bool(readers_of(config)) or caches_latents(config)
     return all(type(layer) is DynamicLayer for layer in layers) and not (by_the_longest or shares)
 

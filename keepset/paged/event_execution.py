@@ -281,7 +281,7 @@ class EventQueue:
     """
 
     def __init__(self, emptied_blocks: EmptiedBlocks) -> None:
-        self._freed_blocks = emptied_blocks
+        self._emptied_blocks = emptied_blocks
         self.steps: dict[LayerGroup, StepPlan] = {}
 
     def plan(self, group: LayerGroup, batch: StepBatch) -> StepPlan:
@@ -328,4 +328,4 @@ class EventQueue:
             for event in plan.events:
                 for record in event.records:
                     group.columns.forget(record.slot)
-        self._freed_blocks.settle()
+        self._emptied_blocks.settle()

@@ -136,7 +136,7 @@ class RaggedHeadTables(BlockTables):
     ) -> None:
         super().__init__(schedule)
         self._table, self._group, self._max_requests = table, group, max_requests
-        self._freed_blocks, self._replays = emptied_blocks, replays
+        self._emptied_blocks, self._replays = emptied_blocks, replays
         self._rows: PageLayout | None = None
         self._is_steady = False
 
@@ -232,7 +232,7 @@ class RaggedHeadTables(BlockTables):
         if self.schedule_of(requests[0]).fixed:
             first = batch.tensor([self.schedule_of(one).freed(one.prompt, one.after) for one in requests])
         else:
-            self._freed_blocks.add(self._table, pages)
+            self._emptied_blocks.add(self._table, pages)
         longest = max(request.after for request in requests)
         return self.pages_of(rows, batch.block_table[rows], longest, first)
 

@@ -163,9 +163,8 @@ class EngineContext:
         layer_ids = tuple(self.layers.values())
         index = layer_ids[self._specs_made % len(layer_ids)]
         self._specs_made += 1
-        self.block_size = (
-            spec.block_size
-        )  # other groups of layers may have smaller blocks, as the configuration then says
+        # Other groups of layers may have smaller blocks, as the configuration then says.
+        self.block_size = spec.block_size
         ask_for_prompt_lengths(self.config)
         if self._ring is None:  # vLLM has not measured memory yet
             self._check_cache(spec)
