@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two processes of one thread: with two threads each they would wait for one another most of the time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: setup setup-vllm demo test test-all test-papers check docs format bench bench-gpu clean
+.PHONY: setup setup-vllm demo test test-all test-gpu test-papers check docs format bench bench-gpu clean
 
 setup: .venv/.ready
 
@@ -48,6 +48,10 @@ test-all: setup-vllm
 # Tables and figures of the papers on the embedded model.
 test-papers: setup
 	$(PYTEST) --full --papers tests/cli/test_reproduce.py
+
+# Needs a GPU: kernels as they are compiled for it, and what the runtimes make of them.
+test-gpu: setup
+	$(PYTEST) --gpu --full -n 8
 
 check: setup
 	$(BIN)/ruff check .

@@ -73,7 +73,7 @@ def main() -> int:
         figures = [figure.to_json() for figure in bench.figures]
         (out / "gpu.json").write_text(json.dumps({"machine": machine, "figures": figures}, indent=1))
         (out / "gpu.md").write_text(table + "\n")
-    return 0
+    return int(bench.failed)
 
 
 def _name(device) -> str:  # type: ignore[no-untyped-def]

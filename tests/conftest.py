@@ -1,5 +1,5 @@
 # First of all: only what is imported of keepset after this line is checked while it runs.
-from tests import tiers, typecheck
+from tests import on_gpu, tiers, typecheck
 
 if tiers.TYPECHECK:
     typecheck.install()
@@ -14,8 +14,11 @@ import pytest
 if TYPE_CHECKING:  # the process that only divides the tests among others need not wait for them
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Read when Triton is first imported, by whoever does; kernels run in it where a test says so.
-os.environ["TRITON_INTERPRET"] = "1"
+if on_gpu.GPU:
+    on_gpu.start()
+else:
+    # Read when Triton is first imported, by whoever does; kernels run in it where a test says so.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 pytest_plugins = ["tests.kernels.interpreter"]
 
@@ -26,12 +29,15 @@ FILE = pytest.StashKey[Path]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="all tests, with more examples and types checked at run time")
+    parser.addoption("--gpu", action="store_true", help="tensors lie on a GPU, for which kernels are compiled")
     parser.addoption("--papers", action="store_true", help="only those marked papers, which no tier has; with --full")
     parser.addoption("--contract", action="store_true", help="only those marked contract, which no tier has")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """In the fast tier modules that are of the full one as a whole are not even imported."""
+    """In the fast tier modules that are of the full one as a whole are not even imported; on a GPU, few are."""
+    if on_gpu.GPU and collection_path.suffix == ".py" and not on_gpu.has_tests(collection_path):
+        return True
     if tiers.FULL or collection_path.suffix != ".py":
         return None
     return "\npytestmark = pytest.mark.full\n" in collection_path.read_text(encoding="utf-8") or None

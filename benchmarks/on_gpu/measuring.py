@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ class Bench:
     device: torch.device
     deadline: float
     figures: list[Figure] = field(default_factory=list)
+    failed: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -90,10 +92,12 @@ class Bench:
             figure.milliseconds = self.times(make(), repeats)
         except torch.cuda.OutOfMemoryError:
             figure.missing = "does not fit"
-        except RuntimeError as error:
-            if "No available kernel" not in str(error):
-                raise
-            figure.missing = "PyTorch has no such kernel here"
+        except Exception as error:  # the other figures are worth having
+            no_kernel = "No available kernel" in str(error)
+            figure.missing = "PyTorch has no such kernel here" if no_kernel else f"failed: {type(error).__name__}"
+            if not no_kernel:
+                self.failed = True
+                traceback.print_exc()
         if self.on_gpu:
             torch.cuda.empty_cache()
         median = figure.median

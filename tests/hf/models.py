@@ -28,6 +28,7 @@ from keepset.core.statistics import offer, save
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
 from tests.methods.naive import random_modules, random_predictor
+from tests.on_gpu import GPU
 
 torch.set_num_threads(1)
 
@@ -125,7 +126,7 @@ def with_random_weights(model: Any) -> Any:
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.data = 0.15 * noise if parameter.ndim > 1 else parameter.data + 0.2 * noise
-    return model
+    return model.to("cuda") if GPU else model
 
 
 @cache

@@ -16,8 +16,9 @@ import keepset
 from keepset.core.keep_set import KeepSet
 from keepset.errors import KeepsetError
 from keepset.hf.batch import can_go_together, go_together
-from keepset.kernels import dispatch
 from tests.hf.models import prompt, same_keep_set, tiny
+from tests.kernels.interpreter import on_operators
+from tests.on_gpu import pretends
 
 SEGMENTS = "window=6, kernel=3, segment_mass=0.2, min_segment=2, max_segment=6"
 RECIPES = {
@@ -73,7 +74,7 @@ def same(ours: keepset.Cache, alone: keepset.Cache) -> None:
 def plainly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run on PyTorch's operators."""
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "INTERPRETED", False)
+        on_operators(patch)
         yield
 
 
@@ -151,6 +152,7 @@ def test_recipes_may_differ_from_row_to_row(
 
 
 @pytest.mark.full
+@pretends
 @torch.no_grad()
 def test_launches_do_not_grow_with_rows(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the host wait for anything: rows of any lengths and layouts, on a make-believe GPU."""

@@ -22,7 +22,6 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.select import ranked_scores, top_mask
 from keepset.core.traits import Traits
-from keepset.kernels import dispatch
 from tests.allocators.nestings import AROUND, CAPS, Nesting, allowed, made
 from tests.hf.models import (
     ARCHITECTURES,
@@ -39,6 +38,7 @@ from tests.hf.models import (
     refusal,
     tiny,
 )
+from tests.kernels.interpreter import on_operators
 
 LENGTH, PADDING, NEW = 40, [0, 7], 4
 COMPRESSED = [name for name in ARCHITECTURES if name != "mistral_window"]
@@ -374,7 +374,7 @@ def both_kernels(text: Any, padding: list[int], architecture: str, monkeypatch: 
     cache = keepset.Cache(model, text)
     output = generate(model, ids, cache, mask, max_new_tokens=3)
     assert oracle_gap(model, cache, output, mask) < 1e-4
-    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    on_operators(monkeypatch)
     plain = keepset.Cache(model, text)
     assert torch.equal(output.sequences, generate(model, ids, plain, mask, max_new_tokens=3).sequences)
     assert cache.keep_set.iou(plain.keep_set).eq(1).all() and cache.nbytes == plain.nbytes

@@ -1,4 +1,4 @@
-"""Kernels in Triton, run on a CPU by its interpreter, as fixtures."""
+"""Kernels in Triton as fixtures: run on a CPU by its interpreter, or compiled where tests run on a GPU."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.on_gpu import GPU
 
-@pytest.fixture(params=["pytorch", "triton"])
+
+@pytest.fixture(params=["triton"] if GPU else ["pytorch", "triton"])
 def implementation(request: pytest.FixtureRequest) -> str:
-    """Kernels as PyTorch runs them, and in Triton's interpreter."""
+    """Kernels as PyTorch runs them, and in Triton."""
     if request.param == "triton":
         request.getfixturevalue("triton_interpreted")
     return str(request.param)
@@ -19,7 +21,13 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def triton_interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels in Triton run on tensors of the CPU; `tests/conftest.py` has turned its interpreter on."""
+    """Kernels in Triton run on tensors of the CPU; `tests/conftest.py` has turned its interpreter on.
+
+    Nothing is interpreted where tests run on a GPU.
+    """
+    if GPU:
+        yield
+        return
     from keepset.kernels import dispatch  # loads torch, which the process that only divides the tests need not
 
     interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -33,6 +41,14 @@ def triton_interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
     with patched_once(interpreter):
         yield
+
+
+def on_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on a test runs on PyTorch's operators, on whichever device."""
+    from keepset.kernels import dispatch
+
+    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
 
 
 @contextmanager

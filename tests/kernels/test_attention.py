@@ -18,6 +18,7 @@ from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.packed import HeadRun, PackedHeads
 from keepset.kernels.softmax import Softmax
 from tests.kernels.four_bits import matrix, meant
+from tests.on_gpu import pretends
 
 # Entries of every head of every request, [batch][kv_heads].
 COUNTS = [
@@ -341,6 +342,7 @@ def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) 
         assert torch.equal(part[untouched].nan_to_num(), old[untouched].nan_to_num())
 
 
+@pretends
 def test_each_kernel_is_launched_on_the_gpu_of_its_tensors(
     triton_interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from keepset.kernels.columns import (
 )
 from keepset.kernels.softmax import Softmax
 from tests.kernels.test_attention import other_softmax, seeded
+from tests.on_gpu import pretends
 
 SIZES = [1, 2, 63, 64, 65, 127, 128, 129, 200]  # around one and two chunks of queries
 HEADS = [pytest.param(2, 1, 5, id="mha"), pytest.param(2, 3, 8, id="gqa"), pytest.param(1, 8, 3, id="mqa")]
@@ -117,6 +118,7 @@ class Called(TorchDispatchMode):
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 
 
+@pretends
 @pytest.mark.parametrize(
     ("dtype", "sizes", "modern", "operator"),
     [
@@ -152,6 +154,7 @@ def test_operators_that_a_gpu_is_given(
     assert [each for each in called.operators if each[0] in (FLASH, EFFICIENT)] == ([operator] if operator else [])
 
 
+@pretends
 def test_what_an_operator_pads_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads are padded to what it takes, and what it gives is cut: on a CPU's operator that pads as a GPU's does."""
     pytest.importorskip("triton")

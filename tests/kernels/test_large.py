@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels import dispatch
 from keepset.kernels.attention import append_entries, ragged_attention
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_layout import PageLayout
@@ -20,6 +19,7 @@ from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, PagedT
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.softmax import Softmax
 from keepset.kernels.window import add_received
+from tests.kernels.interpreter import on_operators
 from tests.kernels.test_attention import packed_heads
 
 HALF = torch.bfloat16
@@ -44,7 +44,7 @@ def test_tokens_far_apart(triton_interpreted: None, monkeypatch: pytest.MonkeyPa
     attended = ragged_attention(apart(queries), [packed], Softmax(0.3), positions)
     add_received(column, apart(queries), packed, 2, positions, Softmax(0.3))
     append_entries([packed], apart(new), apart(new), positions)
-    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    on_operators(monkeypatch)
     torch.testing.assert_close(attended, ragged_attention(queries, [packed], Softmax(0.3), positions), **TOLERANCE)
     add_received(right, queries, packed, 2, positions, Softmax(0.3))
     torch.testing.assert_close(column, right, rtol=1e-4, atol=1e-4)
@@ -78,7 +78,7 @@ def test_pages_of_a_large_pool(triton_interpreted: None, monkeypatch: pytest.Mon
         return [output.float(), column[:, beyond:], pages, *take_entries([pool], slots + beyond), pool[-4:]]
 
     made = all_of_it(far, before)
-    monkeypatch.setattr(dispatch, "INTERPRETED", False)
+    on_operators(monkeypatch)
     for mine, right in zip(made, all_of_it(near, 0), strict=True):
         torch.testing.assert_close(mine, right, **TOLERANCE)
 

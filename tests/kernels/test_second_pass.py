@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from keepset.kernels import dispatch, second_pass
+from keepset.kernels import second_pass
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from keepset.kernels.softmax import Softmax
+from tests.kernels.interpreter import on_operators
 from tests.kernels.test_attention import attention_of, other_softmax
 from tests.methods.naive import EXACT, dot, softmax
 from tests.tiers import examples
@@ -76,7 +77,8 @@ def test_as_kernels_of_a_gpu_make_it(triton_interpreted: None, value_dim: int) -
     scopes = (3, None), (1, SoftmaxScope(2, 3, 7)), (4, SoftmaxScope(0, 0, 5))
     pieces = [PackedSequence(*each) for each in scopes]
     made = second_pass_attention(queries, entries, own, Softmax(0.5), NAMES, pieces)
-    with patch.object(dispatch, "INTERPRETED", False):
+    with pytest.MonkeyPatch.context() as patch:
+        on_operators(patch)
         right = second_pass_attention(queries, entries, own, Softmax(0.5), NAMES, pieces)
     torch.testing.assert_close(made, right, **EXACT)
 
