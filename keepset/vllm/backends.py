@@ -14,7 +14,7 @@ from vllm import _custom_ops as ops
 from vllm.config import get_current_vllm_config_or_none
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
@@ -23,7 +23,7 @@ from keepset.vllm.cpu_pages import CPUPages
 from keepset.vllm.cpu_rows import RowsImpl, RowsMetadataBuilder, RowsMixin, attend_ragged
 from keepset.vllm.engine_context import PlannedStep, activate, active
 from keepset.vllm.formats import WHOLE, with_row_scales
-from keepset.vllm.metadata import KeepBuilder
+from keepset.vllm.metadata import KeepBuilder, RecurrentBuilder
 from keepset.vllm.settings import recipe_of
 
 
@@ -164,9 +164,20 @@ class KeepBackend(AttentionBackend):
 
 def __getattr__(name: str) -> type[AttentionBackend]:
     """Return the backend that vLLM calls by this name."""
+    if name in MambaAttentionBackendEnum.__members__:
+        return _recurrent_backend(name)
     if name not in AttentionBackendEnum.__members__:
         raise AttributeError(name)
     return _backend(name)
+
+
+@cache
+def _recurrent_backend(name: str) -> type[AttentionBackend]:
+    """Return vLLM's backend of recurrent layers, whose builder refuses a model that has no others."""
+    plain = resolve_obj_by_qualname(MambaAttentionBackendEnum[name].value)
+    place = {"__module__": __name__}
+    builder = type(f"Keep{plain.get_builder_cls().__name__}", (RecurrentBuilder, plain.get_builder_cls()), place)
+    return type(name, (plain,), place | {"get_builder_cls": staticmethod(lambda: builder)})
 
 
 @cache

@@ -155,12 +155,17 @@ class EngineContext:
         """Return the kind of cache of the next layer: vLLM asks for one after another.
 
         It also asks for blocks of one token, to know what these take; such a block is no layer's.
+
+        Raises:
+            UnsupportedEngineError, UnsupportedModelError: the model's layers cannot be compressed.
         """
-        if spec.block_size == 1 or leaves_alone(spec):
+        if spec.block_size == 1:
             return spec
-        if self._watch is not None:  # the model is built
+        layer_ids = tuple(self.layers.values())  # the model is built, so that layers can be refused
+        if leaves_alone(spec):
+            return spec
+        if self._watch is not None:
             self._watch.remove()
-        layer_ids = tuple(self.layers.values())
         index = layer_ids[self._specs_made % len(layer_ids)]
         self._specs_made += 1
         # Other groups of layers may have smaller blocks, as the configuration then says.
@@ -281,3 +286,17 @@ def activate() -> EngineContext | None:
 def active() -> EngineContext | None:
     """Return the context of the model that was loaded last, if that has a recipe."""
     return _active
+
+
+def check_model(config: VllmConfig) -> None:
+    """Refuse a model of which no layer is compressed, if the configuration has a recipe.
+
+    Args:
+        config: vLLM's configuration, whose model is built.
+
+    Raises:
+        UnsupportedEngineError, UnsupportedModelError: the recipe cannot be served.
+    """
+    recipe = recipe_of(config)
+    if recipe is not None and (_active is None or _active.config is not config):
+        _ = EngineContext(config, recipe).layers

@@ -22,7 +22,7 @@ from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.vllm import stats
 from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host, softcap_of
-from keepset.vllm.engine_context import EngineContext, PlannedStep, active
+from keepset.vllm.engine_context import EngineContext, PlannedStep, active, check_model
 from keepset.vllm.query_projection import find_rotation
 from keepset.vllm.spec import KeepSpec
 
@@ -182,3 +182,19 @@ class KeepBuilder:
             _ = self._group.columns  # allocated before a graph captures its address
         self._context.begin(PlannedStep(self._group, plan, self._places, metadata))
         return metadata
+
+
+class RecurrentBuilder:
+    """A mixin for vLLM's metadata builders of recurrent layers, which are never compressed.
+
+    A model that has no other layers asks none of keepset's backends for anything, so it is refused here.
+
+    Raises:
+        UnsupportedModelError: the configuration has a recipe, and no layer of the model is compressed.
+    """
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any, **kwargs: Any
+    ) -> None:
+        check_model(vllm_config)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **kwargs)  # type: ignore[call-arg]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def register() -> None:
     """Register keepset's backends. vLLM calls this in each of its processes."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum, register_backend
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 
     from keepset.vllm import stats
@@ -17,3 +17,6 @@ def register() -> None:
     for backend in AttentionBackendEnum:
         if backend.value and not backend.is_overridden():
             register_backend(backend, f"keepset.vllm.backends.{backend.name}")
+    for recurrent in MambaAttentionBackendEnum:
+        if recurrent.value and not recurrent.is_overridden():
+            register_backend(recurrent, f"keepset.vllm.backends.{recurrent.name}", is_mamba=True)

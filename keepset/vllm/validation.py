@@ -158,13 +158,13 @@ def check_layers(config: VllmConfig, recipe: Recipe, layers: Sequence[Any], othe
         UnsupportedEngineError: vLLM's configuration is why.
         UnsupportedModelError: the model is why.
     """
-    if reasons := list(_of_others(config, recipe, others)):
-        raise UnsupportedEngineError(_joined(recipe, reasons))
     if not layers:
         raise UnsupportedModelError(
             f"keepset cannot serve {recipe}: what the model's layers hold is bounded by itself (windows, chunks or "
             "recurrent states), so there is nothing to compress; serve the model without a recipe."
         )
+    if reasons := list(_of_others(config, recipe, others)):
+        raise UnsupportedEngineError(_joined(recipe, reasons))
     shapes = {(layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size) for layer in layers}
     if len(shapes) > 1:
         raise UnsupportedModelError(

@@ -16,6 +16,9 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     Lfm2Config,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3NextConfig,
 )
@@ -278,3 +281,19 @@ def test_beside_gated_delta_nets(deltas: Path) -> None:
             assert heads == [event.keep_set.positions(layer, 0, head).tolist() for head in range(4)]
     assert few.steps[-1]["free"] - plain.steps[-1]["free"] == few.stats["blocks_freed"] > 0
     few.check_nothing_left()
+
+
+@pytest.mark.full
+def test_models_without_layers_that_grow_are_refused(tmp_path: Path) -> None:
+    """When the engine starts: of recurrent layers vLLM asks keepset nothing else."""
+    shape = {name: SHAPE[name] for name in ("hidden_size", "vocab_size")}
+    configs: dict[str, PreTrainedConfig] = {
+        "windows": MistralConfig(**SHAPE, num_hidden_layers=1, sliding_window=WINDOW),
+        "states": MambaConfig(**shape, state_size=4, num_hidden_layers=1),
+    }
+    some = {}
+    for name, config in configs.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        some[name] = on(tmp_path / name, Scenario("knorm(keep=40)", []))
+    for answer in answers_of(some).values():
+        assert "nothing to compress; serve the model without a recipe" in answer
