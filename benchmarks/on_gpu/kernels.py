@@ -123,7 +123,7 @@ def _paged(bench: Bench, entries: int, requests: int) -> None:
 
     def ours(counts: Sequence[int], bias: Tensor | None = None) -> Callable[[], Any]:
         there = layout(counts)
-        return lambda: paged_attention(queries, [cache], 0, tokens, there, bench.head_dim**-0.5, output, bias)
+        return lambda: paged_attention(queries, [cache], 0, tokens, there, Softmax(bench.head_dim**-0.5), output, bias)
 
     uniform, ragged = [keep - 1] * bench.kv_heads, ragged_counts(keep - 1, bench.kv_heads)
     bench.run(part, "uniform", lambda: ours(uniform), nbytes=nbytes)

@@ -20,6 +20,7 @@ from keepset.kernels.page_entries import LayerPages, addresses_of, read_pages
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
+from keepset.kernels.softmax import Softmax, softmax_attention
 
 _QUERIES = 128
 """Queries of one request that attend at a time in PyTorch, so that the mask stays small."""
@@ -72,7 +73,7 @@ def paged_attention(
     place: int,
     tokens: PagedTokens,
     layout: PageLayout,
-    scaling: float,
+    softmax: Softmax,
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
     format: PageFormat | None = None,
@@ -88,7 +89,7 @@ def paged_attention(
         place: index of the layer that attends.
         tokens: the tokens that attend; the output of others is not written.
         layout: of this layer, row by row.
-        scaling: factor of the logits.
+        softmax: what the layer does with products; its sinks are `[query_heads]`.
         output: where results go, contiguous; zero for a token that sees nothing.
         bias: for each slot `(block * kv_heads + head) * block_size + offset` of each layer, added to the logits of the
             entries that were kept at the newest event.
@@ -99,7 +100,7 @@ def paged_attention(
 
         with launched_on(queries.device):
             paged.attend(
-                queries, caches[place], addresses_of(caches), place, tokens, layout, scaling, output, bias, format
+                queries, caches[place], addresses_of(caches), place, tokens, layout, softmax, output, bias, format
             )
         return
     group = PageGroup(range(place, place + 1), len(caches), len(caches[0]))
@@ -110,7 +111,7 @@ def paged_attention(
             return format.decode(keys, format.key_scale), format.decode(values, format.value_scale)
         return keys, values
 
-    attend_pages(queries, read, caches[0].shape[2], tokens, layout, group, scaling, output, bias)
+    attend_pages(queries, read, caches[0].shape[2], tokens, layout, group, softmax, output, bias)
 
 
 def attend_pages(
@@ -120,7 +121,7 @@ def attend_pages(
     tokens: PagedTokens,
     layout: PageLayout,
     group: PageGroup,
-    scaling: float,
+    softmax: Softmax,
     output: Float[Tensor, "tokens query_heads head_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
@@ -150,10 +151,16 @@ def attend_pages(
             seen = entry[:width] < (entries[:, None] - (longest - lengths))[..., None]
             mask = added[:, None, :width].where(seen, float("-inf"))[:, None]
             grouped = queries[places].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-            # Expanded, because SDPA would multiply what it has to broadcast itself: three times as slow.
-            own_keys, own_values = (part[:, :, :width].expand(-1, len(grouped[0]), -1, -1) for part in (keys, values))
-            attended = F.scaled_dot_product_attention(grouped, own_keys, own_values, mask, scale=scaling)
-            output[places] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+            own_keys, own_values = keys[:, :, :width], values[:, :, :width]
+            if softmax.plain:
+                # Expanded, because SDPA would multiply what it has to broadcast itself: three times as slow.
+                own_keys, own_values = (part.expand(-1, len(grouped[0]), -1, -1) for part in (own_keys, own_values))
+                attended = F.scaled_dot_product_attention(grouped, own_keys, own_values, mask, scale=softmax.scaling)
+                output[places] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+            else:  # KV heads are those of one request, because each query head has a sink of its own
+                mask = mask.expand(-1, len(grouped[0]), -1, -1).flatten(0, 1)[None]
+                rows = grouped.flatten(0, 1)[None], own_keys[:, 0][None], own_values[:, 0][None]
+                output[places] = softmax_attention(*rows, softmax, mask)[0][0]
 
 
 def append_to_pages(

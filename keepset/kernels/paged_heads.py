@@ -10,6 +10,7 @@ from torch import Tensor
 
 from keepset.kernels.dispatch import PRODUCT_BLOCK
 from keepset.kernels.page_format import PageFormat
+from keepset.kernels.softmax import Softmax, normalised
 
 ReadRows = Callable[[Int[Tensor, "heads pages"]], tuple[Shaped[Tensor, "heads entries row"], ...]]
 """Return the keys and the values of whole sub-pages as they are stored, each head's pages joined."""
@@ -23,7 +24,7 @@ def attend_heads(
     tables: Int[Tensor, "heads pages"],
     lengths: Int[Tensor, " heads"],
     block_size: int,
-    scaling: float,
+    softmax: Softmax,
     output: Float[Tensor, "heads group head_dim"],
     format: PageFormat | None = None,
     bias: Callable[[Int[Tensor, " some"], int], Float[Tensor, "some entries"]] | None = None,
@@ -32,6 +33,7 @@ def attend_heads(
 
         output = softmax(queries @ keys' * scaling + bias) @ values
 
+    The logits may be capped, and there may be a sink beside the entries.
     Heads of about one length are computed together, in blocks. Quantised numbers are multiplied as they are; their
     scales are multiplied to logits and weights, of which there are fewer. Products are made in float32.
 
@@ -41,7 +43,7 @@ def attend_heads(
         tables: the sub-pages of each head, in the order of its entries.
         lengths: the number of entries of each head.
         block_size: entries of a page.
-        scaling: factor of the logits.
+        softmax: what the layer does with products; its sinks are `[heads, group]`.
         output: written to; zero for a head without entries.
         format: how rows are read if the cache is quantised.
         bias: returns what is added to the logits of some heads' first entries, of which it is given the number.
@@ -61,12 +63,14 @@ def attend_heads(
         key_scale = value_scale = None
         if format is not None:
             (keys, key_scale), (values, value_scale) = format.parts(keys), format.parts(values)
-        logits = torch.bmm(queries[some].float().mul_(scaling * key_factor), keys.float().transpose(1, 2))
+        logits = torch.bmm(queries[some].float().mul_(softmax.scaling * key_factor), keys.float().transpose(1, 2))
         if key_scale is not None:
             logits.mul_(key_scale[:, None])
+        logits = softmax.capped(logits)
         if bias is not None:
             logits += bias(some, keys.shape[1])[:, None]
-        weights = logits.masked_fill_(hidden[:, None], float("-inf")).softmax(-1)
+        sinks = None if softmax.sinks is None else softmax.sinks[some]
+        weights = normalised(logits.masked_fill_(hidden[:, None], float("-inf")), sinks)
         if value_scale is not None:
             weights.mul_(value_scale[:, None])
         attended = torch.bmm(*_without_garbage(weights, values.float(), hidden, shortest))

@@ -11,9 +11,10 @@ from vllm.forward_context import get_forward_context
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.pages import StridedPages
-from keepset.vllm.compat import fill_scales
+from keepset.vllm.compat import fill_scales, softcap_of
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.formats import format_of
 
@@ -37,6 +38,11 @@ class CompressedAttentionImpl:
         assert context is not None
         self._context = context
         self._pages: tuple[Tensor, Pages] | None = None
+
+    @property
+    def softmax(self) -> Softmax:
+        """What the layer does with products; it gets its sinks when weights are loaded."""
+        return Softmax(self.scale, softcap_of(self), getattr(self, "sinks", None))
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return False: keepset's own attention has no scales for its output."""
@@ -132,7 +138,7 @@ class CompressedAttentionImpl:
         tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias
         pages = self.pages(layer, kv_cache)
         assert isinstance(pages, StridedPages)
-        paged_attention(query, pages.caches, place, tokens, layout, self.scale, output, bias, pages.format)
+        paged_attention(query, pages.caches, place, tokens, layout, self.softmax, output, bias, pages.format)
 
     def _whole(self, layer: Any, query: Tensor) -> Tensor:
         """Return queries as events and keepset's attention look at them: some backends get them in 8 bits."""

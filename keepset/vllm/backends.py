@@ -48,10 +48,14 @@ class CPUMixin(CompressedAttentionImpl):
         pages.write_folded(keys, values, slots)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Compute attention by the backend's own kernel, which is the quickest, unless entries have biases."""
+        """Compute attention by the backend's own kernel, which is the quickest.
+
+        It knows no biases of entries, and no sinks that differ between KV heads.
+        """
         place, pages = step.places[layer.layer_name], self.pages(layer, kv_cache)
-        if step.group.columns.bias is not None:
-            attend_ragged(step, place, pages, query, output, self.num_kv_heads, self.scale)
+        softmax = self.softmax
+        if step.group.columns.bias is not None or softmax.sinks is not None:
+            attend_ragged(step, place, pages, query, output, self.num_kv_heads, softmax)
             return
         per_head, heads = step.per_head, self.num_kv_heads
         batch, buffer = per_head.batch(place), per_head.output_buffer(output, heads)

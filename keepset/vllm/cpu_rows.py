@@ -15,6 +15,7 @@ from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged import attend_pages
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.paged_heads import attend_heads
+from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages
 from keepset.paged.pages import decoded_entries
 from keepset.vllm.attention import CompressedAttentionImpl
@@ -88,7 +89,6 @@ class RowsImpl:
 
     num_kv_heads: int
     num_queries_per_kv: int
-    scale: float
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -120,7 +120,8 @@ class RowsImpl:
             tables, lengths, places = attn_metadata.heads
             own = query[places].unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
             attended = torch.empty_like(own)
-            attend_heads(own, pages.read, tables, lengths, pages.block_size, self.scale, attended, pages.format)
+            softmax = self.softmax.by_query_group(len(places), self.num_kv_heads)  # type: ignore[attr-defined]
+            attend_heads(own, pages.read, tables, lengths, pages.block_size, softmax, attended, pages.format)
             output[places] = attended.unflatten(0, (len(places), -1)).flatten(1, 2)
         if (tokens := attn_metadata.prompts) is not None:
             whole = FiledLayouts.empty(len(attn_metadata.lengths), 1, self.num_kv_heads, query.device).layout
@@ -132,7 +133,7 @@ class RowsImpl:
                 tokens,
                 whole,
                 PageGroup(range(1), 1, blocks),
-                self.scale,
+                self.softmax,  # type: ignore[attr-defined]
                 output,
             )
         return output
@@ -146,7 +147,7 @@ def write(pages: Pages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) 
 
 
 def attend_ragged(
-    step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, kv_heads: int, scale: float
+    step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, kv_heads: int, softmax: Softmax
 ) -> None:
     """Compute the attention of each head over entries of its own, with biases if entries have them.
 
@@ -157,7 +158,7 @@ def attend_ragged(
         query: queries of the step, `[tokens, query_heads, head_dim]`.
         output: of the same shape; written to.
         kv_heads: KV heads of the layer.
-        scale: factor of the logits.
+        softmax: what the layer does with products; its sinks are `[query_heads]`.
     """
     ragged, bias, size = step.plan.ragged, step.group.columns.bias, pages.block_size
     assert ragged is not None and ragged.tokens is not None
@@ -165,7 +166,7 @@ def attend_ragged(
     if rows is not None and len(rows.unique()) < len(rows):
         group = ragged.group._replace(places=range(place, place + 1))
         read = partial(decoded_entries, pages)
-        attend_pages(query, read, size, ragged.tokens, layout, group, scale, output, bias)
+        attend_pages(query, read, size, ragged.tokens, layout, group, softmax, output, bias)
         return
     per_head = step.per_head
     batch, buffer = per_head.batch(place), per_head.output_buffer(output, kv_heads)
@@ -179,7 +180,7 @@ def attend_ragged(
         batch.block_table,
         batch.seq_lens,
         size,
-        scale,
+        softmax.by_query_group(len(batch.seq_lens) // kv_heads, kv_heads),
         buffer,
         pages.format,
         added,
@@ -211,4 +212,4 @@ class RowsMixin(CompressedAttentionImpl):
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         place, pages = step.places[layer.layer_name], self.pages(layer, kv_cache)
-        attend_ragged(step, place, pages, query, output, self.num_kv_heads, self.scale)
+        attend_ragged(step, place, pages, query, output, self.num_kv_heads, self.softmax)

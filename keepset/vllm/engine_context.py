@@ -37,7 +37,7 @@ from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
-from keepset.vllm.validation import OwnAttention, check, check_layer, check_layers, check_spec, leaves_alone
+from keepset.vllm.validation import check, check_layer, check_layers, check_spec, leaves_alone
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers alone
 
@@ -116,7 +116,7 @@ class EngineContext:
         for name, layer, index in attention_layers(self.config):
             if not leaves_alone(layer.get_kv_cache_spec(self.config)):
                 unseen = self._watch is not None and name not in self.projections
-                check_layer(name, layer, own=OwnAttention.of(self.config, self.recipe), unseen=unseen)
+                check_layer(name, layer, unseen=unseen)
                 layers[name] = index
                 compressed.append(layer)
         check_layers(self.config, self.recipe, compressed, self._others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from keepset.paged.layer_group import LayerGroup
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.vllm import stats
-from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host, softcap_of
+from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host
 from keepset.vllm.engine_context import EngineContext, PlannedStep, active, check_model
 from keepset.vllm.query_projection import find_rotation
 from keepset.vllm.spec import KeepSpec
@@ -96,9 +97,9 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
 
 def _softmax(layers: Sequence[Any]) -> Softmax:
     """Return how layers make attention of products."""
-    impls = [layer.impl for layer in layers]
-    sinks = [impl.sinks for impl in impls if getattr(impl, "sinks", None) is not None]
-    return Softmax(impls[0].scale, softcap_of(impls[0]), torch.stack(sinks).float() if sinks else None)
+    own: list[Softmax] = [layer.impl.softmax for layer in layers]
+    sinks = [each.sinks for each in own if each.sinks is not None]
+    return replace(own[0], sinks=torch.stack(sinks).float() if sinks else None)
 
 
 def _pages(layer: Any) -> Pages:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -24,43 +23,12 @@ from keepset.core.features.runtime_features import ModelStatistics, QuantizedEnt
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
-from keepset.vllm.compat import SUPPORTED, changed, softcap_of
+from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
 from keepset.vllm.recipe_support import objections
 from keepset.vllm.served_default import INT8
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, by_head, contexts_of, is_compressed
-
-_EQUAL = "take a recipe whose heads keep equally many, such as snapkv(keep=512), and no contexts or quantised cache"
-
-
-class OwnAttention(Enum):
-    """What computes attention to entries in place of vLLM's own layers.
-
-    Attributes:
-        NONE: nothing does.
-        CPU: vLLM's kernel for CPUs, with each head as if it were a request.
-        KEEPSET: keepset's kernels.
-    """
-
-    NONE = 0
-    CPU = 1
-    KEEPSET = 2
-
-    @classmethod
-    def of(cls, config: VllmConfig, recipe: Recipe) -> OwnAttention:
-        """Return which it is under a configuration.
-
-        Args:
-            config: vLLM's configuration.
-            recipe: its recipe.
-        """
-        if current_platform.is_cpu() and config.cache_config.cache_dtype not in WHOLE:
-            return cls.KEEPSET
-        if not by_head(config, recipe):
-            return cls.NONE
-        has_biases = recipe.method.traits.biased or contexts_of(config) is not None
-        return cls.CPU if current_platform.is_cpu() and not has_biases else cls.KEEPSET
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
@@ -91,13 +59,12 @@ def _joined(recipe: Recipe, reasons: Sequence[str]) -> str:
     return " ".join([f"keepset cannot serve {recipe}: {first}", *(other[0].upper() + other[1:] for other in others)])
 
 
-def check_layer(name: str, layer: Any, *, own: OwnAttention = OwnAttention.NONE, unseen: bool = False) -> None:
+def check_layer(name: str, layer: Any, *, unseen: bool = False) -> None:
     """Refuse a layer that cannot be compressed.
 
     Args:
         name: the layer's name.
         layer: vLLM's layer.
-        own: what computes the layer's attention in place of vLLM.
         unseen: whether its queries before rotation are needed, and the module that makes them was not found.
 
     Raises:
@@ -109,12 +76,6 @@ def check_layer(name: str, layer: Any, *, own: OwnAttention = OwnAttention.NONE,
         "shares its keys and values with another layer": layer.kv_sharing_target_layer_name is not None,
         "attends to chunks": getattr(impl, "chunk_lookback", -1) != -1,
         "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
-        f"caps its logits, which keepset's own attention does not do; {_EQUAL}": (
-            softcap_of(impl) is not None and own is OwnAttention.KEEPSET
-        ),
-        f"has attention sinks, which heads that differ do not get; {_EQUAL}": (
-            getattr(impl, "sinks", None) is not None and own is not OwnAttention.NONE
-        ),
         "has a scale for each head of its cache": getattr(layer, "_k_scale", torch.ones(())).numel() > 1,
         "is in no module of its own, so that its queries before rotation are not found": unseen,
     }

@@ -144,7 +144,8 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     eight_bits = [([rows] * LAYERS, int8), ([rows[..., :-8].contiguous()] * LAYERS, fp8)] if quantised else []
     for own, format in [(caches, None), *eight_bits]:
         append_to_pages(keys, keys, own[0], tokens, one, format)
-        paged_attention(queries, own, 0, tokens, one, 1.5, torch.zeros_like(queries), columns, format)
+        for softmax, bias in (Softmax(1.5), columns), (Softmax(1.5, 9.0, torch.zeros(kv_heads * group)), None):
+            paged_attention(queries, own, 0, tokens, one, softmax, torch.zeros_like(queries), bias, format)
     follow_layouts(filed, table, lengths, lengths, lengths, torch.zeros(1, dtype=torch.int32), SIZE, layout)
     entries = EntriesInPages(layout, table, lengths, layout.counts, long)
     rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)

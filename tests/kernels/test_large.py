@@ -70,7 +70,7 @@ def test_pages_of_a_large_pool(triton_interpreted: None, monkeypatch: pytest.Mon
         column = torch.zeros(1, len(pool) * HEADS * SIZE)
         write_entries([pool], *entries, slots + beyond)
         append_to_pages(new, new, pool, tokens, layout)
-        paged_attention(queries, [pool], 0, tokens, layout, 0.3, output, torch.zeros_like(column))
+        paged_attention(queries, [pool], 0, tokens, layout, Softmax(0.3), output, torch.zeros_like(column))
         held = EntriesInPages(layout, table, lengths, counts, 40)
         recorded = RecordedQueries(queries[None, None], torch.tensor([0]), torch.tensor([[0]]))
         add_received_in_pages([pool], range(1), recorded, held, ColumnTarget(column, last, lengths, Softmax(0.3)))
@@ -120,6 +120,6 @@ def test_parts_of_many_tokens_take_a_quarter_of_a_gigabyte_at_most(
         queries, counts = torch.empty(n, 64, 128, dtype=HALF), torch.zeros(n, 1, 8)
         layout, table = PageLayout(counts, *[counts[..., 0]] * 3), torch.zeros(n, 1, dtype=torch.int32)
         pool, tokens = torch.zeros(1, 8, SIZE, 256, dtype=HALF), PagedTokens(table, counts[:, 0, 0], 131_072)
-        paged_attention(queries, [pool], 0, tokens, layout, 0.3, queries)
+        paged_attention(queries, [pool], 0, tokens, layout, Softmax(0.3), queries)
     # Of float32 numbers; where there is one part it is the output itself.
     assert [parts for *_, parts in noted.grids] == [8, 2**26 // (2048 * 64 * 128), 1]

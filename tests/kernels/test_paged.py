@@ -15,6 +15,7 @@ from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention, shift_step
 from keepset.kernels.paged_arguments import PagedTokens
+from keepset.kernels.softmax import Softmax
 from tests.kernels.quantised import FORMATS, quantised
 from tests.kernels.test_attention import TOLERANCE, seeded
 from tests.paged.allocator import Row
@@ -110,7 +111,7 @@ def numbered(tokens: PagedTokens) -> list[tuple[int, int, int]]:
     return list(zip(places.tolist(), rows.tolist(), tokens.lengths.tolist(), strict=True))
 
 
-def expected(case: Case, queries: Tensor, tokens: PagedTokens, scaling: float, biased: bool) -> Tensor:
+def expected(case: Case, queries: Tensor, tokens: PagedTokens, softmax: Softmax, biased: bool) -> Tensor:
     """Entry by entry."""
     output = torch.zeros(queries.shape, dtype=torch.float64)
     blocks, kv_heads, size, width = case.caches[0].shape
@@ -126,8 +127,12 @@ def expected(case: Case, queries: Tensor, tokens: PagedTokens, scaling: float, b
                 added.append(float(case.bias[layer, slot % case.bias.shape[1]]) if biased and i < kept else 0.0)
             numbers, biases = torch.stack(entries), torch.tensor(added, dtype=torch.float64)
             for query in range(head * group, (head + 1) * group):
-                logits = numbers[:, :half] @ queries[place, query].double() * scaling + biases
-                output[place, query] = logits.softmax(0) @ numbers[:, half:]
+                logits = numbers[:, :half] @ queries[place, query].double() * softmax.scaling
+                if softmax.softcap is not None:
+                    logits = softmax.softcap * (logits / softmax.softcap).tanh()
+                weights = (logits + biases).exp()
+                beside = 0.0 if softmax.sinks is None else math.exp(softmax.sinks[query])
+                output[place, query] = weights @ numbers[:, half:] / (weights.sum() + beside)
     return output
 
 
@@ -142,13 +147,20 @@ Shape = tuple[int, int, int, int, torch.dtype]
 LENGTHS = [190, 150, 1, 2, 0, 65]
 
 
+def softmax_of(shape: Shape, capped: bool) -> Softmax:
+    """One whose caps and sinks change much, or one with neither."""
+    sinks = torch.randn(shape[0] * shape[1], generator=seeded(7)) * 3
+    return Softmax(0.2, 1.5, sinks) if capped else Softmax(0.2)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize(
     ("listed", "biased"),
     [(True, True), *(pytest.param(*each, marks=pytest.mark.full) for each in [(False, False), (False, True)])],
 )
 def test_attention_is_that_of_every_entry(
-    implementation: str, shape: Shape, listed: bool, biased: bool, monkeypatch: pytest.MonkeyPatch
+    implementation: str, shape: Shape, listed: bool, biased: bool, capped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if implementation == "triton":
         from keepset.kernels.triton import paged
@@ -160,8 +172,9 @@ def test_attention_is_that_of_every_entry(
     # As a part of what a projection makes of all.
     queries = torch.randn(count, kv_heads * group + 2, dim, generator=seeded(1)).to(dtype)[:, : kv_heads * group]
     output = torch.full((count, kv_heads * group, dim), 7.0, dtype=dtype)
-    paged_attention(queries, case.caches, 1, tokens, case.layout, 0.2, output, case.bias if biased else None)
-    right = expected(case, queries, tokens, 0.2, biased)
+    softmax = softmax_of(shape, capped)
+    paged_attention(queries, case.caches, 1, tokens, case.layout, softmax, output, case.bias if biased else None)
+    right = expected(case, queries, tokens, softmax, biased)
     if listed:  # the others are left alone
         others = sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})
         assert others
@@ -182,8 +195,9 @@ def test_attention_over_quantised_pages_is_that_of_what_they_stand_for(
     queries = torch.randn(len(LENGTHS), kv_heads * group, dim, generator=seeded(1)).to(dtype)
     output = torch.full(queries.shape, 7.0, dtype=dtype)
     how = replace(how, dtype=dtype)
-    paged_attention(queries, stored, 1, tokens, case.layout, 0.2, output, case.bias if biased else None, how)
-    right = expected(case, queries, tokens, 0.2, biased)
+    softmax = softmax_of(shape, capped=biased)
+    paged_attention(queries, stored, 1, tokens, case.layout, softmax, output, case.bias if biased else None, how)
+    right = expected(case, queries, tokens, softmax, biased)
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
@@ -244,7 +258,7 @@ def test_of_no_tokens_nothing_is_launched(implementation: str) -> None:
     case = Case.draw([5], [1], 2, 16, 16, torch.float32)
     none, rows = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 2, 16)
     tokens, before = PagedTokens(case.tokens(False).block_table, none, 5, none, none), case.caches[1].clone()
-    paged_attention(rows, case.caches, 1, tokens, case.layout, 1.0, rows)
+    paged_attention(rows, case.caches, 1, tokens, case.layout, Softmax(1.0), rows)
     append_to_pages(rows, rows, case.caches[1], tokens, case.layout)
     assert torch.equal(case.caches[1].nan_to_num(), before.nan_to_num())
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from keepset.kernels import paged_heads
 from keepset.kernels.page_entries import read_pages
 from keepset.kernels.paged_heads import attend_heads
+from keepset.kernels.softmax import Softmax
 from tests.kernels.quantised import format_of, meant, random_rows
 from tests.kernels.test_attention import TOLERANCE, seeded
 
@@ -18,18 +19,22 @@ SIZE, LENGTHS = 4, [9, 0, 1, 33, 34, 4, 0, 40]
 """Entries of a page, and of each head."""
 
 
-def expected(queries: Tensor, entries: list[tuple[Tensor, Tensor]], scaling: float, biases: list[Tensor]) -> Tensor:
+def expected(queries: Tensor, entries: list[tuple[Tensor, Tensor]], softmax: Softmax, biases: list[Tensor]) -> Tensor:
     """Head by head."""
     output = torch.zeros(queries.shape, dtype=torch.float64)
     for head, ((keys, values), bias) in enumerate(zip(entries, biases, strict=True)):
         if len(keys):
-            logits = queries[head].double() @ keys.double().T * scaling + bias.double()
-            output[head] = logits.softmax(-1) @ values.double()
+            logits = queries[head].double() @ keys.double().T * softmax.scaling
+            if softmax.softcap is not None:
+                logits = softmax.softcap * (logits / softmax.softcap).tanh()
+            weights = (logits + bias.double()).exp()
+            beside = 0.0 if softmax.sinks is None else softmax.sinks[head, :, None].double().exp()
+            output[head] = weights @ values.double() / (weights.sum(-1, keepdim=True) + beside)
     return output
 
 
 @pytest.mark.parametrize("block", [1, 100, 2**20])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("biased", "capped"), [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize(
     ("kind", "scales"), [("", None), ("int8", None), ("fp8", None), ("fp8", (0.5, 0.25)), ("fp8_e5m2", (0.5, 0.25))]
 )
@@ -39,6 +44,7 @@ def test_attention_is_that_of_every_entry(
     kind: str,
     scales: tuple[float, float] | None,
     biased: bool,
+    capped: bool,
     block: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -68,19 +74,20 @@ def test_attention_is_that_of_every_entry(
     queries = (torch.randn(len(LENGTHS), 3, dim, generator=draw) / largest).to(dtype)
     column = torch.randn(len(LENGTHS), most * SIZE, generator=draw)
     output = torch.full(queries.shape, 7.0).to(dtype)
+    softmax = Softmax(0.3, 0.1, torch.randn(len(LENGTHS), 3, generator=draw)) if capped else Softmax(0.3)
     attend_heads(
         queries,
         lambda subpages: read_pages([cache], 0, subpages).chunk(2, -1),
         tables.int(),
         lengths.int(),
         SIZE,
-        0.3,
+        softmax,
         output,
         how,
         (lambda some, number: column[some, :number]) if biased else None,
     )
     biases = [column[head, :length] * biased for head, length in enumerate(LENGTHS)]
-    torch.testing.assert_close(output.double(), expected(queries, entries, 0.3, biases), **TOLERANCE[dtype])
+    torch.testing.assert_close(output.double(), expected(queries, entries, softmax, biases), **TOLERANCE[dtype])
 
 
 def test_heads_of_about_one_length_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:

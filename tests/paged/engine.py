@@ -213,7 +213,7 @@ class Engine:
             layout = ragged.of_layer(place)
             append_to_pages(keys, values, group.caches[place], ragged.tokens, layout)
             bias = group.paged.columns.bias
-            paged_attention(queries, group.caches, place, ragged.tokens, layout, SCALING, output, bias)
+            paged_attention(queries, group.caches, place, ragged.tokens, layout, Softmax(SCALING), output, bias)
             if bias is None:  # which no engine's own kernel adds
                 self._check_heads_as_requests(PerHeadSequences(ragged), place, pages, queries, output)
         torch.testing.assert_close(output, torch.cat([expected(layer, *span) for span in spans]))

@@ -14,6 +14,7 @@ from keepset.core import statistics, tables
 from keepset.core.rope import RotaryTable
 from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.kernels.softmax import Softmax
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.query_records import QueryRecord
@@ -137,7 +138,7 @@ def test_a_ragged_layer_decodes_in_three_launches(triton_interpreted: None, monk
         addresses_of([cache, cache])  # which are uploaded once
         gpu.reset()
         append_to_pages(keys, values, cache, tokens, plan.ragged.of_layer(1))
-        paged_attention(queries, [cache, cache], 1, tokens, plan.ragged.of_layer(1), 0.25, output)
+        paged_attention(queries, [cache, cache], 1, tokens, plan.ragged.of_layer(1), Softmax(0.25), output)
         assert gpu.launches == {"_append_to_pages": 1, "_attend_pages": 1, "_merge_parts": 1}
         assert not gpu.waits
 

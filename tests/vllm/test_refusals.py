@@ -412,18 +412,10 @@ def test_layers_that_cannot_be_compressed_together() -> None:
         validation.leaves_alone(specs.MLAAttentionSpec(**FULL | {"num_kv_heads": 1}))
 
 
-EQUAL = "take a recipe whose heads keep equally many, such as snapkv(keep=512), and no contexts or quantised cache"
 LAYERS = [
     ({"kv_sharing_target_layer_name": "model.layers.3"}, {}, "shares its keys and values with another layer"),
     ({}, {"chunk_lookback": 1}, "attends to chunks"),
     ({}, {"alibi_slopes": [0.5]}, "adds to its logits what depends on distance (ALiBi)"),
-    (
-        {"own": "KEEPSET"},
-        {"logits_soft_cap": 30.0},
-        f"caps its logits, which keepset's own attention does not do; {EQUAL}",
-    ),
-    ({"own": "KEEPSET"}, {"sinks": object()}, f"has attention sinks, which heads that differ do not get; {EQUAL}"),
-    ({"own": "CPU"}, {"sinks": object()}, f"has attention sinks, which heads that differ do not get; {EQUAL}"),
     ({"_k_scale": torch.ones(8)}, {}, "has a scale for each head of its cache"),
     ({"unseen": True}, {}, "is in no module of its own, so that its queries before rotation are not found"),
 ]
@@ -438,10 +430,9 @@ class Impl(SimpleNamespace):
 @pytest.mark.parametrize(("own", "of_impl", "reason"), LAYERS, ids=[reason for *_, reason in LAYERS])
 def test_a_layer_that_is_refused(own: dict[str, Any], of_impl: dict[str, Any], reason: str) -> None:
     impl = Impl(**{"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None} | of_impl)
-    unseen, attention = own.get("unseen", False), validation.OwnAttention[own.get("own", "NONE")]
     layer = SimpleNamespace(**{"kv_sharing_target_layer_name": None, "impl": impl} | own)
     with pytest.raises(KeepsetError) as error:
-        validation.check_layer("model.layers.7.self_attn.attn", layer, own=attention, unseen=unseen)
+        validation.check_layer("model.layers.7.self_attn.attn", layer, unseen=own.get("unseen", False))
     assert str(error.value) == f"keepset cannot serve this model: its layer model.layers.7.self_attn.attn {reason}."
 
 
@@ -451,20 +442,9 @@ def test_a_layer_that_is_served() -> None:
     validation.check_layer("layer", layer)
     layer.impl = Impl(alibi_slopes=None, logits_soft_cap=30.0, sinks=object())
     validation.check_layer("layer", layer)
-    layer.impl = Impl(alibi_slopes=None, logits_soft_cap=30.0)
-    validation.check_layer("layer", layer, own=validation.OwnAttention.CPU)
     layer.impl = SimpleNamespace(alibi_slopes=None, logits_soft_cap=None)
     with pytest.raises(KeepsetError, match="its layer name brings its own attention backend"):
         validation.check_layer("name", layer)
-
-
-def test_what_computes_attention_in_place_of_vllm() -> None:
-    def own(recipe: str, **changes: Any) -> str:
-        return validation.OwnAttention.of(config(**changes), Recipe.parse(recipe)).name
-
-    assert own(UNIFORM) == "NONE" and own(RAGGED) == "CPU"
-    assert own("match(snapkv, keep=96)") == own(RAGGED, **CONTEXTS) == own(UNIFORM, **CONTEXTS) == "KEEPSET"
-    assert own(UNIFORM, cache_config__cache_dtype="fp8") == "KEEPSET"
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"other": 1}, object()])

@@ -15,13 +15,13 @@ from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
 from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, store_rows
-from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, rows_of, streamed
+from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, capped, rows_of, streamed
 
 _SPLITS = 8, 64
 """Parts of a long head: the least, since other heads of the step may be far shorter, and the most."""
 
 
-def attend(queries, cache, addresses, place, tokens, layout, scaling, output, bias, format) -> None:
+def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format) -> None:
     """Compute `keepset.kernels.paged.paged_attention`.
 
     The number of parts of a head follows from the number of tokens and `tokens.longest`. Their length follows from the
@@ -37,16 +37,17 @@ def attend(queries, cache, addresses, place, tokens, layout, scaling, output, bi
     if splits > 1:
         partial = torch.empty(splits, n, query_heads, head_dim, device=queries.device)
         lse = torch.empty(splits, n, query_heads, device=queries.device)
-    head_block = max(16, triton.next_power_of_2(head_dim))
+    head_block, sinks = max(16, triton.next_power_of_2(head_dim)), softmax.sinks
     _attend_pages[(n, heads, splits)](
-        queries, kind, addresses.on_device, *_scales(format), bias, *_places(tokens, layout), partial, lse,
+        queries, kind, addresses.on_device, *_scales(format), bias, sinks, *_places(tokens, layout), partial, lse,
         *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(addresses.on_device),
-        0 if bias is None else bias.stride(0), scaling, n * query_heads,
+        0 if bias is None else bias.stride(0), softmax.scaling, softmax.softcap or 1.0, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block, SIZE=size, ROWS=max(16, triton.next_power_of_2(group)),
         BLOCK=rows_of(head_block, queries.dtype), LEAST_PART=LEAST_PART,
         LISTED=tokens.rows is not None, BIASED=bias is not None, SPLIT=splits > 1,
-        ALIGNED=addresses.aligned, HALF=cache.shape[3] // 2, **kind_of(format),
+        ALIGNED=addresses.aligned, HALF=cache.shape[3] // 2, CAPPED=softmax.softcap is not None,
+        SINKS=sinks is not None, **kind_of(format),
     )  # fmt: skip
     if splits > 1:
         _merge_parts[(n * query_heads,)](
@@ -160,15 +161,16 @@ def _locate(page, kept, start, later, first_block, shared, layer, layers, HEADS:
 
 @triton.jit(do_not_specialize=["layer", "outputs"])
 def _attend_pages(
-    queries, cache, caches, key_scale, value_scale, bias, block_table, counts, event_lengths, firsts, shares, places,
-    rows, lengths, output, lse,
+    queries, cache, caches, key_scale, value_scale, bias, sinks, block_table, counts, event_lengths, firsts, shares,
+    places, rows, lengths, output, lse,
     query_token, query_head, cache_block, cache_head, cache_entry,
-    table_row, counts_row, event_row, first_row, shared_row, layer, layers, bias_layer, scaling, outputs,
+    table_row, counts_row, event_row, first_row, shared_row, layer, layers, bias_layer, scaling, cap, outputs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LISTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
-    HALF: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
+    HALF: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Attend one token's query heads of one KV head over one part; program axes: (token, KV head, part)."""
     token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -195,6 +197,10 @@ def _attend_pages(
         scaling *= tl.load(key_scale)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # which count once, in the first part
+        sink = tl.load(sinks + query, mask=exists, other=float("-inf")).to(tl.float32)
+        largest = tl.where(split == 0, sink, largest)
+        total = tl.where(largest == float("-inf"), 0.0, 1.0)
     attended = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
     part = entries
     if SPLIT:
@@ -217,6 +223,8 @@ def _attend_pages(
         logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
         if OWN_SCALES:
             logits *= load_scales(numbers, stored, HEAD_DIM)[None, :]
+        if CAPPED:
+            logits = capped(logits, cap)
         if BIASED:
             slot = holder.to(tl.int64) * bias_layer + (block * HEADS + number % HEADS) * SIZE + entry % SIZE
             # Entries since the event have no bias.
@@ -239,7 +247,7 @@ def _attend_pages(
         at_output = split.to(tl.int64) * outputs + token * (HEADS * GROUP) + query
         tl.store(lse + at_output, largest + tl.log(total), mask=exists)
         # Of a part beyond its head's end only the log-sum-exp is written.
-        written = tl.where(split * part < entries, GROUP, 0)
+        written = tl.where(split * part < tl.maximum(entries, 1), GROUP, 0)
     else:
         at_output = place * (HEADS * GROUP) + query
     tl.store(
