@@ -98,7 +98,7 @@ class Recipe:
         recent: int | None = None,
         recent_extra: bool = False,
         protect_prompt: bool = False,
-        protect: Sequence[Sequence[int]] = (),
+        protect: str | Sequence[str | Sequence[int]] = (),
         short: int = 0,
         prefill: bool = True,
         every: int | None = None,
@@ -506,9 +506,17 @@ def _text_of(method: Method, options: Mapping[str, Any], *, in_full: bool = Fals
             parts.append(_text_of(value, {}, in_full=in_full))
         elif in_full or value != parameter.default:
             parts.append(f"{parameter.name}={value!r}")
-    options = {name: list(map(list, value)) if name == "protect" else value for name, value in options.items()}
+    options = {name: _protect_text(value) if name == "protect" else value for name, value in options.items()}
     parts += [f"{name}={value!r}" for name, value in options.items()]
     return f"{method.name}({', '.join(parts)})" if parts else method.name
+
+
+def _protect_text(protect: str | Sequence[str | Sequence[int]]) -> str | list[str | list[int]]:
+    """Return what a budget protects as a text has it: one name alone, else a list."""
+    if isinstance(protect, str):
+        return protect
+    parts = [each if isinstance(each, str) else list(each) for each in protect]
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -379,6 +379,12 @@ def test_a_text_is_searched_for_a_value_only_to_name_it_in_an_error(monkeypatch:
     assert len(searched) == 1
 
 
+@pytest.mark.parametrize("text", ["'image'", "'text'", "['image', [0, 4]]", "['image', 'text']"])
+def test_kinds_of_tokens_are_protected_by_name(text: str) -> None:
+    recipe = Recipe.parse(f"tova(keep=9, protect={text})")
+    assert str(recipe) == f"tova(keep=9, protect={text})" == in_short(in_full(str(recipe)))
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
+from keepset.core.budget import TEXT
 from keepset.hf.cache import Cache
 from keepset.hf.other_layers import is_bounded, nbytes_of
 from keepset.hf.store import SLACK
@@ -73,7 +74,9 @@ def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
         return total
     keep = recipe.budget_of_sizes([(_LARGE, _LARGE)]).keep  # of smaller heads fewer entries fit
     assert keep is not None
-    ranges = sum(min(end, total) - min(first, total) for first, end in recipe.budget.protect)
+    ranges = sum(min(end, total) - min(first, total) for first, end in recipe.budget.ranges)
+    if recipe.budget.kinds:  # nobody knows yet how many tokens of these kinds there are
+        ranges = total if TEXT in recipe.budget.kinds else prompt
     always = recipe.budget.sinks + recipe.budget.recent + max(ranges, prompt if prompt < recipe.budget.short else 0)
     kept = round(keep * prompt) if isinstance(keep, float) else keep
     kept = max(kept + (recipe.budget.recent if recipe.budget.recent_extra else 0), always)

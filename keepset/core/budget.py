@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, islice, pairwise
 
 import torch
 from jaxtyping import Int
@@ -14,6 +15,9 @@ from keepset.core.shapes import Mask, Quotas
 from keepset.core.sizes import Sizes
 from keepset.errors import BudgetError
 from keepset.kernels.dispatch import upload
+
+Ranges = tuple[tuple[int, int], ...]
+"""Ranges of tokens: the first of each, and the one after its last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +40,9 @@ class Budget:
         short: prompts of fewer tokens than this are protected, each request's by itself: little of them can be spared.
         protect_prompt: whether the request's prompt always stays, as sinks do. It counts towards `keep`. Where prompt
             and recent tokens are more than that, they are what stays.
-        protect: ranges of tokens `(first, end)` that always stay, as a protected prompt does; `end` is not part of
-            the range. They are stored in order, and ranges that meet are joined.
+        protect: what always stays, as a protected prompt does: ranges of tokens `(first, end)`, of which `end` is not
+            part, `"image"` for the tokens of images and videos, `"text"` for all others, or a list of these. Names are
+            stored first, then ranges in order, those that meet joined. Where images are, a runtime knows (`located`).
 
     Raises:
         BudgetError: if a value is out of range, or the values contradict one another.
@@ -48,7 +53,7 @@ class Budget:
     sinks: int = 0
     recent: int = 0
     protect_prompt: bool = False
-    protect: Sequence[Sequence[int]] = ()
+    protect: str | Sequence[str | Sequence[int]] = ()
     recent_extra: bool = field(default=False, kw_only=True)
     short: int = field(default=0, kw_only=True)
 
@@ -60,7 +65,7 @@ class Budget:
         for name in ("protect_prompt", "recent_extra"):
             if not isinstance(getattr(self, name), bool):
                 raise BudgetError(f"{name}={getattr(self, name)!r} is neither True nor False.")
-        object.__setattr__(self, "protect", _joined(self.protect))
+        object.__setattr__(self, "protect", _protected(self.protect))
         if self.bytes is not None:
             self._check_bytes(self.bytes)
         if self.keep is None:
@@ -108,7 +113,45 @@ class Budget:
     @property
     def protects(self) -> bool:
         """Return whether more than the first and the newest tokens may always stay."""
-        return self.protect_prompt or bool(self.protect) or self.short > 0
+        return self.protect_prompt or self.protects_ranges or self.short > 0
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Return which kinds of tokens always stay, `"image"` or `"text"`, wherever they are."""
+        return tuple(each for each in self.protect if isinstance(each, str))
+
+    @property
+    def ranges(self) -> Ranges:
+        """Return the ranges of tokens that always stay."""
+        return tuple((each[0], each[1]) for each in self.protect if not isinstance(each, str))
+
+    def located(self, images: Sequence[Ranges] | None) -> Budget:
+        """Return the same budget with ranges of tokens in place of `"image"` and `"text"`.
+
+        Args:
+            images: where the images of each request are; None if nobody knows.
+
+        Raises:
+            BudgetError: if the budget protects images or text, and nobody knows where images are.
+        """
+        if not self.kinds:
+            return self
+        if images is None:
+            raise BudgetError(
+                f"protect={self.kinds[0]!r} takes the token ids of the text, and the model was given embeddings alone: "
+                "give input_ids, or protect ranges of tokens."
+            )
+        found = tuple(self._ranges_beside(own) for own in images)
+        if len(set(found)) == 1:
+            return replace(self, protect=found[0])
+        given = {f.name: getattr(self, f.name) for f in fields(Budget) if f.name != "protect"}
+        return LocatedBudget(**given, protect=(), requests=found)
+
+    def _ranges_beside(self, images: Ranges) -> Ranges:
+        """Return the protected ranges of a request whose images are in these."""
+        texts = pairwise([0, *chain.from_iterable(_joined(images)), LIMIT - 1])
+        kinds = {IMAGE: images, TEXT: [each for each in islice(texts, 0, None, 2) if each[0] < each[1]]}
+        return _joined([*self.ranges, *chain.from_iterable(kinds[kind] for kind in self.kinds)])
 
     def in_entries(self, full: int, stored: int) -> Budget:
         """Return the same budget with `keep` in place of `bytes`.
@@ -154,9 +197,9 @@ class Budget:
         A token that is several of these counts once.
         """
         first, newest = self.first(sizes), sizes.lengths.clamp(max=self.recent)
-        if not self.protect:
+        if not self.protects_ranges:
             return first + newest
-        begins, ends = upload(self.protect, first.device).unbind(1)
+        begins, ends = self._bounds(len(first), first.device).unfold(-1, 2, 2).unbind(-1)
         until = (sizes.lengths - newest)[:, None].minimum(ends)
         return first + newest + (until - begins.maximum(first[:, None])).clamp(min=0).sum(-1)
 
@@ -177,14 +220,57 @@ class Budget:
     def is_protected(self, observation: Observation) -> Mask:
         """Return which entries are among the first tokens that always stay, or in a protected range."""
         first = observation.positions < self.first(observation.sizes)[:, None, None]
-        if not self.protect:
+        if not self.protects_ranges:
             return first
-        bounds = upload(self.protect, first.device).flatten()
-        return first | (torch.searchsorted(bounds, observation.positions.contiguous(), right=True) % 2 == 1)
+        positions = observation.positions.flatten(1).contiguous()
+        bounds = self._bounds(len(positions), first.device).expand(len(positions), -1).contiguous()
+        inside = torch.searchsorted(bounds, positions, right=True) % 2 == 1
+        return first | inside.view_as(first)
+
+    @property
+    def protects_ranges(self) -> bool:
+        """Return whether ranges of tokens always stay."""
+        return bool(self.protect)
+
+    def _bounds(self, rows: int, device: torch.device) -> Int[Tensor, "requests bounds"]:
+        """Return the first token and the end of each protected range: one row for all, or a row for each.
+
+        Raises:
+            BudgetError: if the budget still names images or text.
+        """
+        if self.kinds:
+            raise BudgetError(f"protect={self.kinds[0]!r} says nothing of positions yet: take Budget.located's budget.")
+        return upload(self.ranges, device).flatten()[None]
 
     def is_recent(self, observation: Observation) -> Mask:
         """Return which entries are among the newest tokens that always stay."""
         return observation.positions >= observation.lengths[:, None, None] - self.recent
+
+
+@dataclass(frozen=True, eq=False)
+class LocatedBudget(Budget):
+    """A budget of a batch whose requests protect different ranges, because their images are in different places.
+
+    Attributes:
+        requests: the protected ranges of each request.
+    """
+
+    requests: tuple[Ranges, ...] = field(default=(), kw_only=True)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return *super()._key, self.requests
+
+    @property
+    def protects_ranges(self) -> bool:
+        return True
+
+    def _bounds(self, rows: int, device: torch.device) -> Int[Tensor, "rows bounds"]:
+        most = max(map(len, self.requests))
+        # Ranges without tokens, after all others.
+        padded = [[*own, *[(LIMIT - 1, LIMIT - 1)] * (most - len(own))] for own in self.requests]
+        # A row is a request in a layer, layer after layer.
+        return upload(padded, device).flatten(1).repeat(rows // len(self.requests), 1)
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> str:
@@ -195,17 +281,23 @@ def _out_of_range(name: str, value: float, allowed: str) -> str:
     return f"{name}={value!r} is out of range: {allowed}."
 
 
-def _joined(ranges: object) -> tuple[tuple[int, int], ...]:
-    """Return ranges in order, those that meet joined into one."""
-    if not isinstance(ranges, list | tuple) or not all(map(_is_range, ranges)):
+def _protected(given: object) -> tuple[str | tuple[int, int], ...]:
+    """Return the names among what is protected, then its ranges in order."""
+    parts = [given] if isinstance(given, str) else given
+    if not isinstance(parts, list | tuple) or not all(each in KINDS or _is_range(each) for each in parts):
         # Ranges are shown as recipes and requests write them.
-        shown = ranges
-        if isinstance(ranges, list | tuple):
-            shown = [list(each) if isinstance(each, tuple) else each for each in ranges]
+        shown = given
+        if isinstance(given, list | tuple):
+            shown = [list(each) if isinstance(each, tuple) else each for each in given]
         raise BudgetError(
             f"protect={shown!r:.80} is no list of ranges of tokens: write [[0, 512]], the first token and the one "
-            "after the last, as often as needed."
+            "after the last, as often as needed, or 'image' or 'text'."
         )
+    return *(kind for kind in KINDS if kind in parts), *_joined([each for each in parts if not isinstance(each, str)])
+
+
+def _joined(ranges: Iterable[Sequence[int]]) -> Ranges:
+    """Return ranges in order, those that meet joined into one."""
     joined: list[tuple[int, int]] = []
     for first, end in sorted(map(tuple, ranges)):
         if joined and first <= joined[-1][1]:
@@ -232,6 +324,9 @@ def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape
     # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
     return (counts.double() * share + 1e-9).floor().long()
 
+
+IMAGE, TEXT = KINDS = ("image", "text")
+"""Kinds of tokens that `protect` can name."""
 
 LIMIT = 2**63
 """Numbers of tokens must be below this: it is more than an int64 tensor can hold."""

@@ -30,6 +30,7 @@ from keepset.defaults import ANSWERED_AT_ONCE, default_recipe
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.attention import AttentionInput
+from keepset.hf.images import require_image_tokens
 from keepset.hf.layer import LayerState
 from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
 from keepset.hf.model_support import check_model
@@ -82,6 +83,8 @@ class Cache(ObservedCache):
             recipe = _default_recipe(model.config.name_or_path or "")
         self.recipe = (recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)).require_budget()
         check_schedule(self.recipe)
+        for kind in self.recipe.budget.kinds:
+            require_image_tokens(model, kind)
         needs = self.recipe.method.traits.needs
         tasks = [task_tokens] if isinstance(task_tokens, Tensor) else task_tokens or []
         if task_tokens is not None and not needs.of(SecondPass):
@@ -157,6 +160,7 @@ class Cache(ObservedCache):
                 cache.layers[index] = copy.deepcopy(other)
         if prompt.progress is not None:
             cache.progress = copy.copy(prompt.progress)
+            cache.set_position_offsets(None if prompt._rope is None else prompt._rope.deltas)
             for layer in cache.managed_layers.values():
                 layer.logical = cache.progress.logical
             cache._choose(list(observations))
@@ -229,6 +233,8 @@ class Cache(ObservedCache):
         copied._hooks = None if self._hooks is None else self._hooks.fork(copied)
         copied._second = None if self._second is None else self._second.fork(copied)
         copied._perplexity = None if self._perplexity is None else self._perplexity.fork(copied)
+        copied._images = None if self._images is None else self._images.fork(copied)
+        copied._rope = None if self._rope is None else self._rope.fork(copied)
         copied.managed_layers = {index: layer.fork() for index, layer in self.managed_layers.items()}
         copied.layers = [
             copied.managed_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)
@@ -333,6 +339,7 @@ class Cache(ObservedCache):
         # their heads have other sizes.
         layers = self.compressed_layers
         budget = self.recipe.budget_of_sizes([(up_to_event.key.shape[-1], up_to_event.value.shape[-1])])
+        budget = budget.located(progress.images)
         basis = budget, held, lengths, progress.prompt_tokens, layers, layers
         if self._forecast is None or self._forecast[0] != basis:
             quotas = forecast_quotas(method, *basis, self._from_files)
@@ -354,7 +361,8 @@ class Cache(ObservedCache):
             before = self.keep_set
             stored = [each if before is None else before.layer(each.layer) for each in members]
             nbytes = sum(count * each.entry_bytes for count, each in zip(counts, stored, strict=True))
-            budget, start = self.recipe.budget_for(members), time.perf_counter()
+            start = time.perf_counter()
+            budget = self.recipe.budget_for(members).located(self.progress.images)
             keep_set = method.select_all(group, budget)
             if method.traits.across_layers:
                 keep_set.count()

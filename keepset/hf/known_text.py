@@ -91,6 +91,9 @@ class KnowsText:
 
     progress: Any
 
+    def resume(self) -> None:
+        """Have the model continue with this cache's text, whatever it was given in between."""
+
     def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
         """Refuse the ids of a whole text if they begin with other tokens than the cache holds, as far as it knows them.
 
@@ -124,6 +127,8 @@ def _watched(generate: Any) -> Any:
         self: GenerationMixin, inputs: Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         past, ids = kwargs.get("past_key_values"), kwargs.get("input_ids", inputs)
+        if isinstance(past, KnowsText):
+            past.resume()
         if not isinstance(past, KnowsText) or not _is_whole_text(ids, kwargs):
             return generate(self, inputs, generation_config, *args, **kwargs)
         past.check_text(ids)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
+from keepset.core.budget import Ranges
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.hidden_scores import HiddenScores
@@ -35,6 +36,7 @@ from keepset.hf.attention import (
     uncompiled,
 )
 from keepset.hf.hooks import AttentionHooks, ModelHooks, PerplexityHooks
+from keepset.hf.images import ImageHooks, RopeDeltas, image_token_ids
 from keepset.hf.known_text import KnownTokens, KnowsText
 from keepset.hf.latents import LatentInput, LatentStore
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
@@ -88,6 +90,7 @@ class Progress:
         positions: positions of the newest forward's tokens, counted from each request's first; padding has that of the
             token before. None between two forwards.
         known: what is known of the first tokens.
+        images: where the images of each request are, in positions; None if nobody knows.
     """
 
     logical: int
@@ -100,6 +103,17 @@ class Progress:
     compressed_at: int | None = None
     positions: Int[Tensor, "batch n"] | None = None
     known: KnownTokens | None = None
+    images: tuple[Ranges, ...] | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether a request is known to have images."""
+        return self.images is not None and any(self.images)
+
+    def add_images(self, found: tuple[Ranges, ...] | None) -> None:
+        """Take in where images are among the newest tokens; None if nobody knows."""
+        known = None if found is None else self.images
+        self.images = None if known is None or found is None else tuple(map(add, known, found))
 
     def advance(self, new: AttentionInput) -> None:
         """Count new tokens, and find their positions."""
@@ -136,6 +150,11 @@ class Progress:
         self.prompt_tokens = list(map(min, self.prompt_tokens, self.tokens))
         self.logical -= removed
         self.known = None if self.known is None else self.known.first(self.logical)
+        if self.images is not None:
+            self.images = tuple(
+                tuple((first, min(end, length)) for first, end in own if first < length)
+                for own, length in zip(self.images, self.tokens, strict=True)
+            )
         return real
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
@@ -146,6 +165,7 @@ class Progress:
         self.prompt_tokens = [self.prompt_tokens[row] for row in chosen]
         self.valid = None if self.valid is None else self.valid[rows]
         self.known = None if self.known is None else self.known.rows(rows)
+        self.images = None if self.images is None else tuple(self.images[row] for row in chosen)
 
 
 class ObservedCache(TransformersCache, KnowsText):
@@ -215,6 +235,8 @@ class ObservedCache(TransformersCache, KnowsText):
         self._hooks = AttentionHooks(model, self) if needs.unrotated or needs.hidden_states else None
         self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None
         self._perplexity = PerplexityHooks(model, self, needs.of(Perplexity)) if needs.of(Perplexity) else None
+        self._images = ImageHooks(model, self) if image_token_ids(model.config) else None
+        self._rope = None if RopeDeltas.owner(model) is None else RopeDeltas(model, self)
         self._waits_for_all_layers = self._second is not None
         # After the prompt, layers whose entries alone are looked at are chosen from together.
         self._stacks_layers = False
@@ -310,6 +332,8 @@ class ObservedCache(TransformersCache, KnowsText):
         self.progress = None
         self._waiting.clear()
         self._attending = False
+        if self._rope is not None:
+            self._rope.deltas = None
         for hooks in self._all_hooks():
             hooks.close()
             hooks.open()
@@ -324,6 +348,8 @@ class ObservedCache(TransformersCache, KnowsText):
             raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
         super().reorder_cache(rows)
         self.progress.reorder(rows.to(self.progress.lengths.device))
+        if self._rope is not None:
+            self._rope.reorder(rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.progress is None:
@@ -466,6 +492,7 @@ class ObservedCache(TransformersCache, KnowsText):
             none = torch.zeros(len(new.key), dtype=torch.long, device=new.key.device)
             prompt, every = self.prompt_length or n, self.schedule.every
             self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
+            self.progress.images = None if self._images is None else ((),) * len(none)
             for layer in self.managed_layers.values():
                 layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
                 layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
@@ -477,7 +504,13 @@ class ObservedCache(TransformersCache, KnowsText):
                     "assisted generation onto a cache that is not empty are not supported, because transformers feeds "
                     "them the past again."
                 )
+        before = self.progress.logical
         self.progress.advance(new)
+        # An image is in a prompt, or in later tokens that are fed together.
+        if self._images is not None and new.batched is None and (n > 1 or before < self.progress.prompt):
+            assert self.progress.positions is not None
+            real = None if new.real is None else new.real.mask
+            self.progress.add_images(self._images.found(self.progress.positions, real))
 
     @torch.no_grad()
     def _observe_event(self, layer: LayerState, up_to_event: AttentionInput) -> None:
@@ -485,6 +518,11 @@ class ObservedCache(TransformersCache, KnowsText):
         progress = self.progress
         assert progress is not None
         progress.compressed_at = up_to_event.end
+        if self._rope is not None and progress.has_images and any(s.rotates for s in self.needs.of(ModelStatistics)):
+            raise UnsupportedModelError(
+                f"This method rotates by one position for each token, and {self._model_name} gives those of an image "
+                "positions along several axes: choose another method for prompts with images, such as snapkv."
+            )
         if self._perplexity is not None and not self._perplexity.watching:
             raise KeepsetError("This recipe looks at the model's logits: call the model, not only its decoder.")
         if self._no_drafts and up_to_event.end == progress.prompt < progress.logical:
@@ -537,6 +575,22 @@ class ObservedCache(TransformersCache, KnowsText):
         self._waiting = [observation.with_features(perplexities) for observation in self._waiting]
         self._choose_waiting()
 
+    def resume(self) -> None:
+        """Have the model continue with this cache's text, whatever it was given in between."""
+        if self.progress is not None and self._rope is not None:
+            self._rope.recall()
+
+    @property
+    def position_offsets(self) -> Int[Tensor, "batch 1"] | int:
+        """What the model adds to the number of tokens before a token to get the position of one that comes next."""
+        return 0 if self._rope is None or self._rope.deltas is None else self._rope.deltas
+
+    def set_position_offsets(self, offsets: Int[Tensor, "batch 1"] | None) -> bool:
+        """Take over `position_offsets` of another cache; return whether this model has such."""
+        if self._rope is not None:
+            self._rope.deltas = offsets
+        return offsets is None or self._rope is not None
+
     def stop_watching(self) -> None:
         """Remove the hooks on the model: nothing more is compressed."""
         for hooks in self._all_hooks():
@@ -565,7 +619,8 @@ class ObservedCache(TransformersCache, KnowsText):
         return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.managed_layers.values())
 
     def _all_hooks(self) -> list[ModelHooks]:
-        return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]
+        every = self._hooks, self._second, self._perplexity, self._images
+        return [hooks for hooks in every if hooks is not None]
 
     def _requests(self, rows: Tensor) -> list[int]:
         """Return the indices of requests, on the host."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from types import MappingProxyType
 
 import torch
 from jaxtyping import Float, Int
@@ -90,15 +91,21 @@ class Recorder(ObservedCache):
         self._collecting: Counter[Hashable] = Counter()
 
     @torch.no_grad()
-    def prefill(self, ids: Int[Tensor, "batch tokens"]) -> Recorder:
+    def prefill(
+        self, ids: Int[Tensor, "batch tokens"], images: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Recorder:
         """Run the prompt, and return this recorder.
+
+        Args:
+            ids: the prompt.
+            images: what the model takes beside it for its images, by name.
 
         Raises:
             KeepsetError: the model predicts NaN, or cannot be observed.
         """
         start = time.perf_counter()
         try:
-            output = self._model(ids, past_key_values=self, use_cache=True, logits_to_keep=1)
+            output = self._model(ids, **images, past_key_values=self, use_cache=True, logits_to_keep=1)
         finally:
             self.stop_watching()
         if self._second is not None:
@@ -138,6 +145,7 @@ class PromptSession:
         on_layer: called after each layer of a prefill.
         task_tokens: questions that are known, as for a `Cache`. Then all recipes must look at them, or need no second
             pass.
+        images: what the model takes beside the prompt for its images, by name.
     """
 
     def __init__(
@@ -147,7 +155,9 @@ class PromptSession:
         recipes: Sequence[Recipe] = (),
         on_layer: Callable[[], None] = lambda: None,
         task_tokens: Sequence[Tensor] = (),
+        images: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
+        self._images = images
         self._model, self._ids, self._recipes, self._on_layer = model, ids, recipes, on_layer
         self._tasks = task_tokens
         self._shared: Recorder | None = None
@@ -186,7 +196,8 @@ class PromptSession:
         cache = Cache(self._model, recipe, task_tokens=self._tasks or None)
         began = time.perf_counter()
         try:
-            logits = self._model(self._ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            inputs = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+            logits = self._model(self._ids, **self._images, **inputs).logits[:, -1]
         except BaseException:
             cache.stop_watching()
             raise
@@ -203,7 +214,7 @@ class PromptSession:
         return self._record([recipe])
 
     def _record(self, recipes: Sequence[Recipe]) -> Recorder:
-        return Recorder(self._model, needs_of(recipes), self._on_layer, self._tasks).prefill(self._ids)
+        return Recorder(self._model, needs_of(recipes), self._on_layer, self._tasks).prefill(self._ids, self._images)
 
 
 def needs_of(recipes: Sequence[Recipe]) -> Needs:

@@ -29,12 +29,14 @@ from transformers.cache_utils import (
 )
 
 import keepset
+from keepset.core.budget import Ranges
 from keepset.core.files import quoted
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
 from keepset.core.tensor_file import TensorFile, TensorLocation, TensorReader
 from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
 from keepset.hf import saved_schema
 from keepset.hf.fingerprint import difference, fingerprint
+from keepset.hf.images import image_token_ids
 from keepset.hf.known_text import KnownTokens
 from keepset.hf.layer import DecodingPhase, LayerState
 from keepset.hf.observed_cache import Event, ObservedCache, Progress
@@ -44,7 +46,7 @@ from keepset.hf.store import RESIDUAL
 from keepset.kernels.entry_format import format_of
 from keepset.recipe import Recipe, in_full, in_short
 
-FORMAT = 5
+FORMAT = 6
 """Version of the file's format; raise it with every change to what is written."""
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
 _FILE = TensorFile(
@@ -91,6 +93,7 @@ class Contents(NamedTuple):
         counts: number of entries of every head, by the layer's index.
         layers: number of layers of the model's cache, compressed or not.
         states: whether some layers hold recurrent or convolution states.
+        images: whether some of its tokens are of images.
     """
 
     header: Header
@@ -108,6 +111,7 @@ class Contents(NamedTuple):
     counts: dict[int, Int[Tensor, "requests kv_heads"]]
     layers: int
     states: bool
+    images: bool
 
 
 class Saved(NamedTuple):
@@ -119,6 +123,7 @@ class Saved(NamedTuple):
         progress: how far its cache had come.
         event: its newest event, if there was one.
         next_event: logical length of the next event; None if there is none.
+        offsets: what the model adds to numbers of tokens to get positions, if that is not 0.
         layers: the tensors of each layer.
     """
 
@@ -127,6 +132,7 @@ class Saved(NamedTuple):
     progress: Progress
     event: Event | None
     next_event: int | None
+    offsets: Int[Tensor, "requests 1"] | None
     layers: list[dict[str, Tensor]]
 
     def restore(self, cache: ObservedCache) -> None:
@@ -136,6 +142,8 @@ class Saved(NamedTuple):
             CorruptFileError: the model has other layers, or something is missing that the next event looks at.
         """
         if len(cache.layers) != len(self.layers):
+            raise _FILE.corrupt(self.path)
+        if not cache.set_position_offsets(self.offsets):
             raise _FILE.corrupt(self.path)
         cache.progress = self.progress
         if cache.schedule.every is None or self.next_event is None:
@@ -187,6 +195,11 @@ def save(
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
     if progress.valid is not None:
         tensors["seen"] = progress.valid
+    if progress.has_images:
+        assert progress.images is not None
+        tensors["images"] = torch.tensor([[row, *each] for row, own in enumerate(progress.images) for each in own])
+    if isinstance(offsets := cache.position_offsets, Tensor) and bool(offsets.any()):
+        tensors["offsets"] = offsets
     for index, layer in enumerate(cache.layers):
         tensors |= {f"{LAYER}{index}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
     for kept in [] if keep_set is None else map(keep_set.layer, keep_set.layers):
@@ -311,6 +324,7 @@ def contents(path: Path) -> Contents:
             counts=counts,
             layers=metadata["layers"],
             states=any(f".{STATE}" in name for name in file.layout),
+            images="images" in file,
         )
 
 
@@ -352,6 +366,8 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
             raise KeepsetError(f"{str(path)!r} is a context of another model, whose {differs}; load that model.")
         requests = {name: _read(file, metadata, name) for name in _REQUESTS if name in file}
         saved_schema.check_lengths(metadata, requests)
+        images = _images(file, metadata, requests["lengths"], model)
+        offsets = _read(file, metadata, "offsets").to(model.device) if "offsets" in file else None
         layers = [_part(file, metadata, f"{LAYER}{index}.") for index in range(metadata["layers"])]
         for index, layer in enumerate(layers):
             if "counts" in layer:
@@ -373,9 +389,22 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     tokens, prompts = (requests[name].tolist() for name in ("lengths", "prompts"))
     on_device: dict[str, Any] = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
     known = _SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
-    progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=known)
+    progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=known, images=images)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
-    return Saved(path, recipe, progress, newest, next_event, layers)
+    return Saved(path, recipe, progress, newest, next_event, offsets, layers)
+
+
+def _images(
+    file: TensorReader, metadata: Mapping[str, Any], lengths: Int[Tensor, " requests"], model: PreTrainedModel
+) -> tuple[Ranges, ...] | None:
+    """Read where each request's images are; None if the model has none."""
+    found: list[list[tuple[int, int]]] = [[] for _ in lengths]
+    if "images" in file:
+        rows = _read(file, metadata, "images")
+        saved_schema.check_images(rows, lengths)
+        for row, first, end in rows.tolist():
+            found[row].append((first, end))
+    return tuple(map(tuple, found)) if image_token_ids(model.config) else None
 
 
 def _with_states(path: Path, layers: list[dict[str, Tensor]], model: PreTrainedModel) -> list[dict[str, Tensor]]:

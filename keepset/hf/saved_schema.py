@@ -56,12 +56,16 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
     _require(requests > 0 and _of(layout, "prompts", torch.int64) == (requests,))
     if "seen" in layout:
         _require(_of(layout, "seen", torch.bool) == (requests, metadata["progress"]["logical"]))
+    if "images" in layout:
+        _require(_of(layout, "images", torch.int64)[1:] == (3,))
+    if "offsets" in layout:
+        _require(_of(layout, "offsets", torch.int64) == (requests, 1))
     layers: dict[int, dict[str, TensorLocation]] = defaultdict(dict)
     for name, each in layout.items():
         if match := re.fullmatch(r"layers\.(0|[1-9]\d{0,5})\.(.+)", name):
             layers[int(match[1])][match[2]] = each
         else:
-            _require(name in ("lengths", "prompts", "seen"))
+            _require(name in ("lengths", "prompts", "seen", "images", "offsets"))
     # Some layers of hybrids, such as experts, hold nothing.
     _require(max(layers, default=-1) < metadata["layers"] <= _MAX_LAYERS)
     for tensors in layers.values():
@@ -116,6 +120,18 @@ def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     _require(bool(((prompts >= 0) & (prompts <= lengths) & (lengths <= logical)).all()))
     tokens = tensors["seen"].sum(-1) if "seen" in tensors else torch.full_like(lengths, logical)
     _require(torch.equal(tokens, lengths))
+
+
+def check_images(images: Int[Tensor, "images 3"], lengths: Int[Tensor, " requests"]) -> None:
+    """Check where images are.
+
+    Args:
+        images: of every range of an image's tokens the request, the first and the one after the last.
+        lengths: tokens of each request.
+    """
+    row, first, end = images.unbind(1)
+    _require(bool(((row >= 0) & (row < len(lengths)) & (first >= 0) & (first < end)).all()))
+    _require(bool((end <= lengths[row]).all()))
 
 
 def check_counts(

@@ -49,6 +49,7 @@ class _Prompt:
 
     entries: Mapping[int, KeysAndValues]
     ids: Shaped[Tensor, "batch tokens *hidden"]
+    axes: Int[Tensor, "axes batch tokens"] | None
     valid: Bool[Tensor, "batch tokens"] | None
     layers: Sequence[Any]
     first: Int[Tensor, " batch"]
@@ -75,6 +76,7 @@ class SecondPasses(ModelHooks):
 
     def forget(self) -> None:
         self._inputs: list[Tensor] = []
+        self._axes: list[Tensor] = []
         self._newest = _Rotated()
 
     def run(
@@ -89,7 +91,8 @@ class SecondPasses(ModelHooks):
         # Before a pass rotates tokens of its own.
         first = up_to_event.lengths + position_offset(self._newest.given, up_to_event.positions, up_to_event.valid)
         ids = self._tokens(up_to_event.end)
-        prompt = _Prompt(entries, ids, valid, layers, first.to(ids.device))
+        axes = torch.cat(self._axes, 2)[:, :, : up_to_event.end] if self._axes else None
+        prompt = _Prompt(entries, ids, axes, valid, layers, first.to(ids.device))
         for kind in dict.fromkeys(needed.cost for needed in self._needs):
             together = [needed for needed in self._needs if needed.cost == kind]
             names = set[ColumnStatistic]().union(*(needed.statistics for needed in together))
@@ -117,18 +120,19 @@ class SecondPasses(ModelHooks):
         received: dict[int, list[dict[ColumnStatistic, Tensor]]] = {index: [] for index in entries}
         tokens, opening = torch.zeros(2, batch, dtype=torch.long, device=ids.device)
         for request in range(batch):
-            own = ids[request] if valid is None else ids[request][valid[request]]
+            real = slice(None) if valid is None else valid[request]
+            own, axes = ids[request][real], None if prompt.axes is None else prompt.axes[:, request][:, real]
             if not len(own):
                 raise KeepsetError(
                     f"Request {request} has nothing but padding within the prompt, and a second pass needs a token of "
                     "every request: give a larger prompt_length."
                 )
             tasks = [task[request // (batch // len(task))].to(own.device) for task in self._tasks]
-            parts = self._passes(kind, own, tasks)
+            parts = self._passes(kind, own, axes, tasks)
             for index, statistics in self._run_request(prompt, request, len(own), parts, names).items():
                 received[index].append(statistics)
-            tokens[request] = sum(len(part) for part, _ in parts)
-            opening[request] = parts[0][1].start if parts[0][1] else 0
+            tokens[request] = sum(len(part.tokens) for part in parts)
+            opening[request] = parts[0].about.start if parts[0].about else 0
         passes = {}
         for index, rows in received.items():
             width = entries[index][0].shape[2]
@@ -154,12 +158,12 @@ class SecondPasses(ModelHooks):
         # Layers that are not keepset's would let one part see another.
         for together in _calls(parts, 1 if rest or states else _TOGETHER):
             for i, each in caches.items():
-                each.pieces = [PackedSequence(len(part), among) for part, among in together]
+                each.pieces = [PackedSequence(len(part.tokens), part.about) for part in together]
                 if isinstance(each, _HybridEntries):
                     vars(each).update(states_of(layers[i], slice(request, request + 1)))
             copies = {i: one_request(layer, request, length, prompt.valid) for i, layer in rest.items()}
             of_layers = [(caches | copies)[i] for i in range(len(layers))]
-            self._call([part for part, _ in together], length, prompt.first[request], of_layers)
+            self._call(together, length, prompt.first[request], of_layers)
         return {i: each.received for i, each in caches.items()}
 
     def _tokens(self, length: int) -> Shaped[Tensor, "batch tokens *hidden"]:
@@ -182,43 +186,54 @@ class SecondPasses(ModelHooks):
             return
         before = 0 if past.progress is None else past.progress.logical
         while sum(part.shape[1] for part in self._inputs) > before:  # of a call that was refused
-            self._inputs = self._inputs[:-1]
+            self._inputs, self._axes = self._inputs[:-1], self._axes[:-1]
         inputs = kwargs.get("inputs_embeds")
         if inputs is None:
             inputs = kwargs.get("input_ids", args[0] if args else None)
         if inputs is not None:
             self._inputs = [*self._inputs, inputs.detach()]
+            self._axes = [*self._axes, *_axes_of(kwargs.get("position_ids"))]
 
     def _rotate(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._newest.given = *args, *kwargs.values()
 
-    def _passes(self, kind: SecondPass, own: Tensor, tasks: list[Tensor]) -> list[Part]:
+    def _passes(
+        self, kind: SecondPass, own: Tensor, axes: Int[Tensor, "axes tokens"] | None, tasks: list[Tensor]
+    ) -> list[Part]:
         """Return what runs after one request's prompt."""
         if self._repeat is None or not kind.repeat:
-            return [(part, None) for part in tasks or own.split(kind.chunk or len(own))]
+            if tasks or axes is None:
+                return [Part(part) for part in tasks or own.split(kind.chunk or len(own))]
+            chunks = zip(own.split(kind.chunk or len(own)), axes.split(kind.chunk or len(own), 1), strict=True)
+            return [Part(part, positions=places - places.min()) for part, places in chunks]
         if own.ndim > 1:
             raise KeepsetError("A prompt of embeddings cannot be asked for again in words: give token ids.")
-        return list(self._repeat.passes(own, kind.chunk))
+        return [Part(tokens, about) for tokens, about in self._repeat.passes(own, kind.chunk)]
 
-    def _call(
-        self, parts: list[Shaped[Tensor, " _ *hidden"]], length: int, first: Int[Tensor, ""], layers: list[Any]
-    ) -> None:
+    def _call(self, parts: list[Part], length: int, first: Int[Tensor, ""], layers: list[Any]) -> None:
         """Run parts in one call of the model's decoder."""
         model = self._model()
         assert model is not None
-        decoder, reached = _decoder_of(model), length + max(map(len, parts))
+        decoder, reached = _decoder_of(model), length + max(len(part.tokens) for part in parts)
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if longest is not None and reached > longest and not list(_rotary(model)):
             raise UnsupportedModelError(
                 f"A second pass after this prompt reaches a length of {reached}, but {type(model).__name__} has "
                 f"learned only {longest} positions: give a shorter prompt."
             )
-        tokens = torch.cat(parts)
-        positions = first + torch.cat([torch.arange(len(part), device=part.device) for part in parts])[None]
+        tokens = torch.cat([part.tokens for part in parts])
+        positions = first + torch.cat([part.places for part in parts], -1)[..., None, :]
         kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
         with _unchanged_rotations(decoder), suppress(_Done):
             inputs = {kind: tokens[None], "past_key_values": TransformersCache(layers=layers)}
             decoder(**inputs, position_ids=positions, use_cache=True)
+
+
+def _axes_of(positions: Any) -> list[Int[Tensor, "axes batch n"]]:
+    """Return a call's positions if they have several axes, as those of images have (M-RoPE)."""
+    if not isinstance(positions, Tensor) or positions.ndim != 3 or len(positions) == 1:
+        return []
+    return [positions[-3:].detach()]  # before these three there may be a count of tokens
 
 
 def takes_task_tokens(needs: Needs) -> bool:
@@ -229,15 +244,33 @@ def takes_task_tokens(needs: Needs) -> bool:
 
 _TOGETHER = 512
 """Tokens of one call of the model: enough for products at full speed, few beside the prompt."""
-Part = tuple[Tensor, SoftmaxScope | None]
-"""Tokens to run after a prompt, and which of its entries they are about; None: all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Tokens to run after a prompt.
+
+    Attributes:
+        tokens: their ids or embeddings.
+        about: which of the prompt's entries they are about; None: all.
+        positions: the model's own positions of them, from 0, if it has several axes of such; None: one after another.
+    """
+
+    tokens: Shaped[Tensor, "n *hidden"]
+    about: SoftmaxScope | None = None
+    positions: Int[Tensor, "axes n"] | None = None
+
+    @property
+    def places(self) -> Int[Tensor, "*axes n"]:
+        """Return the positions of the tokens, from 0."""
+        return torch.arange(len(self.tokens), device=self.tokens.device) if self.positions is None else self.positions
 
 
 def _calls(parts: list[Part], most: int) -> list[list[Part]]:
     """Return parts in groups that run together: at most `most` tokens, or one part."""
     calls: list[list[Part]] = []
     for part in parts:
-        if calls and sum(len(tokens) for tokens, _ in [*calls[-1], part]) <= most:
+        if calls and sum(len(each.tokens) for each in [*calls[-1], part]) <= most:
             calls[-1].append(part)
         else:
             calls.append([part])

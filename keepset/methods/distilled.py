@@ -47,7 +47,7 @@ class Distilled(Method):
 
     @cached_property
     def _statistics(self) -> ModelStatistics:
-        return ModelStatistics(self.stats, predictors=True)
+        return ModelStatistics(self.stats, predictors=True, rotates=True)
 
     @cached_property
     def traits(self) -> Traits:

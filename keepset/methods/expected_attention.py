@@ -65,7 +65,7 @@ class ExpectedAttention(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        measured = ModelStatistics(self.stats, covariances=self.covariance)
+        measured = ModelStatistics(self.stats, covariances=self.covariance, rotates=True)
         moments = measured if self.stats else QueryMoments(self.skip, max(self.buffer, 1))
         return Traits(needs=Needs(moments), sinks=self.skip)
 

@@ -53,7 +53,7 @@ class TriAttention(Method):
 
     @cached_property
     def traits(self) -> Traits:
-        return Traits(needs=Needs(ModelStatistics(self.stats)))
+        return Traits(needs=Needs(ModelStatistics(self.stats, rotates=True)))
 
     def score(self, observation: Observation) -> Scores:
         measured = ModelStatistics(self.stats).repeat_per_request(observation)

@@ -271,6 +271,7 @@ class ContextLibrary:
         reasons = {
             f"it has {contents.requests} requests": contents.requests != 1,
             "it has padding": contents.padded,
+            "it has images, which a server cannot compare with those of a request": contents.images,
             f"its requests are compressed further, for which the server's recipe must have its method and every= "
             f"({contents.header.recipe})": contents.goes_on and not self._goes_on(contents),
             "not all layers of its model are compressed": len(contents.counts) != contents.layers or contents.states,

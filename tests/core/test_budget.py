@@ -188,6 +188,52 @@ def test_ranges_that_meet_are_one() -> None:
     assert Budget(9, protect=[[7, 9], (2, 5), [4, 7]]) == Budget(9, protect=((2, 9),)) != Budget(9)
 
 
+parts = st.lists(st.tuples(st.sampled_from(["image", "text"]), st.integers(1, 20)), max_size=6)
+
+
+@examples(100)
+@given(
+    requests=st.lists(parts, min_size=1, max_size=3),
+    kind=st.sampled_from(["image", "text"]),
+    ranges=st.sampled_from([[], [[3, 9]], [[0, 2], [30, 50]]]),
+    layers=st.integers(1, 2),
+    always=sinks_and_recent,
+)
+def test_images_or_text_stay_and_count(
+    requests: list[list[tuple[str, int]]], kind: str, ranges: list[list[int]], layers: int, always: tuple[int, int]
+) -> None:
+    """Each request has its own images; those of the same request are the same in every layer."""
+    sinks, recent = always
+    texts = [[name for name, count in parts for _ in range(count)] or ["text"] for parts in requests]
+    seen = observation(*[len(text) for text in texts] * layers)
+    images = [tuple((at, at + 1) for at, name in enumerate(text) if name == "image") for text in texts]
+    budget = Budget(14, sinks, recent, protect=[kind, *ranges])
+    located, sizes = budget.located(images), replace(seen.sizes, layer_ids=tuple(range(layers)))
+    with pytest.raises(KeepsetError, match="says nothing of positions yet"):
+        budget.always(sizes)
+    for row, text in enumerate(texts * layers):
+        length, stays = len(text), [[kind == name] * count for name, count in requests[row % len(texts)]]
+        marks = [mark for part in stays for mark in part] or [kind == "text"]
+        first = {
+            place for place in range(length) if marks[place] or place < sinks or any(a <= place < b for a, b in ranges)
+        }
+        assert marked(located.is_protected(seen), row, length) == sorted(first)
+        stay = first | set(range(max(length - recent, 0), length))
+        assert sinks + recent > length or located.always(sizes)[row] == len(stay)
+        assert sinks + recent > length or located.quotas(sizes)[row].tolist() == [min(max(14, len(stay)), length)] * 2
+
+
+def test_images_that_nobody_knows_of() -> None:
+    with pytest.raises(KeepsetError, match="protect='image' takes the token ids of the text"):
+        Budget(9, protect="image").located(None)
+    plain = Budget(9, protect=[[0, 4]])
+    assert plain.located(None) is plain and Budget(9, protect="text").kinds == ("text",)
+    assert Budget(9, protect=[[2, 5], "text", "image"]) == Budget(9, protect=("image", "text", (2, 5)))
+    assert Budget(9, protect="image").located([((2, 4),)] * 2) == Budget(9, protect=((2, 4),))
+    each = Budget(9, protect="image").located([((2, 4),), ()])
+    assert each != Budget(9, protect="image").located([(), ((2, 4),)]) and replace(each, keep=3).protects
+
+
 @pytest.mark.parametrize(
     ("says", "options"),
     [
@@ -209,6 +255,8 @@ def test_ranges_that_meet_are_one() -> None:
         ("protect_prompt=1 is neither True nor False", [dict(protect_prompt=1)]),
         ("recent_extra=1 is neither True nor False", [dict(recent_extra=1)]),
         ("counts every entry, and recent_extra=True does not", [dict(bytes=0.5, recent_extra=True)]),
+        ("protect='images' is no list of ranges", [dict(protect="images")]),
+        ("protect=['image', 7] is no list of ranges", [dict(protect=["image", 7])]),
         ("protect=[[5, 2]] is no list of ranges", [dict(protect=((5, 2),)), dict(protect=([5, 2],))]),
         ("no list of ranges", [dict(protect=bad) for bad in (7, [3], [[5, 5]], [[-1, 4]], [[0, 1.0]])]),
         ("below the 6 entries that always stay (sinks=4, recent=2)", [dict(keep=5, sinks=4, recent=2)]),

@@ -358,7 +358,7 @@ def test_what_a_file_says_of_itself(path: Path) -> None:
     header, metadata = saved.header(path), File.of(path.read_bytes()).metadata
     name = tiny("llama").config.name_or_path
     assert (header.recipe, header.model, header.tokens) == (RECIPES["head-ragged"], name, 30)
-    assert (metadata["format"], metadata["keepset"]) == (5, keepset.__version__)
+    assert (metadata["format"], metadata["keepset"]) == (6, keepset.__version__)
     assert [entry.name for entry in path.parent.iterdir()] == ["context"]
 
 
@@ -389,7 +389,7 @@ def test_no_context(path: Path, content: bytes | None, words: str) -> None:
     [
         *(
             ({"format": version}, f"has format {version} of saved contexts, and this keepset reads")
-            for version in (1, 6)
+            for version in (1, 7)
         ),
         *(({name: value}, DAMAGED) for name, value in (("progress", {}), ("progress", None), ("layers", 9))),
         *(({name: value}, DAMAGED) for name, value in (("layers", "4"), ("fingerprint", "x"), ("recipe", "knorm"))),

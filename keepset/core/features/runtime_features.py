@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Float
@@ -121,6 +121,7 @@ class ModelStatistics(Feature[Statistics]):
         file: the file that holds them; "" for the statistics that are offered for the model.
         predictors: whether the networks of `distilled` are asked for.
         covariances: whether covariances are looked at, which take room: paged runtimes then show fewer layers at once.
+        rotates: whether the method rotates by the measured frequencies, for which a token needs one position.
         modules: the kind of modules on hidden states that are asked for, as in `Statistics.hidden`; "" for none.
     """
 
@@ -130,6 +131,11 @@ class ModelStatistics(Feature[Statistics]):
     predictors: bool = field(default=False, repr=False)
     modules: str = field(default="", repr=False)
     covariances: bool = field(default=False, compare=False, repr=False)
+    rotates: bool = field(default=False, compare=False, repr=False)
+
+    def merged(self, other: ModelStatistics) -> ModelStatistics:
+        covariances, rotates = self.covariances or other.covariances, self.rotates or other.rotates
+        return replace(self, covariances=covariances, rotates=rotates)
 
     def load(self, model: str = "") -> Statistics:
         """Return the statistics in the file, or those that are offered for a model.

@@ -221,8 +221,11 @@ def _masked_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     heads, n = key.shape[1], query.shape[2]
-    causal = torch.ones(n, key.shape[2]).tril(key.shape[2] - n).bool() if attention_mask is None else attention_mask
-    visible = causal.expand(len(query), 1, n, -1).repeat(1, heads, 1, 1)
+    seen = torch.ones(n, key.shape[2])
+    if getattr(module, "is_causal", True):  # patches of an image see one another
+        seen = seen.tril(key.shape[2] - n)
+    seen = seen.bool() if attention_mask is None else attention_mask
+    visible = seen.expand(len(query), 1, n, -1).repeat(1, heads, 1, 1)
     index, entries = getattr(key, "layer", None), heads
     if index is None and hasattr(module, "expand_kv"):  # keys made of latents, which all heads share
         index, entries = module.layer_idx, 1
