@@ -131,7 +131,7 @@ def ragged_attention(
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if format:
         output = format.unmix(output)
-    return output.view(batch, query_heads, n, -1).transpose(1, 2).contiguous()
+    return output.reshape(batch, query_heads, n, -1).transpose(1, 2).contiguous()
 
 
 def _runs(stores: Sequence[PackedHeads]) -> list[tuple[PackedHeads, HeadRun, slice]]:

@@ -29,7 +29,8 @@ def received_attention(
 
         sum over queries q of softmax(q @ keys' * scaling + bias)
 
-    It is made and summed in blocks that stay in a core's cache.
+    On a CPU it is made and summed in blocks that stay in a core's cache. On a GPU it takes two Triton kernels and is
+    never held.
 
     Args:
         queries: queries after rotation, of each KV head's group.
@@ -44,6 +45,11 @@ def received_attention(
     Returns:
         One row for each query head of a group, or one row if the largest logits count.
     """
+    if uses_triton(keys.device):
+        from keepset.kernels.triton import window  # loads Triton
+
+        with launched_on(keys.device):
+            return window.received_attention(queries, keys, positions, last_visible, softmax, valid, sums_of, bias)
     heads, group, n, size = queries.shape
     entries = keys.shape[1]
     first = first_unseen(positions, last_visible, valid)

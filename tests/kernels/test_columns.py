@@ -235,6 +235,16 @@ def test_statistics_of_queries_after_all_entries(implementation: str, n: int, en
     check(attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, causal=False), of_matrix(attention))
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_few_queries_over_many_entries(triton_interpreted: None, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a device has room for more programs than there are queries, entries are cut into parts."""
+    monkeypatch.setattr("keepset.kernels.dispatch.processors", lambda device: 64)
+    queries, keys = tensors(9, 700, 1, 3, 5, torch.float32)
+    attention, lse = dense(queries, keys, causal)
+    torch.testing.assert_close(log_sum_exp(queries, keys, Softmax(SCALING), causal).double(), lse, **EXACT)
+    check(attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, causal=causal), of_matrix(attention))
+
+
 def test_of_no_queries_nothing_is_received(implementation: str) -> None:
     none, keys = torch.zeros(4, 0, 3), torch.ones(2, 6, 3)
     for rule, heads in (("each", 4), ("mean", 2)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
 from keepset.kernels.softmax import Softmax
-from keepset.kernels.window import add_received
+from keepset.kernels.window import add_received, received_attention
 from tests.kernels.test_attention import (
     COUNTS,
     attention_of,
@@ -89,6 +90,53 @@ def test_sums(
     add_received(column, queries, stored, kv_heads, last, softmax, sums_of)
     right = expected(queries, written, kv_heads, last, softmax, sums_of)
     torch.testing.assert_close(column.double(), right, **(TOLERANCE if bits == 16 else ROUNDED)[dtype])
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("sums_of", [GroupReduction.EACH, GroupReduction.LARGEST])
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("n", [1, 9])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("kind", range(4))
+def test_sums_of_heads_that_lie_apart(
+    implementation: str,
+    sums_of: GroupReduction,
+    group: int,
+    n: int,
+    dtype: torch.dtype,
+    by_token: bool,
+    holes: bool,
+    kind: int,
+) -> None:
+    """As a model makes keys: head by head, or token by token; some entries do not exist, and have biases."""
+    heads, entries, size, draw = 3, 90, 12, seeded(5)
+    shape = (entries, heads, size) if by_token else (heads, entries, size)
+    keys = torch.randn(*shape, generator=draw).to(dtype)
+    keys = keys.transpose(0, 1) if by_token else keys
+    queries = torch.randn(heads, group, n, size, generator=draw).to(dtype)
+    positions = torch.arange(entries).expand(heads, -1)
+    last = torch.randint(-1, entries, (heads, n), generator=draw).sort().values
+    valid = bias = None
+    if holes:
+        valid = torch.rand(heads, entries, generator=draw) < 0.7
+        bias = torch.randn(heads, entries, generator=draw)
+    whole = other_softmax(heads * group)[kind]
+    softmax = whole.by_query_group(1, heads)
+    sums = received_attention(queries, keys, positions, last, softmax, valid, sums_of, bias)
+    right = torch.zeros(heads, 1 if sums_of == "largest" else group, entries, dtype=torch.float64)
+    for head, row in product(range(heads), range(n)):
+        seen = positions[head] <= last[head, row]
+        seen = (seen if valid is None else seen & valid[head]).nonzero()[:, 0]
+        logits = [keys[head, seen].double() @ query.double() * whole.scaling for query in queries[head, :, row]]
+        of_head, own = range(head * group, (head + 1) * group), whole
+        if sums_of == "largest":
+            sinks = None if whole.sinks is None else whole.sinks.view(heads, group).amax(1)
+            own, logits, of_head = replace(whole, sinks=sinks), [torch.stack(logits).amax(0)], range(head, head + 1)
+        for number, (of, each) in enumerate(zip(of_head, logits, strict=True)):
+            right[head, number, seen] += attention_of(each, own, of, 0.0 if bias is None else bias[head, seen])
+    torch.testing.assert_close(sums.double(), right, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("longest", [300, pytest.param(2000, marks=pytest.mark.full)])

@@ -87,7 +87,7 @@ class Group:
         recording = Recording.of_recipe(recipe, GROUP, DIM, 4)
         planner = Planner(self.schedule, recording, self.layers, REQUESTS, len(caches[leader]), freed)
         shape = len(self.layers), slots_for(REQUESTS), KV_HEADS * GROUP, DIM
-        self.ring = QueryRing(recording, *shape, torch.float32)
+        self.ring = QueryRing(recording, *shape, torch.float32, caches[leader].device)
         self.caches = [caches[layer] for layer in self.layers]
         self.pages = [StridedPages(self.caches, place) for place in range(len(self.layers))]
         of_layers = [partial(self.pages.__getitem__, place) for place in range(len(self.layers))]
@@ -170,7 +170,8 @@ class Engine:
             torch.tensor([table + [0] * (width - len(table)) for table in tables], dtype=torch.int32),
             torch.tensor([one.after for one in scheduled], dtype=torch.int32),
             torch.tensor(slots),
-            *2 * (torch.tensor(starts, dtype=torch.int32),),
+            queries := torch.tensor(starts, dtype=torch.int32),
+            queries.cpu(),
             max(tokens.values()),
         )
         return batch, self.events.plan(group.paged, batch)

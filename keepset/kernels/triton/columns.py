@@ -8,7 +8,9 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.kernels.triton.softmax import capped, rows_of, streamed
+from keepset.kernels import dispatch
+from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, capped, rows_of, streamed
+from keepset.kernels.triton.softmax import log_sum_exp as log_sum_exp_of
 
 _RULES = {"each": 0, "sum": 1, "mean": 2, "max": 3}
 
@@ -25,39 +27,46 @@ def attention_columns(queries, keys, lse, softmax, names, group, causal) -> dict
     heads = query_heads if group == "each" else kv_heads
     statistics = {name: torch.empty(heads, entries, device=keys.device) for name in names}
     unused, head_block = lse, max(16, triton.next_power_of_2(head_dim))
-    block = rows_of(head_block, keys.dtype)
+    block = rows = rows_of(head_block, keys.dtype)
     _columns[(triton.cdiv(entries, block), heads)](
         queries, keys, lse, *(statistics.get(name, unused) for name in ("sum", "max", "square")),
         *queries.stride(), *keys.stride(), *lse.stride(), n, entries,
         softmax.scaling, softmax.softcap or 1.0,
-        MEMBERS=members, RULE=_RULES[group], HEAD_DIM=head_dim, HEAD_BLOCK=head_block, BLOCK=block, CAUSAL=causal,
-        SUM="sum" in names, MAX="max" in names, SQUARE="square" in names,
+        MEMBERS=members, RULE=_RULES[group], HEAD_DIM=head_dim, HEAD_BLOCK=head_block, ROWS=rows, BLOCK=block,
+        CAUSAL=causal, SUM="sum" in names, MAX="max" in names, SQUARE="square" in names,
         CAPPED=softmax.softcap is not None,
     )  # fmt: skip
     return statistics
 
 
 def log_sum_exp(queries, keys, softmax, causal) -> Float[Tensor, "query_heads n"]:
-    """Compute `keepset.kernels.columns.log_sum_exp` without a sink in one launch."""
+    """Compute `keepset.kernels.columns.log_sum_exp` without a sink in one launch, or two where queries are few."""
     query_heads, n, head_dim = queries.shape
-    lse = torch.empty(query_heads, n, device=queries.device)
+    entries = keys.shape[1]
     head_block = max(16, triton.next_power_of_2(head_dim))
     block = rows_of(head_block, keys.dtype)
-    _log_sum_exp[(triton.cdiv(n, block), query_heads)](
-        queries, keys, lse, *queries.stride(), *keys.stride(), n, keys.shape[1],
+    blocks = triton.cdiv(n, block)
+    # Few queries alone would not keep the device busy: then their entries are cut into parts.
+    even = dispatch.processors(queries.device) * PROGRAMS_PER_PROCESSOR // max(blocks * query_heads, 1)
+    part = max(LEAST_PART, triton.cdiv(triton.cdiv(entries, max(even, 1)), block) * block)
+    parts = max(1, triton.cdiv(entries, part))
+    lse = torch.empty(parts, query_heads, n, device=queries.device)
+    _log_sum_exp[(blocks, query_heads, parts)](
+        queries, keys, lse, *queries.stride(), *keys.stride(), n, entries, part,
         softmax.scaling, softmax.softcap or 1.0,
         MEMBERS=query_heads // keys.shape[0], HEAD_DIM=head_dim, HEAD_BLOCK=head_block, BLOCK=block, CAUSAL=causal,
         CAPPED=softmax.softcap is not None,
     )  # fmt: skip
-    return lse
+    return lse[0] if parts == 1 else lse.logsumexp(0)
 
 
 @triton.jit(do_not_specialize=["lse_head", "n", "entries"])
 def _columns(
     queries, keys, lse, sums, maxima, squares,
     query_head, query_token, query_dim, key_head, key_entry, key_dim, lse_head, lse_token, n, entries, scaling, cap,
-    MEMBERS: tl.constexpr, RULE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr, CAPPED: tl.constexpr,
+    MEMBERS: tl.constexpr, RULE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics of one block of entries of one head; program axes: (block of entries, head)."""
     first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
@@ -78,62 +87,90 @@ def _columns(
     )  # fmt: skip
     of_sums, of_maxima = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     of_squares = tl.zeros([BLOCK], tl.float32)
-    # Query `i` belongs to entry `before + i`.
+    # Query `i` belongs to entry `before + i`. From `whole` on, queries see all of the block.
     before = entries - n
-    start = 0
+    start, whole = 0, 0
     if CAUSAL:
-        start = tl.maximum(first - before, 0) // BLOCK * BLOCK
+        start = tl.maximum(first - before, 0) // ROWS * ROWS
+        whole = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK - 1 - before, 0), ROWS) * ROWS, n)
     for member in range(members):
         of_query = (first_query + member).to(tl.int64)
-        total, largest = tl.zeros([BLOCK], tl.float32), tl.full([BLOCK], float("-inf"), tl.float32)
-        square = tl.zeros([BLOCK], tl.float32)
-        for offset in range(start, n, BLOCK):
-            row = offset + tl.arange(0, BLOCK)
-            q = tl.load(
-                queries + of_query * query_head + row[:, None].to(tl.int64) * query_token + dims[None, :] * query_dim,
-                mask=(row < n)[:, None] & in_head[None, :], other=0.0,
+        # Rows are summed at the end, since a sum over rows takes threads that wait for one another.
+        total, square = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+        largest = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
+        for offset in range(start, whole, ROWS):
+            row = offset + tl.arange(0, ROWS)
+            logits = _less_lse(
+                queries + of_query * query_head, k, lse + of_query * lse_head, row, dims, query_token, query_dim,
+                lse_token, n, scaling, cap, HEAD_DIM, CAPPED,
             )  # fmt: skip
-            normaliser = tl.load(lse + of_query * lse_head + row.to(tl.int64) * lse_token, mask=row < n, other=0.0)
-            logits = tl.dot(q, k, input_precision="ieee") * scaling
-            if CAPPED:
-                logits = capped(logits, cap)
-            logits -= normaliser[:, None]
-            visible = (row < n)[:, None]
-            if CAUSAL:
-                visible = visible & (entry[None, :] <= (before + row)[:, None])
-            logits = tl.where(visible, logits, float("-inf"))
-            if MAX:
-                largest = tl.maximum(largest, tl.max(logits, 0))
-            if SUM or SQUARE:
-                attention = tl.exp(logits)
-                if SUM:
-                    total += tl.sum(attention, 0)
-                if SQUARE:
-                    square += tl.sum(attention * attention, 0)
+            logits = tl.where(entry[None, :] <= (before + row)[:, None], logits, float("-inf"))
+            total, largest, square = _with(total, largest, square, logits, SUM, MAX, SQUARE)
+        for offset in range(whole, n, ROWS):
+            row = offset + tl.arange(0, ROWS)
+            logits = _less_lse(
+                queries + of_query * query_head, k, lse + of_query * lse_head, row, dims, query_token, query_dim,
+                lse_token, n, scaling, cap, HEAD_DIM, CAPPED,
+            )  # fmt: skip
+            total, largest, square = _with(total, largest, square, logits, SUM, MAX, SQUARE)
+        received, squared, most = tl.sum(total, 0), tl.sum(square, 0), tl.exp(tl.max(largest, 0))
         if RULE == 3:
-            of_sums, of_squares = tl.maximum(of_sums, total), tl.maximum(of_squares, square)
-            of_maxima = tl.maximum(of_maxima, tl.exp(largest))
+            of_sums = tl.maximum(of_sums, received, propagate_nan=tl.PropagateNan.ALL)
+            of_squares = tl.maximum(of_squares, squared, propagate_nan=tl.PropagateNan.ALL)
+            of_maxima = tl.maximum(of_maxima, most)
         else:
-            of_sums, of_squares, of_maxima = of_sums + total, of_squares + square, of_maxima + tl.exp(largest)
+            of_sums, of_squares, of_maxima = of_sums + received, of_squares + squared, of_maxima + most
     if RULE == 2:
         of_sums, of_squares, of_maxima = of_sums / MEMBERS, of_squares / MEMBERS, of_maxima / MEMBERS
     place = head.to(tl.int64) * entries + entry
     if SUM:
         tl.store(sums + place, of_sums, mask=stored)
     if MAX:
-        tl.store(maxima + place, of_maxima, mask=stored)
+        tl.store(maxima + place, tl.where(of_maxima == float("inf"), float("nan"), of_maxima), mask=stored)
     if SQUARE:
         tl.store(squares + place, of_squares, mask=stored)
 
 
-@triton.jit(do_not_specialize=["n", "entries"])
+@triton.jit
+def _less_lse(
+    queries, k, lse, row, dims, query_token, query_dim, lse_token, n, scaling, cap,
+    HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return the logits of some queries less their log-sum-exp; minus infinity of queries that do not exist."""
+    q = tl.load(
+        queries + row[:, None].to(tl.int64) * query_token + dims[None, :] * query_dim,
+        mask=(row < n)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    normaliser = tl.load(lse + row.to(tl.int64) * lse_token, mask=row < n, other=float("inf"))
+    logits = tl.dot(q, k, input_precision="ieee") * scaling
+    if CAPPED:
+        logits = capped(logits, cap)
+    return logits - normaliser[:, None]
+
+
+@triton.jit
+def _with(total, largest, square, logits, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr):
+    """Return the statistics of each row with the attention of one row more."""
+    if MAX:  # which passes over NaN: until the end it is infinity, which no attention is
+        largest = tl.maximum(largest, tl.where(logits <= float("inf"), logits, float("inf")))
+    if SUM or SQUARE:
+        attention = tl.exp(logits)
+        if SUM:
+            total += attention
+        if SQUARE:
+            square += attention * attention
+    return total, largest, square
+
+
+@triton.jit(do_not_specialize=["n", "entries", "part"])
 def _log_sum_exp(
-    queries, keys, lse, query_head, query_token, query_dim, key_head, key_entry, key_dim, n, entries, scaling, cap,
+    queries, keys, lse, query_head, query_token, query_dim, key_head, key_entry, key_dim, n, entries, part,
+    scaling, cap,
     MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the log-sum-exp of one block of queries of one head; program axes: (block of queries, query head)."""
-    first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
+    """Compute the log-sum-exps of a block of queries over a part of the entries; program axes: (block, head, part)."""
+    first, head, split = tl.program_id(0) * BLOCK, tl.program_id(1), tl.program_id(2)
     row, dims = first + tl.arange(0, BLOCK), tl.arange(0, HEAD_BLOCK)
     exists, in_head = row < n, dims < HEAD_DIM
     kv_head = (head // MEMBERS).to(tl.int64)
@@ -145,7 +182,7 @@ def _log_sum_exp(
     last = entries
     if CAUSAL:
         last = tl.minimum(entries, entries - n + first + BLOCK)
-    for offset in range(0, last, BLOCK):
+    for offset in range(split * part, tl.minimum(split * part + part, last), BLOCK):
         entry = offset + tl.arange(0, BLOCK)
         k = tl.load(
             keys + kv_head * key_head + entry[None, :].to(tl.int64) * key_entry + dims[:, None] * key_dim,
@@ -159,4 +196,5 @@ def _log_sum_exp(
             visible = visible & (entry[None, :] <= (entries - n + row)[:, None])
         logits = tl.where(visible, logits, float("-inf"))
         largest, total, _, _ = streamed(largest, total, logits)
-    tl.store(lse + head.to(tl.int64) * n + row, largest + tl.log(total), mask=exists)
+    place = (split.to(tl.int64) * tl.num_programs(1) + head) * n + row
+    tl.store(lse + place, log_sum_exp_of(largest, total), mask=exists)

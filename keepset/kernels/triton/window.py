@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
 
+from keepset.kernels import dispatch
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import HeadTable
 from keepset.kernels.triton.softmax import (
@@ -23,11 +28,72 @@ _PARTS = 16
 
 
 def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_of) -> None:
-    """Compute `keepset.kernels.window.add_received` in two launches, without a host sync.
+    """Compute `keepset.kernels.window.add_received` in two launches, without a host sync."""
+    table = HeadTable([packed])
+    columns = packed.keys, packed.positions, packed.bias, packed.key_scale
+    where = _Heads(*columns, table.addresses, table.grown, packed.longest, queries.shape[3], kv_heads, table.aligned)
+    _add(column, queries, where, kv_heads, last_visible, softmax, sums_of)
+
+
+def received_attention(
+    queries, keys, positions, last_visible, softmax, valid, sums_of, bias
+) -> Float[Tensor, "heads _ entries"]:
+    """Compute `keepset.kernels.window.received_attention` in two launches, without a host sync."""
+    heads, group, _, _ = queries.shape
+    entries = keys.shape[1]
+    numbers = sums_of.shape(group)
+    column = torch.zeros(heads * entries, *numbers, device=keys.device)
+    if entries:
+        keys = keys if keys.stride(2) == 1 else keys.contiguous()
+        # An entry that does not exist comes after all queries.
+        never = torch.iinfo(positions.dtype).max
+        positions = positions.contiguous() if valid is None else positions.masked_fill(~valid, never).contiguous()
+        bias = None if bias is None else bias.contiguous()
+        columns = (keys, None, positions, bias, None, None)
+        starts = torch.arange(heads)
+        none = torch.zeros_like(starts)
+        places = [none if c is None else c.data_ptr() + starts * (c.stride(0) * c.itemsize) for c in columns]
+        table = torch.stack([*places, torch.full_like(starts, entries)])
+        where = _Heads(
+            keys, positions, bias, None, dispatch.upload(table, keys.device), 0, entries, keys.stride(1), heads,
+            aligned=not (table[0] % 16).any(),
+        )  # fmt: skip
+        # Each head is a request of one head, since it has its own last positions.
+        _add(column, queries.to(keys.dtype), where, 1, last_visible, softmax, sums_of)
+    return column.view(heads, entries, -1).transpose(1, 2)
+
+
+class _Heads(NamedTuple):
+    """Where heads lie, as the kernels take it.
+
+    Attributes:
+        keys, positions, bias, key_scale: of their columns only the types count; heads are found by the table.
+        addresses: as `HeadTable` has them.
+        grown: entries of every head beyond the table's count.
+        longest: entries of the longest head.
+        key_row: numbers from one key to the next.
+        sink_heads: KV heads of one set of sinks.
+        aligned: whether every head's keys begin at a multiple of 16 bytes.
+    """
+
+    keys: Tensor
+    positions: Tensor
+    bias: Tensor | None
+    key_scale: Tensor | None
+    addresses: Tensor
+    grown: int
+    longest: int
+    key_row: int
+    sink_heads: int
+    aligned: bool
+
+
+def _add(column, queries, where, kv_heads, last_visible, softmax, sums_of) -> None:
+    """Add what entries receive to a column.
 
     A program owns a block of entries and adds to their places alone, so every sum has one order.
     """
-    table, largest = HeadTable([packed]), sums_of is GroupReduction.LARGEST
+    largest = sums_of is GroupReduction.LARGEST
     batch, query_heads, n, head_dim = queries.shape
     group, heads = query_heads // kv_heads, batch * kv_heads
     wide = triton.next_power_of_2(group)
@@ -35,30 +101,30 @@ def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_
     block = rows_of(head_block, queries.dtype)
     tokens = max(16 // wide, min(max(block // wide, 1), triton.next_power_of_2(n)), 1)
     blocks = triton.cdiv(n, tokens)
-    length = -(-max(packed.longest, 1) // _PARTS)
+    length = -(-max(where.longest, 1) // _PARTS)
     part = max(LEAST_PART, triton.cdiv(length, block) * block)
-    parts = triton.cdiv(max(packed.longest, 1), part)
+    parts = triton.cdiv(max(where.longest, 1), part)
     # A row for each query head and token; for each token if the largest logit of a group counts.
     rows = tokens * (1 if largest else wide)
     partial = torch.empty(heads, blocks * rows, _PARTS, device=queries.device)
     sinks = softmax.sinks
     if sinks is not None:  # of each row of a token
-        sinks = sinks.view(kv_heads, -1)
+        sinks = sinks.view(where.sink_heads, -1)
         sinks = sinks.amax(1) if largest else sinks.contiguous()
     shared = (
-        queries, packed.keys, packed.positions, packed.bias, packed.key_scale, table.addresses, last_visible,
-        *queries.stride(), *last_visible.stride(), softmax.scaling, softmax.softcap or 1.0, sinks,
-        table.grown, n, kv_heads, heads,
+        queries, where.keys, where.positions, where.bias, where.key_scale, where.addresses, last_visible,
+        *queries.stride(), *last_visible.stride(), where.key_row, softmax.scaling, softmax.softcap or 1.0, sinks,
+        where.sink_heads, where.grown, n, kv_heads, heads,
     )  # fmt: skip
     sizes = dict(
         GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
-        BLOCK=block, LARGEST=largest, BIASED=packed.bias is not None,
-        INT8=packed.key_scale is not None, ALIGNED=table.aligned, ROWS=rows, PARTS=_PARTS,
+        BLOCK=block, LARGEST=largest, BIASED=where.bias is not None,
+        INT8=where.key_scale is not None, ALIGNED=where.aligned, ROWS=rows, PARTS=_PARTS,
         CAPPED=softmax.softcap is not None, SINKS=sinks is not None,
     )  # fmt: skip
     _window_lse[(heads, parts, blocks)](*shared, partial, part, blocks * rows, **sizes)
-    _add_received[(heads, triton.cdiv(max(packed.longest, 1), block))](
-        *shared, partial, parts, blocks, column, packed.positions.data_ptr(), **sizes,
+    _add_received[(heads, triton.cdiv(max(where.longest, 1), block))](
+        *shared, partial, parts, blocks, column, where.positions.data_ptr(), **sizes,
         MEAN=sums_of is GroupReduction.MEAN, NUMBERS=wide if sums_of is GroupReduction.EACH else 1,
     )  # fmt: skip
 
@@ -66,7 +132,7 @@ def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_
 @triton.jit
 def _logits(
     queries, keys, positions, bias, key_scale, last_visible, request, kv_head, block, first, length,
-    query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, cap, n,
+    query_batch, query_head, query_token, query_dim, last_batch, last_token, key_row, scaling, cap, n,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +151,7 @@ def _logits(
     entry = first + tl.arange(0, BLOCK)
     stored, place = entry < length, entry.to(tl.int64)
     k = tl.load(
-        keys + place[None, :] * HEAD_DIM + dims[:, None],
+        keys + place[None, :] * key_row + dims[:, None],
         mask=stored[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
     )  # fmt: skip
     if INT8:
@@ -97,11 +163,11 @@ def _logits(
     return seen_logits(q, k, biases, visible, scaling, cap, TOKENS, WIDE, BLOCK, LARGEST, BIASED, CAPPED)
 
 
-@triton.jit(do_not_specialize=["last_batch", "grown", "n", "heads", "part", "rows"])
+@triton.jit(do_not_specialize=["last_batch", "sink_heads", "grown", "n", "heads", "part", "rows"])
 def _window_lse(
     queries, keys_kind, positions_kind, bias_kind, scale_kind, table, last_visible,
-    query_batch, query_head, query_token, query_dim, last_batch, last_token,
-    scaling, cap, sinks, grown, n, kv_heads, heads, partial, part, rows,
+    query_batch, query_head, query_token, query_dim, last_batch, last_token, key_row,
+    scaling, cap, sinks, sink_heads, grown, n, kv_heads, heads, partial, part, rows,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
@@ -118,13 +184,13 @@ def _window_lse(
     largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     if SINKS:  # which count once, in the first part
         member, members = tl.arange(0, ROWS) % (ROWS // TOKENS), 1 if LARGEST else GROUP
-        sink = tl.load(sinks + (head % kv_heads) * members + member, mask=member < members, other=float("-inf"))
+        sink = tl.load(sinks + (head % sink_heads) * members + member, mask=member < members, other=float("-inf"))
         largest = tl.where(split == 0, sink.to(tl.float32), largest)
         total = tl.where(largest == float("-inf"), 0.0, 1.0)
     for first in range(split * part, tl.minimum((split + 1) * part, length), BLOCK):
         logits = _logits(
             queries, keys, positions, bias, key_scale, last_visible, head // kv_heads, head % kv_heads, block, first,
-            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, cap, n,
+            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, key_row, scaling, cap, n,
             GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED, INT8, CAPPED,
         )  # fmt: skip
         largest, total, _, _ = streamed(largest, total, logits)
@@ -132,11 +198,11 @@ def _window_lse(
     tl.store(partial + row * PARTS + split, log_sum_exp(largest, total))
 
 
-@triton.jit(do_not_specialize=["last_batch", "grown", "n", "heads", "parts", "blocks"])
+@triton.jit(do_not_specialize=["last_batch", "sink_heads", "grown", "n", "heads", "parts", "blocks"])
 def _add_received(
     queries, keys_kind, positions_kind, bias_kind, scale_kind, table, last_visible,
-    query_batch, query_head, query_token, query_dim, last_batch, last_token,
-    scaling, cap, sinks, grown, n, kv_heads, heads, partial, parts, blocks, column, first_position,
+    query_batch, query_head, query_token, query_dim, last_batch, last_token, key_row,
+    scaling, cap, sinks, sink_heads, grown, n, kv_heads, heads, partial, parts, blocks, column, first_position,
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, ALIGNED: tl.constexpr,
     ROWS: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
@@ -158,7 +224,7 @@ def _add_received(
     for block in range(0, blocks):
         logits = _logits(
             queries, keys, positions, bias, key_scale, last_visible, head // kv_heads, head % kv_heads, block, first,
-            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, scaling, cap, n,
+            length, query_batch, query_head, query_token, query_dim, last_batch, last_token, key_row, scaling, cap, n,
             GROUP, WIDE, TOKENS, HEAD_DIM, HEAD_BLOCK, BLOCK, LARGEST, BIASED, INT8, CAPPED,
         )  # fmt: skip
         row = (head.to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
