@@ -1,4 +1,4 @@
-"""Causal language models with their tokenizers; by default a small embedded one that needs no network."""
+"""Language models with their tokenizers, also such that look at images; by default a small embedded one for texts."""
 
 import functools
 import importlib.util
@@ -56,7 +56,7 @@ class Source(NamedTuple):
 
 
 def load(name: str | None = None, device: str | None = None, dtype: str | None = None) -> "Loaded":
-    """Load a causal language model, ready for inference, and its tokenizer.
+    """Load a causal language model, or one that looks at images too, ready for inference, and its tokenizer.
 
     Args:
         name: a folder, or a name on the Hugging Face Hub. None for SmolLM2-135M-Instruct in float32, from the
@@ -69,7 +69,7 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
         The model and its tokenizer.
 
     Raises:
-        KeepsetError: the model cannot be loaded or is no causal language model, or there is no such device.
+        KeepsetError: the model cannot be loaded or is no such model, or there is no such device.
     """
     placed = _placed(device, dtype)
     if name is None:
@@ -116,21 +116,30 @@ def _placed(device: str | None, dtype: str | None) -> dict[str, Any]:
 
 def _read(source: str, advice: str, placed: dict[str, Any]) -> "Loaded":
     from safetensors import SafetensorError
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoTokenizer,
+    )
 
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        causal: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
-        names = {kind.__name__ for kind in (causal if isinstance(causal, tuple) else (causal,))}
-        declared = config.architectures or names
-        if config.is_encoder_decoder or names.isdisjoint(declared):
+        causal, looking = (
+            _names(mapping, config) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
+        )
+        declared = config.architectures or causal or looking
+        if config.is_encoder_decoder or (causal | looking).isdisjoint(declared):
             kind = ", ".join(declared) or config.model_type
             raise UnsupportedModelError(
                 f"The model {source!r} is a {kind}, and keepset takes only causal (decoder-only) language models."
             )
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         device, options = placed.get("device"), {key: value for key, value in placed.items() if key != "device"}
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, trust_remote_code=False, **options)
+        kind = AutoModelForCausalLM if looking.isdisjoint(declared) else AutoModelForImageTextToText
+        model = kind.from_pretrained(source, config=config, trust_remote_code=False, **options)
         if device is not None:
             model.to(device)
     except KeepsetError:
@@ -139,6 +148,43 @@ def _read(source: str, advice: str, placed: dict[str, Any]) -> "Loaded":
         cause = re.split(r"\. |\n", str(error).strip())[0].rstrip(".")
         raise UnsupportedModelError(f"The model {source!r} cannot be loaded ({cause}): {advice}.") from error
     return model, tokenizer
+
+
+def _names(mapping: Any, config: Any) -> set[str]:
+    """Return the names of the classes that a mapping has for a configuration."""
+    kinds = mapping.get(type(config), ())
+    return {kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))}
+
+
+def load_processor(model: "transformers.PreTrainedModel") -> Any:
+    """Return what makes a model's inputs of texts and images.
+
+    Args:
+        model: a model that `load` has returned.
+
+    Raises:
+        UnsupportedModelError: the model does not look at images, or its processor cannot be loaded.
+    """
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoProcessor
+
+    name = model.config.name_or_path
+    if type(model).__name__ not in _names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, model.config):
+        raise UnsupportedModelError(
+            f"{name!r} is a {type(model).__name__}, which does not look at images: leave them out, or name a model "
+            "that does."
+        )
+    try:
+        with offline_if_unreachable():
+            processor = AutoProcessor.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, ImportError, RuntimeError, TypeError) as error:
+        cause = re.split(r"\. |\n", str(error).strip())[0].rstrip(".")
+        raise UnsupportedModelError(
+            f"The image processor of {name!r} cannot be loaded ({cause}): give a folder that has one, and install what "
+            "it needs (`pip install 'keepset[images]'`)."
+        ) from error
+    if not hasattr(processor, "image_processor"):
+        raise UnsupportedModelError(f"{name!r} has no image processor: give a folder that has one.")
+    return processor
 
 
 def context_length(model: "transformers.PreTrainedModel") -> int | None:

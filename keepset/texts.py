@@ -13,7 +13,8 @@ from keepset.errors import CorruptFileError, KeepsetError, UnsupportedModelError
 if TYPE_CHECKING:
     import transformers
 
-_SENTINEL = "keepset-sentinel"
+SENTINEL = "keepset-sentinel"
+"""Stands for a user's words, to see what a chat template puts around them."""
 _TOKENS_OF_CHARACTER = 8
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
@@ -127,9 +128,9 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
 
 def chat_frame(tokenizer: "transformers.PreTrainedTokenizerBase") -> tuple[str, str]:
     """Return what a chat template puts before and after a user's message; raise `KeepsetError` if it cannot be cut."""
-    message = [{"role": "user", "content": _SENTINEL}]
+    message = [{"role": "user", "content": SENTINEL}]
     rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, *after = str(rendered).split(_SENTINEL)
+    before, *after = str(rendered).split(SENTINEL)
     if len(after) != 1:
         raise UnsupportedModelError(
             "The model's chat template does not show a user's message exactly once and unchanged, "

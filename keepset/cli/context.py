@@ -1,7 +1,7 @@
 """`keepset context`: compress a text once, ask about it many times."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from keepset.cli.options import (
     Device,
     Dtype,
     Force,
+    Images,
     OutputTokens,
     SamplingSeed,
     Temperature,
@@ -23,7 +24,8 @@ from keepset.cli.options import (
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.defaults import ASKED_LATER, NETWORKS
 from keepset.errors import KeepsetError
-from keepset.models import EMBEDDED, Source
+from keepset.images import encoded, image_chat_parts, read_images
+from keepset.models import EMBEDDED, Source, load_processor
 from keepset.texts import chat_parts, read
 
 context = group("context", "Compress a text once and ask about it many times.")
@@ -39,19 +41,20 @@ def build(
         str | None,
         Option(help=f"What to keep. [default: {NETWORKS} if there are networks for the model, else {ASKED_LATER}]"),
     ] = None,
+    image: Images = None,
     force: Force = False,
 ) -> None:
-    """Compress a text into a file.
+    """Compress a text, and images before it, into a file.
 
     A model runs over the text, and its cache is compressed. The text is put where keepset generate --text puts it: in a
     user's message, before the question. A vLLM server gives the file to any number of requests: keepset serve
-    --contexts.
+    --contexts. It takes no file with images, which keepset context ask takes.
     """
     from keepset.recipe import Recipe
 
     given = None if recipe is None else Recipe.parse(recipe).require_budget()
     check_tensor_file(out, force)
-    content = read(text)
+    content, images = read(text), read_images(image)
 
     import torch
 
@@ -59,18 +62,18 @@ def build(
     from keepset.hf.model_support import check_logits
 
     loaded, tokenizer = load(model)
-    prompt, _ = chat_parts(tokenizer, content, "")
-    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
+    prompt = _prompt(loaded, tokenizer, content, images)
+    ids = prompt.pop("input_ids")
     check_fits_context(loaded, ids.shape[1])
     parsed = default_recipe(loaded, model.called, ASKED_LATER) if given is None else given
     cache = Cache(loaded, parsed)
     start = time.perf_counter()
     with torch.no_grad(), _layers_shown(loaded):
-        check_logits(loaded(ids.to(loaded.device), past_key_values=cache, logits_to_keep=1).logits)
+        check_logits(loaded(ids, **prompt, past_key_values=cache, logits_to_keep=1).logits)
     seconds = time.perf_counter() - start
     # An absolute folder is found again from wherever the question is asked.
     name = str(Path(model.name).resolve()) if model.name and Path(model.name).is_dir() else model.called
-    cache.save(out, force=force, model_name=name, **_frame(tokenizer, ids[0].tolist()))
+    cache.save(out, force=force, model_name=name, **({} if images else _frame(tokenizer, ids[0].tolist())))
     kept = "nothing dropped yet"
     if cache.events:
         event, keep_set = cache.events[-1], cache.keep_set
@@ -83,6 +86,16 @@ def build(
         f"the file has {megabytes(out.stat().st_size)}",
     )
     say_always(parsed, loaded, ids.shape[1])
+
+
+def _prompt(model: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> dict[str, Any]:
+    """Return what a model takes for a message up to the end of a text, with images before it."""
+    if images:
+        processor = load_processor(model)
+        return dict(encoded(model, processor, image_chat_parts(processor, len(images), text, "")[0], images))
+    prompt, _ = chat_parts(tokenizer, text, "")
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
+    return {"input_ids": ids.to(model.device)}
 
 
 def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:

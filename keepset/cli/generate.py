@@ -7,11 +7,12 @@ from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_text, default_recipe, note_short
 from keepset.cli.console import load, note, say, say_always
-from keepset.cli.options import OutputTokens, SamplingSeed, Temperature, takes_model
+from keepset.cli.options import Images, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS
+from keepset.images import message_inputs, read_images
 from keepset.models import Source
-from keepset.texts import chat_parts, read
+from keepset.texts import read
 
 
 @takes_model
@@ -25,6 +26,7 @@ def generate(
         ),
     ] = None,
     text: Annotated[Path | None, Option(help="A UTF-8 text file that goes before the prompt.")] = None,
+    image: Images = None,
     question: Annotated[
         str | None, Option(help="A question that will be asked. Methods with a second pass keep what it looks at.")
     ] = None,
@@ -43,15 +45,14 @@ def generate(
     check_text("The prompt", prompt)
     check_text("The question", question)
     sampling = Sampling(output_tokens, temperature, seed)
-    before = "" if text is None else read(text)
+    before, images = "" if text is None else read(text), read_images(image)
 
     from transformers import DynamicCache
 
     from keepset.hf.cache import Cache
 
     loaded, tokenizer = load(model)
-    inputs = tokenizer("".join(chat_parts(tokenizer, before, prompt)), add_special_tokens=False, return_tensors="pt")
-    inputs = inputs.to(loaded.device)
+    inputs = message_inputs(loaded, tokenizer, before, prompt, images)
     length = inputs["input_ids"].shape[1]
     check_fits_context(loaded, length, sampling.tokens)
     task = None if question is None else tokenizer(question, add_special_tokens=False, return_tensors="pt").input_ids

@@ -26,6 +26,12 @@ Device = Annotated[
 Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16. [default: as the model is stored]")]
 Recipes = Annotated[str | None, Option(help="Recipes, separated by commas. [default: a choice]")]
 OneText = Annotated[Path | None, Option(help="A UTF-8 text file. [default: an essay]")]
+Images = Annotated[
+    list[Path] | None,
+    Option(
+        "--image", metavar="<path>", help="An image that goes before the text, for models that look at such. [several]"
+    ),
+]
 Json = Annotated[
     Path | None,
     Option("--json", metavar="<path>", help="Write all figures to this file; - prints them in place of tables."),

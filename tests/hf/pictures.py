@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import copy
+import shutil
+import tempfile
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor
+from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
 from tests.hf.contract.builds import class_of, configuration
-from tests.hf.models import with_random_weights
+from tests.hf.models import tokenizer, with_random_weights
 
 SIDE = 4
 """Patches along each side of an image."""
@@ -78,3 +85,32 @@ def inputs(kind: str, *layouts: Layout, seed: int = 0) -> dict[str, Tensor]:
         if kind == "gemma3":
             given["token_type_ids"] = (ids == config.image_token_id).int()
     return given
+
+
+@cache
+def folder() -> Path:
+    """A folder of a tiny LLaVA with its processor and a tokenizer of letters, of which `<image>` is one."""
+    path = Path(tempfile.mkdtemp()) / "pictured"
+    atexit.register(shutil.rmtree, path.parent)
+    letters = PreTrainedTokenizerFast.from_pretrained(tokenizer("pictured"))
+    letters.add_special_tokens({"additional_special_tokens": ["<a>", "<b>", "<image>"]})  # letters have the first ids
+    model = copy.deepcopy(seeing("llava"))
+    model.config.image_token_id = letters.convert_tokens_to_ids("<image>")
+    model.save_pretrained(path)
+    side = 8 * SIDE
+    template = (
+        "U:{% if messages[0].content is string %}{{ messages[0].content }}{% else %}{% for part in messages[0].content "
+        "%}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}.A:"
+    )
+    letters.chat_template = template
+    images = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    processor = LlavaProcessor(images, letters, 8, "default", template, num_additional_image_tokens=1)
+    processor.save_pretrained(path)
+    return path
+
+
+def picture(path: Path, seed: int = 0, side: int = 40) -> Path:
+    """A file with an image of random colours."""
+    colours = torch.randint(0, 256, (side, side, 3), generator=torch.Generator().manual_seed(seed))
+    Image.fromarray(colours.byte().numpy()).save(path)
+    return path

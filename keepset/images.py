@@ -1,0 +1,160 @@
+"""Images for models that look at them: files that are checked before they are decoded, and a prompt that has them."""
+
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from keepset.errors import CorruptFileError, KeepsetError, UnsupportedModelError
+from keepset.models import load_processor
+from keepset.texts import SENTINEL, chat_parts
+
+if TYPE_CHECKING:
+    import transformers
+    from PIL.Image import Image
+
+MAX_BYTES = 20 * 2**20
+"""The most bytes of an image's file."""
+_MAX_PIXELS = 50 * 10**6
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_ADVICE = f"give an image as a {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]} file"
+
+
+def read_images(paths: Sequence[Path] | None) -> list["Image"]:
+    """Return the images in files; none if there are no files.
+
+    Raises:
+        KeepsetError: a file cannot be read, is too large or is no image.
+    """
+    images = []
+    for path in paths or []:
+        try:
+            with path.open("rb") as file:
+                content = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise KeepsetError(f"{str(path)!r} cannot be read ({error.strerror}): {_ADVICE}.") from error
+        images.append(decode_image(content, repr(str(path))))
+    return images
+
+
+def decode_image(content: bytes, name: str) -> "Image":
+    """Return the image in the bytes of a file, with its sides as it is looked at.
+
+    Its size is checked before it is decoded.
+
+    Args:
+        content: of the file.
+        name: what errors call it.
+
+    Raises:
+        KeepsetError: it is too large or no image, or Pillow is not installed.
+    """
+    try:
+        from PIL import Image, ImageOps, UnidentifiedImageError
+    except ImportError as error:
+        raise KeepsetError("Images need the package pillow: run `pip install 'keepset[images]'`.") from error
+    if len(content) > MAX_BYTES:
+        raise KeepsetError(f"{name} has more than {MAX_BYTES // 2**20} MB: give a smaller image.")
+    try:
+        opened = Image.open(BytesIO(content), formats=_FORMATS)
+        if opened.width * opened.height > _MAX_PIXELS:
+            raise KeepsetError(
+                f"{name} has {opened.width} x {opened.height} pixels: give an image of at most "
+                f"{_MAX_PIXELS // 10**6} million."
+            )
+        return ImageOps.exif_transpose(opened).convert("RGB")
+    except KeepsetError:
+        raise
+    except UnidentifiedImageError as error:
+        raise CorruptFileError(f"{name} is no image that can be read: {_ADVICE}.") from error
+    # What decoders raise of damaged files is not limited to these, but all of it is of these kinds.
+    except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, Image.DecompressionBombError) as error:
+        raise CorruptFileError(f"{name} is a damaged image: {_ADVICE}.") from error
+
+
+def image_chat_parts(processor: Any, images: int, text: str, question: str) -> tuple[str, str]:
+    """Make a user's message of images, a text and a question, and cut it before the question, as `chat_parts` does.
+
+    Args:
+        processor: the model's.
+        images: how many images come before the text.
+        text: the text.
+        question: the question.
+
+    Returns:
+        The part up to the end of the text, and the rest.
+
+    Raises:
+        KeepsetError: the chat template cannot be cut, or the words hold the token that stands for an image.
+    """
+    token = getattr(processor, "image_token", None)
+    if not isinstance(token, str):
+        raise UnsupportedModelError(
+            f"{type(processor).__name__} names no token that stands for an image, so keepset cannot put one into a "
+            "prompt: call the model in Python, with what its processor makes."
+        )
+    if token in text or token in question:
+        raise KeepsetError(f"The text has {token!r}, which stands for an image: leave it out.")
+    if not processor.chat_template:
+        return chat_parts(processor.tokenizer, f"{token * images}\n{text}", question)
+    content = [*[{"type": "image"}] * images, {"type": "text", "text": SENTINEL}]
+    message = [{"role": "user", "content": content}]
+    rendered = processor.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, *after = str(rendered).split(SENTINEL)
+    if len(after) != 1:
+        raise UnsupportedModelError(
+            "The model's chat template does not show a user's words beside an image exactly once and unchanged: use a "
+            "model with another template."
+        )
+    return before + text, f"\n\n{question}{after[0]}" if text else question + after[0]
+
+
+def message_inputs(
+    model: "transformers.PreTrainedModel",
+    tokenizer: "transformers.PreTrainedTokenizerBase",
+    text: str,
+    question: str,
+    images: Sequence["Image"] = (),
+) -> Any:
+    """Return what a model takes for a user's message, on its device and, of images, in its precision.
+
+    Args:
+        model: the model.
+        tokenizer: the model's.
+        text: the text.
+        question: what follows the text.
+        images: what comes before the text.
+
+    Raises:
+        KeepsetError: the model does not look at images, or its processor refuses these.
+    """
+    if images:
+        processor = load_processor(model)
+        return encoded(model, processor, "".join(image_chat_parts(processor, len(images), text, question)), images)
+    prompt = "".join(chat_parts(tokenizer, text, question))
+    return tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
+
+
+def encoded(
+    model: "transformers.PreTrainedModel", processor: Any, prompt: str, images: Sequence["Image"]
+) -> "transformers.BatchFeature":
+    """Return what a model takes for a prompt with images, on its device and in its precision.
+
+    Args:
+        model: the model.
+        processor: the model's.
+        prompt: with a token for each image (`image_chat_parts`).
+        images: the images.
+
+    Raises:
+        UnsupportedModelError: the processor refuses them.
+    """
+    try:
+        made = processor(text=[prompt], images=list(images), add_special_tokens=False, return_tensors="pt")
+    except (ValueError, TypeError, ImportError, IndexError) as error:
+        cause = str(error).strip().split("\n")[0].rstrip(".")
+        raise UnsupportedModelError(
+            f"{type(processor).__name__} does not take {len(images)} images in this prompt ({cause}): give others, or "
+            "call the model in Python."
+        ) from error
+    return made.to(model.device, model.dtype)
