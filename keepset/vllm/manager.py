@@ -34,6 +34,7 @@ class RunningRequest:
         schedule: when it is compressed.
         next_release: tokens from which on there are blocks to free; None if there never are.
         freed: blocks that were freed.
+        is_released: whether its first blocks are not its own any more.
         is_hidden: whether other requests cannot find the blocks of its answer.
     """
 
@@ -42,6 +43,7 @@ class RunningRequest:
     schedule: EvictionSchedule
     next_release: int | None = 0
     freed: int = 0
+    is_released: bool = False
     is_hidden: bool = False
 
 
@@ -163,7 +165,23 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             self._remove_blocks_in_range(request_id, 0, blocks)
             freed = self.block_pool.get_num_free_blocks() - before
             self._requests[request_id].freed += freed
+            self._requests[request_id].is_released = True
             stats.count(blocks_freed=freed)
+
+    def is_released(self, request_id: str) -> bool:
+        """Return whether a running request's first blocks were freed."""
+        return request_id in self._requests and self._requests[request_id].is_released
+
+    def plain_tokens(self, request: Request) -> int | None:
+        """Return how many of a request's first tokens fill blocks that hold, and will hold while it has them, what the
+        blocks' hashes say; None for all of its tokens.
+
+        Of requests with a recipe or a context of their own that is none.
+        """
+        if request.request_id in self._own or self.is_released(request.request_id):
+            return 0
+        shareable = self.schedule.shareable(request.num_prompt_tokens)
+        return None if shareable is None else shareable // self.block_size * self.block_size
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
         """Return how many blocks a request needs. A waiting request also needs room for what running requests will grow

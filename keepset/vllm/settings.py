@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError, RecipeError
@@ -43,6 +43,35 @@ CONTEXT_CONNECTOR = {
     "kv_connector_module_path": "keepset.vllm.context_connector",
 }
 """The `kv_transfer_config` of an engine with contexts."""
+
+
+BESIDE = ("OffloadingConnector", "ExampleConnector")
+"""vLLM's KV connectors that can run beside keepset, as `keepset.vllm.beside` has them."""
+
+BESIDE_MODULE = "keepset.vllm.beside"
+
+
+class Connector(NamedTuple):
+    """A KV connector of a configuration: its name, and the module that has it, if that is not vLLM's."""
+
+    name: str | None
+    module: str | None
+
+
+def connectors_of(config: VllmConfig) -> list[Connector]:
+    """Return the KV connectors of a configuration, in their order; of a `MultiConnector` those inside."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return []
+    if transfer.kv_connector == "MultiConnector" and transfer.kv_connector_module_path is None:
+        parts = transfer.kv_connector_extra_config.get("connectors") or []
+        return [Connector(part.get("kv_connector"), part.get("kv_connector_module_path")) for part in parts]
+    return [Connector(transfer.kv_connector, transfer.kv_connector_module_path)]
+
+
+def has_connector(config: VllmConfig, own: dict[str, str]) -> bool:
+    """Return whether a configuration has a KV connector of keepset's, given as `CONNECTOR` or `CONTEXT_CONNECTOR`."""
+    return any(connector.module == own["kv_connector_module_path"] for connector in connectors_of(config))
 
 
 def _additional(config: VllmConfig | None) -> dict[str, Any]:
@@ -118,7 +147,7 @@ def limits_of(config: VllmConfig) -> EngineLimits:
         several_gpus=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
         drafts=config.speculative_config is not None,
         int8=config.cache_config.cache_dtype == INT8,
-        connector=config.kv_transfer_config is not None,
+        connector=has_connector(config, CONNECTOR),
         contexts=contexts_of(config) is not None,
         model_type=config.model_config.hf_text_config.model_type,
     )

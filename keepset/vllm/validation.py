@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from keepset.core.feature import Accumulators
 from keepset.core.features.runtime_features import ModelStatistics, QuantizedEntries
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.eviction_schedule import one_table
@@ -28,7 +29,17 @@ from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
 from keepset.vllm.recipe_support import objections
 from keepset.vllm.served_default import INT8
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, by_head, contexts_of, is_compressed
+from keepset.vllm.settings import (
+    BESIDE,
+    BESIDE_MODULE,
+    CONNECTOR,
+    CONTEXT_CONNECTOR,
+    by_head,
+    connectors_of,
+    contexts_of,
+    has_connector,
+    is_compressed,
+)
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
@@ -148,6 +159,8 @@ def _of_others(config: VllmConfig, recipe: Recipe, others: Sequence[KVCacheSpec]
     if config.kv_transfer_config is None and any(isinstance(spec, MambaSpec) for spec in others):
         yield "beside recurrent layers a KV connector has pages packed in time; none is given."
         yield _how_to_start(config, recipe)
+    if any(connector.module == BESIDE_MODULE for connector in connectors_of(config)):
+        yield "other KV connectors are told what is compressed, and not what other layers hold; leave them out."
 
 
 def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
@@ -180,11 +193,9 @@ def _of_version(dtype: str) -> Iterator[str]:
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel = config.parallel_config
     yield from _of_drafts(config, recipe)
-    connector = config.kv_transfer_config
     if contexts_of(config) is not None:
         yield from _of_contexts(config, recipe)
-    elif connector is not None and connector.kv_connector_module_path != CONNECTOR["kv_connector_module_path"]:
-        yield "KV connectors move whole caches; leave kv_transfer_config out."
+    yield from _of_connectors(config, recipe)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
@@ -195,6 +206,35 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     yield from _of_graphs(config, recipe)
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield "it needs vLLM's hybrid KV-cache manager; leave disable_hybrid_kv_cache_manager out."
+
+
+def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    """Other connectors may store and load what no compression writes to, as long as keepset tells them what that is."""
+    own = CONNECTOR if contexts_of(config) is None else CONTEXT_CONNECTOR
+    path, connectors = own["kv_connector_module_path"], connectors_of(config)
+    others = [connector for connector in connectors if connector.module != path]
+    if not others:
+        return
+    unknown = [str(name) for name, module in others if module != BESIDE_MODULE or name not in BESIDE]
+    names = ", ".join(str(name) for name, _ in others)
+    traits = recipe.method.traits
+    if own is CONTEXT_CONNECTOR:
+        yield f"contexts are loaded to pages that {names} may still read; leave it out, or contexts."
+    elif set(unknown) - {*BESIDE}:
+        yield f"{', '.join(unknown)} moves whole caches; take {' or '.join(BESIDE)}, or leave kv_transfer_config out."
+    elif unknown:
+        yield (
+            f"{names} would store compressed pages as if they were whole; write "
+            f'"kv_connector_module_path": "{BESIDE_MODULE}" beside its name in kv_transfer_config.'
+        )
+    elif connectors[0].module != path and len(connectors) > len(others):
+        yield "keepset's connector decides first which requests are served; name it first among the connectors."
+    elif not one_table(recipe) or Accumulators(traits.needs) or traits.biased:
+        yield f"its requests share no pages that {names} could store; leave that out, or take snapkv(keep=512)."
+    elif config.kv_transfer_config is not None and config.kv_transfer_config.kv_load_failure_policy != "fail":
+        yield "keepset does not take back tokens that were loaded; leave kv_load_failure_policy out."
+    elif "ExampleConnector" in names and config.parallel_config.world_size > 1:
+        yield "ExampleConnector writes the pages of all GPUs to one file; take OffloadingConnector."
 
 
 def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
@@ -232,14 +272,14 @@ def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     """Yield what the configuration lacks of the arguments that `engine_args` returns."""
-    connector, caches_prefixes = config.kv_transfer_config, config.cache_config.enable_prefix_caching
+    caches_prefixes = config.cache_config.enable_prefix_caching
     if contexts_of(config) is not None:
-        if connector is None or connector.kv_connector_module_path != CONTEXT_CONNECTOR["kv_connector_module_path"]:
+        if not has_connector(config, CONTEXT_CONNECTOR):
             yield "contexts are loaded by a KV connector, which is not given."
         if not caches_prefixes:
             yield "requests share contexts as they share prefixes, and prefix caching is off."
     else:
-        if connector is None and not recipe.method.traits.fixed_total:
+        if not has_connector(config, CONNECTOR) and not recipe.method.traits.fixed_total:
             yield "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given."
         if caches_prefixes and not one_table(recipe):
             yield "its layers keep different numbers of entries, so that requests cannot share prefixes."

@@ -25,7 +25,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
 from keepset.vllm.engine_args import engine_args, serve_options
-from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, recipe_of
+from keepset.vllm.settings import BESIDE_MODULE, CONNECTOR, CONTEXT_CONNECTOR, recipe_of
 from tests.core.test_tables import random_tables
 from tests.methods.naive import Shape, random_statistics
 from tests.paged.methods import Mass
@@ -43,6 +43,7 @@ ONE = (
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
+OWN, OFFLOADING = CONNECTOR["kv_connector_module_path"], "OffloadingConnector"
 OTHER_MODELS = ("is_encoder_decoder", "use_mla", "is_mm_prefix_lm", "is_diffusion")
 SPLIT = ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"]
 
@@ -50,7 +51,7 @@ SPLIT = ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"]
 def config(**changes: Any) -> Any:
     """The part of a configuration that keepset looks at, and serves; `part__name=value` changes it."""
     parts: dict[str, dict[str, Any]] = {
-        "parallel_config": dict.fromkeys(ONE, 1) | {"use_ubatching": False, "enable_dbo": False},
+        "parallel_config": dict.fromkeys(ONE, 1) | {"world_size": 1, "use_ubatching": False, "enable_dbo": False},
         "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
         "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
         "model_config": dict.fromkeys(OTHER_MODELS, False)
@@ -77,8 +78,15 @@ def refused(recipe: Recipe | str, **changes: Any) -> str:
     return str(error.value)
 
 
-def connector(path: str | None) -> Any:
-    return SimpleNamespace(kv_connector_module_path=path)
+def connector(path: str | None, name: str = "MooncakeConnector", **more: Any) -> Any:
+    own = {"kv_connector": name, "kv_connector_module_path": path, "kv_load_failure_policy": "fail"}
+    return SimpleNamespace(**own | more)
+
+
+def several(*parts: tuple[str | None, str]) -> Any:
+    """vLLM's connector of several, by their modules and names."""
+    inside = [{"kv_connector": name, "kv_connector_module_path": path} for path, name in parts]
+    return connector(None, "MultiConnector", kv_connector_extra_config={"connectors": inside})
 
 
 PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager", "--kv-cache-dtype int8_per_token_head")
@@ -98,9 +106,7 @@ SERVED = {
 """A configuration for counts that come from the data."""
 CONTEXTS: dict[str, Any] = {
     "additional_config": {"keepset_contexts": str(Path(__file__).parent)},
-    "kv_transfer_config": SimpleNamespace(
-        kv_connector_module_path=CONTEXT_CONNECTOR["kv_connector_module_path"], kv_load_failure_policy="fail"
-    ),
+    "kv_transfer_config": connector(CONTEXT_CONNECTOR["kv_connector_module_path"], "ContextConnector"),
 }
 """A configuration with contexts, whose heads may differ under any recipe."""
 
@@ -108,8 +114,46 @@ REFUSED = [
     ("snapkv(keep=256, every=64)", {"speculative_config": NGRAM}, "speculative decoding takes tokens back that every="),
     (RAGGED, {"speculative_config": NGRAM}, "speculative decoding takes tokens back, by which heads that keep"),
     (UNIFORM, {"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by eagle3 come from layers of their"),
-    (UNIFORM, {"kv_transfer_config": connector(None)}, "KV connectors move whole caches; leave kv_transfer_config out"),
-    ("mass", {"kv_transfer_config": connector("lmcache.x")}, "KV connectors move whole caches"),
+    (
+        UNIFORM,
+        {"kv_transfer_config": connector(None)},
+        "MooncakeConnector moves whole caches; take OffloadingConnector or ExampleConnector, or leave kv_transfer",
+    ),
+    ("mass", {"kv_transfer_config": connector("lmcache.x", "Any")}, "Any moves whole caches"),
+    (
+        UNIFORM,
+        {"kv_transfer_config": several((OWN, "BlockCountConnector"), (None, OFFLOADING))},
+        'OffloadingConnector would store compressed pages as if they were whole; write "kv_connector_module_path": '
+        '"keepset.vllm.beside" beside its name in kv_transfer_config.',
+    ),
+    (
+        UNIFORM,
+        {"kv_transfer_config": several((BESIDE_MODULE, OFFLOADING), (OWN, "BlockCountConnector"))},
+        "keepset's connector decides first which requests are served; name it first",
+    ),
+    (
+        "mass",
+        {"kv_transfer_config": several((OWN, "BlockCountConnector"), (None, "NixlConnector"))},
+        "NixlConnector mo",
+    ),
+    *(
+        (recipe, {"kv_transfer_config": connector(BESIDE_MODULE, OFFLOADING)}, "its requests share no pages that Offl")
+        for recipe in ("h2o(keep=0.5)", "match(streaming_llm, keep=64)", "pyramid(knorm, keep=64)")
+    ),
+    (
+        UNIFORM,
+        {"kv_transfer_config": connector(BESIDE_MODULE, OFFLOADING, kv_load_failure_policy="recompute")},
+        "keepset does not take back tokens that were loaded; leave kv_load_failure_policy out",
+    ),
+    (
+        UNIFORM,
+        {
+            "kv_transfer_config": connector(BESIDE_MODULE, "ExampleConnector"),
+            "parallel_config__tensor_parallel_size": 2,
+            "parallel_config__world_size": 2,
+        },
+        "ExampleConnector writes the pages of all GPUs to one file; take OffloadingConnector",
+    ),
     ("mass", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
     (UNIFORM, {"parallel_config__decode_context_parallel_size": 2}, "context parallelism divides a request's entries"),
     (UNIFORM, {"parallel_config__prefill_context_parallel_size": 2}, "context parallelism divides a request's entries"),

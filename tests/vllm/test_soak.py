@@ -226,5 +226,5 @@ def test_an_engine_loses_no_page_and_no_answer(tiny: Path) -> None:
         assert all(ask.abort is not None or is_whole for ask, is_whole in zip(some, whole, strict=True))
         assert LOAD * 0.5 < sum(whole) < LOAD, "some must have been answered, and some aborted"
         assert sum(result.preemptions) > 0
-        assert result.stats["events"] > LOAD and result.stats["blocks_freed"] > LOAD
+        assert result.stats["events"] > LOAD // 2 and result.stats["blocks_freed"] > LOAD
         result.check_nothing_left()

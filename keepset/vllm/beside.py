@@ -1,0 +1,189 @@
+"""Other KV connectors beside keepset: they see of a request only what no compression writes to.
+
+Connectors that cache prefixes elsewhere, such as vLLM's `OffloadingConnector`, file pages under hashes of tokens. That
+is right for the first pages of a prompt until its first compression, and for nothing else. So each of them runs as a
+subclass, to which every request seems to have these tokens alone. This module has the subclasses under the names of
+vLLM's classes: `"kv_connector_module_path": "keepset.vllm.beside"` is all that a configuration says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole, SupportsHMA
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
+
+from keepset.vllm.engine_context import active
+from keepset.vllm.manager import KeepManager
+from keepset.vllm.settings import BESIDE
+
+_MORE = 2
+"""Tokens that a request has behind its plain pages: connectors look for one token less than a prompt has, and some
+for one less again. They fill no page."""
+
+
+class PlainRequest:
+    """A request as another connector sees it. What is not said here is the request's own.
+
+    Args:
+        request: vLLM's request.
+        limit: returns how many of its first tokens are plain; None for all, answer included.
+        hash_size: tokens per hash of a block.
+    """
+
+    def __init__(self, request: Request, limit: Callable[[Request], int | None], hash_size: int) -> None:
+        self._request, self._limit, self._hash_size = request, limit, hash_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+    @property
+    def limit(self) -> int | None:
+        """How many of the first tokens are plain, by now."""
+        return self._limit(self._request)
+
+    def close(self) -> None:
+        """Note what is plain now, because the request ends and will not be asked again."""
+        limit = self.limit
+        self._limit = lambda _: limit
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._shown(self._request.num_prompt_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._shown(self._request.num_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self._shown(self._request.num_computed_tokens)
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return (self._request.prompt_token_ids or [])[: self.num_prompt_tokens]
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return list(self._request.all_token_ids[: self.num_tokens])
+
+    @property
+    def block_hashes(self) -> list[Any]:
+        limit = self.limit
+        return self._request.block_hashes[: None if limit is None else limit // self._hash_size]
+
+    def _shown(self, tokens: int) -> int:
+        limit = self.limit
+        return tokens if limit is None else min(tokens, limit + _MORE)
+
+
+class PlainPrefixes:
+    """A mixin for vLLM's connectors, by which they store and load plain pages alone."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
+        self._views: dict[str, PlainRequest] = {}
+        self._holding: set[str] = set()
+
+    # --- in processes that compute
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start to load pages, once events that still read them are executed: a step that computes nothing does not."""
+        if forward_context.attn_metadata is None and (context := active()) is not None:
+            context.events.run()
+        super().start_load_kv(forward_context, **kwargs)  # type: ignore[misc]
+
+    # --- in the process that schedules
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(self._view(request))  # type: ignore[misc]
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded behind those that are cached, of the plain ones.
+
+        Args:
+            request: the waiting request.
+            num_computed_tokens: tokens of it that are cached.
+        """
+        view = self._view(request)
+        tokens, later = super().get_num_new_matched_tokens(view, num_computed_tokens)  # type: ignore[misc]
+        if tokens is None:
+            return None, False
+        limit = view.limit
+        if tokens <= 0 or (limit is not None and num_computed_tokens + tokens > limit):
+            return 0, False
+        return tokens, later
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        self._holding.add(request.request_id)
+        super().update_state_after_alloc(self._view(request), blocks, num_external_tokens)  # type: ignore[misc]
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Return the connector's message to its workers.
+
+        A request whose pages are freed seems to be preempted: so what is still being stored of it is finished before
+        this step writes to its pages.
+
+        Args:
+            scheduler_output: the step.
+        """
+        freed = {name for name in self._holding if self._manager.is_released(name)}
+        self._holding -= freed
+        preempted = (scheduler_output.preempted_req_ids or set()) | freed
+        new = []
+        for request in scheduler_output.scheduled_new_reqs:
+            after = request.num_computed_tokens + scheduler_output.num_scheduled_tokens[request.req_id]
+            view = self._views[request.req_id]
+            new.append(replace(request, prompt_token_ids=view.prompt_token_ids[:after]))
+        seen = replace(scheduler_output, scheduled_new_reqs=new, preempted_req_ids=preempted)
+        return super().build_connector_meta(seen)  # type: ignore[misc, no-any-return]
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; only its plain pages are named.
+
+        Args:
+            request: the request, whose pages are freed next.
+            block_ids: its blocks, group by group.
+        """
+        view = self._view(request)
+        view.close()
+        del self._views[request.request_id]
+        self._holding.discard(request.request_id)
+        limit = view.limit
+        plain = tuple(ids[: None if limit is None else limit // self._manager.block_size] for ids in block_ids)
+        return super().request_finished(view, plain[0])  # type: ignore[misc, no-any-return]
+
+    def _view(self, request: Request) -> PlainRequest:
+        if request.request_id not in self._views:
+            hash_size = self._manager.block_pool.hash_block_size
+            self._views[request.request_id] = PlainRequest(request, self._manager.plain_tokens, hash_size)
+        return self._views[request.request_id]
+
+    @property
+    def _manager(self) -> KeepManager:
+        """The manager of the only group of layers."""
+        coordinator = self._kv_cache_manager.coordinator  # type: ignore[attr-defined]
+        (manager,) = coordinator.single_type_managers
+        assert isinstance(manager, KeepManager)
+        return manager
+
+
+@cache
+def _beside(name: str) -> type:
+    connector = KVConnectorFactory.get_connector_class_by_name(name)
+    return type(name, (PlainPrefixes, connector, SupportsHMA), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> type:
+    if name not in BESIDE:
+        raise AttributeError(f"{__name__} has no {name}: it has {', '.join(BESIDE)}.")
+    return _beside(name)
