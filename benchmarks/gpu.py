@@ -59,7 +59,9 @@ def main() -> int:
     print(f"{_name(device)}, PyTorch {torch.__version__}; at most about {options.minutes + 0.5:g} minutes", flush=True)
     bandwidth = bench.bandwidth()
     try:
+        bench.graphed = True
         kernels.measure(bench)
+        bench.graphed = False
         for number, shape in enumerate(models.SHAPES if bench.on_gpu else list(models.SHAPES)[:1]):
             models.measure(bench, shape, everything=number == 0)
     except KeyboardInterrupt:

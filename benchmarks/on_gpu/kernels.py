@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.columns import attention_columns, attention_with_lse
+from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.packed import HeadRun, PackedHeads, runs_of
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention
@@ -84,6 +85,15 @@ def _decode(bench: Bench, entries: int, batch: int) -> None:
     bench.run(part, "uniform", lambda: ours([entries] * heads), nbytes=nbytes, against="flash attention")
     ragged = ragged_counts(entries, bench.kv_heads) * batch
     bench.run(part, "ragged", lambda: ours(ragged), nbytes=nbytes, against="uniform")
+
+    def eight_bits() -> Callable[[], Any]:
+        packed = packed_heads(ragged, bench)
+        keys, values = (FORMATS[8].quantize(rows, bench.dtype) for rows in (packed.keys, packed.values))
+        packed = PackedHeads(keys[0], values[0], packed.positions, packed.runs, None, keys[1], values[1])
+        return lambda: ragged_attention(queries, [packed], Softmax(bench.head_dim**-0.5))
+
+    of_bytes = nbytes * (bench.head_dim + bench.dtype.itemsize) // (bench.head_dim * bench.dtype.itemsize)
+    bench.run(part, "ragged, 8 bits", eight_bits, nbytes=of_bytes, against="ragged")
 
     def received() -> Callable[[], Any]:
         packed, last = packed_heads(ragged, bench), torch.full((batch, 1), entries * 2, device=bench.device)

@@ -54,6 +54,8 @@ class Bench:
     deadline: float
     figures: list[Figure] = field(default_factory=list)
     failed: bool = False
+    graphed: bool = False
+    """Whether what is timed is captured as a CUDA graph, so that the host's work is not part of it."""
 
     @property
     def on_gpu(self) -> bool:
@@ -89,7 +91,11 @@ class Bench:
             figure.missing = "not measured: no time was left"
             return figure
         try:
-            figure.milliseconds = self.times(make(), repeats)
+            function = make()
+            if self.graphed and self.on_gpu:
+                figure.extra["host us"] = self.host_microseconds(function)
+                function = self.graph_of(function)
+            figure.milliseconds = self.times(function, repeats)
         except torch.cuda.OutOfMemoryError:
             figure.missing = "does not fit"
         except Exception as error:  # the other figures are worth having
@@ -125,6 +131,35 @@ class Bench:
             after.record()
         torch.cuda.synchronize()
         return [before.elapsed_time(after) for before, after in marks]
+
+    def host_microseconds(self, function: Callable[[], Any], repeats: int = 50) -> float:
+        """What the host takes to launch it."""
+        for _ in range(self.runs(repeats) - repeats):
+            function()
+        torch.cuda.synchronize()
+        taken = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            function()
+            taken.append(1e6 * (time.perf_counter() - began))
+            torch.cuda.synchronize()
+        return statistics.median(taken)
+
+    def graph_of(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """What replays its launches; itself if it does what no graph holds."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                kept = function()
+        except RuntimeError:  # it waits for the device, or takes numbers from the host
+            torch.cuda.synchronize()
+            return function
+
+        def replay() -> Any:
+            graph.replay()
+            return kept
+
+        return replay
 
     def bandwidth(self) -> float:
         """Bytes a millisecond, of the largest copy that is worth its while: read and written."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from keepset.hf.observed_cache import Progress
 from keepset.hf.store import EntryStore
 from on_gpu.kernels import ragged_counts
 from on_gpu.measuring import Bench
+from on_gpu.networks import write as write_networks
 
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": dict(
@@ -49,8 +52,18 @@ _TINY = dict(
     vocab_size=200,
     max_position_embeddings=512,
 )
-PREFILL = ("snapkv", "expected_attention", "adakv(snapkv)", "h2o", "glance", "reread")
-EVENTS = ("snapkv", "adakv(snapkv)", "ams(tova)")
+DISTILLED = "distilled(stats='{stats}')"
+PREFILL = (
+    "snapkv",
+    "adakv(snapkv)",
+    f"pool({DISTILLED})",
+    f"quantized(match(pool({DISTILLED})))",
+    "expected_attention",
+    "h2o",
+    "glance",
+    "reread",
+)
+EVENTS = ("knorm", DISTILLED, "snapkv", "adakv(snapkv)", "ams(tova)")
 KEEPS = (0.25, 0.1)
 
 
@@ -58,15 +71,19 @@ def measure(bench: Bench, name: str, *, everything: bool) -> None:
     """Decoding, events and prefill of one shape; `everything` of the first, and of the others what differs."""
     model = _model(bench, name)
     tokens = 32768 if bench.on_gpu else 80
-    for batch in (1, 8, 32) if bench.on_gpu else (2,):
+    for batch in (1, 8) if bench.on_gpu else (2,):
         _decoding(bench, name, model, tokens, batch)
-    if everything:
-        for recipe in EVENTS:
-            _event(bench, name, model, recipe, tokens // 4 if bench.on_gpu else tokens)
-    lengths = (8192, 32768, 131072) if bench.on_gpu and everything else (tokens,)
-    for length in lengths:
-        recipes = PREFILL if length <= 32768 else PREFILL[:3]
-        _prefill(bench, name, model, length, recipes)
+    with tempfile.TemporaryDirectory() as folder:
+        stats = Path(folder) / "networks.safetensors"
+        write_networks(model.config, _head_size(model.config), stats)
+        if everything:
+            for recipe in EVENTS:
+                _event(bench, name, model, recipe, tokens // 4 if bench.on_gpu else tokens, stats)
+        _prefill(bench, name, model, tokens, PREFILL, stats)
+        if bench.on_gpu and everything:
+            _prefill(bench, name, model, 8192, PREFILL, stats)
+            _decoding(bench, name, model, tokens, 32)
+            _prefill(bench, name, model, 131072, PREFILL[:3], stats)
 
 
 @torch.no_grad()
@@ -160,11 +177,12 @@ def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], toke
     return cache
 
 
-def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: int) -> None:
+def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: int, stats: Path) -> None:
     """The token that an event follows, beside the one before it; what is more is the event."""
     every, repeats = (256, 5) if bench.on_gpu else (3, 1)
     part = f"{name}: a token after {keep} + {every} entries"
-    text = f"{keepset.Recipe.parse(recipe).with_keep(keep)}"[:-1] + f", every={every})"
+    whole, recipe = recipe.format(stats=stats), recipe.format(stats="...")
+    text = f"{keepset.Recipe.parse(whole).with_keep(keep)}"[:-1] + f", every={every})"
     ids = _ids(bench, model, 1, keep + every)
 
     @torch.no_grad()
@@ -184,7 +202,9 @@ def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: i
         figure.extra["event / decoding"] = (figure.median - plain.median) / (every * plain.median)
 
 
-def _prefill(bench: Bench, name: str, model: PreTrainedModel, tokens: int, recipes: tuple[str, ...]) -> None:
+def _prefill(
+    bench: Bench, name: str, model: PreTrainedModel, tokens: int, recipes: tuple[str, ...], stats: Path
+) -> None:
     part, ids = f"{name}: prefill of {tokens}", _ids(bench, model, 1, tokens)
 
     def run(recipe: str | None) -> Callable[[], Any]:
@@ -198,12 +218,13 @@ def _prefill(bench: Bench, name: str, model: PreTrainedModel, tokens: int, recip
         return prefill
 
     repeats = 3 if bench.on_gpu and tokens <= 32768 else 1
-    for recipe in (None, *(str(keepset.Recipe.parse(recipe).with_keep(0.25)) for recipe in recipes)):
+    texts = [str(keepset.Recipe.parse(recipe.format(stats=stats)).with_keep(0.25)) for recipe in recipes]
+    for recipe in (None, *texts):
         if bench.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         figure = bench.run(
             part,
-            recipe or "full cache",
+            "full cache" if recipe is None else recipe.replace(str(stats), "..."),
             lambda r=recipe: run(r),
             against="" if recipe is None else "full cache",
             repeats=repeats,

@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 NAMES = ("count", "mean", "scatter")
+_PART = 1024
+"""Rows of which a GPU makes one product."""
 
 
 class Moments:
@@ -39,9 +41,9 @@ class Moments:
         """
         weights = counted[:, None, :, None].to(rows.dtype)
         count = weights.sum(2)
-        mean = (rows * weights).sum(2) / count.clamp(min=1)
-        centred = (rows - mean[:, :, None]) * weights
-        scatter = _upper(centred.transpose(-1, -2) @ centred) if full else centred.square().sum(2)
+        mean = (weights.transpose(-1, -2) @ rows)[:, :, 0] / count.clamp(min=1)
+        centred = (rows - mean[:, :, None]).mul_(weights)
+        scatter = _upper(_products(centred)) if full else centred.square().sum(2)
         if self._count is not None:
             total = count + self._count
             shift = mean - self.mean
@@ -97,6 +99,19 @@ class Moments:
     def _counted(self) -> Tensor:
         assert self._count is not None
         return self._count
+
+
+def _products(rows: Float[Tensor, "batch heads n dim"]) -> Float[Tensor, "batch heads dim dim"]:
+    """Return the sum of each row's products with itself.
+
+    One product of a head has few numbers, which a GPU would leave to few of its processors. So it makes several, of
+    parts of the rows, and sums them.
+    """
+    if rows.device.type == "cpu" or rows.shape[2] < 2 * _PART:
+        return rows.transpose(-1, -2) @ rows
+    whole = rows.shape[2] // _PART * _PART
+    parts, rest = rows[:, :, :whole].unflatten(2, (-1, _PART)), rows[:, :, whole:]
+    return (parts.transpose(-1, -2) @ parts).sum(2) + rest.transpose(-1, -2) @ rest
 
 
 def _upper(matrix: Float[Tensor, "*rows dim dim"]) -> Float[Tensor, "*rows _"]:

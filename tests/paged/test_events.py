@@ -155,7 +155,7 @@ def test_heads_one_by_one_are_as_all_together(recipe: str, monkeypatch: pytest.M
 
 FORMATS = [("fp8", True), ("fp8_e5m2", True), ("fp8", False), ("int8", False)]
 """Kinds of numbers, and whether a layer has one scale for all keys and one for all values."""
-SCALES = [(0.005, 0.25), (0.003, 2.0)]
+SCALES = [(5e-5, 0.25), (3e-5, 2.0)]
 
 
 def quantised(kind: str, per_layer: bool) -> tuple[list[PageFormat], Tensor, Callable[[Tensor], Tensor]]:

@@ -27,14 +27,16 @@ def attention_columns(queries, keys, lse, softmax, names, group, causal) -> dict
     heads = query_heads if group == "each" else kv_heads
     statistics = {name: torch.empty(heads, entries, device=keys.device) for name in names}
     unused, head_block = lse, max(16, triton.next_power_of_2(head_dim))
-    block = rows = rows_of(head_block, keys.dtype)
+    block = rows_of(head_block, keys.dtype)
+    # Of one statistic more rows fit the registers.
+    rows = 2 * block if len(statistics) == 1 else block
     _columns[(triton.cdiv(entries, block), heads)](
         queries, keys, lse, *(statistics.get(name, unused) for name in ("sum", "max", "square")),
         *queries.stride(), *keys.stride(), *lse.stride(), n, entries,
         softmax.scaling, softmax.softcap or 1.0,
         MEMBERS=members, RULE=_RULES[group], HEAD_DIM=head_dim, HEAD_BLOCK=head_block, ROWS=rows, BLOCK=block,
         CAUSAL=causal, SUM="sum" in names, MAX="max" in names, SQUARE="square" in names,
-        CAPPED=softmax.softcap is not None,
+        CAPPED=softmax.softcap is not None, num_stages=2,
     )  # fmt: skip
     return statistics
 
