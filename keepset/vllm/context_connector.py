@@ -252,7 +252,8 @@ class ContextConnector(BlockCountConnector):
         blocks = [block.block_id for block in self._manager.req_to_blocks[name]]
         model, tokens = self._vllm_config.model_config.model, list(request.all_token_ids[:length])
         path = self._saves[name][1]
-        self._to_save.append(SaveJob(name, path, at_rest(recipe), model, self._library.fingerprint, tokens, blocks))
+        rests = at_rest(recipe, length > request.num_prompt_tokens)
+        self._to_save.append(SaveJob(name, path, rests, model, self._library.fingerprint, tokens, blocks))
         return True
 
     @property

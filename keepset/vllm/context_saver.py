@@ -28,13 +28,18 @@ _BIASED = "match(streaming_llm, keep=1.0)"
 """The recipe of a file whose entries have biases and are compressed no further."""
 
 
-def at_rest(recipe: str | None) -> str:
-    """Return the recipe of a saved file: all tokens so far are its prompt, and nothing of that is compressed."""
+def at_rest(recipe: str | None, answered: bool) -> str:
+    """Return the recipe of a saved file: all tokens so far are its prompt, and nothing of that is compressed.
+
+    Args:
+        recipe: the recipe that the request was compressed by; None if it was not.
+        answered: whether tokens of an answer are among them, which `protect_prompt` does not mean.
+    """
     if recipe is None:
         return "streaming_llm(keep=1.0)"
     parsed = Recipe.parse(recipe)
-    schedule = Schedule(every=parsed.schedule.every)
-    return str(replace(parsed, budget=replace(parsed.budget, protect_prompt=False), schedule=schedule))
+    budget = replace(parsed.budget, protect_prompt=parsed.budget.protect_prompt and not answered)
+    return str(replace(parsed, budget=budget, schedule=Schedule(every=parsed.schedule.every)))
 
 
 @dataclass(frozen=True)
