@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from keepset.core.budget import Budget
+from keepset.core.budget import Budget, Ranges
 from keepset.core.keep_set import KeepSet
 from keepset.core.method import Allocator, Method
 from keepset.core.observation import Observation
@@ -226,6 +226,17 @@ class Recipe:
         sinks = max(own.sinks, sinks) if budget.sinks == own.sinks else budget.sinks
         recent = max(own.recent, recent) if budget.recent == own.recent else budget.recent
         return replace(self, budget=replace(budget, sinks=sinks, recent=recent))
+
+    def located(self, images: Ranges | None) -> Recipe:
+        """Return the same recipe for one request, with ranges in place of the images or the text that it protects.
+
+        Args:
+            images: where the request's images are; None if nobody knows.
+
+        Raises:
+            BudgetError: if it protects images or text, and nobody knows where images are.
+        """
+        return replace(self, budget=self.budget.located(None if images is None else [images]))
 
     def without_budget(self) -> Recipe:
         """Return the same recipe without its `keep` or `bytes`, as a common name for different budgets."""

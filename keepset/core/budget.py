@@ -307,6 +307,17 @@ def _joined(ranges: Iterable[Sequence[int]]) -> Ranges:
     return tuple(joined)
 
 
+def runs(positions: Sequence[int]) -> Ranges:
+    """Return rising positions as ranges."""
+    ranges: list[tuple[int, int]] = []
+    for position in positions:
+        if ranges and ranges[-1][1] == position:
+            ranges[-1] = ranges[-1][0], position + 1
+        else:
+            ranges.append((position, position + 1))
+    return tuple(ranges)
+
+
 def _is_range(bounds: object) -> bool:
     if not isinstance(bounds, list | tuple) or len(bounds) != 2:
         return False

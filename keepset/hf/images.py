@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from keepset.core.budget import Ranges
+from keepset.core.budget import Ranges, runs
 from keepset.errors import UnsupportedModelError
 from keepset.hf.hooks import ModelHooks, after_calls, before_calls
 
@@ -46,17 +46,6 @@ def require_image_tokens(model: PreTrainedModel, kind: str) -> None:
             f"{type(model).__name__} names no such token ({_NAMES[0]}): protect ranges of tokens instead, such as "
             "protect=[[4, 580]]."
         )
-
-
-def runs(positions: Sequence[int]) -> Ranges:
-    """Return rising positions as ranges."""
-    ranges: list[tuple[int, int]] = []
-    for position in positions:
-        if ranges and ranges[-1][1] == position:
-            ranges[-1] = ranges[-1][0], position + 1
-        else:
-            ranges.append((position, position + 1))
-    return tuple(ranges)
 
 
 class ImageHooks(ModelHooks):

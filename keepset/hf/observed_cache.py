@@ -619,8 +619,7 @@ class ObservedCache(TransformersCache, KnowsText):
         return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.managed_layers.values())
 
     def _all_hooks(self) -> list[ModelHooks]:
-        every = self._hooks, self._second, self._perplexity, self._images
-        return [hooks for hooks in every if hooks is not None]
+        return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]
 
     def _requests(self, rows: Tensor) -> list[int]:
         """Return the indices of requests, on the host."""

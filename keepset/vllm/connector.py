@@ -29,13 +29,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from keepset.core.budget import Budget
+from keepset.core.budget import Budget, Ranges, runs
 from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.paged.request_table import RequestKey, RequestOverrides
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
+from keepset.vllm.recipe_support import rotates
 from keepset.vllm.request_options import RequestOptions, from_signed, parse_options
 from keepset.vllm.settings import KEY, is_compressed, is_signed, recipe_of
 from keepset.vllm.signing import SIGNING_KEY, has_key
@@ -106,6 +107,19 @@ class KnownRequest:
     has_own: bool = False
     ticket: str = ""
     denied: bool = False
+
+
+def images_of(request: Request) -> Ranges | None:
+    """Return where a request's images and videos are among its tokens; None if its prompt is of embeddings."""
+    if request.prompt_embeds is not None:
+        return None
+    places: list[int] = []
+    for feature in request.mm_features:
+        if feature.modality in ("image", "video"):
+            first, seen = feature.mm_position.offset, feature.mm_position.is_embed
+            own = range(feature.mm_position.length) if seen is None else seen.nonzero()[:, 0].tolist()
+            places += [first + place for place in own]
+    return runs(sorted(places))
 
 
 class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
@@ -181,7 +195,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Note the options of a request. If they cannot be granted, this request ends with an error, and no other."""
-        known = self._known[request.request_id] = KnownRequest(request, self._recipe)
+        shared = None if self._recipe is None else self._recipe.located(())
+        known = self._known[request.request_id] = KnownRequest(request, shared)
         try:
             options = self._options(request)
             known.ticket = options.ticket
@@ -211,8 +226,32 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             raise KeepsetError(f"There is no context {options.context!r}: this engine has no folder of contexts.")
         if options.save is not None:
             raise KeepsetError("This engine saves no contexts: it has no folder for them.")
-        if options.is_own:
-            self._settle(request, options.recipe(self._recipe))
+        self._compress(request, options)
+
+    def _compress(self, request: Request, options: RequestOptions) -> bool:
+        """Have a request compressed by a recipe of its own if it needs one; return whether it does.
+
+        Raises:
+            KeepsetError: the recipe cannot be used for it.
+        """
+        images, engine = images_of(request), self._recipe
+        model = self._vllm_config.model_config
+        if options.kinds and not model.is_multimodal_model:
+            raise KeepsetError(
+                f"{KEY}: protect has {options.kinds[0]!r}, and this server's model takes no images: give ranges of "
+                "tokens, such as [[0, 512]]."
+            )
+        located = engine is not None and bool(engine.budget.kinds) and images != ()
+        own = options.recipe(engine, images) if options.is_own or located else None
+        recipe = own if options.is_own else engine
+        if images and recipe is not None and model.uses_mrope and rotates(recipe):
+            raise KeepsetError(
+                f"{recipe.method.name} rotates by one position for each token, and this model gives those of an image "
+                'positions along several axes: send the image with "off": true, or without this recipe.'
+            )
+        if options.is_own or located:
+            self._settle(request, own)
+        return options.is_own or located
 
     def _settle(self, request: Request, recipe: Recipe | None) -> None:
         """Have a request compressed by a recipe of its own; None for no compression."""

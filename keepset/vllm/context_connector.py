@@ -110,9 +110,7 @@ class ContextConnector(BlockCountConnector):
             check_save(self._limit, options.save, _objection(request))
         if options.context is not None:
             self._ask(request, options)
-        elif options.is_own:
-            self._settle(request, options.recipe(self._recipe))
-        else:
+        elif not self._compress(request, options):
             self._find(request, options.owner)
         if options.save is not None:
             owned = OwnedContexts(self._library.folder, options.owner)

@@ -85,7 +85,8 @@ class EngineContext:
         check(config, recipe)
         stats.serving(str(recipe))
         logger.info("keepset serves %s", recipe)
-        self.config, self.recipe = config, recipe
+        # Requests with images have recipes of their own where it says that images, or text, always stay.
+        self.config, self.recipe = config, recipe.located(())
         self.projections: dict[str, VLLMQueryProjection] = {}
         self.emptied_blocks = EmptiedBlocks()
         self.events = EventQueue(self.emptied_blocks)

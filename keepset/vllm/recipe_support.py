@@ -9,6 +9,11 @@ from keepset.core.features.runtime_features import ModelStatistics, ModelTables,
 from keepset.recipe import Recipe, check_schedule
 
 
+def rotates(recipe: Recipe) -> bool:
+    """Return whether a recipe rotates by measured frequencies, for which a token needs one position."""
+    return any(measured.rotates for measured in recipe.method.traits.needs.of(ModelStatistics))
+
+
 def objections(recipe: Recipe) -> Iterator[str]:
     """Yield the reasons why a recipe cannot be served, a sentence each.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from reprlib import repr as shortened
 from typing import Any
 
-from keepset.core.budget import LIMIT
+from keepset.core.budget import KINDS, LIMIT, Ranges
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe, nearest
 from keepset.vllm.owned_contexts import EVERYBODY
@@ -27,7 +27,7 @@ MAX_NAME = 255
 _FRONT_END = ("owner", "ticket")
 _ADVICE = (
     'give one or more of "context": NAME, "save": NAME, "bytes": 0.5, "keep": 512, "off": true and "protect": '
-    "[[0, 512]], or leave it out"
+    '[[0, 512]] or "image", or leave it out'
 )
 
 
@@ -41,7 +41,7 @@ class RequestOptions:
             is short; see `Budget`.
         bytes: the same as a share of bytes; see `Budget`.
         off: whether it is not compressed at all.
-        protect: ranges of its tokens that always stay, besides those of the recipe.
+        protect: what of its tokens always stays, besides what the recipe names; see `Budget`.
         save: the name of the context that it leaves.
         owner: the owner whose contexts it sees and saves. Only a server's front end sets it.
         ticket: the ticket under which the engine notes why it refuses the request; "" if nobody asks.
@@ -81,19 +81,29 @@ class RequestOptions:
 
     def _check_ranges(self) -> None:
         """Raise KeepsetError if `protect` has too many ranges, or something that is no range."""
+        if isinstance(self.protect, str):
+            object.__setattr__(self, "protect", [self.protect])
         if not isinstance(self.protect, list | tuple):
             raise KeepsetError(
-                f"{KEY}: protect is {shortened(self.protect)}: give ranges of tokens, such as [[0, 512]]."
+                f"{KEY}: protect is {shortened(self.protect)}: give ranges of tokens, such as [[0, 512]], or a kind of "
+                "tokens, image or text."
             )
         if len(self.protect) > MAX_RANGES:
             raise KeepsetError(f"{KEY}: protect has {len(self.protect)} ranges: give at most {MAX_RANGES}.")
         for bounds in self.protect:
+            if bounds in KINDS:
+                continue
             pair = isinstance(bounds, list | tuple) and len(bounds) == 2
             if not pair or not all(type(bound) is int and 0 <= bound < LIMIT for bound in bounds):
                 raise KeepsetError(
                     f"{KEY}: protect has a range that is no pair of tokens: give the first token of each and the one "
-                    "after its last, such as [[0, 512]]."
+                    "after its last, such as [[0, 512]], or a kind of tokens, image or text."
                 )
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of tokens that the request protects, image or text."""
+        return [each for each in self.protect if isinstance(each, str)]
 
     @property
     def is_own(self) -> bool:
@@ -110,11 +120,12 @@ class RequestOptions:
         fields = dataclasses.fields(self)
         return signed(json.dumps({f.name: value for f in fields if (value := getattr(self, f.name)) != f.default}))
 
-    def recipe(self, engine: Recipe | None) -> Recipe | None:
+    def recipe(self, engine: Recipe | None, images: Ranges | None = ()) -> Recipe | None:
         """Return the recipe by which the request is compressed; None if it is not compressed.
 
         Args:
             engine: the engine's recipe; None if it only serves contexts.
+            images: where the request's images are; None if nobody knows.
 
         Raises:
             KeepsetError: the recipe does not go with these options.
@@ -128,7 +139,8 @@ class RequestOptions:
         budget = engine.budget
         if self.has_budget:
             budget = replace(budget, keep=self.keep, bytes=self.bytes, short=0)
-        return replace(engine, budget=replace(budget, protect=(*budget.protect, *self.protect))).require_budget()
+        own = replace(engine, budget=replace(budget, protect=(*budget.protect, *self.protect)))
+        return own.require_budget().located(images)
 
 
 def parse_options(given: Any) -> RequestOptions:

@@ -27,7 +27,7 @@ from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
-from keepset.vllm.recipe_support import objections
+from keepset.vllm.recipe_support import objections, rotates
 from keepset.vllm.served_default import INT8
 from keepset.vllm.settings import (
     BESIDE,
@@ -192,6 +192,8 @@ def _of_version(dtype: str) -> Iterator[str]:
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     parallel = config.parallel_config
+    if recipe.budget.kinds and not config.model_config.is_multimodal_model:
+        yield f"its model takes no images; leave protect={recipe.budget.kinds[0]!r} out."
     yield from _of_drafts(config, recipe)
     if contexts_of(config) is not None:
         yield from _of_contexts(config, recipe)
@@ -283,6 +285,12 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
             yield "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given."
         if caches_prefixes and not one_table(recipe):
             yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
+    told = has_connector(config, CONNECTOR) or has_connector(config, CONTEXT_CONNECTOR)
+    if not told and config.model_config.is_multimodal_model:
+        if recipe.budget.kinds:
+            yield "where images are differs from request to request, which a KV connector tells; none is given."
+        elif rotates(recipe) and config.model_config.uses_mrope:
+            yield "it cannot rotate images, and a KV connector refuses requests that have some; none is given."
     if recipe.method.traits.needs.of(QuantizedEntries) and config.cache_config.cache_dtype != INT8:
         yield f"it stores entries in 8 bits, and the KV cache is of kind {config.cache_config.cache_dtype}."
     if recipe.method.traits.needs.unrotated and config.model_config.uses_mrope:

@@ -46,7 +46,9 @@ def sealed(**options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request; `add` and `abort` are steps of the engine, a lower `priority` goes first; `extra` arguments."""
+    """A request; `add` and `abort` are steps of the engine, a lower `priority` goes first; `extra` arguments; files of
+    its `images`.
+    """
 
     ids: list[int]
     max_tokens: int
@@ -54,6 +56,7 @@ class Ask:
     abort: int | None = None
     priority: int = 0
     extra: dict[str, Any] | None = None
+    images: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

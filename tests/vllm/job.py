@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from tests.vllm import graphs, interpreted
 
@@ -150,6 +151,12 @@ def number(name: str) -> int:
     return int(name.split("-", maxsplit=1)[0])
 
 
+def prompt_of(request: dict[str, Any]) -> dict[str, Any]:
+    """A request's tokens and its images."""
+    images = [Image.open(file).convert("RGB") for file in request["images"]]
+    return {"prompt_token_ids": request["ids"], **({"multi_modal_data": {"image": images}} if images else {})}
+
+
 def run(scenario: dict[str, Any]) -> dict[str, Any]:
     """One engine."""
     from vllm import LLM, SamplingParams, envs
@@ -190,7 +197,7 @@ def run(scenario: dict[str, Any]) -> dict[str, Any]:
                 waiting.remove(index)
                 tokens, extra = requests[index]["max_tokens"], requests[index]["extra"]
                 parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
-                prompt = {"prompt_token_ids": requests[index]["ids"]}
+                prompt = prompt_of(requests[index])
                 engine.add_request(str(index), prompt, parameters, priority=requests[index]["priority"])
         move_files(scenario["files"], step)
         engine.abort_request([str(index) for index, one in enumerate(requests) if one["abort"] == step])

@@ -37,6 +37,7 @@ REFUSED = [
     for request in (
         *({"keep": 0.5}, {"keep": 4}, {"keep": "half"}, {"protect": [[5, 5]]}, {"context": "manual"}, {"more": 1}),
         *({"save": "a"}, {"keep": 24, "owner": "1" * 32}, {"off": True, "ticket": "1" * 32}, MANY, json.dumps(MANY)),
+        *({"protect": "image"}, {"protect": ["text", [5, 5]]}, {"protect": "images"}),
         *([24], 24),
     )
 ]

@@ -44,7 +44,7 @@ ONE = (
     "prefill_context_parallel_size",
 )
 OWN, OFFLOADING = CONNECTOR["kv_connector_module_path"], "OffloadingConnector"
-OTHER_MODELS = ("is_encoder_decoder", "use_mla", "is_mm_prefix_lm", "is_diffusion")
+OTHER_MODELS = ("is_encoder_decoder", "use_mla", "is_mm_prefix_lm", "is_diffusion", "is_multimodal_model")
 SPLIT = ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"]
 
 
@@ -176,6 +176,12 @@ REFUSED = [
     (UNIFORM, {"model_config__is_encoder_decoder": True}, "encoder-decoder models are not supported"),
     (UNIFORM, {"model_config__use_mla": True}, "the model caches latents (MLA)"),
     (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
+    ("snapkv(keep=0.25, protect='image')", {}, "its model takes no images; leave protect='image' out."),
+    (
+        "snapkv(keep=0.25, protect='text')",
+        {"model_config__is_multimodal_model": True},
+        "where images are differs from request to request, which a KV connector tells; none is given.",
+    ),
     (
         UNIFORM,
         {"model_config__is_diffusion": True},
