@@ -95,17 +95,16 @@ def _table(bench, bandwidth: float) -> Iterator[str]:  # type: ignore[no-untyped
     for figure in bench.figures:
         if figure.part != part:
             part = figure.part
-            yield f"\n| {part} | ms (least to most) | of bandwidth | ratio | |"
+            yield f"\n| {part} | median (least to most) | of bandwidth | ratio | |"
             yield "| --- | --- | --- | --- | --- |"
         if figure.median is None:
             yield f"| {figure.what} | {figure.missing} | | | |"
             continue
-        spread = f"{figure.median:.3f} ({min(figure.milliseconds):.3f} to {max(figure.milliseconds):.3f})"
         share = f"{figure.nbytes / figure.median / bandwidth:.0%}" if figure.nbytes else ""
         other = medians.get((figure.part, figure.against))
         ratio = f"{figure.median / other:.2f} of {figure.against}" if other else ""
         extra = ", ".join(f"{name} {value:.4g}" for name, value in figure.extra.items())
-        yield f"| {figure.what} | {spread} | {share} | {ratio} | {extra} |"
+        yield f"| {figure.what} | {figure.spread} | {share} | {ratio} | {extra} |"
 
 
 if __name__ == "__main__":

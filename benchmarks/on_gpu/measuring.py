@@ -41,6 +41,11 @@ class Figure:
         """Of all runs, in milliseconds."""
         return statistics.median(self.milliseconds) if self.milliseconds else None
 
+    @property
+    def spread(self) -> str:
+        """Median, least and most, in words."""
+        return f"{self.median:.3f} ({min(self.milliseconds):.3f} to {max(self.milliseconds):.3f}) ms"
+
     def to_json(self) -> dict[str, Any]:
         """All of it."""
         return {**asdict(self), "median": self.median}
@@ -106,8 +111,7 @@ class Bench:
                 traceback.print_exc()
         if self.on_gpu:
             torch.cuda.empty_cache()
-        median = figure.median
-        print(f"{part}: {what}: {figure.missing or f'{median:.3f} ms'}", flush=True)
+        print(f"{part}: {what}: {figure.missing or figure.spread}", flush=True)
         return figure
 
     def runs(self, repeats: int) -> int:

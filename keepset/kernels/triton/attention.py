@@ -64,9 +64,14 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
 
 
 def _part(device: torch.device, entries: int) -> int:
-    """Return how many entries a part has: enough parts to keep the device busy, none too short to be worth it."""
-    even = triton.cdiv(entries, dispatch.processors(device) * PROGRAMS_PER_PROCESSOR)
-    return max(LEAST_PART, triton.cdiv(even, _BLOCK) * _BLOCK)
+    """Return how many entries a part has: enough parts to keep the device busy, none too short to be worth it.
+
+    Twice as many programs leave less time in which the last ones run alone, but more parts to merge. They are worth it
+    while parts are long.
+    """
+    programs = dispatch.processors(device) * PROGRAMS_PER_PROCESSOR
+    few, many = (triton.cdiv(triton.cdiv(entries, n), _BLOCK) * _BLOCK for n in (programs, 2 * programs))
+    return max(LEAST_PART, min(few, max(many, 2 * LEAST_PART)))
 
 
 # Only the dtypes of `keys_kind` and the like are used: heads are found by the table's addresses.

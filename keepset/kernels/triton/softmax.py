@@ -15,7 +15,7 @@ _BYTES = 16 * 1024
 
 LEAST_PART = 256
 """Entries of a part of a head, at least: a shorter one is not worth a program of its own."""
-PROGRAMS_PER_PROCESSOR = 8
+PROGRAMS_PER_PROCESSOR = 4
 """Programs that keep a processor busy."""
 
 
