@@ -17,7 +17,7 @@ from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import parameter
 from keepset.core.observation import BIAS, Observation
 from keepset.core.traits import Traits
-from keepset.kernels.dispatch import upload
+from keepset.kernels.dispatch import is_async_device, upload
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.matching import FitProblem, match_attention
 
@@ -83,7 +83,7 @@ class Match(PostProcessor):
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
         known = observation.num_kept if self.traits.equal_heads else None
         first, sizes = kept.cu_seqlens, kept.heads.host_values if known is None else known
-        for rows in _groups_of_similar_size(sizes):
+        for rows in _groups_of_similar_size(sizes, device):
             together = upload(rows, device)
             place = torch.arange(sizes[rows[-1]], device=device)
             exists = place < kept.counts.flatten()[together, None]
@@ -123,11 +123,15 @@ def _of_queries(sinks: Float[Tensor, "kv_heads group"] | None, problem: FitProbl
     return sinks.repeat_interleave(queries // sinks.shape[1], 1).repeat(heads // len(sinks), 1)
 
 
-def _groups_of_similar_size(counts: Sequence[int]) -> Iterator[list[int]]:
-    """Yield groups of heads that keep about as many entries; fitted together they leave few places empty."""
+def _groups_of_similar_size(counts: Sequence[int], device: torch.device) -> Iterator[list[int]]:
+    """Yield groups of heads that keep about as many entries; fitted together they leave few places empty.
+
+    Where launches cost more than empty places, groups are wider.
+    """
     group: list[int] = []
+    most = 4.0 if is_async_device(device) else 1.25
     for row in sorted(range(len(counts)), key=counts.__getitem__):
-        if group and counts[row] > 1.25 * counts[group[0]] + 4:
+        if group and counts[row] > most * counts[group[0]] + 4:
             yield group
             group = []
         group.append(row)

@@ -92,9 +92,10 @@ class RotaryLayout:
         return (cos, sin) if scale is None else (cos * scale[..., None], sin * scale[..., None])
 
     def rotate(self, queries: Queries, rotation: Rotation) -> Queries:
-        """Return rotated queries."""
+        """Return rotated queries, in the wider of the queries' and the rotation's types."""
         cos, sin = rotation
-        return queries * cos[:, None] + queries[..., self.partner] * sin[:, None]
+        # Narrow queries are widened in passing, and not copied first.
+        return torch.addcmul(queries * cos[:, None], queries[..., self.partner], sin[:, None])
 
 
 @dataclass
@@ -208,7 +209,7 @@ class LayerInput(QuerySource):
         if self.rotation is None:
             return queries.float()
         cos, sin = (part[:, first : first + queries.shape[2]].float() for part in self.rotation)
-        return self._layout.rotate(queries.float(), inverse(cos, sin))
+        return self._layout.rotate(queries, inverse(cos, sin))
 
     def _own_rotation(self) -> Rotation | None:
         """Return the rotation of this forward's tokens."""
