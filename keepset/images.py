@@ -1,7 +1,9 @@
 """Images for models that look at them: files that are checked before they are decoded, and a prompt that has them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from keepset.texts import SENTINEL, chat_parts
 if TYPE_CHECKING:
     import transformers
     from PIL.Image import Image
+    from torch import Tensor
 
 MAX_BYTES = 20 * 2**20
 """The most bytes of an image's file."""
@@ -133,6 +136,71 @@ def message_inputs(
         return encoded(model, processor, "".join(image_chat_parts(processor, len(images), text, question)), images)
     prompt = "".join(chat_parts(tokenizer, text, question))
     return tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Pictured:
+    """Images that come before a text, and the model that looks at them.
+
+    Attributes:
+        model: the model.
+        processor: the model's (`load_processor`).
+        images: the images.
+    """
+
+    model: "transformers.PreTrainedModel"
+    processor: Any
+    images: Sequence["Image"]
+
+    def prompt(self, text: str, chat: bool = True) -> dict[str, "Tensor"]:
+        """Return what the model takes for the images and a text.
+
+        Args:
+            text: the text.
+            chat: whether this is the part of a user's message before a question, in the model's chat template.
+
+        Raises:
+            KeepsetError: the processor refuses them.
+        """
+        prompt = image_chat_parts(self.processor, len(self.images), text, "")[0]
+        if not chat:
+            prompt = f"{self.processor.image_token * len(self.images)}\n{text}"
+        return dict(encoded(self.model, self.processor, prompt, self.images))
+
+
+def image_grids(model: "transformers.PreTrainedModel", inputs: Mapping[str, "Tensor"]) -> list[tuple[int, int, int]]:
+    """Return the first token of each image of a prompt, and how many rows and columns of patches its tokens are.
+
+    Images whose tokens are no grid, such as those that a model cuts into tiles, are left out.
+
+    Args:
+        model: the model.
+        inputs: what the model takes for a prompt of one request.
+    """
+    from keepset.core.budget import runs
+    from keepset.hf.images import image_token_ids  # imported here because it loads torch
+
+    tokens = image_token_ids(model.config)
+    where = runs([at for at, token in enumerate(inputs["input_ids"][0].tolist()) if token in tokens])
+    total, grids = sum(end - first for first, end in where), inputs.get("image_grid_thw")
+    if grids is not None:
+        merged = getattr(getattr(model.config, "vision_config", None), "spatial_merge_size", 1)
+        shapes = [(frames * high // merged, wide // merged) for frames, high, wide in grids.tolist()]
+    else:
+        number = inputs["pixel_values"].shape[:-3].numel() if "pixel_values" in inputs else 1
+        side = isqrt(total // number)
+        same = side * side * number == total
+        sides = [side] * number if same else [isqrt(end - first) for first, end in where]
+        shapes = [(each, each) for each in sides]
+    found, left = [], list(shapes)
+    for first, end in where:
+        at = first
+        while left and at < end:
+            rows, columns = left.pop(0)
+            if rows and at + rows * columns <= end:
+                found.append((at, rows, columns))
+            at += max(rows * columns, 1)
+    return found if sum(rows * columns for _, rows, columns in found) == total else []
 
 
 def encoded(

@@ -33,9 +33,10 @@ from keepset.cli.console import (
     show_table,
     write,
 )
-from keepset.cli.options import Html, Json, Minutes, OneText, Recipes, takes_model
+from keepset.cli.options import Html, Images, Json, Minutes, OneText, Recipes, takes_model
 from keepset.errors import KeepsetError
-from keepset.models import Source, context_length
+from keepset.images import Pictured, read_images
+from keepset.models import Source, context_length, load_processor
 from keepset.texts import NEEDLE, Needle, essay, read, token_texts
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def compare(
         ),
     ] = None,
     text: OneText = None,
+    image: Images = None,
     question: Annotated[str | None, Option(help="A question about your text.")] = None,
     answer: Annotated[str | None, Option(help="What a right answer to it contains.")] = None,
     prompt_tokens: Annotated[
@@ -119,7 +121,9 @@ def compare(
     _check_budgets(decode, given)
     check_minutes(minutes)
     needle = _needle(text, question, answer, decode)
-    source = essay() if text is None else read(text)
+    source, images = essay() if text is None else read(text), read_images(image)
+    if decode and images:
+        raise KeepsetError("--decode follows a text token by token: leave --image out.")
     check_writable(json_file, html)
 
     from keepset.bench.candidate import grid
@@ -139,6 +143,7 @@ def compare(
             needle=needle,
             longest=longest,
             answer_tokens=ANSWER_TOKENS if question is None else _ANSWER_TOKENS,
+            pictured=Pictured(loaded, load_processor(loaded), images) if images else None,
         ).to(loaded.device)
         parsed = parsed or _offered(loaded, model.called)
         candidates = grid(parsed, given, (every or _EVERY) if decode else None)

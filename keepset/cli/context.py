@@ -24,7 +24,7 @@ from keepset.cli.options import (
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.defaults import ASKED_LATER, NETWORKS
 from keepset.errors import KeepsetError
-from keepset.images import encoded, image_chat_parts, read_images
+from keepset.images import Pictured, read_images
 from keepset.models import EMBEDDED, Source, load_processor
 from keepset.texts import chat_parts, read
 
@@ -91,8 +91,7 @@ def build(
 def _prompt(model: Any, tokenizer: Any, text: str, images: Sequence[Any]) -> dict[str, Any]:
     """Return what a model takes for a message up to the end of a text, with images before it."""
     if images:
-        processor = load_processor(model)
-        return dict(encoded(model, processor, image_chat_parts(processor, len(images), text, "")[0], images))
+        return Pictured(model, load_processor(model), images).prompt(text)
     prompt, _ = chat_parts(tokenizer, text, "")
     ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
     return {"input_ids": ids.to(model.device)}

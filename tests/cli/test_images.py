@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -85,6 +89,34 @@ def test_a_context_with_images_is_asked(run: Run, pair: Any) -> None:
     ).rstrip("\n")
 
 
+def test_compare_shades_the_patches_of_images(run: Run, pair: Any) -> None:
+    """Figures are those of caches that are given the same inputs; the page has a grid for each image."""
+    recipe = "streaming_llm(keep=60, sinks=0, protect='image')"
+    asked = ["--question", "where", "--answer", "hill", "--json", "figures", "--html", "page"]
+    done = run("compare", "--recipes", f"{recipe}, knorm(keep=0.3)", *asked, *words())
+    assert done.code == 0, done.err
+    figures = json.loads(Path("figures").read_text())
+    given, rest = made("where", "a.png", "b.webp"), len("\n\nwhere.A:")
+    length = given["input_ids"].shape[1] - rest
+    assert figures["tokens"] == length and "drift_tokens" not in figures
+    row = next(row for row in figures["rows"] if row["recipe"] == recipe)
+    assert row["keep"] == pytest.approx(60 / length)
+    data = json.loads(re.search(r'id="data">(.*?)</script>', Path("page").read_text())[1])
+    section = next(section for section in data["sections"] if section["kind"] == "kept")
+    assert section["grids"] == [[2, 4, 4], [18, 4, 4]] and len(section["tokens"]) == length
+    model, _ = models.load(str(folder()), "cpu")
+    past = keepset.Cache(model, "knorm(keep=0.3)")
+    begins = {name: value[:, :-rest] if value.ndim == 2 else value for name, value in given.items()}
+    with torch.no_grad():
+        model(**begins, past_key_values=past)
+    other = next(row for row in figures["rows"] if row["recipe"] == "knorm(keep=0.3)")
+    assert other["keep"] == pytest.approx(past.events[0].kept / past.events[0].entries)
+    mask = past.keep_set.mask(length)[:, 0].reshape(-1)
+    packed = next(packed for name, packed in section["choices"] if name == "knorm(keep=0.3)")
+    bits = np.unpackbits(np.frombuffer(gzip.decompress(base64.b64decode(packed)), np.uint8))[: len(mask)]
+    assert torch.equal(torch.tensor(bits).bool(), mask)
+
+
 def refused(said: str, *args: str, run: Run) -> None:
     done = run("generate", "what", "--recipe", "knorm(keep=9)", *args)
     assert done.code == 2 and done.out == "" and re.search(said, done.err), done.err
@@ -106,6 +138,8 @@ def test_bad_images_are_refused(run: Run, pair: Any, tiny: Any, monkeypatch: pyt
     Path("postscript").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
     for file, said in files.items():
         refused(said, "--image", file, run=run)
+    done = run("compare", "--decode", "--image", "a.png")
+    assert done.code == 2 and "--decode follows a text token by token: leave --image out." in done.err
     monkeypatch.setattr(images, "_MAX_PIXELS", 40 * 40 - 1)
     refused("'a.png' has 40 x 40 pixels: give an image of at most", "--image", "a.png", run=run)
     monkeypatch.setattr(images, "_MAX_PIXELS", 40 * 40)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image
+from tokenizers import decoders
 from torch import Tensor
 from transformers import CLIPImageProcessorPil, LlavaProcessor, PreTrainedTokenizerFast
 
@@ -93,6 +94,7 @@ def folder() -> Path:
     path = Path(tempfile.mkdtemp()) / "pictured"
     atexit.register(shutil.rmtree, path.parent)
     letters = PreTrainedTokenizerFast.from_pretrained(tokenizer("pictured"))
+    letters.backend_tokenizer.decoder = decoders.Fuse()
     letters.add_special_tokens({"additional_special_tokens": ["<a>", "<b>", "<image>"]})  # letters have the first ids
     model = copy.deepcopy(seeing("llava"))
     model.config.image_token_id = letters.convert_tokens_to_ids("<image>")

@@ -38,6 +38,7 @@ class Comparison:
         needle: what is asked; None if nothing is.
         rows: a record for every recipe.
         kept: for every record which tokens stayed; None for a record with an error.
+        grids: the grid of patches that each image's tokens are (`image_grids`).
         drift_tokens: tokens of the continuation for each number of `kl_drift`; None without decoding.
     """
 
@@ -49,6 +50,7 @@ class Comparison:
     rows: list[Record] = field(default_factory=list)
     kept: list[Bool[Tensor, "layers kv_heads tokens"] | None] = field(default_factory=list)
     drift_tokens: int | None = None
+    grids: Sequence[tuple[int, int, int]] = ()
 
     @property
     def failed(self) -> bool:

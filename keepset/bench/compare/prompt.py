@@ -43,7 +43,7 @@ class PromptComparer(Comparer):
     ) -> None:
         self._model, self._tokenizer, self._task = model, tokenizer, task
         warm_up(model, task.prompt)
-        self._session = PromptSession(model, task.prompt, recipes, on_layer)
+        self._session = PromptSession(model, task.prompt, recipes, on_layer, images=task.images)
         self._session.prefill()
         full = self._session.compress(None)
         ids, speed = self._ask(full.cache.fork())
@@ -57,6 +57,7 @@ class PromptComparer(Comparer):
             tokens=task.prompt.shape[1],
             continuation_tokens=self._continuation.shape[1],
             needle=task.needle,
+            grids=task.grids,
             full={
                 "kv_bytes": full.kv_bytes_full,
                 "nll": mean(nll(self._reference, self._continuation[0])),

@@ -1,6 +1,7 @@
 """`TextTask`: a prompt, the text that follows it, and a question whose answer is known."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from keepset.bench.tasks.task import Tokenizer
 from keepset.errors import KeepsetError
+from keepset.images import Pictured, image_grids
 from keepset.texts import Needle, chat_parts, insert
 
 ANSWER_TOKENS = 12
@@ -25,6 +27,8 @@ class TextTask:
         question: `[1, m]`; None if nothing is asked.
         needle: what the question is about; None if nothing is asked.
         answer_tokens: most tokens of an answer.
+        images: what the model takes beside the prompt for its images, by name.
+        grids: the grid of patches that each image's tokens are (`image_grids`).
         left_out: the part of the text that neither the prompt nor its needle has.
     """
 
@@ -33,6 +37,8 @@ class TextTask:
     question: Int[Tensor, "1 m"] | None = None
     needle: Needle | None = None
     answer_tokens: int = ANSWER_TOKENS
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    grids: Sequence[tuple[int, int, int]] = ()
     left_out: str = ""
 
     def to(self, device: torch.device) -> "TextTask":
@@ -64,6 +70,7 @@ def make_text_task(
     depth: float = 0.5,
     longest: int | None = None,
     answer_tokens: int = ANSWER_TOKENS,
+    pictured: Pictured | None = None,
 ) -> TextTask:
     """Cut a text into a prompt and a continuation.
 
@@ -79,6 +86,7 @@ def make_text_task(
         depth: where the needle is inserted, from 0 to 1.
         longest: tokens of the model's context; None if it says nothing.
         answer_tokens: most tokens of an answer.
+        pictured: images that come before the text; None for none.
 
     Raises:
         KeepsetError: the text is too short, or the model's context is.
@@ -86,7 +94,7 @@ def make_text_task(
     question = None if needle is None else _ids(tokenizer, chat_parts(tokenizer, "", needle.question)[1])
     after = continuation + answer_tokens if question is None else max(continuation, question.shape[1] + answer_tokens)
     body = _ids(tokenizer, text)
-    total, around = body.shape[1], _ids(tokenizer, _wrap(tokenizer, "", needle)).shape[1]
+    total, around = body.shape[1], _prompt(tokenizer, "", needle, pictured)["input_ids"].shape[1]
     if tokens is None:
         tokens = (
             total - continuation + around if longest is None else min(total - continuation + around, longest - after)
@@ -106,9 +114,11 @@ def make_text_task(
     start = str(tokenizer.decode(body[0, :length]))
     if needle is not None and needle.sentence:
         start = insert(start, needle, depth)
-    prompt = _ids(tokenizer, _wrap(tokenizer, start, needle), special=needle is None)
-    left_out = str(tokenizer.decode(body[0, length:]))
-    return TextTask(prompt, body[:, length : length + continuation], question, needle, answer_tokens, left_out)
+    inputs = _prompt(tokenizer, start, needle, pictured)
+    grids = () if pictured is None else image_grids(pictured.model, inputs)
+    prompt, left_out = inputs.pop("input_ids"), str(tokenizer.decode(body[0, length:]))
+    after_prompt = body[:, length : length + continuation]
+    return TextTask(prompt, after_prompt, question, needle, answer_tokens, inputs, grids, left_out)
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
@@ -125,6 +135,15 @@ def _wrap(tokenizer: Any, text: str, needle: Needle | None) -> str:
         return text
     gap = needle.sentence + " " if not text else ""
     return chat_parts(tokenizer, gap + text, needle.question)[0]
+
+
+def _prompt(tokenizer: Any, text: str, needle: Needle | None, pictured: Pictured | None) -> dict[str, Tensor]:
+    """Return what a model takes for a text, and the images before it."""
+    if pictured is not None:
+        # The sentence that was inserted into a text is counted where there is no text.
+        gap = f"{needle.sentence} " if needle is not None and not text else ""
+        return pictured.prompt(gap + text, chat=needle is not None)
+    return {"input_ids": _ids(tokenizer, _wrap(tokenizer, text, needle), special=bool(text) and needle is None)}
 
 
 def _ids(tokenizer: Any, text: str, special: bool = False) -> Tensor:

@@ -148,6 +148,7 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
                 [(record.recipe, mask) for record, mask in zip(rows, comparison.kept, strict=True)],
                 first=first,
                 answer=needle.answer if needle else "",
+                grids=comparison.grids,
             ),
         ],
         comparison.to_json(),

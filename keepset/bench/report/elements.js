@@ -46,15 +46,34 @@ function tokenText(describe) {
   const box = id("text"), tip = id("tip");
   let drawn = [], current = -1;
 
-  function write(tokens) {
+  // An image is a grid of its tokens: `[first token, rows, columns]` of each.
+  function write(tokens, grids = []) {
     drawn = pieces(tokens);
     drawn.forEach((piece, i) => {
       piece.span = el("span", { className: /[\n\r]/.test(piece.text) ? "break" : "" }, ...(piece.text ? [visible(piece.text)] : []));
       piece.span.dataset.piece = i;
     });
     current = -1;
-    box.replaceChildren(...drawn.map(({ span }) => span));
+    const nodes = [];
+    for (const piece of drawn) {
+      const number = grids.findIndex(([first, rows, columns]) => piece.from >= first && piece.from < first + rows * columns);
+      if (number < 0) nodes.push(piece.span);
+      else nodes.push(...patch(piece, grids[number], number, nodes.at(-1)));
+    }
+    box.replaceChildren(...nodes);
     return drawn;
+  }
+
+  // Puts a piece into the grid of its image; returns the grid if the piece is its first.
+  function patch(piece, [first, , columns], number, last) {
+    const at = piece.from - first, begins = at === 0;
+    const image = begins ? el("span", { className: "image", role: "img", ariaLabel: `Image ${number + 1}` }) : last;
+    image.style.gridTemplateColumns = `repeat(${columns}, auto)`;
+    piece.span.className = "patch";
+    piece.span.replaceChildren();
+    piece.place = `row ${Math.floor(at / columns) + 1}, column ${at % columns + 1} of image ${number + 1}: `;
+    image.append(piece.span);
+    return begins ? [image] : [];
   }
 
   function show(i) {
@@ -64,8 +83,9 @@ function tokenText(describe) {
     if (i < 0) return;
     const { span, from, to, text } = drawn[i];
     span.classList.add("current");
+    const placed = drawn[i].place ?? "";
     const named = to - from > 1 ? `tokens ${from} to ${to - 1} ` : `token ${from} `;
-    tip.replaceChildren(named, el("code", {}, JSON.stringify(text)), el("br"), describe(drawn[i]));
+    tip.replaceChildren(named, el("code", {}, JSON.stringify(text)), el("br"), placed, describe(drawn[i]));
     const place = span.getClientRects()[0] ?? span.getBoundingClientRect();
     const width = document.documentElement.clientWidth;
     const above = place.top > tip.offsetHeight + 12;

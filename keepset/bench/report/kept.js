@@ -13,7 +13,7 @@ function textBox(box) {
 
 // ---- a prompt, shaded by the share of the chosen heads that keep a token
 
-async function kept({ tokens, layers, heads, choices, first, needle }, box) {
+async function kept({ tokens, grids, layers, heads, choices, first, needle }, box) {
   const bits = await Promise.all(choices.map(([, packed]) => packed && unpack(packed)));
   const ran = choices.flatMap(([name, packed], i) => (packed ? [[i, name]] : []));
   const all = (count) => [["all", `all ${count}`], ...numbered([...Array(count).keys()])];
@@ -36,7 +36,7 @@ async function kept({ tokens, layers, heads, choices, first, needle }, box) {
     return piece.to - piece.from > 1 ? `kept by ${share} of ${ofHeads()}, on the mean of its tokens`
       : `kept by ${counts[piece.from]} of ${ofHeads()} (${share})`;
   });
-  const drawn = shown.write(tokens);
+  const drawn = shown.write(tokens, grids);
   const marked = needle ? drawn.filter(({ from, to }) => from < needle[1] && to > needle[0]) : [];
   for (const { span } of marked) span.classList.add("needle");
   toNeedle.addEventListener("click", () => marked[0].span.scrollIntoView({ block: "center" }));

@@ -112,6 +112,7 @@ def kept_text(
     *,
     first: int | None = None,
     answer: str = "",
+    grids: Sequence[tuple[int, int, int]] = (),
 ) -> Section:
     """Return a section that shades a text by the share of heads that keep a token.
 
@@ -121,12 +122,14 @@ def kept_text(
         choices: each recipe and what it kept, bool `[layers, kv_heads, tokens]`, all of one shape; None if it failed.
         first: the number of the choice that is shown at first.
         answer: words of the text that are underlined.
+        grids: of each image its first token, and the rows and columns of patches that its tokens are.
     """
     layers, heads = next((mask.shape[:2] for _, mask in choices if mask is not None), (0, 0))
     return {
         "kind": "kept",
         "title": title,
         "tokens": list(tokens),
+        "grids": list(grids),
         "layers": layers,
         "heads": heads,
         "choices": [(name, None if mask is None else pack(mask)) for name, mask in choices],

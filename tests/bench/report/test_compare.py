@@ -71,6 +71,26 @@ def test_shading_follows_the_controls(page: Any) -> None:
     assert page.locator("#recipe").input_value() == "5"
 
 
+def test_an_image_is_a_grid_of_its_patches(load: Any) -> None:
+    """Text of the model stays text beside it, and each patch is shaded by its own token."""
+    shown = dataclasses.replace(comparison(), grids=[(1, 2, 3)])
+    page = load(compare.render(shown, TOKENS))
+    page.select_option("#recipe", "2")
+    image = page.locator("#text > .image")
+    assert image.count() == 1 and image.locator(".patch").count() == 6
+    assert page.locator("#text > span:not(.image)").all_text_contents() == [TOKENS[0], *TOKENS[7:]]
+    assert not image.text_content()
+    boxes = [image.locator(".patch").nth(number).bounding_box() for number in range(6)]
+    assert len({round(box["x"]) for box in boxes}) == 3 and len({round(box["y"]) for box in boxes}) == 2
+    mask = MASKS[2]
+    assert mask is not None
+    shares = image.locator(".patch").evaluate_all("all => all.map(s => Number(s.style.getPropertyValue('--share')))")
+    assert shares == pytest.approx(mask.float().mean(dim=(0, 1))[1:7].tolist(), abs=1e-4)
+    image.locator(".patch").nth(4).hover()
+    assert "row 2, column 2 of image 1: kept by" in page.locator("#tip").text_content()
+    assert page.locator("#tip").text_content().startswith("token 5 ")
+
+
 def test_token_under_pointer_and_keys(page: Any) -> None:
     page.select_option("#recipe", "0")
     index = TOKENS.index(EVIL)
