@@ -11,7 +11,7 @@ from keepset.cli.checks import offered_recipes
 from keepset.cli.console import load, note, say, say_networks
 from keepset.cli.options import takes_model
 from keepset.errors import KeepsetError
-from keepset.models import Source
+from keepset.models import Source, load_processor
 from keepset.texts import NEEDLE, essay, insert
 
 _CHARACTERS = 2400
@@ -25,29 +25,49 @@ def ui(
 ) -> None:
     """Open a playground in the browser.
 
-    A page on this machine shows what a recipe keeps of a text, and what the full and the compressed cache answer. One
-    run at a time; Ctrl-C ends it.
+    A page on this machine shows what a recipe keeps of a text, and of an image before it if the model looks at images,
+    and what the full and the compressed cache answer. One run at a time; Ctrl-C ends it.
     """
     if not 0 <= port < 2**16:
         raise KeepsetError(f"--port {port} is out of range: use a number from 0 to {2**16 - 1}.")
 
-    from keepset.ui.playground import Playground
+    from keepset.ui.playground import IMAGE_BYTES, Playground
     from keepset.ui.server import HOST, PlaygroundServer
 
     loaded, tokenizer = load(model)
     recipes = [str(recipe) for recipe in offered_recipes(loaded)]
-    playground = Playground(loaded, tokenizer, model.name)
+    processor = _processor(loaded)
+    playground = Playground(loaded, tokenizer, model.name, processor)
     try:
         text, question = insert(essay()[:_CHARACTERS], NEEDLE, 0.5), NEEDLE.question
     except KeepsetError:  # the essays are not installed: the page begins empty
         text = question = ""
     methods = [name for name in _methods(loaded) if name not in recipes]
-    facts = {"model": model.called, "text": text, "question": question, "recipes": recipes, "methods": methods}
+    facts: dict[str, Any] = {
+        "model": model.called,
+        "text": text,
+        "question": question,
+        "recipes": recipes,
+        "methods": methods,
+    }
+    facts |= {"image": 0 if processor is None else IMAGE_BYTES}
     with PlaygroundServer(port, playground, facts) as server:
         say(f"http://{HOST}:{server.port}")
         say_networks(loaded, model.called)
         note("Ctrl-C ends it.")
         server.serve_forever()
+
+
+def _processor(model: Any) -> Any:
+    """Return what makes a model's inputs of images; None for one that looks at none, or whose processor is missing."""
+    from keepset.hf.images import image_token_ids
+
+    if image_token_ids(model.config):
+        try:
+            return load_processor(model)
+        except KeepsetError as error:  # the playground takes texts all the same
+            note(str(error))
+    return None
 
 
 def _methods(model: Any) -> list[str]:

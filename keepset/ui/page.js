@@ -29,7 +29,7 @@ function take(event) {
   if (event.error) return status(event.error, true);
   if (event.tokens) {
     id("result").hidden = false;
-    drawn = shownText.write(event.tokens);
+    drawn = shownText.write(event.tokens, event.grids);
     for (const name of ["command", "python"]) id(name).textContent = event[name];
     status(`The full cache reads ${integer(event.tokens.length)} tokens …`);
   }
@@ -88,6 +88,17 @@ async function* events(response) {
   }
 }
 
+// The chosen file as base64, or nothing.
+async function image() {
+  const [file] = id("image").files;
+  if (!file) return "";
+  if (file.size > data.image) throw new RangeError(`The image has more than ${integer(data.image / 2 ** 20)} MB: choose a smaller one.`);
+  const bytes = new Uint8Array(await file.arrayBuffer());
+  let text = "";
+  for (let at = 0; at < bytes.length; at += 32768) text += String.fromCharCode(...bytes.subarray(at, at + 32768));
+  return btoa(text);
+}
+
 async function run() {
   running = new AbortController();
   id("run").disabled = true;
@@ -101,13 +112,14 @@ async function run() {
   id("verdict").className = "";
   status("Starting …");
   try {
-    const body = { text: id("input").value, question: id("question").value, recipe: recipe(), budget: id("budget").value };
+    const body = { text: id("input").value, question: id("question").value, recipe: recipe(), budget: id("budget").value, image: await image() };
     const headers = { "Content-Type": "application/json" };
     const response = await fetch("/run", { method: "POST", headers, body: JSON.stringify(body), signal: running.signal });
     if (response.ok) for await (const event of events(response)) take(event);
     else status(await response.text(), true);
   } catch (error) {
-    status(running.signal.aborted ? "Stopped." : "The server does not answer: is keepset ui still running?", !running.signal.aborted);
+    if (error instanceof RangeError) status(error.message, true);
+    else status(running.signal.aborted ? "Stopped." : "The server does not answer: is keepset ui still running?", !running.signal.aborted);
   }
   id("run").disabled = false;
   id("stop").hidden = true;
@@ -115,6 +127,8 @@ async function run() {
 
 id("model").textContent = data.model;
 id("room").textContent = `up to ${integer(data.limit)} tokens`;
+id("with-image").hidden = !data.image;
+id("image-room").textContent = `up to ${integer(data.image / 2 ** 20)} MB`;
 id("input").value = visible(data.text);
 id("question").value = data.question;
 const group = (label, values) => el("optgroup", { label }, ...values.map((value) => el("option", { value }, value)));

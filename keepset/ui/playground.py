@@ -1,7 +1,8 @@
-"""`Playground`: reads one text with the full cache and with a recipe's cache, and asks both the same question."""
+"""`Playground`: reads a text, with the full cache and with a recipe's, and asks both the same question."""
 
 from __future__ import annotations
 
+import base64
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from keepset.defaults import SHORT
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
 from keepset.hf.model_support import check_logits
+from keepset.images import Pictured, decode_image, image_chat_parts, image_grids
 from keepset.models import context_length
 from keepset.recipe import Recipe
 from keepset.texts import chat_parts, token_texts
@@ -30,6 +32,8 @@ SendUpdate = Callable[[dict[str, Any]], None]
 
 ANSWER = 48
 """Tokens of an answer at most."""
+IMAGE_BYTES = 4 * 2**20
+"""The most bytes of an image's file."""
 _MOST = 4096
 """Tokens of a text at most, whatever the model takes: a page is no place to wait for minutes."""
 
@@ -43,12 +47,14 @@ class RunRequest:
         question: asked afterwards; nothing is asked if it is blank.
         recipe: the recipe's text; a recipe without a budget takes `budget`.
         budget: a share of a full 16-bit cache's bytes, or entries per KV head.
+        image: an image's file; empty for none.
     """
 
     text: str
     question: str
     recipe: str
     budget: str
+    image: bytes = b""
 
     @classmethod
     def of(cls, fields: Any) -> RunRequest:
@@ -67,7 +73,7 @@ class RunRequest:
                 raise KeepsetError(
                     f"The {name} has half of a character (a lone surrogate) at place {error.start + 1}: leave it out."
                 ) from None
-        return cls(*(fields[name] for name in names))
+        return cls(*(fields[name] for name in names), image=_image_of(fields.get("image", "")))
 
     def parsed(self) -> Recipe:
         """Return the recipe with its budget.
@@ -88,6 +94,17 @@ class RunRequest:
         return recipe.require_budget()
 
 
+def _image_of(field: Any) -> bytes:
+    """Return the file of an image that the page sends as base64."""
+    try:
+        content = base64.b64decode(field, validate=True)
+    except (ValueError, TypeError):
+        raise KeepsetError("The image is no base64 of a file.") from None
+    if len(content) > IMAGE_BYTES:
+        raise KeepsetError(f"The image has more than {IMAGE_BYTES // 2**20} MB: give a smaller one.")
+    return content
+
+
 class Playground:
     """A model that reads one text at a time.
 
@@ -95,9 +112,13 @@ class Playground:
         model: the model.
         tokenizer: its tokenizer.
         called: the model's name, for the lines to copy; None for the embedded model.
+        processor: what makes inputs of images; None for a model that looks at none.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, called: str | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, called: str | None, processor: Any = None
+    ) -> None:
+        self.processor = processor
         self._model, self._tokenizer, self._called = model, tokenizer, called
         self._ends = {*end_tokens(model), tokenizer.eos_token_id}
         longest = context_length(model)
@@ -112,23 +133,25 @@ class Playground:
             send: sends an event to the page.
 
         Raises:
-            KeepsetError: the text is too long, or the recipe cannot be used.
+            KeepsetError: the text is too long, the image is none, or the recipe cannot be used.
         """
         recipe = request.parsed()
         if not request.text.strip():
             raise KeepsetError("There is no text: paste one.")
-        context, rest = chat_parts(self._tokenizer, request.text, request.question)
-        ids, question = self._encoded(context), self._encoded(rest)
+        prompt, rest = self._prompt(request)
+        ids, question = prompt["input_ids"], self._encoded(rest)
         length = ids.shape[1] + question.shape[1]
         if length > self.limit:
             raise KeepsetError(f"The text has {length} tokens with its question: {self.limit} at most are taken here.")
         shading = _Shading(self._model, recipe, ids.shape[1], send)
-        send({"tokens": token_texts(self._tokenizer, ids[0].tolist()), **self._lines(request, recipe)})
+        grids = image_grids(self._model, prompt) if request.image else []
+        tokens = token_texts(self._tokenizer, ids[0].tolist())
+        send({"tokens": tokens, "grids": grids, **self._lines(request, recipe)})
         full = DynamicCache(config=self._model.config)
-        full_seconds = self._read(ids, full)
+        full_seconds = self._read(prompt, full)
         send({"full": {"bytes": dynamic_nbytes(full), "read": full_seconds}})
         try:
-            seconds = self._read(ids, shading.cache)
+            seconds = self._read(prompt, shading.cache)
         finally:
             shading.cache.stop_watching()
         figures = {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share, "share": shading.cache.share}
@@ -139,13 +162,24 @@ class Playground:
             self._ask(question, {"full": full, "compressed": shading.cache}, send)
         send({"done": True})
 
+    def _prompt(self, request: RunRequest) -> tuple[dict[str, Tensor], str]:
+        """Return what the model takes for the image and the text, and the words that follow with the question."""
+        if not request.image:
+            context, rest = chat_parts(self._tokenizer, request.text, request.question)
+            return {"input_ids": self._encoded(context)}, rest
+        if self.processor is None:
+            raise KeepsetError("This model does not look at images: leave the image out.")
+        image = decode_image(request.image, "The image")
+        rest = image_chat_parts(self.processor, 1, request.text, request.question)[1]
+        return Pictured(self._model, self.processor, [image]).prompt(request.text), rest
+
     def _encoded(self, text: str) -> Tensor:
         tokens = self._tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)
         return tokens["input_ids"].to(self._model.device)
 
-    def _read(self, ids: Tensor, cache: Any) -> float:
+    def _read(self, prompt: dict[str, Tensor], cache: Any) -> float:
         start = time.perf_counter()
-        check_logits(self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+        check_logits(self._model(**prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
         return time.perf_counter() - start
 
     def _ask(self, question: Tensor, caches: dict[str, Any], send: SendUpdate) -> None:
@@ -185,15 +219,27 @@ class Playground:
         build = ["keepset", "context", "build", "--text", "text.txt", "--out", file, "--recipe", str(recipe), *model]
         ask = ["keepset", "context", "ask", file, question]
         named = "" if self._called is None else repr(self._called)
+        text = f"Path('text.txt').read_text(), {question!r})"
+        reads = ("from keepset.texts import chat_parts",)
+        makes: tuple[str, ...] = (f"context, rest = chat_parts(tokenizer, {text}",)
+        prompt = "tokenizer(context, **options)"
+        if request.image:
+            build += ["--image", "image.png"]
+            reads = ("from keepset.images import encoded, image_chat_parts, read_images",)
+            makes = (
+                "images, processor = read_images([Path('image.png')]), keepset.models.load_processor(model)",
+                f"context, rest = image_chat_parts(processor, 1, {text}",
+            )
+            prompt = "encoded(model, processor, context, images)"
         python = (
             "from pathlib import Path",
             "import keepset",
-            "from keepset.texts import chat_parts",
+            *reads,
             f"model, tokenizer = keepset.models.load({named})",
-            f"context, rest = chat_parts(tokenizer, Path('text.txt').read_text(), {question!r})",
+            *makes,
             "options = {'add_special_tokens': False, 'return_tensors': 'pt'}",
             f"cache = keepset.Cache(model, {str(recipe)!r})",
-            "model.generate(**tokenizer(context, **options), past_key_values=cache, max_new_tokens=1)",
+            f"model.generate(**{prompt}, past_key_values=cache, max_new_tokens=1)",
             "asked = cache.ask(**tokenizer(rest, **options))",
             f"answer = model.generate(**asked, max_new_tokens={ANSWER}, do_sample=False)",
             "print(tokenizer.decode(answer[0]))",

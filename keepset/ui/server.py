@@ -19,12 +19,12 @@ from typing import Any
 from keepset.bench.report.page import asset, script_json
 from keepset.core.nan_scores import nan_scores_refused
 from keepset.errors import KeepsetError
-from keepset.ui.playground import Playground, RunRequest
+from keepset.ui.playground import IMAGE_BYTES, Playground, RunRequest
 
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
-_BYTES = 1_000_000
-"""Most bytes of a request."""
+_BYTES = 1_000_000 + 4 * IMAGE_BYTES // 3
+"""Most bytes of a request, whose image is in base64."""
 _PIECE = 65536
 _SECONDS = 30.0
 """Seconds in which a request has to arrive, and a part of an answer has to be read."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import importlib.util
 import json
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,12 +17,14 @@ import torch
 from transformers import DynamicCache
 
 import keepset
+from keepset import models
 from keepset.cli.checks import offered_recipes
 from keepset.texts import chat_parts, essay
-from keepset.ui.playground import ANSWER, Playground
+from keepset.ui.playground import ANSWER, IMAGE_BYTES, Playground
 from keepset.ui.server import HOST, PlaygroundServer
 from tests.bench.report.conftest import CHROMIUM
 from tests.cli.conftest import Run, check_refused
+from tests.hf.pictures import folder, picture
 
 EVIL = "</script><img src=x onerror=window.pwned=1>"
 WISH = {
@@ -93,6 +97,65 @@ def test_both_answers_are_those_that_generate_gives(server: PlaygroundServer, ti
     compile(sent[0]["python"], "python", "exec")
 
 
+@pytest.fixture
+def seeing() -> Iterator[PlaygroundServer]:
+    """A playground of a model that looks at images."""
+    model, tokenizer = models.load(str(folder()), "cpu")
+    made = Playground(model, tokenizer, str(folder()), models.load_processor(model))
+    facts = {"model": "m", "text": "", "question": "", "recipes": [WISH["recipe"]], "methods": []}
+    facts["image"] = IMAGE_BYTES
+    with PlaygroundServer(0, made, facts) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+SEEN = {
+    "text": "a blue house on a hill",
+    "question": "how",
+    "recipe": "streaming_llm(keep=24, sinks=0, protect='image')",
+}
+
+
+def test_an_image_is_read_before_the_text(seeing: PlaygroundServer, tmp_path: Path) -> None:
+    file = picture(tmp_path / "image.png")
+    sent = events(seeing, **SEEN, image=base64.b64encode(file.read_bytes()).decode())
+    assert sent[-1] == {"done": True} and sent[0]["grids"] == [[2, 4, 4]]
+    (tmp_path / "text.txt").write_text(SEEN["text"], encoding="utf-8")
+    shares = [event for event in sent if "shares" in event][-1]["shares"]
+    assert shares == [0.0] * 2 + [1.0] * 16 + [0.0] * (len(shares) - 26) + [1.0] * 8
+    assert "--image image.png" in sent[0]["command"]
+    # The lines to copy give the same answer.
+    lines, printed = sent[0]["python"].splitlines(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        exec("\n".join(lines), {"print": printed.append})
+    assert printed[0].startswith("\n\nhow.A:" + answer(sent, "compressed")[:5]) and answer(sent, "compressed")
+    without = events(seeing, **SEEN)
+    assert without[0]["grids"] == [] and len(without[0]["tokens"]) == len(sent[0]["tokens"]) - 16
+
+
+def test_images_that_are_none_are_refused(seeing: PlaygroundServer, server: PlaygroundServer, tmp_path: Path) -> None:
+    good = picture(tmp_path / "image.png").read_bytes()
+
+    def said(content: bytes, at: PlaygroundServer = seeing) -> str:
+        *_, last = events(at, **SEEN, image=base64.b64encode(content).decode())
+        return str(last["error"])
+
+    assert said(b"<svg onload=alert(1)>") == (
+        "The image is no image that can be read: give an image as a PNG, JPEG, WEBP, GIF or BMP file."
+    )
+    assert said(good[: len(good) // 2]).startswith("The image is a damaged image")
+    assert said(good, server) == "This model does not look at images: leave the image out."
+    for image, because in (("@", "The image is no base64"), (7, "The image is no base64")):
+        status, sentence = post(seeing, {**WISH, **SEEN, "image": image})
+        assert status == 400 and sentence.startswith(because)
+    much = base64.b64encode(bytes(IMAGE_BYTES + 1)).decode()
+    assert post(seeing, {**WISH, **SEEN, "image": much}) == (400, "The image has more than 4 MB: give a smaller one.")
+
+
 @pytest.mark.parametrize(
     ("other", "because"),
     [
@@ -116,7 +179,7 @@ def test_only_its_own_page_is_served(server: PlaygroundServer) -> None:
     assert post(server, WISH, **{"Content-Type": "text/plain"})[0] == 415
     assert post(server, WISH, "/other")[0] == 404
     assert post(server, "{")[0] == post(server, {"text": 3})[0] == 400
-    assert post(server, "x" * 1_000_001)[0] == 413
+    assert post(server, "x" * (1_000_001 + 4 * IMAGE_BYTES // 3))[0] == 413
     for name in WISH:
         status, sentence = post(server, {**WISH, name: "a\ud800b"})
         assert status == 400 and sentence.startswith(f"The {name} has half of a character") and "place 2" in sentence
