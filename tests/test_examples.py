@@ -26,6 +26,7 @@ SCRIPTS = {
     "compress_a_prompt": r"Cache\(glance\(bytes=0\.25\): 2\d\d of 10\d\d tokens",
     "ask_again": r"Oslo's secret number is 48217.*\n*.*kept by Harald Berg",
     "long_answers": r"after +\d+ tokens: 48 entries of a head stay\nCache\(",
+    "image_in_a_prompt": r"protect='image'\): 32 of 76 tokens.*\n(    +100% 100% 100% 100%\n){4}    answer: \[\d",
     "compare_recipes": r"random +KL 1\.\d+ (.|\n)*reread +KL 0\.0",
     "your_own_method": r"Oslo.*layout='dense'(.|\n)*Oslo.*layout='head-ragged'",
 }

@@ -77,6 +77,7 @@ class SecondPasses(ModelHooks):
     def forget(self) -> None:
         self._inputs: list[Tensor] = []
         self._axes: list[Tensor] = []
+        self._deep = False
         self._newest = _Rotated()
 
     def run(
@@ -193,6 +194,8 @@ class SecondPasses(ModelHooks):
         if inputs is not None:
             self._inputs = [*self._inputs, inputs.detach()]
             self._axes = [*self._axes, *_axes_of(kwargs.get("position_ids"))]
+            # Some models add what they see to the hidden states of later layers, too.
+            self._deep |= any("deepstack" in name and value is not None for name, value in kwargs.items())
 
     def _rotate(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._newest.given = *args, *kwargs.values()
@@ -202,6 +205,11 @@ class SecondPasses(ModelHooks):
     ) -> list[Part]:
         """Return what runs after one request's prompt."""
         if self._repeat is None or not kind.repeat:
+            if self._deep and not tasks:
+                raise UnsupportedModelError(
+                    "A second pass over this prompt cannot show its images, because the model adds them to several "
+                    "layers: give task_tokens, or choose another method, such as snapkv."
+                )
             if tasks or axes is None:
                 return [Part(part) for part in tasks or own.split(kind.chunk or len(own))]
             chunks = zip(own.split(kind.chunk or len(own)), axes.split(kind.chunk or len(own), 1), strict=True)

@@ -23,9 +23,9 @@ from tests.hf.models import tokenizer, with_random_weights
 
 SIDE = 4
 """Patches along each side of an image."""
-KINDS = {"gemma3": 4, "idefics3": 4, "llava": 16, "qwen2_5_vl": 4, "qwen2_vl": 4}
+KINDS = {"gemma3": 4, "glm4v": 4, "idefics3": 4, "llava": 16, "qwen2_5_vl": 4, "qwen2_vl": 4, "qwen3_vl": 4}
 """Types of models, and how many tokens an image of theirs is."""
-M_ROPE = ("qwen2_vl", "qwen2_5_vl")
+M_ROPE = ("glm4v", "qwen2_5_vl", "qwen2_vl", "qwen3_vl")
 """Types that give an image fewer positions than tokens."""
 Layout = Sequence[int | None]
 """A prompt: numbers of words, and None for an image."""

@@ -22,7 +22,7 @@ from keepset.recipe import Recipe
 from tests.hf.contract.check import masked
 from tests.hf.looking import looking, shown
 from tests.hf.models import GREEDY, prompt, tiny
-from tests.hf.pictures import KINDS, Layout, inputs, places, seeing
+from tests.hf.pictures import KINDS, M_ROPE, Layout, inputs, places, seeing
 
 WORDS, WINDOW, NEW = 20, 8, 5
 LAYOUT: Layout = (6, None, WORDS, None, 9)
@@ -69,6 +69,8 @@ def test_an_image_changes_nothing_of_what_holds_of_a_text(kind: str) -> None:
     assert (expected.logits[0] - other.logits[0]).abs().max() > 0.01  # the image matters
     assert torch.equal(said(kind, keepset.Cache(seeing(kind), "knorm(keep=1.0)"), given).sequences, expected.sequences)
     for recipe in NEEDS:
+        if kind == "qwen3_vl" and recipe.startswith("reread"):
+            continue
         past = keepset.Cache(seeing(kind), recipe, history=True)
         output = said(kind, past, given)
         logits = torch.stack(output.logits, 1)
@@ -232,10 +234,7 @@ def test_a_saved_context_protects_its_images_further(tmp_path: Path) -> None:
 # --- models with axes of positions
 
 
-AXES = ("qwen2_vl", "qwen2_5_vl")
-
-
-@pytest.mark.parametrize("kind", AXES)
+@pytest.mark.parametrize("kind", sorted({*M_ROPE} - {"qwen3_vl"}))
 def test_a_second_pass_gives_an_image_its_axes(kind: str) -> None:
     """It is the prompt twice, images and all, as the model itself reads that."""
     given, which = inputs(kind, LAYOUT), SecondPass(frozenset({ColumnStatistic.SUM}))
@@ -254,7 +253,15 @@ def test_a_second_pass_gives_an_image_its_axes(kind: str) -> None:
         assert torch.allclose(observation[which].statistics[ColumnStatistic.SUM][0], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", AXES)
+def test_a_second_pass_cannot_show_images_that_are_added_to_later_layers() -> None:
+    model, given = seeing("qwen3_vl"), inputs("qwen3_vl", LAYOUT)
+    assert refusal("reread(keep=14)", model, given).startswith("A second pass over this prompt cannot show its images")
+    past = keepset.Cache(model, "reread(keep=14)", task_tokens=prompt(1, 6))
+    model(**given, past_key_values=past)
+    assert past.keep_set.counts.sum() == 14 * past.keep_set.counts.numel()
+
+
+@pytest.mark.parametrize("kind", M_ROPE)
 def test_a_cache_goes_on_where_its_own_image_ends(kind: str, tmp_path: Path) -> None:
     """The model remembers positions of its newest prompt alone, and the cache those of its own."""
     question = prompt(1, 6, 3)

@@ -29,8 +29,10 @@ text:
 - methods that look at keys, at a window of queries, at moments of queries, at a second pass and at hidden states, and
   `match` and `quantized`, run or refuse in a sentence.
 
-Weights of real models play no part in this, and no image does: the check is on text. Where the tokens of an image see
-each other (`gemma3`, `gemma4_unified`), they do so in the first call; methods count attention to earlier tokens alone.
+Weights of real models play no part in this, and no image does: the check is on text. With images in the prompt
+seven types are tested ([images](guide.md#images)): `gemma3`, `glm4v`, `idefics3`, `llava`, `qwen2_5_vl`, `qwen2_vl`
+and `qwen3_vl`. Where the tokens of an image see each other (`gemma3`, `gemma4_unified`), they do so in the first call;
+methods count attention to earlier tokens alone.
 """
 
 
