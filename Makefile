@@ -81,6 +81,7 @@ bench: setup setup-vllm
 	$(BIN)/python benchmarks/engine.py --repeats 3
 	$(BIN)/python benchmarks/speed.py --repeats 3
 	$(BIN)/python benchmarks/served_facts.py
+	$(BIN)/python benchmarks/served_fidelity.py
 	$(BIN)/python benchmarks/at_once.py
 
 # Needs a GPU; on a machine where nothing is installed `python3 benchmarks/gpu.py` does the same.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -158,9 +158,22 @@ class Observation:
         """
         return self.features[feature] if feature in self.features else feature.of(self)
 
+    def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return what `make` returns, made once for this observation: scoring and remembering share it.
+
+        Args:
+            key: says what it is; a method's own begins with the method.
+            make: makes it.
+        """
+        made: dict[Hashable, Tensor] = vars(self).setdefault("_made", {})
+        if key not in made:
+            made[key] = make()
+        return made[key]
+
     def with_features(self, features: Mapping[Feature[Any], Any]) -> Observation:
         """Return the same observation with more features."""
         more = copy.copy(self)
+        vars(more).pop("_made", None)
         vars(more)["features"] = {**self.features, **features}
         return more
 

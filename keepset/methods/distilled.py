@@ -77,9 +77,13 @@ class Distilled(Method):
 
     def _by_age(self, observation: Observation) -> Scores:
         """Return the factor of each entry's distance from the end of the text."""
-        measured = self._statistics.repeat_per_request(observation)
-        lengths = observation.lengths
-        return measured.by_age(lengths[:, None, None] - observation.positions, lengths).exp()
+
+        def make() -> Scores:
+            measured = self._statistics.repeat_per_request(observation)
+            lengths = observation.lengths
+            return measured.by_age(lengths[:, None, None] - observation.positions, lengths).exp()
+
+        return observation.once((self, "age"), make)
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
         return ranking.best_from(self.threshold) if self.threshold else ranking.best()
