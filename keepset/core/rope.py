@@ -71,10 +71,11 @@ class RotaryTable:
     Args:
         table: cosines, then sines, of every position, `[positions, rotary_dim]`; scaled if the model scales them.
         halves: whether dimension i rotates with i + rotary_dim / 2 (as in Llama), or with its neighbour.
+        first: the first dimension that rotates; `rotary_dim` of them do.
     """
 
-    def __init__(self, table: Float[Tensor, "positions rotary_dim"], halves: bool) -> None:
-        self._table, self._halves = table, halves
+    def __init__(self, table: Float[Tensor, "positions rotary_dim"], halves: bool, first: int = 0) -> None:
+        self._table, self._halves, self._first = table, halves, first
 
     def undo(self, queries: Rows, positions: Int[Tensor, "batch n"]) -> Rows:
         """Return queries as they were before rotation, in float32."""
@@ -96,12 +97,12 @@ class RotaryTable:
         return (cos * more_cos - sin * more_sin) / scale, (sin * more_cos + cos * more_sin) / scale
 
     def _rotate(self, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        half = cos.shape[-1]
-        turned, rest = rows[..., : 2 * half], rows[..., 2 * half :]
+        half, width = cos.shape[-1], rows.shape[-1]
+        before, turned, rest = rows.split([self._first, 2 * half, width - self._first - 2 * half], -1)
         if self._halves:
             a, b = turned.chunk(2, -1)
             turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
         else:
             a, b = turned[..., ::2], turned[..., 1::2]
             turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+        return torch.cat([before, turned, rest], -1) if turned.shape[-1] < width else turned

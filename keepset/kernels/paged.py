@@ -74,9 +74,10 @@ def paged_attention(
     tokens: PagedTokens,
     layout: PageLayout,
     softmax: Softmax,
-    output: Float[Tensor, "tokens query_heads head_dim"],
+    output: Float[Tensor, "tokens query_heads value_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
     format: PageFormat | None = None,
+    value_dim: int | None = None,
 ) -> None:
     """Compute the attention of some tokens, on a GPU in two launches for all heads of all requests.
 
@@ -94,19 +95,23 @@ def paged_attention(
         bias: for each slot `(block * kv_heads + head) * block_size + offset` of each layer, added to the logits of the
             entries that were kept at the newest event.
         format: how the layer's cache is read if it is quantised.
+        value_dim: how many of a key's first numbers are the value, where an entry is a key alone; None where an entry
+            is a key and a value of equal size.
     """
     if uses_triton(queries.device):
         from keepset.kernels.triton import paged  # loads Triton
 
         with launched_on(queries.device):
-            paged.attend(
-                queries, caches[place], addresses_of(caches), place, tokens, layout, softmax, output, bias, format
-            )
+            pages = caches[place], addresses_of(caches)
+            paged.attend(queries, *pages, place, tokens, layout, softmax, output, bias, format, value_dim)
         return
     group = PageGroup(range(place, place + 1), len(caches), len(caches[0]))
 
     def read(table: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = read_pages(caches, place, table).chunk(2, -1)
+        rows = read_pages(caches, place, table)
+        if value_dim is not None:
+            return rows, rows[..., :value_dim]
+        keys, values = rows.chunk(2, -1)
         if format is not None:
             return format.decode(keys, format.key_scale), format.decode(values, format.value_scale)
         return keys, values
@@ -122,7 +127,7 @@ def attend_pages(
     layout: PageLayout,
     group: PageGroup,
     softmax: Softmax,
-    output: Float[Tensor, "tokens query_heads head_dim"],
+    output: Float[Tensor, "tokens query_heads value_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
     """Do the same as `paged_attention` in PyTorch, request by request, for pages that `read` knows to read."""

@@ -32,7 +32,11 @@ class Pages(Protocol):
 
     @property
     def head_dim(self) -> int:
-        """The size of a key, and of a value."""
+        """The size of a key."""
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a value."""
 
     @property
     def dtype(self) -> torch.dtype:

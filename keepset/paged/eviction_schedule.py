@@ -27,8 +27,9 @@ class EvictionSchedule:
         layer: the layer, by its index in the model.
         layers: all layers of the model that are compressed.
         kv_heads: KV heads of each layer, in this process.
-        head_dim: numbers of a key, and of a value, of this layer.
+        head_dim: numbers of a key of this layer.
         block_size: tokens per page.
+        value_dim: numbers of a value; None: as many as of a key.
         off: whether nothing is ever compressed.
         per_head: whether heads are attended as if they kept different numbers of entries, even if they do not.
         counted: False if the entries that requests have lost do not follow from their lengths, whatever the recipe.
@@ -50,16 +51,19 @@ class EvictionSchedule:
         head_dim: int,
         block_size: int,
         *,
+        value_dim: int | None = None,
         off: bool = False,
         per_head: bool = False,
         counted: bool = True,
     ) -> None:
         self.recipe, self.block_size, self._off = recipe, block_size, off
         self.fixed = recipe.method.traits.fixed_total and counted
-        self.ragged = per_head or not (self.fixed and recipe.method.traits.equal_heads) or recipe.method.traits.biased
+        equal = recipe.method.traits.equal_heads or kv_heads == 1
+        self.ragged = per_head or not (self.fixed and equal) or recipe.method.traits.biased
         self.whole_prompt = bool(Accumulators(recipe.method.traits.needs))
         self._layer, self.layers, self.kv_heads, self._head_dim = layer, layers, kv_heads, head_dim
-        self._budget = recipe.budget_of_sizes([(head_dim, head_dim)])
+        self._value_dim = value_dim
+        self._budget = recipe.budget_of_sizes([(head_dim, head_dim if value_dim is None else value_dim)])
         self._kept: dict[tuple[int, int], int] = {}
         self._others: dict[tuple[Recipe | None, bool], EvictionSchedule] = {}
 
@@ -75,7 +79,7 @@ class EvictionSchedule:
         if (recipe, counted) not in self._others:
             own = recipe or self.recipe, self._layer, self.layers, self.kv_heads, self._head_dim, self.block_size
             self._others[recipe, counted] = EvictionSchedule(
-                *own, off=recipe is None, per_head=self.ragged, counted=counted
+                *own, value_dim=self._value_dim, off=recipe is None, per_head=self.ragged, counted=counted
             )
         return self._others[recipe, counted]
 
@@ -209,11 +213,6 @@ GROUPS = 6
 def one_table(recipe: Recipe) -> bool:
     """Return whether all layers keep equally many entries, and can share one block table."""
     return recipe.method.traits.fixed_total and recipe.method.traits.equal_layers
-
-
-def table_per_head(recipe: Recipe) -> bool:
-    """Return whether each head has its own pages: heads keep different numbers of entries, or entries have biases."""
-    return not (recipe.method.traits.fixed_total and recipe.method.traits.equal_heads) or recipe.method.traits.biased
 
 
 def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:

@@ -34,7 +34,8 @@ class StridedPages:
 
     Attributes:
         caches, place, format: as given.
-        kv_heads, block_size, head_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages` has them.
+        kv_heads, block_size, head_dim, value_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages`
+            has them.
     """
 
     def __init__(
@@ -50,8 +51,12 @@ class StridedPages:
         blocks, self.kv_heads, self.block_size, width = cache.shape
         self.slots = blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.device = width * cache.itemsize, cache.device
-        self.head_dim = width // 2 if format is None else format.head_dim
+        self.head_dim = self.value_dim = width // 2 if format is None else format.head_dim
         self.dtype = cache.dtype if format is None else format.dtype
+
+    def read_rows(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries width"]:
+        """Return the entries of whole sub-pages, as they are stored: all numbers of each."""
+        return read_pages(self._moved, self.place, subpages)
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
         """Return the keys of whole sub-pages, as they are stored."""
@@ -62,7 +67,7 @@ class StridedPages:
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Shaped[Tensor, "*rows entries row"], Shaped[Tensor, "*rows entries row"]]:
         """Return keys and values of whole sub-pages, as they are stored: halves of one tensor."""
-        keys, values = read_pages(self._moved, self.place, subpages).chunk(2, dim=-1)
+        keys, values = self.read_rows(subpages).chunk(2, dim=-1)
         return keys, values
 
     def write(self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n row"], slots: Int[Tensor, " n"]) -> None:
@@ -125,7 +130,7 @@ def add_received(
         received: the column that is added to.
     """
     first = pages[0]
-    if isinstance(first, StridedPages):
+    if isinstance(first, StridedPages) and first.value_dim == first.head_dim:
         formats = [layer.format for layer in pages if layer.format is not None]
         add_received_in_pages(first.caches, places, queries, entries, received, formats)
         return
@@ -204,7 +209,7 @@ class PagedEntries:
             positions, new, networks, known: as in `entry_scores_in_pages`.
         """
         pages = self.pages
-        if not isinstance(pages, StridedPages) or not uses_triton(pages.device):
+        if not isinstance(pages, StridedPages) or not uses_triton(pages.device) or pages.value_dim != pages.head_dim:
             return None
         where = pages.caches, pages.place, self._subpages
         return entry_scores_in_pages(*where, positions, new, networks, known, self._formats)
@@ -236,7 +241,7 @@ class PagedObservation(LazyObservation):
 
     def __init__(self, entries: PagedEntries, width: int, **parts: Any) -> None:
         pages, shape = entries.pages, (*entries.shape[:2], width)
-        super().__init__(shape, pages.head_dim, pages.head_dim, pages.dtype, pages.device, **parts)
+        super().__init__(shape, pages.head_dim, pages.value_dim, pages.dtype, pages.device, **parts)
         vars(self)["_entries"] = entries
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:

@@ -17,7 +17,8 @@ from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.recipe import Recipe
 from keepset.vllm.engine_args import as_words, engine_args
-from keepset.vllm.served_default import INT8, EngineLimits
+from keepset.vllm.recipe_support import INT8, EngineLimits
+from keepset.vllm.served_default import nearest, one_rotation
 from keepset.vllm.settings import KEY, SIGNED
 
 _ADDITIONAL = "--additional-config"
@@ -59,24 +60,30 @@ def default_for(model: str | None, options: Sequence[str], contexts: bool = Fals
     if contexts:
         return default_recipe(place, called, ASKED_LATER)
     recipe, why = default_recipe(place, called, ANSWERED_AT_ONCE)
+    config = _text_config(place)
     limits = EngineLimits(
         several_gpus=any(option(options, name) not in (None, "1") for name in _GPUS),
         drafts=any(has_option(options, name) for name in _DRAFTS),
-        int8=option(options, "--kv-cache-dtype") in (None, INT8),
-        model_type=_model_type(place),
+        cache_dtype=option(options, "--kv-cache-dtype") or INT8,
+        latents=config.get("kv_lora_rank") is not None,
+        one_rotation=not config or one_rotation(config),
     )
-    nearest, missing = limits.nearest(recipe)
+    served, missing = nearest(recipe, limits)
     if missing:
-        why = f"{why} This server cannot serve {', '.join(missing)} and takes {nearest}."
-    return Default(nearest, why)
+        why = f"{why} This server cannot serve {', '.join(missing)} and takes {served}."
+    return Default(served, why)
 
 
-def _model_type(place: str) -> str:
-    """Return a model's type; "" if the model does not lie in a folder, or its configuration names none."""
-    with suppress(OSError, ValueError, AttributeError):
-        config = json.loads((Path(place) / "config.json").read_text("utf-8"))
-        return str(config.get("text_config", config).get("model_type", ""))
-    return ""
+def _text_config(place: str) -> dict[str, Any]:
+    """Return the configuration of a model's text part, which is empty if no model that transformers knows is there."""
+    if not (Path(place) / "config.json").is_file():
+        return {}
+    from transformers import AutoConfig  # takes a second to load
+
+    with suppress(OSError, ValueError, KeyError):
+        config: dict[str, Any] = AutoConfig.from_pretrained(place).get_text_config().to_dict()
+        return config
+    return {}
 
 
 def name_statistics(recipe: Recipe | None, model: str | None) -> Recipe | None:

@@ -1,4 +1,4 @@
-"""`CompressedAttentionImpl`: a mixin for the attention layers of any of vLLM's backends."""
+"""Mixins for the attention layers of vLLM's backends: `CompressedAttentionImpl`, and what others have in common."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 
@@ -19,18 +20,16 @@ from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.formats import format_of
 
 
-class CompressedAttentionImpl:
-    """Attends to the kept entries, and records the queries that later events look at.
-
-    These methods are for backends that store an entry's numbers in order, which are those for GPUs. `CPUMixin` and
-    `RowsMixin` override them for others.
-    """
+class CompressedImpl:
+    """What the layers of all backends have: their pages, and queries that later events look at."""
 
     num_heads: int
     num_kv_heads: int
-    num_queries_per_kv: int
     head_size: int
     scale: float
+
+    unrotated = 0
+    """Numbers of a query before those that rotate, if it rotates."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,7 +59,7 @@ class CompressedAttentionImpl:
             caches: the caches of the layers that share block tables.
             place: which of them is the layer's.
         """
-        return StridedPages(caches, place, format_of(layer, cast(torch.dtype, self._context.config.model_config.dtype)))
+        raise NotImplementedError
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
         """Return the layer's cache as sub-pages, which are made once.
@@ -77,9 +76,53 @@ class CompressedAttentionImpl:
             self._pages = kv_cache, self.make_pages(layer, caches, place)
         return self._pages[1]
 
-    def forget_pages(self) -> None:
-        """Forget the cache, which its pages would keep alive: there will be another one."""
+    def belong_to(self, layer: Any) -> None:
+        """Be told the layer whose implementation this is, once there will be a cache; forget an earlier cache.
+
+        Args:
+            layer: vLLM's layer.
+        """
         self._pages = None
+
+    def queries_of(self, rows: Float[Tensor, "n numbers"]) -> Float[Tensor, "n query_heads head_dim"]:
+        """Return the queries of all heads that the model hands to the layer, as methods see them."""
+        return rows.unflatten(-1, (-1, self.head_size))
+
+    def _whole(self, layer: Any, query: Tensor) -> Tensor:
+        """Return queries as events and keepset's attention look at them: some backends get them in 8 bits."""
+        if query.dtype.itemsize > 1:
+            return query
+        dtype = cast(torch.dtype, self._context.config.model_config.dtype)
+        return query.to(dtype) * layer._q_scale.to(dtype)
+
+    def record(self, layer: Any, step: PlannedStep | None, queries: Tensor) -> None:
+        """Run what the step's plan says of this layer, which has attended.
+
+        Args:
+            layer: vLLM's layer.
+            step: the step; None if the layer is not compressed, or the run has no metadata.
+            queries: queries of the step after rotation, `[tokens, query_heads, head_dim]`.
+        """
+        if step is not None and step.plan.in_layers:
+            place = step.places[layer.layer_name]
+            step.group.record(range(place, place + 1), step.plan, self._whole(layer, queries)[None])
+        if step is not None and step.plan.dummy:
+            self._context.leave(layer.layer_name, self._whole(layer, queries))
+        if (projection := self._context.projections.get(layer.layer_name)) is not None:
+            projection.hidden = None
+
+
+class CompressedAttentionImpl(CompressedImpl):
+    """Attends to the kept entries, and records the queries that later events look at.
+
+    These methods are for backends that store an entry's numbers in order, which are those for GPUs. `CPUMixin` and
+    `RowsMixin` override them for others.
+    """
+
+    num_queries_per_kv: int
+
+    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
+        return StridedPages(caches, place, format_of(layer, cast(torch.dtype, self._context.config.model_config.dtype)))
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -101,8 +144,7 @@ class CompressedAttentionImpl:
         step = self._context.step(layer.layer_name, known)
         ragged = None if step is None else step.plan.ragged
         if ragged is None or ragged.others:
-            if step is not None and step.plan.slot_mapping.data_ptr() != slot_mapping.data_ptr():
-                raise UnsupportedEngineError("This vLLM writes to the cache by slots that keepset did not see.")
+            check_slots(step, slot_mapping)
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
         if step is not None and ragged is not None:
             self.append_ragged(layer, step, key, value, kv_cache)
@@ -140,13 +182,6 @@ class CompressedAttentionImpl:
         assert isinstance(pages, StridedPages)
         paged_attention(query, pages.caches, place, tokens, layout, self.softmax, output, bias, pages.format)
 
-    def _whole(self, layer: Any, query: Tensor) -> Tensor:
-        """Return queries as events and keepset's attention look at them: some backends get them in 8 bits."""
-        if query.dtype.itemsize > 1:
-            return query
-        dtype = cast(torch.dtype, self._context.config.model_config.dtype)
-        return query.to(dtype) * layer._q_scale.to(dtype)
-
     def forward(
         self,
         layer: Any,
@@ -181,15 +216,23 @@ class CompressedAttentionImpl:
             super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
         if step is not None and ragged is not None:
             self.attend_ragged(layer, step, self._whole(layer, query), kv_cache, output)
-        if step is not None and step.plan.in_layers:
-            place = step.places[layer.layer_name]
-            step.group.record(range(place, place + 1), step.plan, self._whole(layer, query)[None])
-        if step is not None and step.plan.dummy:
-            self._context.leave(layer.layer_name, self._whole(layer, query))
-        if (projection := self._context.projections.get(layer.layer_name)) is not None:
-            projection.hidden = None
+        self.record(layer, step, query)
         return output
 
 
 # Not a base class: a protocol's `__init__` would not go on to the backend's.
-_adapter: type[LayerAdapter] = CompressedAttentionImpl
+_adapter: type[LayerAdapter] = CompressedImpl
+
+
+def check_slots(step: PlannedStep | None, slot_mapping: Tensor) -> None:
+    """Refuse a vLLM that writes new entries to other slots than the plan has altered.
+
+    Args:
+        step: the step; None if the layer is not compressed.
+        slot_mapping: the slots that vLLM writes to.
+
+    Raises:
+        UnsupportedEngineError: the slots are not those that keepset was told of.
+    """
+    if step is not None and step.plan.slot_mapping.data_ptr() != slot_mapping.data_ptr():
+        raise UnsupportedEngineError("This vLLM writes to the cache by slots that keepset did not see.")

@@ -18,11 +18,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAtten
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from keepset.errors import UnsupportedEngineError
-from keepset.vllm.attention import CompressedAttentionImpl
+from keepset.vllm.attention import CompressedAttentionImpl, CompressedImpl
 from keepset.vllm.cpu_pages import CPUPages
 from keepset.vllm.cpu_rows import RowsImpl, RowsMetadataBuilder, RowsMixin, attend_ragged
 from keepset.vllm.engine_context import PlannedStep, activate, active
 from keepset.vllm.formats import WHOLE, with_row_scales
+from keepset.vllm.latents import LatentImpl
 from keepset.vllm.metadata import KeepBuilder, RecurrentBuilder
 from keepset.vllm.settings import recipe_of
 
@@ -93,13 +94,21 @@ class CPUMixin(CompressedAttentionImpl):
         per_head.merge(buffer, output)
 
 
-_LAYERS: dict[str, type[CompressedAttentionImpl]] = {
+_LAYERS: dict[str, type[CompressedImpl]] = {
     "FLASH_ATTN": CompressedAttentionImpl,
     "FLASHINFER": CompressedAttentionImpl,
     "TRITON_ATTN": CompressedAttentionImpl,
     "CPU_ATTN": CPUMixin,
+    "CUTLASS_MLA": LatentImpl,
+    "FLASHINFER_MLA": LatentImpl,
+    "FLASH_ATTN_MLA": LatentImpl,
+    "FLASHMLA": LatentImpl,
+    "TRITON_MLA": LatentImpl,
+    "CPU_MLA": LatentImpl,
+    "AMX_MLA": LatentImpl,
 }
 """The mixin for the layers of each backend that keepset knows."""
+_ON_CPUS = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 
 
 class KeepBackend(AttentionBackend):
@@ -137,10 +146,12 @@ class KeepBackend(AttentionBackend):
         if context is None:
             return cls.plain.get_impl_cls()
         if cls.impl is None:
-            others = ", ".join(name for name in _LAYERS if name != "CPU_ATTN")
+            served = [name for name, layer in _LAYERS.items() if (layer is LatentImpl) == cls.plain.is_mla()]
+            on_gpus = ", ".join(name for name in served if name not in _ON_CPUS)
+            on_cpus = " or ".join(name for name in served if name in _ON_CPUS)
             raise UnsupportedEngineError(
                 f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "
-                f"choose one of {others} (--attention-backend) or, on CPUs, CPU_ATTN."
+                f"choose one of {on_gpus} (--attention-backend) or, on CPUs, {on_cpus}."
             )
         return cls.impl if cls.of_rows is None or context.cache_dtype in WHOLE else cls.of_rows[0]
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig, get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -79,14 +79,29 @@ BORROWED_OF_ROWS: dict[str, tuple[str, ...]] = {
 }
 """The same of GPUs' caches in which each key and each value has a scale."""
 
+_MLA = "vllm.model_executor.layers.attention.mla_attention."
+BORROWED_OF_LATENTS: dict[str, tuple[str, ...]] = {
+    _MLA + "MLAAttention.forward": ("q", "kv_c_normed", "k_pe"),
+    _MLA + "MLACommonImpl.forward_mha": ("q", "kv_c_normed", "k_pe", "kv_c_and_k_pe_cache", "attn_metadata"),
+    _MLA + "MLACommonImpl.forward_mqa": ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer"),
+    _MLA + "MLACommonImpl.do_kv_cache_update": ("kv_c_normed", "k_pe", "kv_cache", "slot_mapping"),
+    _MLA + "MLACommonMetadata": ("num_decode_tokens",),
+    _MLA + "unified_mla_kv_cache_update": ("kv_c_normed", "k_pe", "layer_name"),
+    _MLA + "unified_mla_attention_with_output": ("q", "layer_name"),
+    "vllm.v1.kv_cache_interface.MLAAttentionSpec": ("head_size", "non_causal_multi_token_decode"),
+}
+"""The same of layers that cache latents. That `MLAAttention.W_UK_T` takes a head's query to latents is not checked."""
 
-def changed(rows: bool = False) -> Iterator[str]:
+
+def changed(rows: bool = False, latents: bool = False) -> Iterator[str]:
     """Yield the borrowed names that this vLLM lacks, or has with other parameters.
 
     Args:
         rows: whether keys and values have scales of their own.
+        latents: whether layers cache latents.
     """
-    for name, parts in (BORROWED | (BORROWED_OF_ROWS if rows else {})).items():
+    names = BORROWED | (BORROWED_OF_ROWS if rows else {}) | (BORROWED_OF_LATENTS if latents else {})
+    for name, parts in names.items():
         try:
             thing = resolve_name(name)
         except (ImportError, AttributeError):
@@ -174,7 +189,7 @@ def lengths_on_host(metadata: CommonAttentionMetadata) -> list[int]:
 def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
     """Yield name, layer and index of the model's attention layers, in the order in which they were built."""
     for name, layer in config.compilation_config.static_forward_context.items():
-        if isinstance(layer, Attention):
+        if isinstance(layer, Attention | MLAAttention):
             yield name, layer, extract_layer_index(name)
 
 

@@ -24,7 +24,8 @@ class CPUPages:
     Attributes:
         isa: as given.
         format: None, because the cache is not quantised.
-        kv_heads, block_size, head_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages` has them.
+        kv_heads, block_size, head_dim, value_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages`
+            has them.
         folded: keys and values of all these layers for the backend's kernels, `[subpages, 1, block_size, head_dim]`:
             every sub-page is a block of one KV head. So a page table has one row for each (request, head), and each row
             a length of its own.
@@ -38,7 +39,8 @@ class CPUPages:
     ) -> None:
         kv_cache = _joined(caches)
         blocks, self.kv_heads, self.block_size, width = caches[place].shape
-        self.head_dim, self.slots = width // 2, blocks * self.kv_heads * self.block_size
+        self.head_dim = self.value_dim = width // 2
+        self.slots = blocks * self.kv_heads * self.block_size
         self.entry_bytes, self.isa = width * kv_cache.itemsize, isa
         self._cache, self.device, self.format = kv_cache, kv_cache.device, None
         self.dtype = kv_cache.dtype

@@ -13,7 +13,7 @@ from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
-from keepset.vllm.served_default import INT8
+from keepset.vllm.recipe_support import INT8
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT
 
 

@@ -188,6 +188,7 @@ class EngineContext:
             layers=layers,
             tokens_per_step=scheduler.max_num_batched_tokens,
             steps_ahead=int(bool(scheduler.async_scheduling)),
+            value_size=getattr(self._layer, "kv_lora_rank", spec.head_size),
             per_head=contexts_of(self.config) is not None,
             alone=not self._others,
         )

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.page_format import SCALE_BYTES, PageFormat
 from keepset.vllm.compat import write_rows
-from keepset.vllm.served_default import INT8
+from keepset.vllm.recipe_support import INT8
 
 WHOLE = ("auto", "float16", "bfloat16", "float32")
 """Types of caches that are not quantised."""

@@ -81,7 +81,7 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     layers = [config.compilation_config.static_forward_context[name] for name in names]
     context.neighbours |= {name: (layers, place) for place, name in enumerate(names)}
     for layer in layers:
-        layer.impl.forget_pages()
+        layer.impl.belong_to(layer)
     projections, rotary = [context.projections[name] for name in names] if context.projections else [], None
     if context.recipe.method.traits.needs.unrotated:
         model = config.model_config

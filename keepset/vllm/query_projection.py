@@ -66,6 +66,11 @@ class VLLMQueryProjection(QueryProjection):
         rope = getattr(self._module(), "rotary_emb", None)
         return rope if isinstance(getattr(rope, "cos_sin_cache", None), Tensor) else None
 
+    @property
+    def unrotated(self) -> int:
+        """The numbers of a query before those that rotate."""
+        return self._layer().impl.unrotated  # type: ignore[no-any-return]
+
     def queries(self, hidden: HiddenStates) -> Queries:
         assert self.rotary is not None
         batch, n, _ = hidden.shape
@@ -95,7 +100,7 @@ class VLLMQueryProjection(QueryProjection):
         try:
             self._module().forward(**known)
         except _CapturedError as captured:
-            made = captured.query.reshape(len(rows), -1, layer.impl.head_size)
+            made: Tensor = layer.impl.queries_of(captured.query.reshape(len(rows), -1))
             return made.unflatten(0, hidden.shape[:2]).transpose(1, 2)
         finally:
             del layer.forward
@@ -124,7 +129,8 @@ def find_rotation(
     first = ropes[0]
     if first is None or any(rope is None or not _equal(rope, first) for rope in ropes):
         raise UnsupportedModelError(f"This model's layers do not rotate their queries by one table: {_OTHERS}.")
-    rotary, table = RotaryTable(first.cos_sin_cache, first.is_neox_style), first.cos_sin_cache
+    table = first.cos_sin_cache
+    rotary = RotaryTable(table, first.is_neox_style, projections[0].unrotated)
     last = min(longest, len(table)) - 1
     positions = torch.tensor([[0, 1, last // 2, last]], device=table.device)
     draw = torch.Generator().manual_seed(0)
@@ -154,10 +160,10 @@ def watch_projections(projections: dict[str, VLLMQueryProjection], hidden: bool)
     Returns:
         A handle to stop collecting.
     """
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     def taken_in(module: nn.Module, name: str, child: nn.Module | None) -> None:
-        if isinstance(child, Attention):
+        if isinstance(child, Attention | MLAAttention):
             projections[child.layer_name] = VLLMQueryProjection(module, child, hidden)
 
     return register_module_module_registration_hook(taken_in)

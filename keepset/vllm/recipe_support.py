@@ -1,12 +1,86 @@
-"""Reasons why a recipe cannot be served under any vLLM. vLLM is not loaded for that."""
+"""Reasons why a recipe cannot be served: under any vLLM, or by an engine of which a few facts are known.
+
+vLLM is not loaded for that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, QuantizedEntries
+from keepset.core.traits import Traits
 from keepset.recipe import Recipe, check_schedule
+
+INT8 = "int8_per_token_head"
+"""The `kv_cache_dtype` that a recipe int8(...) asks for."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What decides which steps of a recipe an engine can serve.
+
+    Attributes:
+        several_gpus: whether the model is divided over several GPUs.
+        drafts: whether tokens are drafted, and may be taken back.
+        cache_dtype: vLLM's name of the cache's type.
+        connector: whether a KV connector tells the scheduler how much was dropped.
+        contexts: whether requests share contexts, so that all layers must keep as many entries.
+        latents: whether the model caches latents in place of keys and values.
+        one_rotation: whether, as far as its configuration tells, all layers of the model rotate by one table.
+    """
+
+    several_gpus: bool = False
+    drafts: bool = False
+    cache_dtype: str = INT8
+    connector: bool = True
+    contexts: bool = False
+    latents: bool = False
+    one_rotation: bool = True
+
+
+def table_per_head(traits: Traits) -> bool:
+    """Return whether each head has its own pages: heads keep different numbers of entries, or entries have biases."""
+    return not (traits.fixed_total and traits.equal_heads) or traits.biased
+
+
+def unserved(traits: Traits, limits: EngineLimits) -> Iterator[str]:
+    """Yield why an engine cannot serve what has these traits, whatever else it is started with.
+
+    Args:
+        traits: of a recipe's method, or of a step of it.
+        limits: what is known of the engine.
+    """
+    if limits.several_gpus and traits.across_layers:
+        yield "it compares all heads of all layers, of which each of several GPUs holds a part; use one GPU."
+    if limits.drafts and (table_per_head(traits) or limits.contexts):
+        yield (
+            "speculative decoding takes tokens back, by which heads that keep different entries would lose their "
+            "pages; leave it out, or use a recipe whose heads keep equally many and no contexts."
+        )
+    if limits.contexts and not (traits.fixed_total and traits.equal_layers):
+        yield (
+            "requests share contexts as they share prefixes, for which all layers must keep as many entries, whatever "
+            "the data: take a recipe such as adakv(snapkv, keep=512)."
+        )
+    if limits.latents and traits.biased:
+        yield "the model caches latents, of which keys and values are both made; leave match out."
+    if limits.latents and traits.needs.of(QuantizedEntries):
+        yield "vLLM has no cache of 8 bits for latents that keepset takes apart; leave quantized out."
+
+
+def lacking(traits: Traits, limits: EngineLimits) -> Iterator[str]:
+    """Yield what an engine must be started with to serve what has these traits.
+
+    Args:
+        traits: of a recipe's method, or of a step of it.
+        limits: what is known of the engine.
+    """
+    if not limits.contexts and not limits.connector and not traits.fixed_total:
+        yield "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given."
+    if traits.needs.of(QuantizedEntries) and limits.cache_dtype != INT8:
+        yield f"it stores entries in 8 bits, and the KV cache is of kind {limits.cache_dtype}."
 
 
 def rotates(recipe: Recipe) -> bool:

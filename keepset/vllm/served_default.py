@@ -2,77 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.method import Allocator, Method
 from keepset.core.traits import Traits
 from keepset.methods.snapkv import SnapKV
 from keepset.recipe import Recipe
+from keepset.vllm.recipe_support import EngineLimits, lacking, unserved
 
-INT8 = "int8_per_token_head"
-"""The `kv_cache_dtype` that a recipe int8(...) asks for."""
-
-ONE_ROTATION = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types in which all layers rotate, with the same table."""
+_TABLES = ("default", "linear", "dynamic", "yarn", "llama3")
+"""Kinds of rotary embeddings of which vLLM keeps one table of cosines and sines."""
 
 
-@dataclass(frozen=True)
-class EngineLimits:
-    """What decides which steps of a recipe an engine can serve.
+def nearest(recipe: Recipe, limits: EngineLimits) -> tuple[Recipe, tuple[str, ...]]:
+    """Return a recipe without the steps that an engine cannot serve.
 
-    Attributes:
-        several_gpus: whether the model is divided over several GPUs.
-        drafts: whether tokens are drafted, and may be taken back.
-        int8: whether the cache has 8 bits a number, each key and value with a scale.
-        connector: whether a KV connector tells the scheduler how much was dropped.
-        contexts: whether requests share contexts, so that all layers must keep as many entries.
-        model_type: the model's type, in its configuration; "" if it is not known.
+    A step that only divides or stores what another method chooses is left out. A scorer that cannot be served is
+    replaced by `snapkv`, which every engine serves.
+
+    Args:
+        recipe: the recipe.
+        limits: what is known of the engine.
+
+    Returns:
+        The recipe, and the names of the steps that are not in it.
     """
+    missing: list[str] = []
+    method = _nearest(recipe.method, limits, missing)
+    budget, short = recipe.budget, recipe.budget.short
+    return Recipe.of(method, keep=budget.keep, bytes=budget.bytes, short=short), tuple(missing)
 
-    several_gpus: bool = False
-    drafts: bool = False
-    int8: bool = True
-    connector: bool = True
-    contexts: bool = False
-    model_type: str = ""
 
-    def nearest(self, recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-        """Return a recipe without the steps that this engine cannot serve.
+def _nearest(method: Method, limits: EngineLimits, missing: list[str]) -> Method:
+    if isinstance(method, Allocator):
+        served = _serves(method.own_traits, limits)
+        if not served:
+            missing.append(method.name)
+        inner = _nearest(method.scorer, limits, missing)
+        return replace(method, scorer=inner) if served else inner
+    if _serves(method.traits, limits):
+        return method
+    missing.append(method.name)
+    return SnapKV()
 
-        A step that only divides or stores what another method chooses is left out. A scorer that cannot be served is
-        replaced by `snapkv`, which every engine serves.
 
-        Args:
-            recipe: the recipe.
+def _serves(own: Traits, limits: EngineLimits) -> bool:
+    """Return whether a step of a recipe can be served, by its own traits."""
+    if own.needs.unrotated and not limits.one_rotation:
+        return False
+    return not [*unserved(own, limits), *lacking(own, limits)]
 
-        Returns:
-            The recipe, and the names of the steps that are not in it.
-        """
-        missing: list[str] = []
-        method = self._nearest(recipe.method, missing)
-        budget, short = recipe.budget, recipe.budget.short
-        return Recipe.of(method, keep=budget.keep, bytes=budget.bytes, short=short), tuple(missing)
 
-    def _nearest(self, method: Method, missing: list[str]) -> Method:
-        if isinstance(method, Allocator):
-            served = self._serves(method.own_traits)
-            if not served:
-                missing.append(method.name)
-            inner = self._nearest(method.scorer, missing)
-            return replace(method, scorer=inner) if served else inner
-        if self._serves(method.traits):
-            return method
-        missing.append(method.name)
-        return SnapKV()
+def one_rotation(config: Mapping[str, Any]) -> bool:
+    """Return whether all layers of a model rotate by one table, as far as its configuration tells.
 
-    def _serves(self, own: Traits) -> bool:
-        """Return whether a step of a recipe can be served, by its own traits."""
-        return not (
-            (self.several_gpus and own.across_layers)
-            or (self.drafts and (own.biased or not own.equal_heads))
-            or (not self.connector and not own.fixed_total)
-            or (self.contexts and not (own.fixed_total and own.equal_layers))
-            or (not self.int8 and own.needs.of(QuantizedEntries))
-            or (self.model_type not in ("", *ONE_ROTATION) and own.needs.unrotated)
-        )
+    It does not where only some layers rotate, or layers rotate differently, or queries change after their rotation.
+
+    Args:
+        config: the configuration of the model's text part, as transformers writes it.
+    """
+    rotation, kinds = config.get("rope_parameters"), {*(config.get("layer_types") or ())}
+    if not isinstance(rotation, Mapping) or rotation.get("rope_type", "default") not in _TABLES:
+        return False
+    local = {"sliding_attention", "chunked_attention"} & kinds  # maybe the only layers that rotate
+    unlike = ("no_rope_layers", "use_qk_norm", "llama_4_scaling")
+    return not (local or "mrope_section" in rotation or any(config.get(name) for name in unlike))

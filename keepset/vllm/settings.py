@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError, RecipeError
-from keepset.paged.eviction_schedule import table_per_head
 from keepset.recipe import Recipe
-from keepset.vllm.served_default import INT8, EngineLimits
+from keepset.vllm.recipe_support import EngineLimits, table_per_head
+from keepset.vllm.served_default import nearest, one_rotation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -103,7 +103,7 @@ def by_head(config: VllmConfig, recipe: Recipe) -> bool:
         config: vLLM's configuration.
         recipe: its recipe.
     """
-    return table_per_head(recipe) or contexts_of(config) is not None
+    return table_per_head(recipe.method.traits) or contexts_of(config) is not None
 
 
 def save_limit_of(config: VllmConfig) -> int | None:
@@ -141,15 +141,16 @@ def is_compressed(config: VllmConfig) -> bool:
 
 
 def limits_of(config: VllmConfig) -> EngineLimits:
-    """Return what decides which default an engine serves. vLLM changes none of it while it starts."""
-    parallel = config.parallel_config
+    """Return what decides which recipes an engine serves. vLLM changes none of it while it starts."""
+    parallel, model = config.parallel_config, config.model_config
     return EngineLimits(
         several_gpus=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
         drafts=config.speculative_config is not None,
-        int8=config.cache_config.cache_dtype == INT8,
+        cache_dtype=config.cache_config.cache_dtype,
         connector=has_connector(config, CONNECTOR),
         contexts=contexts_of(config) is not None,
-        model_type=config.model_config.hf_text_config.model_type,
+        latents=model.use_mla,
+        one_rotation=one_rotation(model.hf_text_config.to_dict()) and not model.using_transformers_backend(),
     )
 
 
@@ -164,7 +165,7 @@ def recipe_of(config: VllmConfig | None) -> Recipe | None:
         return None
     text = additional.get(KEY, _WHOLE)
     if text is True and config is not None:
-        return limits_of(config).nearest(Recipe.parse(ANSWERED_AT_ONCE))[0]
+        return nearest(Recipe.parse(ANSWERED_AT_ONCE), limits_of(config))[0]
     if not isinstance(text, str):
         raise RecipeError(
             f'additional_config["{KEY}"] is {text!r}: give a recipe\'s text, such as "snapkv(keep=0.25)", or true for '

@@ -1,4 +1,4 @@
-"""`KeepSpec`: the kind of KV cache that keepset's layers have in vLLM's registry."""
+"""`KeepSpec` and `KeepLatentSpec`: the kinds of KV cache that keepset's layers have in vLLM's registry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import register_kv_cache_spec
 
 from keepset.paged.contexts import ContextPlacement
@@ -29,6 +29,7 @@ class KeepSpec(FullAttentionSpec):
         layer: the first layer of the group, whose number of kept entries is the group's.
         layers: all layers of the model that are compressed.
         tokens_per_step, steps_ahead: of the engine's scheduler, as `Admission` has them.
+        value_size: numbers of a value.
         per_head: whether heads have pages of their own, as `EvictionSchedule` has it.
         alone: whether the model has no other kinds of layers.
     """
@@ -38,13 +39,15 @@ class KeepSpec(FullAttentionSpec):
     layers: tuple[int, ...]
     tokens_per_step: int
     steps_ahead: int
+    value_size: int
     per_head: bool
     alone: bool
 
-    @classmethod
-    def wrap(cls, spec: FullAttentionSpec, **more: Any) -> Self:
+    @staticmethod
+    def wrap(spec: FullAttentionSpec, **more: Any) -> KeepSpec:
         """Return vLLM's own spec with keepset's fields, which are given by name."""
-        return cls(**{field.name: getattr(spec, field.name) for field in fields(FullAttentionSpec)}, **more)
+        kind = KeepLatentSpec if isinstance(spec, MLAAttentionSpec) else KeepSpec
+        return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)}, **more)
 
     @cached_property
     def schedule(self) -> EvictionSchedule:
@@ -57,6 +60,7 @@ class KeepSpec(FullAttentionSpec):
             self.num_kv_heads,
             self.head_size,
             self.block_size,
+            value_dim=self.value_size,
             per_head=self.per_head,
         )
 
@@ -72,10 +76,17 @@ class KeepSpec(FullAttentionSpec):
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
         """Return one spec for a group. An AssertionError tells vLLM that these layers are no group."""
-        first, names = specs[0], [field.name for field in fields(FullAttentionSpec)]
+        first, plain = specs[0], MLAAttentionSpec if issubclass(cls, MLAAttentionSpec) else FullAttentionSpec
         assert all(_same_group(first, spec) for spec in specs)
-        plain = [FullAttentionSpec(**{name: getattr(spec, name) for name in names}) for spec in specs]
-        return cls.wrap(FullAttentionSpec.merge(plain), **{name: getattr(first, name) for name in _OWN})
+        names = [field.name for field in fields(plain)]
+        merged = plain.merge([plain(**{name: getattr(spec, name) for name in names}) for spec in specs])
+        return cls.wrap(merged, **{name: getattr(first, name) for name in _OWN})  # type: ignore[return-value]
+
+
+@register_kv_cache_spec(manager_class=KeepManager)
+@dataclass(frozen=True, kw_only=True)
+class KeepLatentSpec(KeepSpec, MLAAttentionSpec):
+    """The same of layers that cache latents."""
 
 
 def _same_group(a: KVCacheSpec, b: KVCacheSpec) -> bool:

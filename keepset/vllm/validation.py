@@ -16,19 +16,19 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from keepset.core.feature import Accumulators
-from keepset.core.features.runtime_features import ModelStatistics, QuantizedEntries
+from keepset.core.features.runtime_features import ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
-from keepset.vllm.recipe_support import objections, rotates
-from keepset.vllm.served_default import INT8
+from keepset.vllm.recipe_support import lacking, objections, rotates, unserved
 from keepset.vllm.settings import (
     BESIDE,
     BESIDE_MODULE,
@@ -39,6 +39,7 @@ from keepset.vllm.settings import (
     contexts_of,
     has_connector,
     is_compressed,
+    limits_of,
 )
 
 
@@ -53,11 +54,12 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
         UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
         UnsupportedModelError: the model is why.
     """
-    if changes := list(_of_version(config.cache_config.cache_dtype)):  # the rest goes by this version's configuration
+    if changes := list(_of_version(config)):  # the rest goes by this version's configuration
         raise UnsupportedEngineError(_joined(recipe, changes))
-    reasons = [*objections(recipe), *_of_config(config, recipe), *_of_ranks(config, recipe)]
-    if lacking := list(_lacking(config, recipe)):
-        reasons += [*lacking, _how_to_start(config, recipe)]
+    own = *unserved(recipe.method.traits, limits_of(config)), *_of_config(config, recipe), *_of_ranks(config, recipe)
+    reasons = [*objections(recipe), *own]
+    if needed := list(_lacking(config, recipe)):
+        reasons += [*needed, _how_to_start(config, recipe)]
     if reasons:
         raise UnsupportedEngineError(_joined(recipe, reasons))
     if reasons := list(_of_model(config)):
@@ -84,7 +86,9 @@ def check_layer(name: str, layer: Any, *, unseen: bool = False) -> None:
     impl = layer.impl
     reasons = {
         "brings its own attention backend": not type(impl).__module__.startswith("keepset."),
-        "shares its keys and values with another layer": layer.kv_sharing_target_layer_name is not None,
+        "shares its keys and values with another layer": (
+            getattr(layer, "kv_sharing_target_layer_name", None) is not None
+        ),
         "attends to chunks": getattr(impl, "chunk_lookback", -1) != -1,
         "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
         "has a scale for each head of its cache": getattr(layer, "_k_scale", torch.ones(())).numel() > 1,
@@ -110,7 +114,7 @@ def leaves_alone(spec: KVCacheSpec | None) -> bool:
     """
     if spec is None or isinstance(spec, _LEFT_ALONE):
         return True
-    if type(spec) is not FullAttentionSpec:
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         raise UnsupportedModelError(
             f"keepset cannot serve this model: the cache of its layers is of the kind {type(spec).__name__}."
         )
@@ -169,10 +173,12 @@ def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
     Raises:
         UnsupportedModelError: it does not.
     """
+    latents = type(spec) is MLAAttentionSpec
     reasons = {
-        f"is of the kind {type(spec).__name__}": type(spec) is not FullAttentionSpec,
-        "is attended to in both directions": getattr(spec, "non_causal", False),
-        "has values of another size than keys": spec.head_size_v != spec.head_size,
+        f"is of the kind {type(spec).__name__}": type(spec) is not FullAttentionSpec and not latents,
+        "is attended to in both directions": getattr(spec, "non_causal", False)
+        or getattr(spec, "non_causal_multi_token_decode", False),
+        "has values of another size than keys": spec.head_size_v != spec.head_size and not latents,
         "is quantized or packed in a way that keepset does not know": packed_otherwise(spec),
     }
     for reason, applies in reasons.items():
@@ -182,11 +188,12 @@ def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
     return spec
 
 
-def _of_version(dtype: str) -> Iterator[str]:
+def _of_version(config: VllmConfig) -> Iterator[str]:
     served = " or ".join(f"vllm=={version}.*" for version in SUPPORTED)
     if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
         yield f"vLLM {vllm.__version__} is not among the versions that it is tested with; install {served}."
-    for name in changed(rows=dtype in ROW_SCALES and not current_platform.is_cpu()):
+    rows = config.cache_config.cache_dtype in ROW_SCALES and not current_platform.is_cpu()
+    for name in changed(rows, config.model_config.use_mla):
         yield f"{name} of vLLM {vllm.__version__} is not what it knows; install {served}."
 
 
@@ -196,13 +203,15 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield f"its model takes no images; leave protect={recipe.budget.kinds[0]!r} out."
     yield from _of_drafts(config, recipe)
     if contexts_of(config) is not None:
-        yield from _of_contexts(config, recipe)
+        yield from _of_contexts(config)
     yield from _of_connectors(config, recipe)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism divides a request's entries; use tensor parallelism."
     if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
         yield "micro-batch overlap runs two batches at once; leave enable_dbo out."
     yield from _of_cache_dtype(config, recipe)
+    if config.model_config.use_mla:
+        yield from _of_latents(config, recipe)
     if config.attention_config.use_non_causal:
         yield "attention that is not causal is not supported; leave use_non_causal out."
     yield from _of_graphs(config, recipe)
@@ -245,6 +254,19 @@ def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield f"a KV cache of kind {dtype} is none that it takes apart; use kv_cache_dtype {', '.join(served)}."
 
 
+def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    """Latents are rows for all heads, of which each process has a copy."""
+    traits, ranks = recipe.method.traits, config.parallel_config.tensor_parallel_size
+    if contexts_of(config) is not None:
+        yield "contexts hold keys and values, and the model caches latents; leave contexts out."
+    if any(connector.module == BESIDE_MODULE for connector in connectors_of(config)):
+        yield "other KV connectors store keys and values, and the model caches latents; leave them out."
+    if config.cache_config.cache_dtype not in WHOLE:
+        yield "of latents it takes 16-bit and 32-bit caches apart; leave kv_cache_dtype out."
+    if ranks > 1 and traits.needs.of(ModelStatistics):
+        yield "statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
+
+
 def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     """Drafts can be taken back if only the prompt was compressed: drafted tokens come after it."""
     drafts = config.speculative_config
@@ -252,21 +274,11 @@ def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         return
     if recipe.schedule.every is not None:
         yield "speculative decoding takes tokens back that every= has compressed; leave one of them out."
-    elif by_head(config, recipe):
-        yield (
-            "speculative decoding takes tokens back, by which heads that keep different entries would lose their "
-            "pages; leave it out, or use a recipe whose heads keep equally many and no contexts."
-        )
-    elif drafts.method not in ("ngram", "suffix"):
+    elif not by_head(config, recipe) and drafts.method not in ("ngram", "suffix"):
         yield f"drafts by {drafts.method} come from layers of their own; use ngram or suffix."
 
 
-def _of_contexts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    if not one_table(recipe):
-        yield (
-            "requests share contexts as they share prefixes, for which all layers must keep as many entries, whatever "
-            "the data: take a recipe such as adakv(snapkv, keep=512)."
-        )
+def _of_contexts(config: VllmConfig) -> Iterator[str]:
     connector = config.kv_transfer_config
     if connector is not None and connector.kv_load_failure_policy != "fail":
         yield "there is nothing to compute a context from that cannot be loaded; leave kv_load_failure_policy out."
@@ -280,19 +292,15 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
             yield "contexts are loaded by a KV connector, which is not given."
         if not caches_prefixes:
             yield "requests share contexts as they share prefixes, and prefix caching is off."
-    else:
-        if not has_connector(config, CONNECTOR) and not recipe.method.traits.fixed_total:
-            yield "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given."
-        if caches_prefixes and not one_table(recipe):
-            yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
+    yield from lacking(recipe.method.traits, limits_of(config))
+    if contexts_of(config) is None and caches_prefixes and not one_table(recipe):
+        yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
     told = has_connector(config, CONNECTOR) or has_connector(config, CONTEXT_CONNECTOR)
     if not told and config.model_config.is_multimodal_model:
         if recipe.budget.kinds:
             yield "where images are differs from request to request, which a KV connector tells; none is given."
         elif rotates(recipe) and config.model_config.uses_mrope:
             yield "it cannot rotate images, and a KV connector refuses requests that have some; none is given."
-    if recipe.method.traits.needs.of(QuantizedEntries) and config.cache_config.cache_dtype != INT8:
-        yield f"it stores entries in 8 bits, and the KV cache is of kind {config.cache_config.cache_dtype}."
     if recipe.method.traits.needs.unrotated and config.model_config.uses_mrope:
         yield "tokens of an image have positions of their own, by which it cannot undo rotations; take snapkv."
     if recipe.method.traits.needs.hidden_states and not config.model_config.enforce_eager:
@@ -320,7 +328,8 @@ def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
         yield "breakable graphs would write its heads' entries to wrong places; set VLLM_USE_BREAKABLE_CUDAGRAPH=0."
     elif compilation.mode == CompilationMode.VLLM_COMPILE:
-        for operator in ("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"):
+        kind = "mla_" if config.model_config.use_mla else ""
+        for operator in (f"vllm::unified_{kind}attention_with_output", f"vllm::unified_{kind}kv_cache_update"):
             if operator not in (compilation.splitting_ops or ()):
                 yield (
                     f"CUDA graphs would replay {operator}; leave splitting_ops, use_inductor_graph_partition and "
@@ -333,8 +342,6 @@ def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     heads, stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
     if heads > 1 and recipe.method.traits.counts_from_files and recipe.method.traits.needs.of(ModelStatistics):
         yield "it compares all heads, of which with tensor parallelism a process holds a part; use one GPU."
-    if heads * stages > 1 and recipe.method.traits.across_layers:
-        yield "it compares all heads of all layers, of which each of several GPUs holds a part; use one GPU."
     if stages > 1 and contexts_of(config) is not None:
         yield "contexts are of all layers, of which a pipeline's stage holds a part; use tensor parallelism."
 
@@ -345,8 +352,8 @@ def _of_model(config: VllmConfig) -> Iterator[str]:
         yield "only models that generate text have a cache to compress."
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported."
-    if model.use_mla:
-        yield "the model caches latents (MLA) instead of keys and values."
+    if getattr(model.hf_text_config, "index_topk", None) is not None:
+        yield "the model caches what its layers choose entries by (sparse attention) beside latents."
     if model.is_diffusion:
         yield "the model computes its answer's tokens more than once (diffusion)."
     if model.is_mm_prefix_lm:

@@ -146,6 +146,7 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
         append_to_pages(keys, keys, own[0], tokens, one, format)
         for softmax, bias in (Softmax(1.5), columns), (Softmax(1.5, 9.0, torch.zeros(kv_heads * group)), None):
             paged_attention(queries, own, 0, tokens, one, softmax, torch.zeros_like(queries), bias, format)
+    _over_latents(dtype, tokens)
     follow_layouts(filed, table, lengths, lengths, lengths, torch.zeros(1, dtype=torch.int32), SIZE, layout)
     entries = EntriesInPages(layout, table, lengths, layout.counts, long)
     rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
@@ -172,6 +173,15 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
         entry_scores_in_pages(*pages, positions, positions > 40, networks, None, [format] * LAYERS)
     slots = torch.arange(48)
     write_entries(caches, *take_entries(caches, slots), slots)
+
+
+def _over_latents(dtype: torch.dtype, tokens: PagedTokens) -> None:
+    """For a model like DeepSeek V3: more query heads than a program has room for."""
+    row, latent, heads = 576, 512, 128
+    caches = [torch.zeros(BLOCKS, 1, SIZE, row, dtype=dtype) for _ in range(LAYERS)]
+    one = FiledLayouts.empty(2, 1, 1, tokens.lengths.device).layout
+    queries, output = (torch.zeros(2, heads, width, dtype=dtype) for width in (row, latent))
+    paged_attention(queries, caches, 0, tokens, one, Softmax(1.5), output, value_dim=latent)
 
 
 def source(kernel: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ASTSource:

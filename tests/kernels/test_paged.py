@@ -111,11 +111,14 @@ def numbered(tokens: PagedTokens) -> list[tuple[int, int, int]]:
     return list(zip(places.tolist(), rows.tolist(), tokens.lengths.tolist(), strict=True))
 
 
-def expected(case: Case, queries: Tensor, tokens: PagedTokens, softmax: Softmax, biased: bool) -> Tensor:
-    """Entry by entry."""
-    output = torch.zeros(queries.shape, dtype=torch.float64)
+def expected(
+    case: Case, queries: Tensor, tokens: PagedTokens, softmax: Softmax, biased: bool, latent: int | None = None
+) -> Tensor:
+    """Entry by entry; of latents the value is a part of the key."""
+    output = torch.zeros(*queries.shape[:2], latent or queries.shape[2], dtype=torch.float64)
     blocks, kv_heads, size, width = case.caches[0].shape
-    group, half = queries.shape[1] // kv_heads, width // 2
+    group = queries.shape[1] // kv_heads
+    keys, values = (slice(width // 2), slice(width // 2, None)) if latent is None else (slice(None), slice(latent))
     for place, row, length in numbered(tokens):
         for head in range(kv_heads) if length else ():
             kept, entries, added = case.rows[row].states[1][0][head], [], []
@@ -127,12 +130,12 @@ def expected(case: Case, queries: Tensor, tokens: PagedTokens, softmax: Softmax,
                 added.append(float(case.bias[layer, slot % case.bias.shape[1]]) if biased and i < kept else 0.0)
             numbers, biases = torch.stack(entries), torch.tensor(added, dtype=torch.float64)
             for query in range(head * group, (head + 1) * group):
-                logits = numbers[:, :half] @ queries[place, query].double() * softmax.scaling
+                logits = numbers[:, keys] @ queries[place, query].double() * softmax.scaling
                 if softmax.softcap is not None:
                     logits = softmax.softcap * (logits / softmax.softcap).tanh()
                 weights = (logits + biases).exp()
                 beside = 0.0 if softmax.sinks is None else math.exp(softmax.sinks[query])
-                output[place, query] = weights @ numbers[:, half:] / (weights.sum() + beside)
+                output[place, query] = weights @ numbers[:, values] / (weights.sum() + beside)
     return output
 
 
@@ -179,6 +182,25 @@ def test_attention_is_that_of_every_entry(
         others = sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})
         assert others
         right[others] = 7.0
+    torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(3, torch.float32), (20, torch.bfloat16)])
+def test_attention_over_latents_is_that_of_every_entry(
+    implementation: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where heads are many, in blocks of them."""
+    if implementation == "triton":
+        from keepset.kernels.triton import paged
+
+        monkeypatch.setattr(paged, "LEAST_PART", 64)
+        monkeypatch.setattr(paged, "_MOST_NUMBERS", 16)
+    case, latent = Case.draw(LENGTHS, [min(length, 1) for length in LENGTHS], 1, 16, 20, dtype), 28
+    tokens, softmax = case.tokens(False), softmax_of((1, group, 16, 20, dtype), capped=True)
+    queries = torch.randn(len(LENGTHS), group, 40, generator=seeded(1)).to(dtype)
+    output = torch.full((len(LENGTHS), group, latent), 7.0, dtype=dtype)
+    paged_attention(queries, case.caches, 1, tokens, case.layout, softmax, output, value_dim=latent)
+    right = expected(case, queries, tokens, softmax, False, latent)
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 

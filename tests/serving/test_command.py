@@ -83,12 +83,13 @@ def test_the_embedded_models_statistics_are_named(
         (["-tp", "1", "--kv-cache-dtype", "int8_per_token_head"], "qwen3", ANSWERED_AT_ONCE, ""),
         (["--tensor_parallel_size=2"], "llama", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
         (["-pp", "2"], "llama", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
-        (["--speculative-config", "{}"], "", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
-        (["--kv-cache-dtype", "fp8"], "", "pool(prompt_queries, bytes=0.25, short=256)", "quantized"),
-        ([], "phi3", "quantized(pool(snapkv), bytes=0.25, short=256)", "prompt_queries"),
+        (["--speculative-config", "{}"], "unheard-of", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
+        (["--kv-cache-dtype", "fp8"], "unheard-of", "pool(prompt_queries, bytes=0.25, short=256)", "quantized"),
+        ([], "gemma3_text", "quantized(pool(snapkv), bytes=0.25, short=256)", "prompt_queries"),
+        ([], "deepseek_v3", "pool(prompt_queries, bytes=0.25, short=256)", "quantized"),
         (
             ["-tp", "2", "--kv-cache-dtype=fp8"],
-            "phi3",
+            "gemma3_text",
             "snapkv(bytes=0.25, short=256)",
             "quantized, pool, prompt_queries",
         ),
@@ -97,7 +98,7 @@ def test_the_embedded_models_statistics_are_named(
 def test_without_a_recipe_a_server_has_the_default_less_what_it_cannot_serve(
     options: list[str], model_type: str, recipe: str, missing: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"model_type": model_type}}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     taken, why = default_for(str(tmp_path), options)
     assert str(taken) == recipe
     assert why.startswith(f"No recipe is named, so the default is taken: {ANSWERED_AT_ONCE}, because there are no")

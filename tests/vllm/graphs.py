@@ -33,10 +33,11 @@ class Graph(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "vllm":  # an operator in Python, which calls what is to be noted
-            from vllm.model_executor.layers.attention import attention
+            from vllm.model_executor.layers.attention import attention, mla_attention
 
+            name = function.overloadpacket.__name__
             with self:
-                return getattr(attention, function.overloadpacket.__name__)(*args, **(kwargs or {}))
+                return getattr(mla_attention if "mla" in name else attention, name)(*args, **(kwargs or {}))
         launch = partial(function, *args, **(kwargs or {}))
         output = launch()
         known = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -155,6 +156,7 @@ class Graphs:
 
 def _addresses(told: Any) -> tuple[int, ...]:
     """The addresses that an attention layer reads; for FlashInfer, its plan."""
+    told = told if hasattr(told, "block_table") or hasattr(told.decode, "wrapper") else told.decode
     if hasattr(told, "block_table"):
         return told.block_table.data_ptr(), told.seq_lens.data_ptr()
     return (id(told.decode.wrapper),)
@@ -237,6 +239,14 @@ def use(backend: str | None, runner_v2: bool) -> None:
         from vllm.v1.attention.backends import flashinfer  # not even there to be imported, if it is not pretended
 
         places += [(kernels.Wrapper, "run"), (flashinfer.FlashInferImpl, "do_kv_cache_update")]
+    elif backend == "TRITON_MLA":
+        from vllm import _custom_ops
+        from vllm.v1.attention.backends.mla import triton_mla
+
+        from keepset.vllm import latents
+
+        places = [(latents, "append_to_pages"), (latents, "paged_attention")]
+        places += [(triton_mla, "decode_attention_fwd"), (_custom_ops, "concat_and_cache_mla")]
     else:
         places += [(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL"), (flash_attn, "reshape_and_cache_flash")]
         places += [(triton_attn, "unified_attention"), (triton_attn, "triton_reshape_and_cache_flash")]

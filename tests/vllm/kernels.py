@@ -60,6 +60,34 @@ def write(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, sl
     value_cache[slots // size, slots % size] = value[:tokens][real]
 
 
+def attend_latents(
+    q: Tensor,
+    rows: Tensor,
+    latents: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    logits: Tensor,
+    splits: int,
+    scale: float,
+    size: int,
+    **_: Any,
+) -> None:
+    """Attention of one token of each request over rows `[blocks, block_size, 1, row]`, which begin with the value."""
+    assert rows.shape[1] == size
+    for row, have in enumerate(seq_lens.tolist()):
+        blocks = block_table[row, : -(-have // size)].long()
+        keys, values = (part[blocks].flatten(0, 2)[:have] for part in (rows, latents))
+        out[row] = (q[row] @ keys.T * scale).softmax(-1) @ values
+
+
+def write_latents(latents: Tensor, rotated: Tensor, kv_cache: Tensor, slots: Tensor, **_: Any) -> None:
+    """New rows to their slots; a slot of -1 is of no token."""
+    real, size = slots >= 0, kv_cache.shape[1]
+    kv_cache[slots[real] // size, slots[real] % size] = torch.cat([latents, rotated], -1)[: len(slots)][real]
+
+
 def write_rows(
     key: Tensor,
     value: Tensor,
@@ -184,6 +212,14 @@ def use(backend: str) -> None:
     CpuPlatform.get_attn_backend_cls = classmethod(chosen)
     if backend == "FLASHINFER":
         use_flashinfer()
+        return
+    if backend == "TRITON_MLA":
+        from vllm import _custom_ops
+        from vllm.v1.attention.backends.mla import triton_mla
+
+        triton_mla.decode_attention_fwd = attend_latents
+        triton_mla._compute_num_kv_splits = lambda *_: 1
+        _custom_ops.concat_and_cache_mla = write_latents
         return
     flash_attn.get_flash_attn_version = lambda *_, **__: 3
     flash_attn.get_scheduler_metadata = schedule

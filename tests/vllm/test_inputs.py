@@ -26,7 +26,7 @@ HIDDEN, HEADS, SIZE = 10, 3, 4
 class Layer(nn.Module):
     """An attention layer, as vLLM's: it has an implementation, and is called with queries after rotation."""
 
-    impl = SimpleNamespace(head_size=SIZE)
+    impl = SimpleNamespace(unrotated=0, queries_of=lambda rows: rows.unflatten(-1, (-1, SIZE)))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query

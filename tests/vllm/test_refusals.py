@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma3TextConfig, LlamaConfig
 
 from keepset import KeepsetError, Recipe
 from keepset.allocators.pool import Pool
@@ -45,7 +46,10 @@ ONE = (
 )
 OWN, OFFLOADING = CONNECTOR["kv_connector_module_path"], "OffloadingConnector"
 OTHER_MODELS = ("is_encoder_decoder", "use_mla", "is_mm_prefix_lm", "is_diffusion", "is_multimodal_model")
-SPLIT = ["vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"]
+SPLIT = [
+    *("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update"),
+    *("vllm::unified_mla_attention_with_output", "vllm::unified_mla_kv_cache_update"),
+]
 
 
 def config(**changes: Any) -> Any:
@@ -56,7 +60,7 @@ def config(**changes: Any) -> Any:
         "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
         "model_config": dict.fromkeys(OTHER_MODELS, False)
         | {"runner_type": "generate", "enforce_eager": True, "uses_mrope": False}
-        | {"hf_text_config": SimpleNamespace(model_type="llama")},
+        | {"hf_text_config": LlamaConfig(), "using_transformers_backend": lambda: False},
         "attention_config": {"use_non_causal": False, "backend": None},
         "compilation_config": {"mode": "VLLM_COMPILE", "cudagraph_mode": "FULL_AND_PIECEWISE", "splitting_ops": SPLIT},
     }
@@ -174,7 +178,26 @@ REFUSED = [
     (UNIFORM, {"scheduler_config__disable_hybrid_kv_cache_manager": True}, "it needs vLLM's hybrid KV-cache manager"),
     (UNIFORM, {"model_config__runner_type": "pooling"}, "only models that generate text have a cache to compress"),
     (UNIFORM, {"model_config__is_encoder_decoder": True}, "encoder-decoder models are not supported"),
-    (UNIFORM, {"model_config__use_mla": True}, "the model caches latents (MLA)"),
+    (
+        "match(snapkv, keep=96)",
+        {"model_config__use_mla": True},
+        "the model caches latents, of which keys and values are both made; leave match out",
+    ),
+    (
+        UNIFORM,
+        CONTEXTS | {"model_config__use_mla": True},
+        "contexts hold keys and values, and the model caches latents",
+    ),
+    (
+        UNIFORM,
+        {"model_config__use_mla": True, "cache_config__cache_dtype": "fp8"},
+        "of latents it takes 16-bit and 32-bit caches apart; leave kv_cache_dtype out",
+    ),
+    (
+        UNIFORM,
+        {"model_config__hf_text_config": LlamaConfig(index_topk=2048)},
+        "the model caches what its layers choose entries by (sparse attention)",
+    ),
     (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
     ("snapkv(keep=0.25, protect='image')", {}, "its model takes no images; leave protect='image' out."),
     (
@@ -279,6 +302,7 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
         ("mass", SERVED),
         ("pool(snapkv, keep=96, every=64)", SERVED),
         ("h2o(keep=0.5)", {"parallel_config__tensor_parallel_size": 2}),
+        ("h2o(keep=0.5)", {"parallel_config__tensor_parallel_size": 2, "model_config__use_mla": True}),
         ("gvote", SERVED | {"parallel_config__tensor_parallel_size": 2}),
         ("gvote", SERVED | {"parallel_config__pipeline_parallel_size": 2}),
         ("adakv(snapkv, keep=256, every=64)", {"parallel_config__pipeline_parallel_size": 4}),
@@ -330,6 +354,8 @@ def test_a_cache_that_is_served() -> None:
     for mode in ("NONE", "FP8_PER_TENSOR"):
         spec = specs.FullAttentionSpec(**FULL, kv_quant_mode=specs.KVQuantMode[mode])
         assert validation.check_spec(spec) is spec
+    latents = specs.MLAAttentionSpec(**FULL | {"num_kv_heads": 1})
+    assert validation.check_spec(latents) is latents
     for mode, dtype in (("INT8_PER_TOKEN_HEAD", torch.int8), ("FP8_PER_TOKEN_HEAD", torch.uint8)):
         spec = specs.FullAttentionSpec(**FULL | {"kv_quant_mode": specs.KVQuantMode[mode], "dtype": dtype})
         assert validation.check_spec(triton.TritonAttentionBackend.customize_spec(spec)).state_content_bytes == 136
@@ -400,7 +426,7 @@ def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_vllm_whose_inside_is_another(borrowed: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(compat.changed()) == []
+    assert list(compat.changed(latents=True)) == []
     monkeypatch.setattr("keepset.vllm.compat.BORROWED", borrowed)
     said = refused(UNIFORM)
     assert f"{next(iter(borrowed))} of vLLM" in said and "is not what it knows; install " in said
@@ -458,8 +484,10 @@ def test_layers_that_cannot_be_compressed_together() -> None:
         validation.check_layers(config(), recipe, [layer(4), layer(8)], [])
     assert validation.leaves_alone(chunks) and validation.leaves_alone(None)
     assert not validation.leaves_alone(specs.FullAttentionSpec(**FULL))
-    with pytest.raises(KeepsetError, match="is of the kind MLAAttentionSpec"):
-        validation.leaves_alone(specs.MLAAttentionSpec(**FULL | {"num_kv_heads": 1}))
+    latents = FULL | {"num_kv_heads": 1}
+    assert not validation.leaves_alone(specs.MLAAttentionSpec(**latents))
+    with pytest.raises(KeepsetError, match="is of the kind HiddenStateCacheSpec"):
+        validation.leaves_alone(specs.HiddenStateCacheSpec(**latents))
 
 
 LAYERS = [
@@ -513,8 +541,16 @@ def test_no_recipe_is_no_recipe(additional: Any) -> None:
         ({"kv_transfer_config": None}, "quantized(prompt_queries, bytes=0.25, short=256)"),
         (CONTEXTS | {"cache_config__enable_prefix_caching": True}, "quantized(prompt_queries, bytes=0.25, short=256)"),
         (
-            {"model_config__hf_text_config": SimpleNamespace(model_type="phi3")},
+            {"model_config__hf_text_config": Gemma3TextConfig()},
             "quantized(pool(snapkv), bytes=0.25, short=256)",
+        ),
+        (
+            {"model_config__using_transformers_backend": lambda: True},
+            "quantized(pool(snapkv), bytes=0.25, short=256)",
+        ),
+        (
+            {"model_config__use_mla": True, "cache_config__cache_dtype": "auto"},
+            "pool(prompt_queries, bytes=0.25, short=256)",
         ),
         (
             {

@@ -19,9 +19,11 @@ from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, c
 
 _SPLITS = 8, 64
 """Parts of a long head: the least, since other heads of the step may be far shorter, and the most."""
+_MOST_NUMBERS = 2**14
+"""Numbers of the queries of a program, at most, so that they fit its memory."""
 
 
-def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format) -> None:
+def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format, value_dim) -> None:
     """Compute `keepset.kernels.paged.paged_attention`.
 
     The number of parts of a head follows from the number of tokens and `tokens.longest`. Their length follows from the
@@ -32,27 +34,32 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
     if not n:
         return
     group, kind = query_heads // heads, as_bytes(cache, format)
-    splits = _splits(queries.device, n * heads, tokens.longest, n * query_heads * head_dim)
+    half, width = (cache.shape[3] // 2, head_dim) if value_dim is None else (0, value_dim)
+    head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, width))
+    # Further blocks of a KV head's query heads read its entries once more.
+    rows = max(16, min(triton.next_power_of_2(group), _MOST_NUMBERS // head_block))
+    row_blocks = triton.cdiv(group, rows)
+    splits = _splits(queries.device, n * heads * row_blocks, tokens.longest, n * query_heads * width)
     partial, lse = output, None
     if splits > 1:
-        partial = torch.empty(splits, n, query_heads, head_dim, device=queries.device)
+        partial = torch.empty(splits, n, query_heads, width, device=queries.device)
         lse = torch.empty(splits, n, query_heads, device=queries.device)
-    head_block, sinks = max(16, triton.next_power_of_2(head_dim)), softmax.sinks
-    _attend_pages[(n, heads, splits)](
+    sinks = softmax.sinks
+    _attend_pages[(n, heads * row_blocks, splits)](
         queries, kind, addresses.on_device, *_scales(format), bias, sinks, *_places(tokens, layout), partial, lse,
         *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(addresses.on_device),
         0 if bias is None else bias.stride(0), softmax.scaling, softmax.softcap or 1.0, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
-        HEAD_BLOCK=head_block, SIZE=size, ROWS=max(16, triton.next_power_of_2(group)),
+        HEAD_BLOCK=head_block, VALUE_DIM=width, VALUE_BLOCK=value_block, SIZE=size, ROWS=rows, ROW_BLOCKS=row_blocks,
         BLOCK=rows_of(head_block, queries.dtype), LEAST_PART=LEAST_PART,
         LISTED=tokens.rows is not None, BIASED=bias is not None, SPLIT=splits > 1,
-        ALIGNED=addresses.aligned, HALF=cache.shape[3] // 2, CAPPED=softmax.softcap is not None,
+        ALIGNED=addresses.aligned, HALF=half, CAPPED=softmax.softcap is not None,
         SINKS=sinks is not None, **kind_of(format),
     )  # fmt: skip
     if splits > 1:
         _merge_parts[(n * query_heads,)](
             partial, lse, output, None, tokens.places, n * query_heads, splits, query_heads,
-            VALUE_DIM=head_dim, VALUE_BLOCK=triton.next_power_of_2(head_dim), BLOCK=_MERGED,
+            VALUE_DIM=width, VALUE_BLOCK=triton.next_power_of_2(width), BLOCK=_MERGED,
             LISTED=tokens.places is not None,
         )  # fmt: skip
 
@@ -166,14 +173,17 @@ def _attend_pages(
     query_token, query_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row, layer, layers, bias_layer, scaling, cap, outputs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LISTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
     HALF: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Attend one token's query heads of one KV head over one part; program axes: (token, KV head, part)."""
-    token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """Attend query heads of one token and KV head over one part.
+
+    Program axes: (token, KV head and block of its query heads, part).
+    """
+    token, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1) // ROW_BLOCKS, tl.program_id(2)
     place, row = token, token
     if LISTED:
         place, row = tl.load(places + token).to(tl.int64), tl.load(rows + token).to(tl.int64)
@@ -184,9 +194,9 @@ def _attend_pages(
     entries = tl.where(length > 0, count + since, 0)
     first_block = tl.load(firsts + row * first_row).to(tl.int32)
     table = block_table + row * table_row
-    member = tl.arange(0, ROWS)
+    member = tl.program_id(1) % ROW_BLOCKS * ROWS + tl.arange(0, ROWS)
     exists, query = member < GROUP, head * GROUP + member
-    dims = tl.arange(0, HEAD_BLOCK)
+    dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
     q = tl.load(
         queries + place * query_token + query[:, None] * query_head + dims[None, :],
         mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
@@ -201,7 +211,7 @@ def _attend_pages(
         sink = tl.load(sinks + query, mask=exists, other=float("-inf")).to(tl.float32)
         largest = tl.where(split == 0, sink, largest)
         total = tl.where(largest == float("-inf"), 0.0, 1.0)
-    attended = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
+    attended = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     part = entries
     if SPLIT:
         even = tl.cdiv(entries, tl.num_programs(2))
@@ -232,7 +242,8 @@ def _attend_pages(
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest, total, weights, shrink = streamed(largest, total, logits)
         numbers += HALF
-        v = load_numbers(numbers[:, None], dims[None, :], stored[:, None] & (dims < HEAD_DIM)[None, :], FORMAT)
+        real = stored[:, None] & (value_dims < VALUE_DIM)[None, :]
+        v = load_numbers(numbers[:, None], value_dims[None, :], real, FORMAT)
         if OWN_SCALES:
             weights *= load_scales(numbers, stored, HEAD_DIM)[None, :]
         v = v.to(q.dtype)
@@ -251,8 +262,8 @@ def _attend_pages(
     else:
         at_output = place * (HEADS * GROUP) + query
     tl.store(
-        output + at_output[:, None] * HEAD_DIM + dims[None, :],
-        attended.to(output.dtype.element_ty), mask=(member < written)[:, None] & (dims < HEAD_DIM)[None, :],
+        output + at_output[:, None] * VALUE_DIM + value_dims[None, :],
+        attended.to(output.dtype.element_ty), mask=(member < written)[:, None] & (value_dims < VALUE_DIM)[None, :],
     )  # fmt: skip
 
 

@@ -1,0 +1,202 @@
+"""Layers of models that cache latents (MLA, DeepSeek): a mixin for vLLM's backends of them, and their pages.
+
+Such a layer stores for each token one row for all heads: a latent, of which keys and values of every head are made, and
+a part of the key that is rotated. A query that is taken to the latents (absorbed) has the same product with the row as
+with the key. So methods see one KV head, whose keys are the rows and whose values are the latents. vLLM attends, and
+keepset where layers keep different numbers of entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.forward_context import get_forward_context
+
+from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.paged.pages import StridedPages
+from keepset.vllm.attention import CompressedImpl, check_slots
+from keepset.vllm.engine_context import PlannedStep
+
+
+class LatentPages(StridedPages):
+    """Pages of rows of a latent and a rotated part. A key is the row, and a value is the latent.
+
+    Args:
+        caches: the caches of all layers with the same block tables.
+        place: which of them is the layer's.
+        latent: numbers of a latent.
+    """
+
+    def __init__(self, caches: Sequence[Shaped[Tensor, "blocks 1 block_size row"]], place: int, latent: int) -> None:
+        super().__init__(caches, place)
+        self.head_dim, self.value_dim = caches[place].shape[3], latent
+
+    def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
+        return self.read_rows(subpages)
+
+    def read(
+        self, subpages: Int[Tensor, "*rows pages"]
+    ) -> tuple[Shaped[Tensor, "*rows entries row"], Shaped[Tensor, "*rows entries latent"]]:
+        rows = self.read_rows(subpages)
+        return rows, rows[..., : self.value_dim]
+
+    def write(
+        self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n latent"], slots: Int[Tensor, " n"]
+    ) -> None:
+        """Write row `i` to `slots[i]`; values are parts of the rows."""
+        first, second = keys.chunk(2, -1)
+        super().write(first, second, slots)
+
+    def take(self, slots: Int[Tensor, " n"]) -> tuple[Shaped[Tensor, "n row"], Shaped[Tensor, "n latent"]]:
+        rows = torch.cat(super().take(slots), -1)
+        return rows, rows[:, : self.value_dim]
+
+
+class LatentImpl(CompressedImpl):
+    """Attends to the kept entries, and records the queries that later events look at, taken to the latents.
+
+    A step's first tokens look at rows of the cache (`forward_mqa`). The others, parts of prompts, look at keys and
+    values that are made for them (`forward_mha`, which vLLM calls first). Tokens of compressed requests are among the
+    first.
+    """
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._layer: Any = None
+        self._of_prompts: Tensor | None = None
+
+    @property
+    def num_queries_per_kv(self) -> int:
+        """The query heads of the layer, for all of which an entry is one row."""
+        return self.num_heads
+
+    def belong_to(self, layer: Any) -> None:
+        super().belong_to(layer)
+        self._layer = layer  # which vLLM does not hand to all methods
+
+    @property
+    def unrotated(self) -> int:  # type: ignore[override]
+        """The numbers of a latent, which do not rotate."""
+        return self.kv_lora_rank
+
+    def queries_of(self, rows: Float[Tensor, "n numbers"]) -> Float[Tensor, "n query_heads row"]:
+        return self._absorbed(rows.unflatten(-1, (self.num_heads, -1)))
+
+    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> LatentPages:
+        return LatentPages([cache.unsqueeze(1) for cache in caches], place, self.kv_lora_rank)
+
+    def do_kv_cache_update(self, latents: Tensor, rotated: Tensor, kv_cache: Tensor, slots: Tensor, *args: Any) -> None:
+        """Write new rows, by vLLM or to places of the layer's own.
+
+        Args:
+            latents: of the new tokens.
+            rotated: the rotated parts.
+            kv_cache: the layer's cache.
+            slots: the slot of each token.
+            args: further arguments of vLLM's backend.
+
+        Raises:
+            UnsupportedEngineError: the slots are not those that keepset was told of.
+        """
+        metadata: Any = get_forward_context().attn_metadata
+        known = metadata.get(self._layer.layer_name) if isinstance(metadata, dict) else None
+        step = None if known is None else self._context.step(self._layer.layer_name, known)
+        ragged = None if step is None else step.plan.ragged
+        if ragged is None or ragged.others:
+            check_slots(step, slots)
+            super().do_kv_cache_update(latents, rotated, kv_cache, slots, *args)  # type: ignore[misc]
+        if step is not None and ragged is not None:
+            assert ragged.tokens is not None
+            first, second = torch.cat([latents, rotated.flatten(1)], -1)[:, None].chunk(2, -1)
+            layout = ragged.of_layer(step.places[self._layer.layer_name])
+            append_to_pages(first, second, kv_cache.unsqueeze(1), ragged.tokens, layout)
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        rotated: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Have vLLM attend to tokens of prompts, and keep their queries, or record them if there are no other tokens.
+
+        Args:
+            q: queries of heads, after rotation, `[tokens, query_heads, head_dim]`.
+            latents, rotated: of these tokens.
+            kv_cache: the layer's cache.
+            attn_metadata: what `KeepBuilder.build` returned.
+            args: further arguments of vLLM's backend.
+            kwargs: further arguments of vLLM's backend.
+        """
+        super().forward_mha(q, latents, rotated, kv_cache, attn_metadata, *args, **kwargs)  # type: ignore[misc]
+        step = self._context.step(self._layer.layer_name, attn_metadata)
+        if step is not None and (step.plan.in_layers or step.plan.dummy):
+            self._of_prompts = self._absorbed(q)
+            if not attn_metadata.num_decode_tokens:
+                self._finish(attn_metadata)
+
+    def forward_mqa(
+        self, q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend to rows in the cache, and record the queries of the step.
+
+        Args:
+            q: absorbed queries, or their two parts, `[tokens, query_heads, ...]`.
+            kv_cache: the layer's cache.
+            attn_metadata: what `KeepBuilder.build` returned.
+            layer: vLLM's layer.
+
+        Returns:
+            What they make of latents, `[tokens, query_heads, latent]`, and its log-sum-exp if vLLM's backend makes it.
+        """
+        step = self._context.step(layer.layer_name, attn_metadata)
+        ragged = None if step is None else step.plan.ragged
+        attended: Tensor | None = None
+        lse: Tensor | None = None
+        if ragged is None or ragged.others:
+            attended, lse = super().forward_mqa(q, kv_cache, attn_metadata, layer)  # type: ignore[misc]
+        if step is not None and (ragged is not None or step.plan.in_layers or step.plan.dummy):
+            queries = torch.cat(q, -1) if isinstance(q, tuple) else q
+            if ragged is not None:
+                if attended is None:
+                    attended = queries.new_zeros(*queries.shape[:2], self.kv_lora_rank)
+                self._attend_ragged(layer, step, queries, kv_cache, attended)
+            self._finish(attn_metadata, queries)
+        assert attended is not None
+        return attended, lse
+
+    def _attend_ragged(self, layer: Any, step: PlannedStep, queries: Tensor, kv_cache: Tensor, output: Tensor) -> None:
+        """Compute the attention of tokens whose layer has entries of its own."""
+        ragged, place, pages = step.plan.ragged, step.places[layer.layer_name], self.pages(layer, kv_cache)
+        assert ragged is not None and ragged.tokens is not None and isinstance(pages, LatentPages)
+        tokens, layout, size = ragged.tokens, ragged.of_layer(place), self.kv_lora_rank
+        paged_attention(queries, pages.caches, place, tokens, layout, self.softmax, output, value_dim=size)
+
+    def _finish(self, metadata: Any, *first: Tensor) -> None:
+        """Record the queries of a step, whose first tokens' are given, and those of prompts kept."""
+        queries = [*first, *([] if self._of_prompts is None else [self._of_prompts])]
+        self._of_prompts = None
+        step = self._context.step(self._layer.layer_name, metadata)
+        self.record(self._layer, step, torch.cat(queries) if len(queries) > 1 else queries[0])
+
+    def _absorbed(self, queries: Float[Tensor, "n query_heads head_dim"]) -> Float[Tensor, "n query_heads row"]:
+        """Return queries of heads as queries of rows."""
+        by_head, rotated = queries.split([self.qk_nope_head_dim, queries.shape[-1] - self.qk_nope_head_dim], -1)
+        absorbed = queries.new_empty(*queries.shape[:2], self.kv_lora_rank)
+        by_head, into = by_head.transpose(0, 1), absorbed.transpose(0, 1)
+        if self._layer.is_amx_bmm_enabled:  # where vLLM has packed the matrices
+            ops.bmm_cpu(into, by_head, self._w_uk_packed, True, self._w_scale)  # type: ignore[attr-defined]
+        else:
+            torch.bmm(by_head, self._layer.W_UK_T, out=into)
+        return torch.cat([absorbed, rotated], -1)
