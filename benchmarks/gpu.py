@@ -2,6 +2,7 @@
 
     python3 benchmarks/gpu.py           # needs a GPU, PyTorch, Triton, transformers, safetensors and jaxtyping
     python3 benchmarks/gpu.py --cpu     # tiny shapes in Triton's interpreter: that it runs, no more
+    python3 benchmarks/gpu.py --profile "snapkv(keep=0.25)"     # which kernels a prefill's time goes to
 
 Nothing has to be installed. Random weights in the shapes of Llama-3.1-8B and Qwen3-8B, bfloat16; no hub. Nothing new
 begins after nine minutes.
@@ -33,6 +34,8 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="tiny shapes in Triton's interpreter; times mean nothing")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"nothing new begins after so many [{MINUTES}]")
     parser.add_argument("--out", type=Path, help="folder of gpu.json and gpu.md [results; with --cpu none]")
+    parser.add_argument("--profile", metavar="RECIPE", help="show the kernels of a prefill under a recipe, no more")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the prompt of --profile [8192]")
     options = parser.parse_args()
     if options.cpu:
         os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -48,7 +51,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    from on_gpu import kernels, models
+    from on_gpu import kernels, models, profiling
     from on_gpu.measuring import Bench
 
     from keepset.kernels import dispatch
@@ -57,6 +60,9 @@ def main() -> int:
     device = torch.device("cpu" if options.cpu else "cuda")
     bench = Bench(device, time.monotonic() + 60 * options.minutes)
     print(f"{_name(device)}, PyTorch {torch.__version__}; at most about {options.minutes + 0.5:g} minutes", flush=True)
+    if options.profile:
+        profiling.prefill(bench, options.profile, options.tokens)
+        return 0
     bandwidth = bench.bandwidth()
     try:
         bench.graphed = True

@@ -69,13 +69,13 @@ KEEPS = (0.25, 0.1)
 
 def measure(bench: Bench, name: str, *, everything: bool) -> None:
     """Decoding, events and prefill of one shape; `everything` of the first, and of the others what differs."""
-    model = _model(bench, name)
+    model = random_model(bench, name)
     tokens = 32768 if bench.on_gpu else 80
     for batch in (1, 8) if bench.on_gpu else (2,):
         _decoding(bench, name, model, tokens, batch)
     with tempfile.TemporaryDirectory() as folder:
         stats = Path(folder) / "networks.safetensors"
-        write_networks(model.config, _head_size(model.config), stats)
+        write_networks(model.config, head_size(model.config), stats)
         if everything:
             for recipe in EVENTS:
                 _event(bench, name, model, recipe, tokens // 4 if bench.on_gpu else tokens, stats)
@@ -87,7 +87,8 @@ def measure(bench: Bench, name: str, *, everything: bool) -> None:
 
 
 @torch.no_grad()
-def _model(bench: Bench, name: str) -> PreTrainedModel:
+def random_model(bench: Bench, name: str) -> PreTrainedModel:
+    """A model of a shape, with random weights."""
     shape = dict(SHAPES[name] if bench.on_gpu else _TINY)
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     before = torch.get_default_dtype()
@@ -99,7 +100,8 @@ def _model(bench: Bench, name: str) -> PreTrainedModel:
         torch.set_default_dtype(before)
 
 
-def _head_size(config: Any) -> int:
+def head_size(config: Any) -> int:
+    """Numbers of a key."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -110,7 +112,7 @@ def _ids(bench: Bench, model: PreTrainedModel, batch: int, n: int) -> torch.Tens
 def _decoding(bench: Bench, name: str, model: PreTrainedModel, tokens: int, batch: int) -> None:
     part = f"{name}: one token after {tokens}, batch {batch}"
     config = model.config
-    heads, size = config.num_key_value_heads, _head_size(config)
+    heads, size = config.num_key_value_heads, head_size(config)
     entry = 2 * size * model.dtype.itemsize * heads * config.num_hidden_layers
     weights = sum(parameter.nbytes for parameter in model.parameters())
     new = _ids(bench, model, batch, 1)
@@ -163,7 +165,7 @@ def _decoding(bench: Bench, name: str, model: PreTrainedModel, tokens: int, batc
 def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], tokens: int, batch: int) -> keepset.Cache:
     """The cache as a compression of so many tokens leaves it, with random entries."""
     device, config = model.device, model.config
-    size = _head_size(config)
+    size = head_size(config)
     lengths = torch.full((batch,), tokens, device=device)
     here = [tokens] * batch
     cache.progress = Progress(tokens, tokens, lengths, lengths, here, here, compressed_at=tokens)
@@ -205,18 +207,7 @@ def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: i
 def _prefill(
     bench: Bench, name: str, model: PreTrainedModel, tokens: int, recipes: tuple[str, ...], stats: Path
 ) -> None:
-    part, ids = f"{name}: prefill of {tokens}", _ids(bench, model, 1, tokens)
-
-    def run(recipe: str | None) -> Callable[[], Any]:
-        @torch.no_grad()
-        def prefill() -> None:
-            if recipe is None:
-                model.set_attn_implementation("sdpa")
-            cache = DynamicCache(config=model.config) if recipe is None else keepset.Cache(model, recipe)
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-        return prefill
-
+    part = f"{name}: prefill of {tokens}"
     repeats = 3 if bench.on_gpu and tokens <= 32768 else 1
     texts = [str(keepset.Recipe.parse(recipe.format(stats=stats)).with_keep(0.25)) for recipe in recipes]
     for recipe in (None, *texts):
@@ -225,9 +216,23 @@ def _prefill(
         figure = bench.run(
             part,
             "full cache" if recipe is None else recipe.replace(str(stats), "..."),
-            lambda r=recipe: run(r),
+            lambda r=recipe: prefill(bench, model, tokens, r),
             against="" if recipe is None else "full cache",
             repeats=repeats,
         )
         if bench.on_gpu and figure.median:
             figure.extra["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
+
+
+def prefill(bench: Bench, model: PreTrainedModel, tokens: int, recipe: str | None) -> Callable[[], None]:
+    """What prefills so many random tokens under a recipe; None: the full cache."""
+    ids = _ids(bench, model, 1, tokens)
+
+    @torch.no_grad()
+    def run() -> None:
+        if recipe is None:
+            model.set_attn_implementation("sdpa")
+        cache = DynamicCache(config=model.config) if recipe is None else keepset.Cache(model, recipe)
+        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    return run
