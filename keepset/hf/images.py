@@ -138,7 +138,9 @@ class RopeDeltas(ModelHooks):
 
     def _leave(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if self._is_own(kwargs) and module.rope_deltas is not None:
-            self.deltas = module.rope_deltas.clone()
+            # Beams of a request have its delta, which the model remembers once.
+            deltas, rows = module.rope_deltas, kwargs["past_key_values"].requests
+            self.deltas = deltas.repeat_interleave(max(rows // len(deltas), 1), 0)
 
     def _is_own(self, kwargs: dict[str, Any]) -> bool:
         """Return whether a call is with the cache."""

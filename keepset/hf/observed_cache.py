@@ -575,6 +575,11 @@ class ObservedCache(TransformersCache, KnowsText):
         self._waiting = [observation.with_features(perplexities) for observation in self._waiting]
         self._choose_waiting()
 
+    @property
+    def requests(self) -> int:
+        """How many requests it holds; 0 before the first token."""
+        return 0 if self.progress is None else len(self.progress.tokens)
+
     def resume(self) -> None:
         """Have the model continue with this cache's text, whatever it was given in between."""
         if self.progress is not None and self._rope is not None:

@@ -136,6 +136,20 @@ def test_images_in_different_places_of_a_padded_batch(recipe: str) -> None:
                 assert both.keep_set.positions(layer, row, head).tolist() == kept and set(rows) <= set(kept)
 
 
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_beams_of_requests_with_images(kind: str) -> None:
+    layouts: tuple[Layout, ...] = ((6, None, 20), (3, None, 4, None, 11))
+    given, beams = inputs(kind, *layouts), dict(max_new_tokens=6, num_beams=3, do_sample=False, eos_token_id=2)
+    expected = seeing(kind).generate(**given, **beams)
+    past = keepset.Cache(seeing(kind), "knorm(keep=1.0)")
+    assert torch.equal(seeing(kind).generate(**given, past_key_values=past, **beams), expected)
+    past = keepset.Cache(seeing(kind), "snapkv(window=8, keep=50, every=2, protect='image')")
+    seeing(kind).generate(**given, past_key_values=past, **beams)
+    for row in range(6):
+        kept = past.keep_set.positions(0, row, 1).tolist()
+        assert {*places(kind, layouts[row // 3])} <= {*kept} and len(past.events) == 3
+
+
 def test_protected_images_beside_ranges_and_more_than_the_budget() -> None:
     kind, images = "llava", places("llava", LAYOUT)
     past = keepset.Cache(seeing(kind), "streaming_llm(keep=4, sinks=0, protect=['image', [0, 3]])")
