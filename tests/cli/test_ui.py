@@ -297,3 +297,35 @@ def test_in_chromium(server: PlaygroundServer, viewport: dict[str, int]) -> None
         assert page.evaluate("window.pwned") is None
         browser.close()
     assert complaints == []
+
+
+@pytest.mark.full
+def test_a_browser_sends_an_image_and_draws_its_patches(seeing: PlaygroundServer, tmp_path: Path) -> None:
+    if CHROMIUM is None or importlib.util.find_spec("playwright") is None:
+        pytest.skip("needs the playwright package and an installed Chromium")
+    from playwright.sync_api import sync_playwright
+
+    (tmp_path / "evil.svg").write_text(EVIL, encoding="utf-8")
+    (tmp_path / "large.png").write_bytes(bytes(IMAGE_BYTES + 1))
+    complaints: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"http://{HOST}:{seeing.port}")
+        page.locator("#input").fill(SEEN["text"])
+        page.locator("#image").set_input_files(picture(tmp_path / "image.png"))
+        page.locator("#run").click()
+        page.locator("#status", has_text="Done.").wait_for()
+        assert page.locator("#text .image .patch").count() == 16
+        for file, said in (("evil.svg", "The image is no image that can be read"), ("large.png", "more than 4 MB")):
+            page.locator("#image").set_input_files(tmp_path / file)
+            page.locator("#run").click()
+            page.locator("#status.failed", has_text=said).wait_for()
+        page.locator("#image").set_input_files([])
+        page.locator("#run").click()
+        page.locator("#status", has_text="Done.").wait_for()
+        assert page.locator("#text .patch").count() == 0
+        browser.close()
+    assert complaints == []
