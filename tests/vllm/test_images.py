@@ -30,16 +30,12 @@ PROMPTS = (
     (TEXT * 3, 0),
 )
 """Words, and how many images they have."""
-IMAGE, TEXTS, PLAIN = (
-    "streaming_llm(keep=40, sinks=0, every=16, protect='image')",
-    "snapkv(window=8, keep=40, protect=['text', [0, 2]])",
-    "adakv(snapkv(window=8), keep=40, every=16)",
-)
+IMAGE, PLAIN = "streaming_llm(keep=40, sinks=0, every=16, protect='image')", "snapkv(window=8, keep=40)"
 EXTRA: dict[str, list[Any]] = {
     IMAGE: [None] * 3,
-    TEXTS: [None] * 3,
-    PLAIN: [{"protect": "image"}, {"protect": [[0, 9], "image"]}, None],
+    PLAIN: [{"protect": "image"}, {"protect": ["text", [0, 2]]}, None],
 }
+"""Recipes of engines, and the options of their requests."""
 
 
 @pytest.fixture(scope="module")
