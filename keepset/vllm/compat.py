@@ -198,11 +198,11 @@ def softcap_of(impl: Any) -> float | None:
     return getattr(impl, "logits_soft_cap", None) or None
 
 
-def layer_specs(config: VllmConfig) -> Iterator[KVCacheSpec]:
-    """Yield the kinds of what the model's layers hold of a request, keys and values or other states."""
-    for layer in get_layers_from_vllm_config(config, AttentionLayerBase).values():  # type: ignore[type-abstract]
+def layer_specs(config: VllmConfig) -> Iterator[tuple[str, KVCacheSpec]]:
+    """Yield the layers' names, and the kinds of what they hold of a request, keys and values or other states."""
+    for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():  # type: ignore[type-abstract]
         if (spec := layer.get_kv_cache_spec(config)) is not None:
-            yield spec
+            yield name, spec
 
 
 def hide_answer(request: Request) -> None:

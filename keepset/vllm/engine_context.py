@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from keepset.errors import UnsupportedEngineError
+from keepset.errors import UnsupportedEngineError, UnsupportedModelError
 from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.eviction_schedule import group_leader
@@ -37,7 +38,7 @@ from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
-from keepset.vllm.validation import check, check_layer, check_layers, check_spec, leaves_alone
+from keepset.vllm.validation import LAYERS_THAT_DRAFT, check, check_layer, check_layers, check_spec, leaves_alone
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers alone
 
@@ -102,6 +103,24 @@ class EngineContext:
         self._rooms: dict[str, int] = {}
         self._tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
+        self._target: set[str] | None = None
+
+    def is_drafted_by(self, config: VllmConfig) -> bool:
+        """Return whether another configuration is that of a model that drafts for this one's."""
+        same = [getattr(config, part) is getattr(self.config, part) for part in ("compilation_config", "model_config")]
+        return config is not self.config and config.speculative_config is not None and all(same)
+
+    def begin_draft(self) -> None:
+        """Note that the layers that are built from now on are those of a model that drafts; vLLM builds it last."""
+        if self._target is None:
+            self._target = set(self.config.compilation_config.static_forward_context)
+
+    def _is_draft(self, name: str) -> bool:
+        """Return whether a layer is one of a model that drafts: that is built last, or its layers are numbered last."""
+        if self.config.speculative_config is None:
+            return False
+        built_last = self._target is not None and name not in self._target
+        return built_last or extract_layer_index(name) >= self.config.model_config.get_total_num_hidden_layers()
 
     @property
     def cache_dtype(self) -> str:
@@ -115,18 +134,29 @@ class EngineContext:
         """
         layers, compressed = {}, []
         for name, layer, index in attention_layers(self.config):
-            if not leaves_alone(layer.get_kv_cache_spec(self.config)):
+            if not leaves_alone(layer.get_kv_cache_spec(self.config)) and not self._is_draft(name):
                 unseen = self._watch is not None and name not in self.projections
                 check_layer(name, layer, unseen=unseen)
                 layers[name] = index
                 compressed.append(layer)
+        drafts = self.config.speculative_config
+        if drafts is not None and drafts.method in LAYERS_THAT_DRAFT and not self._drafts:
+            raise UnsupportedModelError(
+                f"keepset cannot serve this model: its layers that draft ({drafts.method}) are not told from the "
+                "others; use ngram or suffix."
+            )
         check_layers(self.config, self.recipe, compressed, self._others)
         return layers
 
     @cached_property
     def _others(self) -> list[KVCacheSpec]:
-        """What the layers hold of a request that keepset leaves to vLLM."""
-        return [spec for spec in layer_specs(self.config) if leaves_alone(spec)]
+        """What the layers hold of a request that keepset leaves to vLLM: what is bounded, and what is of drafts."""
+        return [spec for name, spec in layer_specs(self.config) if self._is_draft(name) or leaves_alone(spec)]
+
+    @cached_property
+    def _drafts(self) -> list[KVCacheSpec]:
+        """What the layers of a model that drafts hold."""
+        return [spec for name, spec in layer_specs(self.config) if self._is_draft(name)]
 
     @cached_property
     def recording(self) -> Recording:
@@ -167,8 +197,11 @@ class EngineContext:
             return spec
         if self._watch is not None:
             self._watch.remove()
-        index = layer_ids[self._specs_made % len(layer_ids)]
+        place = self._specs_made % (len(layer_ids) + sum(not leaves_alone(spec) for spec in self._drafts))
         self._specs_made += 1
+        if place >= len(layer_ids):  # of a model that drafts, whose layers come last
+            return spec
+        index = layer_ids[place]
         # Other groups of layers may have smaller blocks, as the configuration then says.
         self.block_size = spec.block_size
         ask_for_prompt_lengths(self.config)
@@ -276,9 +309,15 @@ _active: EngineContext | None = None
 
 
 def activate() -> EngineContext | None:
-    """Make the context of vLLM's current configuration the active one, and return it; None if that has no recipe."""
+    """Make the context of vLLM's current configuration the active one, and return it; None if that has no recipe.
+
+    A model that drafts may be built under a configuration of its own, whose layers are filed with the model's.
+    """
     global _active  # noqa: PLW0603
     config = get_current_vllm_config_or_none()
+    if config is not None and _active is not None and _active.is_drafted_by(config):
+        _active.begin_draft()
+        return _active
     if _active is None or _active.config is not config:
         recipe = recipe_of(config)
         _active = None if config is None or recipe is None else EngineContext(config, recipe)

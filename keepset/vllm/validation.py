@@ -42,6 +42,9 @@ from keepset.vllm.settings import (
     limits_of,
 )
 
+LAYERS_THAT_DRAFT = ("eagle", "eagle3", "mtp")
+"""vLLM's methods of drafting by layers, which are left whole."""
+
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
     """Refuse a recipe that cannot be served.
@@ -274,8 +277,15 @@ def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         return
     if recipe.schedule.every is not None:
         yield "speculative decoding takes tokens back that every= has compressed; leave one of them out."
-    elif not by_head(config, recipe) and drafts.method not in ("ngram", "suffix"):
-        yield f"drafts by {drafts.method} come from layers of their own; use ngram or suffix."
+    elif not by_head(config, recipe) and drafts.method not in (served := ("ngram", "suffix", *LAYERS_THAT_DRAFT)):
+        yield f"drafts by {drafts.method} are not served; use {', '.join(served)}."
+    elif drafts.method in LAYERS_THAT_DRAFT and (
+        config.model_config.is_multimodal_model or config.model_config.use_mla
+    ):
+        yield (
+            f"layers that draft ({drafts.method}) are not served of models that look at images or cache latents; "
+            "use ngram."
+        )
 
 
 def _of_contexts(config: VllmConfig) -> Iterator[str]:

@@ -117,7 +117,11 @@ CONTEXTS: dict[str, Any] = {
 REFUSED = [
     ("snapkv(keep=256, every=64)", {"speculative_config": NGRAM}, "speculative decoding takes tokens back that every="),
     (RAGGED, {"speculative_config": NGRAM}, "speculative decoding takes tokens back, by which heads that keep"),
-    (UNIFORM, {"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by eagle3 come from layers of their"),
+    (
+        UNIFORM,
+        {"speculative_config": SimpleNamespace(method="draft_model")},
+        "drafts by draft_model are not served; use",
+    ),
     (
         UNIFORM,
         {"kv_transfer_config": connector(None)},
