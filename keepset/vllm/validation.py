@@ -363,7 +363,7 @@ def _of_model(config: VllmConfig) -> Iterator[str]:
     if model.is_encoder_decoder:
         yield "encoder-decoder models are not supported."
     if getattr(model.hf_text_config, "index_topk", None) is not None:
-        yield "the model caches what its layers choose entries by (sparse attention) beside latents."
+        yield "the model has an indexer, which caches keys of its own beside latents; serve it without a recipe."
     if model.is_diffusion:
         yield "the model computes its answer's tokens more than once (diffusion)."
     if model.is_mm_prefix_lm:

@@ -16,6 +16,7 @@ from transformers import (
     Gemma2Config,
     GptOssConfig,
     Lfm2Config,
+    Llama4TextConfig,
     MambaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -244,6 +245,31 @@ def test_beside_convolutions(convolutions: Path) -> None:
         check_transformers(model, scenario.recipe, some, engine)
         engine.check_nothing_left()
     assert min(step["free"] for step in result(answers, "cramped").steps) < 3
+
+
+@pytest.fixture(scope="module")
+def chunks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model with layers that attend to chunks of the text."""
+    folder = tmp_path_factory.mktemp("chunks")
+    kinds = {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]}
+    own = {"num_hidden_layers": 4, "attention_chunk_size": 64, "intermediate_size_mlp": 96}
+    experts = {"num_local_experts": 2, "moe_layers": [0, 1, 2, 3]}
+    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    config = Llama4TextConfig(**SHAPE, **kinds, **own, **experts, **tokens)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.full
+def test_beside_chunks(chunks: Path) -> None:
+    model, recipes = AutoModelForCausalLM.from_pretrained(chunks).eval(), (EQUAL, RAGGED, ACROSS)
+    answers = answers_of({recipe: on(chunks, Scenario(recipe, UNDISTURBED, engine=CHUNKED)) for recipe in recipes})
+    for recipe in recipes:
+        engine = result(answers, recipe)
+        assert all(engine.events) and engine.stats["blocks_freed"] > 0
+        check_transformers(model, recipe, UNDISTURBED, engine)
+        engine.check_nothing_left()
 
 
 @pytest.fixture(scope="module")

@@ -200,7 +200,7 @@ REFUSED = [
     (
         UNIFORM,
         {"model_config__hf_text_config": LlamaConfig(index_topk=2048)},
-        "the model caches what its layers choose entries by (sparse attention)",
+        "the model has an indexer, which caches keys of its own beside latents",
     ),
     (UNIFORM, {"model_config__is_mm_prefix_lm": True}, "the model attends to parts of its prompt in both directions"),
     ("snapkv(keep=0.25, protect='image')", {}, "its model takes no images; leave protect='image' out."),
