@@ -13,6 +13,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CwmConfig,
+    FalconH1Config,
     Gemma2Config,
     GptOssConfig,
     Lfm2Config,
@@ -270,6 +271,30 @@ def test_beside_chunks(chunks: Path) -> None:
         assert all(engine.events) and engine.stats["blocks_freed"] > 0
         check_transformers(model, recipe, UNDISTURBED, engine)
         engine.check_nothing_left()
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model whose layers have attention and a recurrent state (Mamba 2) side by side."""
+    folder = tmp_path_factory.mktemp("states")
+    own = {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16}
+    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    config = FalconH1Config(**SHAPE, **own, **tokens, mamba_n_groups=1, mamba_chunk_size=16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.full
+def test_beside_mamba(states: Path) -> None:
+    model, recipes = AutoModelForCausalLM.from_pretrained(states).eval(), (EQUAL, RAGGED, ACROSS)
+    engine = CHUNKED | {"kv_transfer_config": CONNECTOR}
+    answers = answers_of({recipe: on(states, Scenario(recipe, UNDISTURBED, engine=engine)) for recipe in recipes})
+    for recipe in recipes:
+        some = result(answers, recipe)
+        assert all(some.events) and some.stats["blocks_freed"] > 0
+        check_transformers(model, recipe, UNDISTURBED, some)
+        some.check_nothing_left()
 
 
 @pytest.fixture(scope="module")
