@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Int8, Shaped
@@ -15,6 +16,38 @@ SCALE_BYTES = 4
 """Bytes of a scale, which is a float32."""
 LEAST_SCALE = 1e-6
 """The least scale that is written, so that a row of zeros can be divided by it."""
+FOUR_BITS = torch.uint8
+"""The type of stored bytes that hold two numbers of 4 bits each, the first in the lower half."""
+LEVELS = 15
+"""The largest number of 4 bits."""
+_ZERO = 15
+"""The lowest bits of a scale, which in 4 bits are the number that stands for zero."""
+
+
+class Mixing(NamedTuple):
+    """An orthogonal matrix, up to a factor, by which rows are mixed before they are rounded.
+
+    Products of keys with queries stay as they are if both are mixed.
+
+    Attributes:
+        mix: a key or value `x` is stored as `x @ mix`.
+        unmix: the inverse of `mix`, its transpose up to a factor.
+    """
+
+    mix: Float[Tensor, "head_dim head_dim"]
+    unmix: Float[Tensor, "head_dim head_dim"]
+
+    def mixed(self, rows: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
+        """Return keys or values as they are rounded, in their own type."""
+        return (rows.float() @ self.mix).to(rows.dtype)
+
+    def mixed_queries(self, queries: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
+        """Return queries whose products with mixed keys are those with the keys themselves, in their own type."""
+        return (queries.float() @ self.unmix.T).to(queries.dtype)
+
+    def unmixed(self, rows: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
+        """Return what mixed rows, or sums of them, stand for, in their own type."""
+        return (rows.float() @ self.unmix).to(rows.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,14 +55,16 @@ class PageFormat:
     """How a quantised cache holds an entry's key, and in the same way its value.
 
     A row is what is stored of one key or one value: its numbers, and right behind them its scale, unless the layer has
-    one scale for all keys and one for all values. What a row stands for is `numbers * scale`.
+    one scale for all keys and one for all values. What a row stands for is `numbers * scale`. In 4 bits it is
+    `((numbers - zero) * scale) @ mixing.unmix`, where the lowest bits of the scale are the row's `zero`.
 
     Attributes:
-        numbers: the type of the stored numbers: int8, or a float of 8 bits.
+        numbers: the type of the stored numbers: int8, a float of 8 bits, or `FOUR_BITS`.
         head_dim: numbers of a key.
         dtype: the type that keys and values are read as.
         key_scale, value_scale: the layer's scales; None if each row has its own. They are looked up whenever rows are
             read or written.
+        mixing: how rows of 4 bits are mixed; None for others.
     """
 
     numbers: torch.dtype
@@ -37,6 +72,7 @@ class PageFormat:
     dtype: torch.dtype
     key_scale: Float[Tensor, ""] | None = None
     value_scale: Float[Tensor, ""] | None = None
+    mixing: Mixing | None = None
 
     @property
     def has_row_scales(self) -> bool:
@@ -44,19 +80,30 @@ class PageFormat:
         return self.key_scale is None
 
     @property
+    def number_bytes(self) -> int:
+        """Bytes of a row's numbers."""
+        return self.head_dim // 2 if self.numbers == FOUR_BITS else self.head_dim
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        return self.head_dim + (SCALE_BYTES if self.has_row_scales else 0)
+        return self.number_bytes + (SCALE_BYTES if self.has_row_scales else 0)
 
     def parts(self, rows: Shaped[Tensor, "*places row"]) -> tuple[Float[Tensor, "*places head_dim"], Tensor | None]:
         """Return the stored numbers of rows in float32, and the rows' scales; None if these are the layer's.
+
+        Numbers of 4 bits are returned less their row's zero, and are still mixed.
 
         Args:
             rows: as they are stored; the numbers of each are contiguous.
         """
         stored = rows.view(torch.uint8)
-        numbers = stored[..., : self.head_dim].view(self.numbers).float()
-        return numbers, stored[..., self.head_dim :].view(torch.float32)[..., 0] if self.has_row_scales else None
+        numbers, behind = stored[..., : self.number_bytes], stored[..., self.number_bytes :]
+        if self.numbers == FOUR_BITS:
+            bits = behind.view(torch.int32)
+            halves = torch.stack([numbers & LEVELS, numbers >> 4], -1).flatten(-2)
+            return halves.float().sub_(bits & _ZERO), (bits & ~_ZERO).view(torch.float32)[..., 0]
+        return numbers.view(self.numbers).float(), behind.view(torch.float32)[..., 0] if self.has_row_scales else None
 
     def decode(
         self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
@@ -78,7 +125,7 @@ class PageFormat:
             factor = own if layer_scale is None else layer_scale[some]
             assert factor is not None
             torch.mul(numbers, factor[:, None], out=numbers)
-            decoded[some] = numbers
+            decoded[some] = numbers if self.mixing is None else self.mixing.unmixed(numbers)
         return decoded.view(*places, self.head_dim)
 
     def encode(
@@ -89,12 +136,17 @@ class PageFormat:
             scale = max(max(|row|) / largest, 1e-6)     stored = round(row / scale)
 
         Integers are rounded half away from zero, floats of 8 bits to even. A row with NaN or infinity that has a scale
-        of its own gets NaN as scale, and is NaN as a whole when it is read.
+        of its own gets NaN as scale, and is NaN as a whole when it is read. In 4 bits rows are mixed first:
+
+            scale = max((max(row) - min(row)) / 15, 1e-6)     zero = round(-min(row) / scale)
+            stored = round(row / scale + zero), within 0 and 15, as zero is
 
         Args:
             numbers: keys or values.
             scale: the rows' scale if it is their layer's.
         """
+        if self.mixing is not None:
+            return self._encode_mixed(self.mixing.mixed(numbers).float())
         whole = numbers.float()
         rows = torch.empty(len(whole), self.row_bytes, dtype=torch.uint8, device=whole.device)
         largest = largest_number(self.numbers)
@@ -108,6 +160,20 @@ class PageFormat:
         if self.numbers == torch.int8:
             steps = (steps + torch.full_like(steps, 0.5).copysign(steps)).nan_to_num_(0.0)
         rows[:, : self.head_dim] = steps.clamp_(-largest, largest).to(self.numbers).view(torch.uint8)
+        return rows
+
+    def _encode_mixed(self, mixed: Float[Tensor, "n head_dim"]) -> Shaped[Tensor, "n row"]:
+        """Return mixed rows in 4 bits."""
+        rows = torch.empty(len(mixed), self.row_bytes, dtype=torch.uint8, device=mixed.device)
+        least, largest = mixed.amin(-1), mixed.amax(-1)
+        scale = ((largest - least) / LEVELS).clamp(min=LEAST_SCALE)
+        # What is negative, and would be rounded to the other side, becomes 0 anyway.
+        zero = (-least / scale + 0.5).nan_to_num_(0.0).clamp_(0, LEVELS).int()
+        steps = mixed * (1 / scale)[:, None] + zero[:, None]
+        halves = steps.add_(0.5).nan_to_num_(0.0).clamp_(0, LEVELS).to(torch.uint8)
+        rows[:, : self.number_bytes] = halves[:, 0::2] | halves[:, 1::2] << 4
+        scale = scale.where((least - least == 0) & (largest - largest == 0), float("nan"))
+        rows[:, self.number_bytes :].view(torch.int32)[:, 0] = (scale.view(torch.int32) & ~_ZERO) | zero
         return rows
 
     def join(self, numbers: Int8[Tensor, "n head_dim"], scale: Float[Tensor, " n"]) -> Shaped[Tensor, "n row"]:

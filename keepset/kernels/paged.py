@@ -101,9 +101,19 @@ def paged_attention(
     if uses_triton(queries.device):
         from keepset.kernels.triton import paged  # loads Triton
 
+        cache, addresses = caches[place], addresses_of(caches)
         with launched_on(queries.device):
-            pages = caches[place], addresses_of(caches)
-            paged.attend(queries, *pages, place, tokens, layout, softmax, output, bias, format, value_dim)
+            if format is None or format.mixing is None:
+                paged.attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format, value_dim)
+                return
+            mixing, some = format.mixing, slice(len(tokens.lengths)) if tokens.places is None else tokens.places
+            mixed = mixing.mixed_queries(queries[some])
+            # These tokens alone, in their order.
+            attended, own = torch.empty_like(mixed), tokens
+            if tokens.places is not None:
+                own = tokens._replace(places=torch.arange(len(mixed), device=mixed.device))
+            paged.attend(mixed, cache, addresses, place, own, layout, softmax, attended, bias, format, value_dim)
+            output[some] = mixing.unmixed(attended)
         return
     group = PageGroup(range(place, place + 1), len(caches), len(caches[0]))
 
@@ -187,6 +197,8 @@ def append_to_pages(
         from keepset.kernels.triton import paged  # loads Triton
 
         with launched_on(keys.device):
+            if format is not None and format.mixing is not None:
+                keys, values = (format.mixing.mixed(rows) for rows in (keys, values))
             paged.append(keys, values, cache, tokens, layout, format)
         return
     kv_heads, size, _ = cache.shape[1:]

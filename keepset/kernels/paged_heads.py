@@ -35,7 +35,8 @@ def attend_heads(
 
     The logits may be capped, and there may be a sink beside the entries.
     Heads of about one length are computed together, in blocks. Quantised numbers are multiplied as they are; their
-    scales are multiplied to logits and weights, of which there are fewer. Products are made in float32.
+    scales are multiplied to logits and weights, of which there are fewer. Where rows are mixed, queries are mixed, and
+    what comes of them is unmixed. Products are made in float32.
 
     Args:
         queries: one query of each query head that shares the KV head, after rotation.
@@ -52,6 +53,9 @@ def attend_heads(
     if format is not None and not format.has_row_scales:
         assert format.key_scale is not None and format.value_scale is not None
         key_factor, value_factor = float(format.key_scale), float(format.value_scale)
+    mixing = None if format is None else format.mixing
+    if mixing is not None:
+        queries = mixing.mixed_queries(queries.float())
     for heads in _of_similar_size(sizes, queries.shape[2]):
         longest, shortest = sizes[heads[-1]], sizes[heads[0]]
         if not longest:
@@ -74,7 +78,8 @@ def attend_heads(
         if value_scale is not None:
             weights.mul_(value_scale[:, None])
         attended = torch.bmm(*_without_garbage(weights, values.float(), hidden, shortest))
-        output[some] = attended.mul_(value_factor).to(output.dtype)
+        attended = attended.mul_(value_factor) if mixing is None else mixing.unmixed(attended)
+        output[some] = attended.to(output.dtype)
 
 
 def _without_garbage(

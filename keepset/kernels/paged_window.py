@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -49,7 +49,11 @@ def add_received_in_pages(
         from keepset.kernels.triton import paged_window  # loads Triton
 
         with launched_on(caches[0].device):
-            paged_window.add_received(caches[0], addresses_of(caches), places, queries, entries, received, formats)
+            for some, own in _mixed(queries, formats):
+                of_layers = range(places.start + some.start, places.start + some.stop)
+                paged_window.add_received(
+                    caches[0], addresses_of(caches), of_layers, own, entries, received, formats[some.start : some.stop]
+                )
         return
     keys = [cache[..., : cache.shape[3] // 2] for cache in caches]
 
@@ -62,6 +66,26 @@ def add_received_in_pages(
 
     group = PageGroup(places, len(caches), len(caches[0]))
     add_received_by([partial(read, place) for place in places], caches[0].shape[2], group, queries, entries, received)
+
+
+def _mixed(queries: RecordedQueries, formats: Sequence[PageFormat]) -> Iterator[tuple[range, RecordedQueries]]:
+    """Yield layers and their queries: as they are, or copied and mixed for caches whose keys are, some layers at a time.
+
+    Args:
+        queries: queries of some layers.
+        formats: how the caches of these layers are read if they are quantised.
+    """
+    layers = range(len(queries.rings))
+    if not formats or formats[0].mixing is None:
+        yield layers, queries
+        return
+    (rows, n), (_, _, _, heads, head_dim) = queries.places.shape, queries.rings.shape
+    at_once = max(1, block_size(queries.rings.device, PRODUCT_BLOCK) // max(1, rows * n * heads * head_dim))
+    row, place = (torch.arange(size, device=queries.places.device) for size in (rows, n))
+    for first in layers[::at_once]:
+        some = layers[first : first + at_once]
+        own = queries.rings[some.start : some.stop, queries.slots[:, None], queries.places]
+        yield some, RecordedQueries(formats[0].mixing.mixed_queries(own), row, place.expand(rows, n))
 
 
 def add_received_by(

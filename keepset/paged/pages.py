@@ -205,11 +205,16 @@ class PagedEntries:
     ) -> Scores | None:
         """Return the scores of the first entries, read where they lie; None where pages have to be copied for that.
 
+        Mixed rows have to: a network reads keys before rotation.
+
         Args:
             positions, new, networks, known: as in `entry_scores_in_pages`.
         """
         pages = self.pages
-        if not isinstance(pages, StridedPages) or not uses_triton(pages.device) or pages.value_dim != pages.head_dim:
+        mixed = self._formats and self._formats[0].mixing is not None
+        if mixed or not isinstance(pages, StridedPages) or not uses_triton(pages.device):
+            return None
+        if pages.value_dim != pages.head_dim:
             return None
         where = pages.caches, pages.place, self._subpages
         return entry_scores_in_pages(*where, positions, new, networks, known, self._formats)

@@ -8,16 +8,31 @@ import struct
 import torch
 from torch import Tensor
 
-from keepset.kernels.page_format import PageFormat
+from keepset.kernels.page_format import Mixing, PageFormat
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""The types of numbers, by name."""
+"""The types of numbers of 8 bits, by name."""
+INT4 = "int4"
+"""Numbers of 4 bits."""
 
 
 def format_of(kind: str, head_dim: int, dtype: torch.dtype, scales: tuple[float, float] | None = None) -> PageFormat:
     """A format; with the two scales of a layer, or with a scale for each row."""
+    if kind == INT4:
+        return PageFormat(torch.uint8, head_dim, dtype, mixing=mixing_of(head_dim))
     factors = () if scales is None else (torch.tensor(scale) for scale in scales)
     return PageFormat(KINDS[kind], head_dim, dtype, *factors)
+
+
+def mixing_of(head_dim: int) -> Mixing:
+    """A matrix as vLLM has it: Hadamard's where the size is a power of two, else as many of them as fit; random signs."""
+    size = head_dim & -head_dim
+    matrix, signs = torch.zeros(head_dim, head_dim), torch.randint(2, (size,), generator=torch.Generator().manual_seed(8))
+    for row in range(head_dim):
+        for column in range(row // size * size, (row // size + 1) * size):
+            parity = ((row & column) % size).bit_count() + int(signs[row % size])
+            matrix[row, column] = -1.0 if parity % 2 else 1.0
+    return Mixing(matrix, matrix.T / size)
 
 
 def number_of(byte: int, kind: str) -> float:
@@ -44,6 +59,8 @@ _NUMBERS = {kind: torch.tensor([number_of(byte, kind) for byte in range(256)]) f
 def meant(rows: Tensor, kind: str, head_dim: int, scale: float | None = None) -> Tensor:
     """What rows stand for, in float64."""
     flat = rows.contiguous().view(torch.uint8).reshape(-1, rows.shape[-1])
+    if kind == INT4:
+        return _mixed_meant(flat, head_dim).view(*rows.shape[:-1], head_dim)
     numbers = _NUMBERS[kind][flat[:, :head_dim].long()].double()
     if scale is None:
         own = [struct.unpack("f", bytes(row))[0] for row in flat[:, head_dim:].tolist()]
@@ -53,8 +70,24 @@ def meant(rows: Tensor, kind: str, head_dim: int, scale: float | None = None) ->
     return numbers.view(*rows.shape[:-1], head_dim)
 
 
+def _mixed_meant(rows: Tensor, head_dim: int) -> Tensor:
+    """What rows of 4 bits stand for: the first number of a byte is its lower half, and the scale hides the zero."""
+    unmix, read = mixing_of(head_dim).unmix.double(), torch.zeros(len(rows), head_dim, dtype=torch.float64)
+    bits = [struct.unpack("I", bytes(row))[0] for row in rows[:, head_dim // 2 :].tolist()]
+    zero = torch.tensor([each % 16 for each in bits])
+    scale = torch.tensor([struct.unpack("f", struct.pack("I", each - each % 16))[0] for each in bits]).double()
+    for i in range(head_dim):  # one after another, so that a row means the same wherever it is
+        number = (rows[:, i // 2].long() // (16 if i % 2 else 1) % 16 - zero) * scale
+        read += number[:, None] * unmix[i]
+    return read
+
+
 def random_rows(*places: int, kind: str, head_dim: int, own_scales: bool, draw: torch.Generator) -> Tensor:
     """Rows of any finite numbers; scales are about one over the largest."""
+    if kind == INT4:
+        numbers = torch.randint(256, (*places, head_dim // 2), generator=draw).byte()
+        scales = (torch.rand(*places, 1, generator=draw) + 0.5) / 15  # whose lowest bits are any number
+        return torch.cat([numbers, scales.view(torch.uint8)], -1)
     finite = _NUMBERS[kind].isfinite().nonzero()[:, 0]
     rows = finite[torch.randint(len(finite), (*places, head_dim), generator=draw)].byte()
     if not own_scales:
@@ -64,7 +97,8 @@ def random_rows(*places: int, kind: str, head_dim: int, own_scales: bool, draw: 
 
 
 FORMATS = [("int8", None), ("fp8", None), ("fp8", (0.01, 0.02)), ("fp8_e5m2", (1e-4, 5e-5))]
-"""Kinds of numbers, and the scales of a layer's keys and values; None where each row has its own."""
+"""Kinds of numbers of 8 bits, and the scales of a layer's keys and values; None where each row has its own."""
+ALL_FORMATS = [*FORMATS, (INT4, None)]
 
 
 def quantised(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import pytest
 import torch
 
 from keepset.kernels import dispatch, page_format
 from keepset.kernels.page_format import LEAST_SCALE
-from tests.kernels.quantised import KINDS, format_of, meant, number_of, random_rows
+from tests.kernels.quantised import INT4, KINDS, format_of, meant, mixing_of, number_of, random_rows
 from tests.kernels.test_attention import seeded
 
 
@@ -57,13 +58,47 @@ def test_halves_are_rounded_as_vllm_does() -> None:
     assert rows[:, :8].view(torch.int8).tolist() == [[127, 1, -1, 2, -2, 3, -3, 0]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_four_bits_are_read_as_what_they_stand_for(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bits of sums in float32; also where the matrix is made of several."""
+    monkeypatch.setattr(page_format, "CACHE_BLOCK", 100)
+    for dim in (16, 24):
+        rows = random_rows(2, 3, 5, 2, kind=INT4, head_dim=dim, own_scales=True, draw=seeded(0)).flatten(3)
+        how = format_of(INT4, dim, dtype)
+        for part in rows.chunk(2, -1):
+            read = how.decode(part)
+            assert read.dtype == dtype and part.shape[-1] == how.row_bytes == dim // 2 + 4
+            right = meant(part, INT4, dim)
+            rtol = 1e-5 if dtype == torch.float32 else 2**-8
+            torch.testing.assert_close(read.double(), right, rtol=rtol, atol=1e-6)
+
+
+def test_mixed_numbers_are_stored_as_the_nearest_of_sixteen() -> None:
+    """Number by number, as vLLM has it: what lies outside of the levels is cut, as zero is if all lie on one side."""
+    dim, numbers = 24, torch.randn(40, 24, generator=seeded(1)) * torch.logspace(-9, 4, 40)[:, None]
+    numbers[3] = 0.0
+    numbers[5] = mixing_of(dim).unmixed(torch.linspace(3.0, 4.0, dim))  # which mixed are all positive
+    rows = format_of(INT4, dim, torch.float32).encode(numbers)
+    for mixed, row in zip((numbers.double() @ mixing_of(dim).mix.double()).tolist(), rows.tolist(), strict=True):
+        scale = max((max(mixed) - min(mixed)) / 15, LEAST_SCALE)
+        zero = min(15, max(0, math.floor(-min(mixed) / scale + 0.5)))
+        bits = struct.unpack("I", bytes(row[dim // 2 :]))[0]
+        assert bits % 16 == zero
+        stored = struct.unpack("f", struct.pack("I", bits - zero))[0]
+        assert stored == pytest.approx(scale, rel=4e-6)  # without its lowest bits
+        for i, number in enumerate(mixed):
+            code, step = row[i // 2] >> i % 2 * 4 & 15, min(15.0, max(0.0, number / scale + zero))
+            assert abs(code - step) <= 0.5 + 1e-4  # of two that are as near, either
+
+
+@pytest.mark.parametrize("kind", [*KINDS, INT4])
 @pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_spoils_its_own_row_only(kind: str, strange: float) -> None:
-    how, numbers = format_of(kind, 4, torch.float32), torch.ones(3, 4)
+    how, numbers = format_of(kind, 8, torch.float32), torch.ones(3, 8)
     numbers[1, 2] = strange
     read = how.decode(how.encode(numbers))
-    assert read[1].isnan().all() and torch.equal(read[[0, 2]], torch.ones(2, 4))
+    right = how.decode(how.encode(torch.ones(3, 8))) if kind == INT4 else torch.ones(3, 8)
+    assert read[1].isnan().all() and torch.equal(read[[0, 2]], right[[0, 2]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

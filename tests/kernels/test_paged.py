@@ -16,7 +16,7 @@ from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import append_to_pages, paged_attention, shift_step
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.softmax import Softmax
-from tests.kernels.quantised import FORMATS, quantised
+from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
 from tests.kernels.test_attention import TOLERANCE, seeded
 from tests.paged.allocator import Row
 
@@ -204,32 +204,38 @@ def test_attention_over_latents_is_that_of_every_entry(
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("kind", "scales"), FORMATS)
+@pytest.mark.parametrize(("kind", "scales", "listed"), [*((*each, False) for each in ALL_FORMATS), (INT4, None, True)])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]])
 @pytest.mark.parametrize("biased", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_attention_over_quantised_pages_is_that_of_what_they_stand_for(
-    implementation: str, shape: Shape, kind: str, scales: tuple[float, float] | None, biased: bool
+    implementation: str, shape: Shape, kind: str, scales: tuple[float, float] | None, listed: bool, biased: bool
 ) -> None:
-    kv_heads, group, size, dim, dtype = shape
-    case = Case.draw(LENGTHS, [min(length, 1) for length in LENGTHS], kv_heads, size, dim, torch.float32)
+    """Of some tokens of a step, if they are listed, which leaves the output of the others as it is."""
+    (kv_heads, group, size, dim, dtype), new = shape, [1, 18, 1, 1, 0, 2]
+    new = new if listed else [min(length, 1) for length in LENGTHS]
+    case = Case.draw(LENGTHS, new, kv_heads, size, dim, torch.float32)
     stored, case.caches, how = quantised(case.caches, kind, scales, torch.float64, seeded(2))
-    tokens = case.tokens(False)
-    queries = torch.randn(len(LENGTHS), kv_heads * group, dim, generator=seeded(1)).to(dtype)
+    tokens, count = case.tokens(listed), sum(new) if listed else len(LENGTHS)
+    queries = torch.randn(count, kv_heads * group, dim, generator=seeded(1)).to(dtype)
     output = torch.full(queries.shape, 7.0, dtype=dtype)
     how = replace(how, dtype=dtype)
     softmax = softmax_of(shape, capped=biased)
     paged_attention(queries, stored, 1, tokens, case.layout, softmax, output, case.bias if biased else None, how)
     right = expected(case, queries, tokens, softmax, biased)
+    if listed:
+        others = sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})
+        assert others
+        right[others] = 7.0
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("kind", "scales"), FORMATS)
+@pytest.mark.parametrize(("kind", "scales"), ALL_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_new_entries_are_quantised_where_they_are_written(
     implementation: str, kind: str, scales: tuple[float, float] | None, dtype: torch.dtype
 ) -> None:
     """Bit for bit as `PageFormat` does it; numbers are of all sizes, and some are none."""
-    kv_heads, size, dim = 3, 16, 20
+    kv_heads, size, dim = 3, 16, 24 if kind == INT4 else 20
     case = Case.draw(LENGTHS, [min(length, 1) for length in LENGTHS], kv_heads, size, dim, torch.float32)
     stored, _, how = quantised(case.caches, kind, scales, dtype, seeded(2))
     keys, values = (torch.randn(len(LENGTHS), kv_heads, dim, generator=seeded(seed)) for seed in (3, 4))

@@ -153,7 +153,7 @@ def test_heads_one_by_one_are_as_all_together(recipe: str, monkeypatch: pytest.M
     assert not torch.equal(together, random_caches()) and torch.equal(together, apart)
 
 
-FORMATS = [("fp8", True), ("fp8_e5m2", True), ("fp8", False), ("int8", False)]
+FORMATS = [("fp8", True), ("fp8_e5m2", True), ("fp8", False), ("int8", False), ("int4", False)]
 """Kinds of numbers, and whether a layer has one scale for all keys and one for all values."""
 SCALES = [(5e-5, 0.25), (3e-5, 2.0)]
 
@@ -205,7 +205,10 @@ def test_fitted_values_are_rounded_once(kind: str, per_layer: bool) -> None:
     for layer, how in enumerate(formats):
         scale = None if how.value_scale is None else how.value_scale.expand(int(changed[layer].sum()))
         rounded = how.decode(how.encode(fitted[layer][changed[layer]], scale), scale)
-        assert torch.equal(values[layer][changed[layer]], rounded)
+        # Mixed rows are read in float32, and here in float64: of what is fitted to them the fifth digit differs, which
+        # in 4 bits is a thousandth of a step.
+        atol = 0.0 if how.mixing is None else 1e-4
+        torch.testing.assert_close(values[layer][changed[layer]], rounded, rtol=0, atol=atol)
 
 
 @pytest.mark.full

@@ -1,7 +1,8 @@
 """Quantised rows inside kernels: their numbers become floats when they are loaded, and floats become rows.
 
 `FORMAT` is the kind of the stored numbers (`kind_of`); with `OWN_SCALES` each row has its scale right behind them.
-Floats of 8 bits are taken apart bit by bit, so that GPUs without such a type read and write them, too.
+Floats of 8 bits are taken apart bit by bit, so that GPUs without such a type read and write them, too. Two numbers of 4
+bits share a byte, and the lowest bits of the row's scale say which number is zero. What is mixed stays mixed here.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepset.kernels.page_format import PageFormat
+from keepset.kernels.page_format import FOUR_BITS, PageFormat
 
-_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
+_KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, FOUR_BITS: 4}
 
 
 def kind_of(format: PageFormat | None) -> dict[str, Any]:
@@ -33,13 +34,13 @@ def kind_of(format: PageFormat | None) -> dict[str, Any]:
 
 
 def as_bytes(cache: Tensor, format: PageFormat | None) -> Tensor:
-    """Return a cache whose numbers have 8 bits as bytes."""
+    """Return a cache as bytes if it is quantised."""
     return cache if format is None else cache.view(torch.uint8)
 
 
 @triton.jit
 def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
-    """Return numbers of rows: as they are stored if these are whole, else in float32, without their scales.
+    """Return numbers of rows: as they are stored if these are whole, else in float32, without their scales and zeros.
 
     Args:
         row: where each row begins; it and `dims`, which numbers, are broadcast.
@@ -47,6 +48,9 @@ def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
     """
     if FORMAT == 0:
         numbers = tl.load(row + dims, mask=mask, other=0.0)
+    elif FORMAT == 4:
+        pair = tl.load(row + dims // 2, mask=mask, other=0).to(tl.int32)
+        numbers = ((pair >> (dims % 2 * 4)) & 15).to(tl.float32)
     else:
         bits = tl.load(row + dims, mask=mask, other=0)
         wide = bits.to(tl.uint16)
@@ -63,9 +67,20 @@ def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def load_scales(row, mask, HEAD_DIM: tl.constexpr):
+def load_scales(row, mask, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
     """Return the scales of rows that have their own, 0 where not loaded."""
-    return tl.load((row + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
+    if FORMAT == 4:
+        bits = tl.load((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), mask=mask, other=0)
+        scales = (bits & -16).to(tl.float32, bitcast=True)
+    else:
+        scales = tl.load((row + HEAD_DIM).to(tl.pointer_type(tl.float32)), mask=mask, other=0.0)
+    return scales
+
+
+@triton.jit
+def load_zeros(row, mask, HEAD_DIM: tl.constexpr):
+    """Return the number of 4 bits that stands for zero in each row, 0 where not loaded."""
+    return (tl.load((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), mask=mask, other=0) & 15).to(tl.float32)
 
 
 @triton.jit
@@ -76,7 +91,7 @@ def store_rows(
 
     Args:
         row: where each row begins.
-        rows: the numbers, zero beyond `HEAD_DIM`.
+        rows: the numbers, zero beyond `HEAD_DIM`; mixed if their format mixes them.
         layer_scale: where the layer's scale is, if rows have none.
         exists: which rows to write.
         dims: which numbers.
@@ -84,6 +99,8 @@ def store_rows(
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
     if FORMAT == 0:
         tl.store(row[:, None] + dims[None, :], rows, mask=mask)
+    elif FORMAT == 4:
+        _store_halves(row, rows.to(tl.float32), exists, dims, HEAD_DIM)
     else:
         rows, largest = rows.to(tl.float32), 127.0
         if FORMAT == 2:
@@ -107,6 +124,26 @@ def store_rows(
         else:
             bits = _eight_bits(steps, largest, 2, 15)
         tl.store(row[:, None] + dims[None, :], bits, mask=mask)
+
+
+@triton.jit
+def _store_halves(row, rows, exists, dims, HEAD_DIM: tl.constexpr):
+    """Write mixed rows in 4 bits."""
+    real = (dims < HEAD_DIM)[None, :]
+    spoilt = tl.min((rows - rows == 0.0).to(tl.int32), 1) == 0
+    rows = tl.where(spoilt[:, None], 0.0, rows)
+    least = tl.min(tl.where(real, rows, float("inf")), 1)
+    scale = tl.maximum((tl.max(tl.where(real, rows, float("-inf")), 1) - least) / 15.0, 1e-6)
+    zero = tl.minimum(tl.maximum(-least / scale + 0.5, 0.0), 15.0).to(tl.int32)
+    steps = rows * (1.0 / scale)[:, None] + zero.to(tl.float32)[:, None]
+    halves = tl.minimum(tl.maximum(steps + 0.5, 0.0), 15.0).to(tl.int32)
+    bits = tl.where(spoilt, float("nan"), scale).to(tl.int32, bitcast=True)
+    tl.store((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), (bits & -16) | zero, mask=exists)
+    BYTES: tl.constexpr = rows.shape[1] // 2
+    pairs = tl.reshape(halves, [rows.shape[0], BYTES, 2]) << (4 * tl.arange(0, 2))[None, None, :]
+    byte = tl.arange(0, BYTES)
+    mask = exists[:, None] & (byte < HEAD_DIM // 2)[None, :]
+    tl.store(row[:, None] + byte[None, :], tl.sum(pairs, 2).to(tl.uint8), mask=mask)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from keepset.kernels import dispatch
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.page_format import layer_scales
 from keepset.kernels.paged_arguments import ColumnTarget
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros
 from keepset.kernels.triton.paged import _dealt_to, _locate
 from keepset.kernels.triton.softmax import (
     LEAST_PART,
@@ -148,10 +148,13 @@ def _logits(
     if EIGHT:
         at = tl.multiple_of(at, 8)
     keys += at
-    k = load_numbers(keys[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT).to(q.dtype)
+    k = load_numbers(keys[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
+    if FORMAT == 4:
+        k -= load_zeros(keys, stored, HEAD_DIM)[None, :]
+    k = k.to(q.dtype)
     factor = scaling
     if OWN_SCALES:
-        factor = scaling * load_scales(keys, stored, HEAD_DIM)[None, :]
+        factor = scaling * load_scales(keys, stored, HEAD_DIM, FORMAT)[None, :]
     slot = holder.to(tl.int64) * slot_layer + (of_page * HEADS + number % HEADS) * SIZE + entry % SIZE
     # Entries since the event lie one distance before their positions; kept ones are taken to lie just before them.
     position = entry + length - entries

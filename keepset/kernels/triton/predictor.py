@@ -136,7 +136,8 @@ def _entry_scores(
         at = tl.load(positions + row * at_row + head * at_head + entry * at_entry, mask=unknown, other=0).to(tl.int64)
         layer, key_scale, value_scale = row // requests, result, result
         if OWN_SCALES:
-            key_scale, value_scale = load_scales(key, unknown, HEAD_DIM), load_scales(value, unknown, VALUE_DIM)
+            key_scale = load_scales(key, unknown, HEAD_DIM, FORMAT)
+            value_scale = load_scales(value, unknown, VALUE_DIM, FORMAT)
         elif FORMAT > 0:
             key_scale = tl.zeros([BLOCK], tl.float32) + tl.load(key_scales + layer)
             value_scale = tl.zeros([BLOCK], tl.float32) + tl.load(value_scales + layer)
