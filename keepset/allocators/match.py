@@ -79,7 +79,7 @@ class Match(PostProcessor):
             bias += observation.bias
         bias_by_head = bias.flatten(0, 1)
         # Keys of 8 bits are so near that a fit to them would be the same.
-        format = FORMATS[4] if kept.bits == 4 else None
+        format = FORMATS[4] if kept.bits == 4 and not observation.moved_as_stored else None
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
         known = observation.num_kept if self.traits.equal_heads else None
         first, sizes = kept.cu_seqlens, kept.heads.host_values if known is None else known

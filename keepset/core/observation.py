@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -77,6 +77,8 @@ class Observation:
     state: Mapping[str, Tensor]
     num_kept: Sequence[int] | None
     stored_bytes: int | None
+    moved_as_stored: ClassVar[bool] = False
+    """Whether what stays is moved as it is stored, so that keys are those that will be read, in however few bits."""
 
     def __init__(
         self,

@@ -80,9 +80,14 @@ class PageFormat:
         return self.key_scale is None
 
     @property
+    def bits(self) -> int:
+        """Bits of a number."""
+        return 4 if self.numbers == FOUR_BITS else 8
+
+    @property
     def number_bytes(self) -> int:
         """Bytes of a row's numbers."""
-        return self.head_dim // 2 if self.numbers == FOUR_BITS else self.head_dim
+        return self.head_dim * self.bits // 8
 
     @property
     def row_bytes(self) -> int:

@@ -69,7 +69,7 @@ def add_received_in_pages(
 
 
 def _mixed(queries: RecordedQueries, formats: Sequence[PageFormat]) -> Iterator[tuple[range, RecordedQueries]]:
-    """Yield layers and their queries: as they are, or copied and mixed for caches whose keys are, some layers at a time.
+    """Yield layers and their queries as they are, or copied and mixed if keys are, for some layers at a time.
 
     Args:
         queries: queries of some layers.

@@ -242,6 +242,7 @@ class PagedEntries:
 class PagedObservation(LazyObservation):
     """An observation of the first entries of each head; reading `keys` or `values` copies all of them."""
 
+    moved_as_stored = True
     _entries: PagedEntries
 
     def __init__(self, entries: PagedEntries, width: int, **parts: Any) -> None:

@@ -107,7 +107,8 @@ class ContextLoader:
         stored = saved.entries(job.context.path, job.context.digest)
         layers, format = stored, format_of(next(iter(stored.values()))["keys"].dtype)
         if format is not None and not (format.bits == 8 and self._group.holds_int8):
-            kind = "8 bits" if self._group.holds_int8 else self._group.pages_of(0).dtype
+            pages = self._group.pages_of(0)
+            kind = pages.dtype if pages.format is None else f"{pages.format.bits} bits"
             logger.info("The context %s is in %d bits; its pages hold it in %s.", job.context.name, format.bits, kind)
             counts = zip(stored.items(), job.context.counts, strict=True)
             layers = {index: widened(columns, heads[None]) for (index, columns), heads in counts}

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
-from keepset.vllm.recipe_support import INT8
+from keepset.vllm.recipe_support import cache_kind_of
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT
 
 
@@ -44,8 +43,8 @@ def engine_args(
         args["enable_prefix_caching"] = False
     if parsed.method.traits.needs.hidden_states:
         args["enforce_eager"] = True
-    if parsed.method.traits.needs.of(QuantizedEntries):
-        args["kv_cache_dtype"] = INT8
+    if (kind := cache_kind_of(parsed.method.traits)) is not None:
+        args["kv_cache_dtype"] = kind
     return args
 
 

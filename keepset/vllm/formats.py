@@ -10,19 +10,23 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from keepset.errors import UnsupportedEngineError
-from keepset.kernels.page_format import SCALE_BYTES, PageFormat
-from keepset.vllm.compat import write_rows
-from keepset.vllm.recipe_support import INT8
+from keepset.kernels.page_format import FOUR_BITS, SCALE_BYTES, PageFormat
+from keepset.vllm.compat import mixing_of, write_rows
+from keepset.vllm.recipe_support import INT4, INT8
 
 WHOLE = ("auto", "float16", "bfloat16", "float32")
 """Types of caches that are not quantised."""
 LAYER_SCALES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 """Types of caches with one scale for a layer's keys, and one for its values."""
-ROW_SCALES = (INT8, "fp8_per_token_head")
+ROW_SCALES = (INT8, INT4, "fp8_per_token_head")
 """Types of caches with a scale for each key and one for each value."""
 
-_ROW_MODES = {KVQuantMode.INT8_PER_TOKEN_HEAD: torch.int8, KVQuantMode.FP8_PER_TOKEN_HEAD: torch.uint8}
-"""How vLLM's specs name these caches, and the type of such a cache."""
+_ROW_MODES = {
+    KVQuantMode.INT8_PER_TOKEN_HEAD: (torch.int8, 1),
+    KVQuantMode.INT4_PER_TOKEN_HEAD: (torch.uint8, 2),
+    KVQuantMode.FP8_PER_TOKEN_HEAD: (torch.uint8, 1),
+}
+"""How vLLM's specs name these caches, the type of such a cache, and how many numbers share a byte."""
 
 
 def format_of(layer: Any, dtype: torch.dtype) -> PageFormat | None:
@@ -52,7 +56,7 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
         device: of the cache.
 
     Raises:
-        UnsupportedEngineError: what is read is not what was written, to the rounding of 8 bits.
+        UnsupportedEngineError: what is read is not what was written, to the rounding of 8 or 4 bits.
     """
     format, size, draw = row_format(kind, head_dim, dtype), 16, torch.Generator().manual_seed(0)
     cache = torch.zeros(2, kv_heads, size, 2 * format.row_bytes, dtype=torch.int8, device=device)
@@ -62,8 +66,12 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
     write_rows(kind, numbers[0], numbers[1], cache, slots)
     rows = cache[slots // size, :, slots % size].chunk(2, -1)
     for part, right in zip(rows, numbers, strict=True):
-        step = right.float().abs().amax(-1, keepdim=True) / _STEPS
-        if not bool(((format.decode(part).float() - right.float()).abs() <= step).all()):
+        off, whole = format.decode(part).float() - right.float(), right.float()
+        if kind == INT4:
+            near = off.norm(dim=-1) <= whole.norm(dim=-1) / _PARTS
+        else:
+            near = off.abs() <= whole.abs().amax(-1, keepdim=True) / _STEPS
+        if not bool(near.all()):
             raise UnsupportedEngineError(
                 f"This vLLM lays a KV cache of kind {kind} out in a way that keepset does not know: use a supported "
                 "version, or kv_cache_dtype auto."
@@ -72,10 +80,14 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
 
 _STEPS = 24
 """A number of 8 bits is off by less than this part of its row's largest."""
+_PARTS = 4
+"""A row of 4 bits is off by less than this part of its length."""
 
 
 def row_format(kind: str, head_dim: int, dtype: torch.dtype) -> PageFormat:
     """Return how a cache is read and written in which each key and each value has a scale."""
+    if kind == INT4:
+        return PageFormat(FOUR_BITS, head_dim, dtype, mixing=mixing_of(head_dim, current_platform.device_type))
     return PageFormat(torch.int8 if kind == INT8 else current_platform.fp8_dtype(), head_dim, dtype)
 
 
@@ -90,8 +102,8 @@ def packed_otherwise(spec: AttentionSpec) -> bool:
     """Return whether a layer's cache has another layout than keepset knows for its type."""
     content = None
     if spec.kv_quant_mode in _ROW_MODES:
-        content = _row_content(spec)
-        if spec.dtype != _ROW_MODES[spec.kv_quant_mode] or spec.head_size % SCALE_BYTES:
+        content, (dtype, together) = _row_content(spec), _ROW_MODES[spec.kv_quant_mode]
+        if spec.dtype != dtype or spec.head_size % (together * SCALE_BYTES):
             return True
     elif spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         return True
@@ -100,4 +112,4 @@ def packed_otherwise(spec: AttentionSpec) -> bool:
 
 def _row_content(spec: AttentionSpec) -> int:
     """Return the bytes of a slot: a row for the key and one for the value, each with its scale behind its numbers."""
-    return 2 * (spec.head_size + SCALE_BYTES)
+    return 2 * (spec.head_size // _ROW_MODES[spec.kv_quant_mode][1] + SCALE_BYTES)

@@ -13,8 +13,9 @@ from keepset.core.features.runtime_features import ModelStatistics, ModelTables,
 from keepset.core.traits import Traits
 from keepset.recipe import Recipe, check_schedule
 
-INT8 = "int8_per_token_head"
-"""The `kv_cache_dtype` that a recipe int8(...) asks for."""
+INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
+_OF_BITS = {8: INT8, 4: INT4}
+"""The `kv_cache_dtype` that a recipe quantized(...) asks for, by its bits."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class EngineLimits:
     contexts: bool = False
     latents: bool = False
     one_rotation: bool = True
+
+
+def cache_kind_of(traits: Traits) -> str | None:
+    """Return the `kv_cache_dtype` that what has these traits asks for; None if any will do."""
+    bits = [feature.bits for feature in traits.needs.of(QuantizedEntries)]
+    return _OF_BITS[min(bits)] if bits else None
 
 
 def table_per_head(traits: Traits) -> bool:
@@ -67,7 +74,7 @@ def unserved(traits: Traits, limits: EngineLimits) -> Iterator[str]:
     if limits.latents and traits.biased:
         yield "the model caches latents, of which keys and values are both made; leave match out."
     if limits.latents and traits.needs.of(QuantizedEntries):
-        yield "vLLM has no cache of 8 bits for latents that keepset takes apart; leave quantized out."
+        yield "vLLM has no cache of 8 or 4 bits for latents that keepset takes apart; leave quantized out."
 
 
 def lacking(traits: Traits, limits: EngineLimits) -> Iterator[str]:
@@ -79,8 +86,8 @@ def lacking(traits: Traits, limits: EngineLimits) -> Iterator[str]:
     """
     if not limits.contexts and not limits.connector and not traits.fixed_total:
         yield "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given."
-    if traits.needs.of(QuantizedEntries) and limits.cache_dtype != INT8:
-        yield f"it stores entries in 8 bits, and the KV cache is of kind {limits.cache_dtype}."
+    if cache_kind_of(traits) not in (None, limits.cache_dtype):
+        yield f"it stores entries in {traits.key_bits} bits, and the KV cache is of kind {limits.cache_dtype}."
 
 
 def rotates(recipe: Recipe) -> bool:
@@ -98,11 +105,6 @@ def objections(recipe: Recipe) -> Iterator[str]:
     check_schedule(recipe)
     unseen = [feature for feature in traits.needs if feature.transformers_only]
     yield from (f"{method.name} {feature.transformers_only.format(engine='vLLM')}." for feature in unseen)
-    if any(feature.bits != 8 for feature in traits.needs.of(QuantizedEntries)):
-        yield (
-            f"{method.name} stores entries in 4 bits, and no pages of vLLM hold what keepset writes: write bits=8, "
-            "or build a context, which is widened when it is loaded."
-        )
     if traits.across_layers and traits.fixed_total and not traits.equal_layers:
         yield (
             f"{method.name} looks across layers whose quotas differ, so that events are not the same for all; "

@@ -28,7 +28,7 @@ from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
-from keepset.vllm.recipe_support import lacking, objections, rotates, unserved
+from keepset.vllm.recipe_support import INT4, lacking, objections, rotates, unserved
 from keepset.vllm.settings import (
     BESIDE,
     BESIDE_MODULE,
@@ -195,8 +195,9 @@ def _of_version(config: VllmConfig) -> Iterator[str]:
     served = " or ".join(f"vllm=={version}.*" for version in SUPPORTED)
     if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
         yield f"vLLM {vllm.__version__} is not among the versions that it is tested with; install {served}."
-    rows = config.cache_config.cache_dtype in ROW_SCALES and not current_platform.is_cpu()
-    for name in changed(rows, config.model_config.use_mla):
+    dtype = config.cache_config.cache_dtype
+    rows = dtype in ROW_SCALES and not current_platform.is_cpu()
+    for name in changed(rows, dtype == INT4, config.model_config.use_mla):
         yield f"{name} of vLLM {vllm.__version__} is not what it knows; install {served}."
 
 

@@ -24,7 +24,7 @@ from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
-from keepset.kernels.page_format import PageFormat
+from keepset.kernels.page_format import FOUR_BITS, Mixing, PageFormat
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
@@ -137,12 +137,15 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     filed, table = FiledLayouts.empty(BLOCKS, LAYERS, kv_heads, keys.device), torch.zeros(2, 512, dtype=torch.int32)
     layout, lengths = FiledLayouts.empty(2, LAYERS, kv_heads, keys.device).layout, torch.tensor([40, 7])
     one = type(layout)(*(part[:, :1] for part in layout))
-    tokens = PagedTokens(table, lengths.int(), long, lengths, lengths, lengths)
+    tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
     columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
     scale, rows = torch.ones(()), torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim + 8, dtype=torch.int8)
     int8, fp8 = PageFormat(torch.int8, head_dim, dtype), PageFormat(torch.float8_e4m3fn, head_dim, dtype, scale, scale)
     eight_bits = [([rows] * LAYERS, int8), ([rows[..., :-8].contiguous()] * LAYERS, fp8)] if quantised else []
-    for own, format in [(caches, None), *eight_bits]:
+    mixing, halves = torch.eye(head_dim), rows[..., : head_dim + 8].contiguous()
+    int4 = PageFormat(FOUR_BITS, head_dim, dtype, mixing=Mixing(mixing, mixing))
+    few_bits = [*eight_bits, ([halves] * LAYERS, int4)] if quantised else []
+    for own, format in [(caches, None), *few_bits]:
         append_to_pages(keys, keys, own[0], tokens, one, format)
         for softmax, bias in (Softmax(1.5), columns), (Softmax(1.5, 9.0, torch.zeros(kv_heads * group)), None):
             paged_attention(queries, own, 0, tokens, one, softmax, torch.zeros_like(queries), bias, format)
@@ -150,7 +153,7 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     follow_layouts(filed, table, lengths, lengths, lengths, torch.zeros(1, dtype=torch.int32), SIZE, layout)
     entries = EntriesInPages(layout, table, lengths, layout.counts, long)
     rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
-    recorded = RecordedQueries(rings, lengths, lengths[:, None].expand(-1, 4))
+    recorded = RecordedQueries(rings, torch.arange(2), torch.arange(4).expand(2, -1))
     for sums_of in GroupReduction:
         sums = torch.zeros(*columns.shape, *sums_of.shape(group))
         own = [torch.zeros(LAYERS, kv_heads, long, *sums_of.shape(group)), None]
@@ -160,7 +163,7 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     received = ColumnTarget(
         columns, lengths[:, None].expand(-1, 4), lengths, Softmax(1.5), bias=columns, positions=columns
     )
-    for own_caches, format in eight_bits:
+    for own_caches, format in few_bits:
         add_received_in_pages(own_caches, range(LAYERS), recorded, entries, received, [format] * LAYERS)
     shift_step(table, lengths.int(), torch.arange(3).int(), lengths, lengths, SIZE, table, lengths.int())
     read_pages(caches, 0, torch.zeros(kv_heads, 3, dtype=torch.int64))

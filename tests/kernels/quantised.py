@@ -25,9 +25,10 @@ def format_of(kind: str, head_dim: int, dtype: torch.dtype, scales: tuple[float,
 
 
 def mixing_of(head_dim: int) -> Mixing:
-    """A matrix as vLLM has it: Hadamard's where the size is a power of two, else as many of them as fit; random signs."""
+    """A matrix like vLLM's, with other signs: Hadamard's, or several on the diagonal if the size is no power of two."""
     size = head_dim & -head_dim
-    matrix, signs = torch.zeros(head_dim, head_dim), torch.randint(2, (size,), generator=torch.Generator().manual_seed(8))
+    signs = torch.randint(2, (size,), generator=torch.Generator().manual_seed(8))
+    matrix = torch.zeros(head_dim, head_dim)
     for row in range(head_dim):
         for column in range(row // size * size, (row // size + 1) * size):
             parity = ((row & column) % size).bit_count() + int(signs[row % size])

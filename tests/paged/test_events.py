@@ -211,6 +211,19 @@ def test_fitted_values_are_rounded_once(kind: str, per_layer: bool) -> None:
         torch.testing.assert_close(values[layer][changed[layer]], rounded, rtol=0, atol=atol)
 
 
+def test_a_fit_goes_by_keys_of_four_bits_as_they_are() -> None:
+    """They are not rounded once more, as those of the transformers runtime are at an event."""
+    angles = torch.arange(80)[:, None] * torch.logspace(0, -2, DIM // 2)
+    rotary, caches = RotaryTable(torch.cat([angles.cos(), angles.sin()], 1), halves=True), []
+    for recipe in "match(snapkv(window=4), keep=11)", "quantized(match(snapkv(window=4)), bits=4, keep=11)":
+        formats, held, _ = quantised("int4", False)
+        before = held.clone()
+        run(layer_group(recipe, list(held), GROUP, formats, rotary=rotary))
+        caches.append(held)
+        assert not torch.equal(held, before)
+    assert torch.equal(*caches)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "recipe",

@@ -93,10 +93,17 @@ def several(*parts: tuple[str | None, str]) -> Any:
     return connector(None, "MultiConnector", kv_connector_extra_config={"connectors": inside})
 
 
-PASTED = ("'", "--no-enable-prefix-caching", "--enforce-eager", "--kv-cache-dtype int8_per_token_head")
+PASTED = (
+    "'",
+    "--no-enable-prefix-caching",
+    "--enforce-eager",
+    "--kv-cache-dtype int8_per_token_head",
+    "int4_per_token_head",
+)
 """How a message ends that tells what to write."""
 
 UNIFORM, RAGGED, INT8 = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)", "int8(adakv(snapkv), keep=96)"
+INT4 = "quantized(snapkv, bytes=0.05)"
 GIVE_CARRIER = (
     "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given. Write "
     "LLM(model, **keepset.vllm.engine_args('"
@@ -239,7 +246,7 @@ REFUSED = [
     (
         "quantized(snapkv, bits=4, keep=96)",
         {"cache_config__cache_dtype": "int8_per_token_head"},
-        "quantized stores entries in 4 bits",
+        "it stores entries in 4 bits, and the KV cache is of kind int8_per_token_head. Write LLM(model",
     ),
     ("int8(snapkv, keep=96)", {"cache_config__cache_dtype": "fp8_per_token_head"}, "it stores entries in 8 bits, and"),
     ("compilerkv(elastic=True, keep=128)", {"cache_config__enable_prefix_caching": False}, GIVE_CARRIER),
@@ -263,7 +270,7 @@ def test_all_that_is_missing_is_said_at_once() -> None:
     assert message.endswith(f"start vllm serve MODEL with {serve_options('gvote')}")
 
 
-@pytest.mark.parametrize("recipe", [UNIFORM, RAGGED, "mass", "pyramid(snapkv, keep=128)", "gvote", INT8, None])
+@pytest.mark.parametrize("recipe", [UNIFORM, RAGGED, "mass", "pyramid(snapkv, keep=128)", "gvote", INT8, INT4, None])
 @pytest.mark.parametrize("shares", [False, True])
 def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: bool, tmp_path: Path) -> None:
     contexts = tmp_path if shares else None
@@ -302,6 +309,7 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
         ("match(snapkv, biases=False, keep=0.25)", {"cache_config__cache_dtype": "fp8_e4m3"}),
         ("int8(match(adakv(snapkv)), keep=96)", {"cache_config__cache_dtype": "int8_per_token_head"}),
         (UNIFORM, {"cache_config__cache_dtype": "fp8_per_token_head"}),
+        ("quantized(adakv(snapkv), bytes=0.05)", {"cache_config__cache_dtype": "int4_per_token_head"}),
         ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
         ("mass", SERVED),
         ("pool(snapkv, keep=96, every=64)", SERVED),
@@ -333,6 +341,7 @@ def test_breakable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 FULL: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float16}
 PACKED = "is quantized or packed in a way that keepset does not know"
 ROWS = {"kv_quant_mode": "INT8_PER_TOKEN_HEAD", "dtype": torch.int8, "state_content_bytes": 136}
+HALVES = {"kv_quant_mode": "INT4_PER_TOKEN_HEAD", "dtype": torch.uint8, "state_content_bytes": 72}
 SPECS = [
     ("SlidingWindowSpec", {"sliding_window": 128}, "is of the kind SlidingWindowSpec"),
     ("FullAttentionSpec", {"non_causal": True}, "is attended to in both directions"),
@@ -342,6 +351,8 @@ SPECS = [
     ("FullAttentionSpec", ROWS | {"state_content_bytes": 128}, PACKED),  # which has no room for scales
     ("FullAttentionSpec", ROWS | {"dtype": torch.uint8}, PACKED),
     ("FullAttentionSpec", ROWS | {"state_content_bytes": 140, "head_size": 66}, PACKED),  # scales lie off their places
+    ("FullAttentionSpec", HALVES | {"state_content_bytes": 136}, PACKED),
+    ("FullAttentionSpec", HALVES | {"state_content_bytes": 76, "head_size": 68}, PACKED),
 ]
 
 
@@ -360,9 +371,11 @@ def test_a_cache_that_is_served() -> None:
         assert validation.check_spec(spec) is spec
     latents = specs.MLAAttentionSpec(**FULL | {"num_kv_heads": 1})
     assert validation.check_spec(latents) is latents
-    for mode, dtype in (("INT8_PER_TOKEN_HEAD", torch.int8), ("FP8_PER_TOKEN_HEAD", torch.uint8)):
+    contents = {"INT8_PER_TOKEN_HEAD": 136, "FP8_PER_TOKEN_HEAD": 136, "INT4_PER_TOKEN_HEAD": 72}
+    for mode, content in contents.items():
+        dtype = torch.int8 if mode.startswith("INT8") else torch.uint8
         spec = specs.FullAttentionSpec(**FULL | {"kv_quant_mode": specs.KVQuantMode[mode], "dtype": dtype})
-        assert validation.check_spec(triton.TritonAttentionBackend.customize_spec(spec)).state_content_bytes == 136
+        assert validation.check_spec(triton.TritonAttentionBackend.customize_spec(spec)).state_content_bytes == content
         assert formats.with_row_scales(spec) == triton.TritonAttentionBackend.customize_spec(spec)
 
 

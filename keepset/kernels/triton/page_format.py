@@ -139,9 +139,8 @@ def _store_halves(row, rows, exists, dims, HEAD_DIM: tl.constexpr):
     halves = tl.minimum(tl.maximum(steps + 0.5, 0.0), 15.0).to(tl.int32)
     bits = tl.where(spoilt, float("nan"), scale).to(tl.int32, bitcast=True)
     tl.store((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), (bits & -16) | zero, mask=exists)
-    BYTES: tl.constexpr = rows.shape[1] // 2
-    pairs = tl.reshape(halves, [rows.shape[0], BYTES, 2]) << (4 * tl.arange(0, 2))[None, None, :]
-    byte = tl.arange(0, BYTES)
+    pairs = tl.reshape(halves, [rows.shape[0], rows.shape[1] // 2, 2]) << (4 * tl.arange(0, 2))[None, None, :]
+    byte = tl.arange(0, rows.shape[1] // 2)
     mask = exists[:, None] & (byte < HEAD_DIM // 2)[None, :]
     tl.store(row[:, None] + byte[None, :], tl.sum(pairs, 2).to(tl.uint8), mask=mask)
 
