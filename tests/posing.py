@@ -16,6 +16,7 @@ from keepset.kernels import dispatch
 from keepset.kernels.triton import (
     attention,
     columns,
+    four_bits,
     page_entries,
     paged,
     paged_window,
@@ -38,13 +39,14 @@ _ACROSS_DEVICES = {"_to_copy", "copy_", "index", "index_put", "index_put_", "lif
 _KERNELS = {
     attention: ("_attend_part", "_merge_parts", "_pack", "_append"),
     columns: ("_columns", "_log_sum_exp"),
+    four_bits: ("_attend_four_bits", "_append_four_bits"),
     window: ("_window_lse", "_add_received"),
     predictor: ("_entry_scores",),
     page_entries: ("_read_pages", "_move_entries"),
     paged_window: ("_paged_lse", "_add_in_pages"),
     paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts", "_shift"),
 }
-_ATTENTION = {"_attend_part", "_merge_parts"}
+_ATTENTION = {"_attend_part", "_attend_four_bits", "_merge_parts"}
 _EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
 

@@ -32,11 +32,14 @@ def append_entries(
         positions: of the new tokens.
     """
     format = stores[0].format
-    if uses_triton(keys.device) and not (format and format.refined):
-        from keepset.kernels.triton import attention  # loads Triton
+    if uses_triton(keys.device):
+        from keepset.kernels.triton import attention, four_bits  # loads Triton
 
         with launched_on(keys.device):
-            attention.append(stores, keys, values, positions)
+            if format and format.refined:
+                four_bits.append(stores, format.mix(keys), format.mix(values), positions)
+            else:
+                attention.append(stores, keys, values, positions)
         return
     first = 0
     at = positions[:, None].expand(-1, keys.shape[1], -1).flatten(0, 1)
@@ -82,8 +85,8 @@ def ragged_attention(
     with the caps and sinks of a model that has them.
 
     The query heads that share a KV head are folded into the query axis, so that nothing is repeated or padded. A GPU
-    computes all heads in one launch (two if heads are split along their entries), whichever stores hold them; it widens
-    entries in 4 bits before. A CPU computes one product per run of heads of equal length.
+    computes all heads in one launch (two if heads are split along their entries), whichever stores hold them. A CPU
+    computes one product per run of heads of equal length.
 
     Args:
         queries: queries of the newest tokens, after rotation.
@@ -97,11 +100,11 @@ def ragged_attention(
     """
     format = stores[0].format
     if uses_triton(queries.device):
-        from keepset.kernels.triton import attention  # loads Triton
+        from keepset.kernels.triton import attention, four_bits  # loads Triton
 
-        if format and format.refined:
-            stores = [store.whole() for store in stores]
         with launched_on(queries.device):
+            if format and format.refined:
+                return format.unmix(four_bits.ragged_attention(format.mix(queries), stores, softmax, query_positions))
             return attention.ragged_attention(queries, stores, softmax, query_positions)
     if format:
         queries = format.mix(queries)

@@ -109,7 +109,7 @@ class FourBits(EntryFormat):
     ) -> tuple[UInt8[Tensor, "*places half"], Float[Tensor, "*places"]]:
         wide = rows.float().contiguous()
         spread = torch.linalg.vector_norm(wide, dim=-1) / math.sqrt(wide.shape[-1])
-        levels, borders = _levels(wide.device)
+        levels, borders = levels_and_borders(wide.device)
         codes = torch.bucketize(wide / spread.clamp(min=_TINY)[..., None], borders, out_int32=True)
         nearest = levels[codes]
         scale = (wide * nearest).sum(-1) / nearest.square_().sum(-1)
@@ -149,7 +149,7 @@ LEVELS = (0.1284, 0.3881, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326)
 
 
 @cache
-def _levels(device: torch.device) -> tuple[Float[Tensor, " 16"], Float[Tensor, " 15"]]:
+def levels_and_borders(device: torch.device) -> tuple[Float[Tensor, " 16"], Float[Tensor, " 15"]]:
     """Return all levels in rising order, and the borders between neighbours."""
     with torch.inference_mode(False):
         levels = torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS], device=device)
@@ -160,7 +160,7 @@ def _levels(device: torch.device) -> tuple[Float[Tensor, " 16"], Float[Tensor, "
 def _pairs(device: torch.device, dtype: torch.dtype) -> Shaped[Tensor, " 256"]:
     """Return for each byte the levels of its lower and upper half, seen as one number of twice the size."""
     with torch.inference_mode(False):
-        levels, byte = _levels(device)[0].to(dtype), torch.arange(256, device=device)
+        levels, byte = levels_and_borders(device)[0].to(dtype), torch.arange(256, device=device)
         return torch.stack([levels[byte & 15], levels[byte >> 4]], -1).view(_TWICE[dtype.itemsize])[:, 0]
 
 

@@ -168,7 +168,7 @@ class PackedHeads:
         return sum(run.heads * run.count for run in self.runs)
 
     @cached_property
-    def _table(self) -> Int[Tensor, "7 heads"]:
+    def host_table(self) -> Int[Tensor, "7 heads"]:
         """Addresses of each head's first key, value, position, bias and two scales, and its count; on the host."""
         starts = torch.tensor([run.start + i * run.capacity for run in self.runs for i in range(run.heads)])
         counts = torch.tensor([run.count - self.grown for run in self.runs for _ in range(run.heads)])
@@ -179,11 +179,11 @@ class PackedHeads:
 
     @cached_property
     def _device_table(self) -> Int[Tensor, "7 heads"]:
-        return self._table.to(self.keys.device, non_blocking=True)
+        return self.host_table.to(self.keys.device, non_blocking=True)
 
     @cached_property
     def _aligned(self) -> bool:
-        return not (self._table[:2] % 16).any()
+        return not (self.host_table[:2] % 16).any()
 
 
 class HeadTable:
@@ -214,6 +214,6 @@ class HeadTable:
         if len(stores) == 1:
             self.addresses, self.grown = stores[0]._device_table, stores[0].grown
             return
-        joined = torch.cat([store._table for store in stores], 1)
+        joined = torch.cat([store.host_table for store in stores], 1)
         joined[-1] += torch.tensor([store.grown for store in stores for _ in range(store.heads)])
         self.addresses = joined.to(stores[0].keys.device, non_blocking=True)

@@ -300,7 +300,7 @@ def _storages(thing: Any, found: dict[int, int], seen: set[int]) -> None:
         found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
         return
     parts = list(thing.values()) if isinstance(thing, dict) else list(thing) if isinstance(thing, list | tuple) else []
-    skipped = ("events", "progress", "_from_files", "_second", "recipe", "_table", "_device_table")
+    skipped = ("events", "progress", "_from_files", "_second", "recipe", "host_table", "_device_table")
     parts += [part for name, part in getattr(thing, "__dict__", {}).items() if name not in skipped]
     for part in parts:
         _storages(part, found, seen)

@@ -33,6 +33,7 @@ from keepset.kernels.softmax import Softmax
 from keepset.kernels.triton import (
     attention,
     columns,
+    four_bits,
     page_entries,
     paged,
     paged_window,
@@ -45,6 +46,7 @@ Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
 _MODULES: tuple[ModuleType, ...] = (
     attention,
     columns,
+    four_bits,
     page_entries,
     paged,
     paged_window,
@@ -102,6 +104,12 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
     runs, bias = runs_of([long] * kv_heads), torch.zeros(kv_heads * long)
     whole, scales = FORMATS[8].quantize(flat, flat.dtype)
     eight_bits = PackedHeads(whole, whole, places, runs, bias, scales, scales)
+    codes = torch.zeros(kv_heads * long, head_dim // 2, dtype=torch.uint8)
+    residual = PackedHeads(codes, codes, places, runs, None, scales, scales)
+    four = PackedHeads(codes, codes, places, runs, bias, scales, scales, residual)
+    for softmax in Softmax(1.5), Softmax(1.5, 30.0, torch.zeros(kv_heads * group, dtype=dtype)):
+        ragged_attention(queries[:, :, :1], [four], softmax)
+    append_entries([four], keys, keys, positions)
     for store in PackedHeads(flat, flat, places, runs, bias), eight_bits:
         ragged_attention(queries[:, :, :1], [store], Softmax(1.5))
         ragged_attention(queries, [store], Softmax(1.5), last)

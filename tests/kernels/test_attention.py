@@ -17,7 +17,7 @@ from keepset.kernels.attention import append_entries, pack_entries, ragged_atten
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.packed import HeadRun, PackedHeads
 from keepset.kernels.softmax import Softmax
-from tests.kernels.four_bits import matrix, meant
+from tests.kernels.four_bits import matrix, meant, rounded
 from tests.on_gpu import pretends
 
 # Entries of every head of every request, [batch][kv_heads].
@@ -73,6 +73,10 @@ def in_8_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
     parts = (keys.double(), key_scale.double()), (values.double(), value_scale.double())
     written = [torch.stack([row * step for row, step in zip(*part, strict=True)]) for part in parts]
     return stored, replace(packed, keys=written[0], values=written[1])
+
+
+def rms(row: Tensor) -> float:
+    return float(row.square().mean().sqrt())
 
 
 def in_4_bits(packed: PackedHeads) -> tuple[PackedHeads, PackedHeads]:
@@ -340,6 +344,53 @@ def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) 
             assert (error[exists] <= 0.5 + cut).all()
     for part, old in zip([each for each in parts if each is not None], before, strict=True):
         assert torch.equal(part[untouched].nan_to_num(), old[untouched].nan_to_num())
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 5, 40])
+@pytest.mark.parametrize("sizes", [(8, 6), (10, 64)])
+def test_new_entries_of_4_bits(implementation: str, n: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Where a head ends come its new entries, mixed and on the nearest levels, and what that loses in the residual."""
+    draw, spare = seeded(2), 44
+    packed = packed_heads([[3, 3], [0, 9]], sizes, dtype, spare)
+    stored, _ = in_4_bits(packed)
+    assert stored.residual is not None
+    heads, room = 4, 50
+    empty = [torch.zeros(heads * room, size // 2, dtype=torch.uint8) for size in sizes]
+    scales = [torch.zeros(heads * room, dtype=dtype) for _ in sizes]
+    places = torch.zeros(heads * room, dtype=torch.int32)
+    residual = PackedHeads(*empty, places, [HeadRun(0, heads, 0, 2, room)], None, *scales)
+    stored = replace(stored, residual=residual)
+    stored.grown = 2  # the tables are of a time before
+    residual.grown = 1
+    keys, values = (torch.randn(2, n, 2, size, generator=draw).to(dtype).transpose(1, 2) for size in sizes)
+    keys[1, 1, 0, 3] = math.nan
+    keys[0, 0, 0] = 0.0
+    positions = torch.arange(n) + torch.tensor([[12], [30]])
+    before = [part.clone() for part in (stored.keys, stored.values, stored.positions)]
+    append_entries([stored], keys, values, positions)
+    untouched = torch.ones(len(stored.keys), dtype=torch.bool)
+    for run, i in heads_of(stored):
+        request, head = divmod(run.first + i, 2)
+        at = run.start + i * run.capacity + run.count + torch.arange(n)
+        behind = (run.first + i) * room + 2 + torch.arange(n)
+        untouched[at] = False
+        assert stored.positions[at].tolist() == residual.positions[behind].tolist() == positions[request].tolist()
+        for rows, name in (keys, "keys"), (values, "values"):
+            mixed = (rows[request, head].float() @ matrix(rows.shape[-1]).float().T).to(dtype).double()
+            scale = f"{name[:-1]}_scale"
+            coarse = meant(getattr(stored, name)[at], getattr(stored, scale)[at])
+            fine = meant(getattr(residual, name)[behind], getattr(residual, scale)[behind])
+            exists = ~rows[request, head].isnan().any(-1)
+            assert torch.equal(getattr(stored, scale)[at].isnan(), ~exists)
+            for row, first, both in zip(mixed[exists], coarse[exists], (coarse + fine)[exists], strict=True):
+                size = rms(row)
+                assert rms(first - rounded(row, dtype)) <= 16 * ROUNDING[dtype] * size
+                # What is lost may be rounded itself, so that a number on a border takes the other level.
+                assert rms(both - first - rounded(row - first, dtype)) <= max(16 * ROUNDING[dtype], 1e-6) * size
+    for part, old in zip((stored.keys, stored.values, stored.positions), before, strict=True):
+        assert torch.equal(part[untouched], old[untouched])
 
 
 @pretends

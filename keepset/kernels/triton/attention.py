@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -36,7 +38,7 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
     # Further blocks of rows read their head's entries once more.
     block_rows = min(block, max(16, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, block_rows)
-    part = _part(queries.device, sum(store.entries for store in stores) * row_blocks)
+    part = part_of(queries.device, sum(store.entries for store in stores) * row_blocks)
     parts = max(1, triton.cdiv(max(store.longest for store in stores), part))
     output = queries.new_empty(batch, n, query_heads, value_dim)
     lse = torch.empty(batch, n, query_heads, device=queries.device)
@@ -56,14 +58,21 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
         ALIGNED=table.aligned, CAPPED=softmax.softcap is not None, SINKS=sinks is not None,
     )  # fmt: skip
     if parts > 1:
-        _merge_parts[(batch * n * query_heads,)](
-            partial, partial_lse, output, lse, None, batch * n * query_heads, parts, query_heads,
-            VALUE_DIM=value_dim, VALUE_BLOCK=triton.next_power_of_2(value_dim), BLOCK=_MERGED, LISTED=False,
-        )  # fmt: skip
+        merge_parts(partial, partial_lse, output, lse)
     return output
 
 
-def _part(device: torch.device, entries: int) -> int:
+def merge_parts(partial, partial_lse, output, lse) -> None:
+    """Merge the parts of all outputs, `[parts, batch, n, query_heads, value_dim]`, by their log-sum-exps."""
+    *rows, query_heads, value_dim = output.shape
+    outputs = math.prod(rows) * query_heads
+    _merge_parts[(outputs,)](
+        partial, partial_lse, output, lse, None, outputs, len(partial), query_heads,
+        VALUE_DIM=value_dim, VALUE_BLOCK=triton.next_power_of_2(value_dim), BLOCK=_MERGED, LISTED=False,
+    )  # fmt: skip
+
+
+def part_of(device: torch.device, entries: int) -> int:
     """Return how many entries a part has: enough parts to keep the device busy, none too short to be worth it.
 
     Twice as many programs leave less time in which the last ones run alone, but more parts to merge. They are worth it
