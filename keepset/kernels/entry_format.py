@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float, Int8, Shaped, UInt8
 from torch import Tensor
 
+from keepset.kernels.dispatch import upload
+
 
 class EntryFormat(ABC):
     """How the rows of a store are written and read. A row is one key or one value.
@@ -152,7 +154,7 @@ LEVELS = (0.1284, 0.3881, 0.6568, 0.9423, 1.2562, 1.6180, 2.0690, 2.7326)
 def levels_and_borders(device: torch.device) -> tuple[Float[Tensor, " 16"], Float[Tensor, " 15"]]:
     """Return all levels in rising order, and the borders between neighbours."""
     with torch.inference_mode(False):
-        levels = torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS], device=device)
+        levels = upload(torch.tensor([*(-level for level in reversed(LEVELS)), *LEVELS]), device)
         return levels, (levels[1:] + levels[:-1]) / 2
 
 
@@ -178,7 +180,7 @@ def _product(rows: Float[Tensor, "*places dim"], transposed: bool) -> Float[Tens
 @cache
 def _matrix(size: int, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "size size"]:
     with torch.inference_mode(False):
-        return mixing(size).to(device, dtype)
+        return upload(mixing(size).to(dtype), device)
 
 
 def mixing(size: int) -> Float[Tensor, "size size"]:

@@ -19,6 +19,7 @@ from tests.posing import Gpu, Posing, on_gpu
 
 LENGTH, EVERY = 20, 4
 COMPOSED = ["match(pool(knorm), keep=12)", "int8(match(knorm), keep=12)", "adakv(pyramid(knorm), keep=12)"]
+COMPOSED += ["quantized(adakv(knorm), bits=4, keep=12)"]
 QUICK = ["knorm", "snapkv", "h2o", "expected_attention", "second_pass", "gvote", "adakv", "ams"]
 """Of everything that is looked at, and of every layout, one; the full tier has all methods."""
 

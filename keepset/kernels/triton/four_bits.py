@@ -78,7 +78,7 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
         GROUP=query_heads // kv_heads, HALF=head_dim // 2, VALUE_HALF=value_dim // 2,
         HALF_BLOCK=max(16, wide // 2), VALUE_BLOCK=max(16, value_wide // 2), ROWS=block_rows, BLOCK=block,
         CAUSAL=last_visible is not None, BIASED=biased is not None, CAPPED=softmax.softcap is not None,
-        SINKS=sinks is not None,
+        SINKS=sinks is not None, num_stages=2,
     )  # fmt: skip
     if parts > 1:
         merge_parts(partial, partial_lse, output, lse)
