@@ -95,7 +95,7 @@ class RotaryLayout:
         """Return rotated queries, in the wider of the queries' and the rotation's types."""
         cos, sin = rotation
         # Narrow queries are widened in passing, and not copied first.
-        return torch.addcmul(queries * cos[:, None], queries[..., self.partner], sin[:, None])
+        return queries * cos[:, None] + queries[..., self.partner] * sin[:, None]
 
 
 @dataclass
