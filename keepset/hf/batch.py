@@ -61,8 +61,11 @@ def go_together(
     lengths = torch.cat([cache.progress.lengths.to(tokens.device) for cache in caches if cache.progress is not None])
     positions = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     batch = _Batch(caches, positions)
-    offsets = torch.cat([positions.new_zeros(1, 1) + cache.position_offsets for cache in caches])
-    output = model(tokens, position_ids=positions + offsets, past_key_values=batch, use_cache=True, logits_to_keep=1)
+    offsets = [cache.position_offsets for cache in caches]
+    ids = positions
+    if any(isinstance(each, Tensor) for each in offsets):
+        ids = ids + torch.cat([positions.new_zeros(1, 1) + each for each in offsets])
+    output = model(tokens, position_ids=ids, past_key_values=batch, use_cache=True, logits_to_keep=1)
     return output.logits[:, -1], batch.errors
 
 

@@ -221,14 +221,14 @@ def source(kernel: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[str, An
     return ASTSource(kernel, signature, constants, {path: each for path, each in attributes.items() if each})
 
 
-def distinct(launches: list[Launch], once: bool) -> Iterator[tuple[ASTSource, int]]:
-    """Each that is another program, or of each kernel the first one, and how many warps run it."""
+def distinct(launches: list[Launch], once: bool) -> Iterator[tuple[ASTSource, dict[str, int]]]:
+    """Each that is another program, or of each kernel the first one, and with how many warps and stages."""
     seen = set()
     for kernel, args, kwargs in launches:
         made = source(kernel, args, kwargs)
         if (what := kernel.__name__ if once else made.hash()) not in seen:
             seen.add(what)
-            yield made, kwargs.get("num_warps", 4)
+            yield made, {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
 
 
 if __name__ == "__main__":
@@ -243,7 +243,7 @@ if __name__ == "__main__":
             *(made.fn.__name__ for other in others for made, _ in other if made.hash() not in known), sep="\n", end=""
         )
         sys.exit()
-    for made, warps in programs:
+    for made, options in programs:
         target = GPUTarget("cuda", int(capability), 32)
-        program = compile(made, target=target, options={"num_warps": warps})
+        program = compile(made, target=target, options=options)
         print(made.fn.__name__, program.metadata.shared, len(program.asm["cubin"]))

@@ -629,10 +629,10 @@ def test_a_candidate_that_cannot_be_had_spoils_nothing_for_the_others() -> None:
 def test_a_prefill_that_cannot_be_shared_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Recorder.prefill
 
-    def prefill(self: Recorder, ids: Any) -> Any:
+    def prefill(self: Recorder, *prompt: Any) -> Any:
         if self.needs.unrotated:
             raise KeepsetError("Hidden states cannot be seen.")
-        return original(self, ids)
+        return original(self, *prompt)
 
     todo = candidates(RECIPES[:2], [Budget(0.5)])
     expected = run(todo)

@@ -213,10 +213,10 @@ def test_what_chooses_its_own_number_must_stay_within_the_budget() -> None:
 def test_a_prefill_that_one_recipe_spoils_serves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill = Recorder.prefill
 
-    def picky(self: Recorder, ids: Tensor) -> Tensor:
+    def picky(self: Recorder, *prompt: Any) -> Any:
         if self.needs.of(SecondPass):
             raise KeepsetError("No second pass here.")
-        return prefill(self, ids)
+        return prefill(self, *prompt)
 
     monkeypatch.setattr(Recorder, "prefill", picky)
     errors = [told.error for told in measurer(piece())(0, RECIPES)]
