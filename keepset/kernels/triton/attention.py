@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.packed import HeadTable
+from keepset.kernels.packed import HeadTable, PackedHeads
 from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, capped, rows_of, streamed
 
 _BLOCK = 64
@@ -38,41 +39,65 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
     # Further blocks of rows read their head's entries once more.
     block_rows = min(block, max(16, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, block_rows)
-    part = part_of(queries.device, sum(store.entries for store in stores) * row_blocks)
-    parts = max(1, triton.cdiv(max(store.longest for store in stores), part))
-    output = queries.new_empty(batch, n, query_heads, value_dim)
-    lse = torch.empty(batch, n, query_heads, device=queries.device)
-    partial = output if parts == 1 else torch.empty(parts, *output.shape, device=queries.device)
-    partial_lse = lse if parts == 1 else torch.empty(parts, *lse.shape, device=queries.device)
+    made = Outputs.of(queries, stores, value_dim, row_blocks)
     biased = next((store.bias for store in stores if store.bias is not None), None)
     last_visible = None if query_positions is None else query_positions.contiguous()
     sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
     # Only the first axis of a grid may have more than 65,535 programs.
-    _attend_part[(heads * row_blocks, parts)](
+    _attend_part[(heads * row_blocks, made.parts)](
         queries, kind.keys, kind.values, kind.positions, biased, kind.key_scale, table.addresses, last_visible,
-        sinks, partial, partial_lse, *queries.stride(), softmax.scaling, softmax.softcap or 1.0,
-        part, table.grown, n, kv_heads, heads, batch * n * query_heads,
+        sinks, made.partial, made.partial_lse, *queries.stride(), softmax.scaling, softmax.softcap or 1.0,
+        made.part, table.grown, n, kv_heads, heads, batch * n * query_heads,
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
         HEAD_BLOCK=head_block, VALUE_BLOCK=value_block, ROWS=block_rows, BLOCK=block,
         CAUSAL=last_visible is not None, BIASED=biased is not None, INT8=kind.key_scale is not None,
         ALIGNED=table.aligned, CAPPED=softmax.softcap is not None, SINKS=sinks is not None,
     )  # fmt: skip
-    if parts > 1:
-        merge_parts(partial, partial_lse, output, lse)
-    return output
+    return made.merged()
 
 
-def merge_parts(partial, partial_lse, output, lse) -> None:
-    """Merge the parts of all outputs, `[parts, batch, n, query_heads, value_dim]`, by their log-sum-exps."""
-    *rows, query_heads, value_dim = output.shape
-    outputs = math.prod(rows) * query_heads
-    _merge_parts[(outputs,)](
-        partial, partial_lse, output, lse, None, outputs, len(partial), query_heads,
-        VALUE_DIM=value_dim, VALUE_BLOCK=triton.next_power_of_2(value_dim), BLOCK=_MERGED, LISTED=False,
-    )  # fmt: skip
+class Outputs(NamedTuple):
+    """Where a launch writes what it attends to: the parts of heads that are cut along their entries, or the result.
+
+    Attributes:
+        output, lse: the result, `[batch, n, query_heads, value_dim]` in the queries' type, and its log-sum-exps.
+        partial, partial_lse: the same of each part, in float32; the result itself if there is one part.
+        part: entries of a part.
+        parts: of a head, at most.
+    """
+
+    output: Tensor
+    lse: Tensor
+    partial: Tensor
+    partial_lse: Tensor
+    part: int
+    parts: int
+
+    @classmethod
+    def of(cls, queries: Tensor, stores: Sequence[PackedHeads], value_dim: int, row_blocks: int) -> Outputs:
+        """Return room for the attention of some queries, whose rows are cut into so many blocks."""
+        batch, query_heads, n, _ = queries.shape
+        part = _part(queries.device, sum(store.entries for store in stores) * row_blocks)
+        parts = max(1, triton.cdiv(max(store.longest for store in stores), part))
+        output = queries.new_empty(batch, n, query_heads, value_dim)
+        lse = torch.empty(batch, n, query_heads, device=queries.device)
+        if parts == 1:
+            return cls(output, lse, output, lse, part, parts)
+        partial, partial_lse = (torch.empty(parts, *each.shape, device=queries.device) for each in (output, lse))
+        return cls(output, lse, partial, partial_lse, part, parts)
+
+    def merged(self) -> Tensor:
+        """Return the result, for which parts are merged by their log-sum-exps."""
+        if self.parts > 1:
+            (*_, query_heads, value_dim), outputs = self.output.shape, self.lse.numel()
+            _merge_parts[(outputs,)](
+                self.partial, self.partial_lse, self.output, self.lse, None, outputs, self.parts, query_heads,
+                VALUE_DIM=value_dim, VALUE_BLOCK=triton.next_power_of_2(value_dim), BLOCK=_MERGED, LISTED=False,
+            )  # fmt: skip
+        return self.output
 
 
-def part_of(device: torch.device, entries: int) -> int:
+def _part(device: torch.device, entries: int) -> int:
     """Return how many entries a part has: enough parts to keep the device busy, none too short to be worth it.
 
     Twice as many programs leave less time in which the last ones run alone, but more parts to merge. They are worth it

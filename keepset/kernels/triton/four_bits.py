@@ -17,7 +17,7 @@ from torch import Tensor
 
 from keepset.kernels.entry_format import levels_and_borders
 from keepset.kernels.packed import HeadTable, PackedHeads
-from keepset.kernels.triton.attention import merge_parts, part_of
+from keepset.kernels.triton.attention import Outputs
 from keepset.kernels.triton.softmax import capped, rows_of, streamed
 
 _MOVED = 16
@@ -61,28 +61,21 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
     block = rows_of(max(wide, value_wide), queries.dtype)
     block_rows = min(block, max(16, triton.next_power_of_2(rows)))
     row_blocks = triton.cdiv(rows, block_rows)
-    part = part_of(queries.device, sum(store.entries for store in stores) * row_blocks)
-    parts = max(1, triton.cdiv(max(store.longest for store in stores), part))
-    output = queries.new_empty(batch, n, query_heads, value_dim)
-    lse = torch.empty(batch, n, query_heads, device=queries.device)
-    partial = output if parts == 1 else torch.empty(parts, *output.shape, device=queries.device)
-    partial_lse = lse if parts == 1 else torch.empty(parts, *lse.shape, device=queries.device)
+    made = Outputs.of(queries, stores, value_dim, row_blocks)
     biased = next((store.bias for store in stores if store.bias is not None), None)
     last_visible = None if query_positions is None else query_positions.contiguous()
     sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
-    _attend_four_bits[(heads * row_blocks, parts)](
+    _attend_four_bits[(heads * row_blocks, made.parts)](
         queries, kind.keys, kind.positions, biased, kind.key_scale, levels_and_borders(queries.device)[0],
-        table.addresses, residuals.addresses, last_visible, sinks, partial, partial_lse, *queries.stride(),
+        table.addresses, residuals.addresses, last_visible, sinks, made.partial, made.partial_lse, *queries.stride(),
         softmax.scaling, softmax.softcap or 1.0,
-        part, table.grown, residuals.grown, n, kv_heads, heads, batch * n * query_heads,
+        made.part, table.grown, residuals.grown, n, kv_heads, heads, batch * n * query_heads,
         GROUP=query_heads // kv_heads, HALF=head_dim // 2, VALUE_HALF=value_dim // 2,
         HALF_BLOCK=max(16, wide // 2), VALUE_BLOCK=max(16, value_wide // 2), ROWS=block_rows, BLOCK=block,
         CAUSAL=last_visible is not None, BIASED=biased is not None, CAPPED=softmax.softcap is not None,
         SINKS=sinks is not None, num_stages=2,
     )  # fmt: skip
-    if parts > 1:
-        merge_parts(partial, partial_lse, output, lse)
-    return output
+    return made.merged()
 
 
 def append(stores, keys, values, positions) -> None:
