@@ -333,7 +333,7 @@ class ObservedCache(TransformersCache, KnowsText):
         self._waiting.clear()
         self._attending = False
         if self._rope is not None:
-            self._rope.deltas = None
+            self._rope.reset()
         for hooks in self._all_hooks():
             hooks.close()
             hooks.open()

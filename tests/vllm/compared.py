@@ -89,12 +89,17 @@ def check_transformers(model: PreTrainedModel, recipe: str | Recipe, some: list[
         assert tokens is not None
         cache = keepset.Cache(model, recipe, prompt_length=len(ids), history=True)
         assert fed(model, cache, cache.recipe, ids, tokens) == tokens
-        events = [event for event in cache.events if event.kept < event.entries]
-        assert [event.length for event in events] == [event["at"] for event in engine.events[index]]
-        for event, other in zip(events, engine.events[index], strict=True):
-            for layer, heads in layers_of(other).items():
-                for head, positions in enumerate(heads):
-                    assert event.keep_set.positions(layer, 0, head).tolist() == positions
+        check_events(cache, engine, index)
+
+
+def check_events(cache: keepset.Cache, engine: Result, index: int) -> None:
+    """Check that a request's events kept what those of a cache did, in the same places."""
+    events = [event for event in cache.events if event.kept < event.entries]
+    assert [event.length for event in events] == [event["at"] for event in engine.events[index]]
+    for event, other in zip(events, engine.events[index], strict=True):
+        for layer, heads in layers_of(other).items():
+            for head, positions in enumerate(heads):
+                assert event.keep_set.positions(layer, 0, head).tolist() == positions
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 import keepset
 from keepset import Recipe
 from tests.hf.pictures import picture
-from tests.vllm.compared import answers_of, result
-from tests.vllm.engine import BLOCK, Ask, Result, Scenario, layers_of
+from tests.vllm.compared import answers_of, check_events, result
+from tests.vllm.engine import BLOCK, Ask, Result, Scenario
 from tests.vllm.late import Late
 from tests.vllm.pictured import save_pictured
 
@@ -83,12 +83,7 @@ def check(
         best.append(int(logits.argmax()))
         start = stop
     assert best == tokens
-    events = [event for event in cache.events if event.kept < event.entries]
-    assert [event.length for event in events] == [event["at"] for event in engine.events[index]]
-    for event, other in zip(events, engine.events[index], strict=True):
-        for layer, heads in layers_of(other).items():
-            for head, positions in enumerate(heads):
-                assert event.keep_set.positions(layer, 0, head).tolist() == positions
+    check_events(cache, engine, index)
     return cache
 
 

@@ -262,15 +262,20 @@ def chunks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def check_beside(folder: Path, engine: dict[str, Any]) -> None:
+    """Check that recipes of every layout give a model's tokens and entries of transformers, and free blocks."""
+    model, recipes = AutoModelForCausalLM.from_pretrained(folder).eval(), (EQUAL, RAGGED, ACROSS)
+    answers = answers_of({recipe: on(folder, Scenario(recipe, UNDISTURBED, engine=engine)) for recipe in recipes})
+    for recipe in recipes:
+        some = result(answers, recipe)
+        assert all(some.events) and some.stats["blocks_freed"] > 0
+        check_transformers(model, recipe, UNDISTURBED, some)
+        some.check_nothing_left()
+
+
 @pytest.mark.full
 def test_beside_chunks(chunks: Path) -> None:
-    model, recipes = AutoModelForCausalLM.from_pretrained(chunks).eval(), (EQUAL, RAGGED, ACROSS)
-    answers = answers_of({recipe: on(chunks, Scenario(recipe, UNDISTURBED, engine=CHUNKED)) for recipe in recipes})
-    for recipe in recipes:
-        engine = result(answers, recipe)
-        assert all(engine.events) and engine.stats["blocks_freed"] > 0
-        check_transformers(model, recipe, UNDISTURBED, engine)
-        engine.check_nothing_left()
+    check_beside(chunks, CHUNKED)
 
 
 @pytest.fixture(scope="module")
@@ -287,14 +292,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 def test_beside_mamba(states: Path) -> None:
-    model, recipes = AutoModelForCausalLM.from_pretrained(states).eval(), (EQUAL, RAGGED, ACROSS)
-    engine = CHUNKED | {"kv_transfer_config": CONNECTOR}
-    answers = answers_of({recipe: on(states, Scenario(recipe, UNDISTURBED, engine=engine)) for recipe in recipes})
-    for recipe in recipes:
-        some = result(answers, recipe)
-        assert all(some.events) and some.stats["blocks_freed"] > 0
-        check_transformers(model, recipe, UNDISTURBED, some)
-        some.check_nothing_left()
+    check_beside(states, CHUNKED | {"kv_transfer_config": CONNECTOR})
 
 
 @pytest.fixture(scope="module")
