@@ -51,11 +51,7 @@ def default_recipe(model: str, called: str, otherwise: str) -> Default:
 
 
 def lack_of_networks(called: str) -> str:
-    """Return that there are no networks for a model, and how they are made: a sentence without its capital letter.
-
-    Args:
-        called: what the user calls the model.
-    """
+    """Return that there are no networks for a model, and how they are made: a sentence without its capital letter."""
     return (
         f"there are no networks for {called}: `keepset calibrate --model {called} --teacher reread --out "
         "stats.safetensors` makes them, and distilled(stats='stats.safetensors') names them."
@@ -63,10 +59,7 @@ def lack_of_networks(called: str) -> str:
 
 
 def default_methods(model: str) -> list[Recipe]:
-    """Return every default for a model without its budget, each once.
-
-    Args:
-        model: the model's name, `model.config.name_or_path`.
+    """Return every default for a model (`model.config.name_or_path`) without its budget, each once.
 
     Raises:
         KeepsetError: the statistics cannot be read.
@@ -78,10 +71,7 @@ def default_methods(model: str) -> list[Recipe]:
 
 
 def has_networks(model: str) -> bool:
-    """Return whether the statistics that are offered for a model hold the networks of `distilled`.
-
-    Args:
-        model: the model's name, `model.config.name_or_path`.
+    """Return whether the statistics offered for a model (`model.config.name_or_path`) hold the networks of `distilled`.
 
     Raises:
         KeepsetError: the statistics cannot be read.

@@ -157,10 +157,7 @@ def _names(mapping: Any, config: Any) -> set[str]:
 
 
 def load_processor(model: "transformers.PreTrainedModel") -> Any:
-    """Return what makes a model's inputs of texts and images.
-
-    Args:
-        model: a model that `load` has returned.
+    """Return what makes the inputs of a model that `load` has returned, of texts and images.
 
     Raises:
         UnsupportedModelError: the model does not look at images, or its processor cannot be loaded.

@@ -42,10 +42,7 @@ def _modules() -> Iterator[str]:
 
 
 def add(module: str) -> None:
-    """Have this process, and those that it starts, import a module for its methods.
-
-    Args:
-        module: the module's name, as Python imports it.
+    """Have this process, and those that it starts, import a module for its methods; the name is as Python imports it.
 
     Raises:
         KeepsetError: it is no name of a module.

@@ -149,10 +149,7 @@ class Recipe:
 
     @classmethod
     def parse_list(cls, text: str) -> list[Recipe]:
-        """Return the recipes in a text, which are separated by commas.
-
-        Args:
-            text: such as `"snapkv, adakv(snapkv)"`.
+        """Return the recipes in a text such as `"snapkv, adakv(snapkv)"`, which are separated by commas.
 
         Raises:
             RecipeError: as `parse` does, or if there is none.
@@ -178,19 +175,13 @@ class Recipe:
     def with_keep(self, keep: int | float) -> Recipe:
         """Return the same recipe with this `keep`, and without `bytes`.
 
-        Args:
-            keep: see `Budget`.
-
         Raises:
             BudgetError: if it does not suit the recipe.
         """
         return self.with_budget(keep=keep)
 
     def with_bytes(self, share: float) -> Recipe:
-        """Return the same recipe with this `bytes`, and without `keep`.
-
-        Args:
-            share: see `Budget.bytes`.
+        """Return the same recipe with this `Budget.bytes`, and without `keep`.
 
         Raises:
             BudgetError: if it does not suit the recipe.
@@ -228,10 +219,7 @@ class Recipe:
         return replace(self, budget=replace(budget, sinks=sinks, recent=recent))
 
     def located(self, images: Ranges | None) -> Recipe:
-        """Return the same recipe for one request, with ranges in place of the images or the text that it protects.
-
-        Args:
-            images: where the request's images are; None if nobody knows.
+        """Return the same recipe for one request, with ranges in place of the images or text that it protects.
 
         Raises:
             BudgetError: if it protects images or text, and nobody knows where images are.
@@ -250,10 +238,7 @@ class Recipe:
         return f"{self.method.name} {self.method.advice}."
 
     def select(self, observation: Observation) -> KeepSet:
-        """Return what stays of one layer.
-
-        Args:
-            observation: the layer, with everything that the method needs.
+        """Return what stays of one layer, observed with everything that the method needs.
 
         Raises:
             BudgetError: if the method needs a budget and the recipe has none.
@@ -262,19 +247,11 @@ class Recipe:
         return self.require_budget().method.select(observation, self.budget_for([observation]))
 
     def budget_for(self, observations: Sequence[Observation]) -> Budget:
-        """Return the budget in entries: `bytes` is the share of entries that fit those bytes.
-
-        Args:
-            observations: the layers that one choice is about. All are given the same share.
-        """
+        """Return the budget in entries for the layers of one choice: `bytes` becomes a share of entries."""
         return self.budget_of_sizes([(each.head_dim, each.value_dim) for each in observations])
 
     def budget_of_sizes(self, sizes: Iterable[tuple[int, int]]) -> Budget:
-        """Return what `budget_for` does, where there are no observations yet.
-
-        Args:
-            sizes: numbers of a key and of a value, for each layer.
-        """
+        """Return what `budget_for` does, given the numbers of a key and of a value for each layer."""
         sizes = tuple(sizes)
         full = sum(FULL_BYTES * (key_size + value_size) for key_size, value_size in sizes)
         return self.budget.in_entries(full, sum(self.method.traits.entry_bytes(*each) for each in sizes))
@@ -319,12 +296,9 @@ def check_schedule(recipe: Recipe) -> None:
 
 @cache
 def in_full(text: str) -> str:
-    """Return a recipe's text with everything that it leaves out.
+    """Return a recipe's text with everything that it leaves out; budget and schedule need not go together.
 
     Files hold this text, so that no later default changes their meaning.
-
-    Args:
-        text: a recipe's text; budget and schedule need not go together.
 
     Raises:
         RecipeError: as `Recipe.parse` does.

@@ -128,9 +128,6 @@ class Budget:
     def located(self, images: Sequence[Ranges] | None) -> Budget:
         """Return the same budget with ranges of tokens in place of `"image"` and `"text"`.
 
-        Args:
-            images: where the images of each request are; None if nobody knows.
-
         Raises:
             BudgetError: if the budget protects images or text, and nobody knows where images are.
         """
@@ -166,9 +163,6 @@ class Budget:
 
     def quotas(self, sizes: Sizes) -> Quotas:
         """Return how many entries each KV head keeps: at least one, and all where there are fewer than asked for.
-
-        Args:
-            sizes: lengths and entry counts of the rows.
 
         Raises:
             BudgetError: if the budget is still in bytes.

@@ -46,11 +46,7 @@ class HiddenPredictor(ABC):
     def _read(self, hidden: Float[Tensor, "batch n inputs"]) -> Float[Tensor, "batch kv_heads n"]: ...
 
     def scores(self, hidden: Float[Tensor, "batch n inputs"]) -> Float[Tensor, "batch kv_heads n"]:
-        """Return the score of each token's entry in each KV head, in float32.
-
-        Args:
-            hidden: the hidden states that enter the layer's attention, in any floating-point type.
-        """
+        """Return the score of each token's entry in each KV head, in float32, from hidden states of any type."""
         return torch.cat([self._read(block.float()) for block in hidden.split(_BLOCK, 1)], 2)
 
     def on(self, device: torch.device) -> Self:
@@ -65,10 +61,7 @@ class HiddenPredictor(ABC):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the module with these weights.
-
-        Args:
-            tensors: weights by their names.
+        """Return the module with weights of these names.
 
         Raises:
             ValueError: if weights are missing or superfluous, do not fit each other, or are not finite numbers.

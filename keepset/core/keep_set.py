@@ -237,11 +237,7 @@ class LayerKeepSet:
         return self.packed_positions[int(offsets[row]) : int(offsets[row + 1])]
 
     def mask(self, length: int) -> Bool[Tensor, "batch kv_heads length"]:
-        """Return a mask over positions: true at every kept one.
-
-        Args:
-            length: how many positions, from 0 on.
-        """
+        """Return a mask over the positions from 0 on: true at every kept one."""
         batch, heads = self.counts.shape
         mask = torch.zeros(batch * heads, length, dtype=torch.bool, device=self.counts.device)
         inside = self.packed_positions < length
@@ -277,10 +273,7 @@ class KeepSet:
         return tuple(self._layers)
 
     def layer(self, index: int) -> LayerKeepSet:
-        """Return one layer's part.
-
-        Args:
-            index: the layer's index in the model.
+        """Return the part of the layer with this index in the model.
 
         Raises:
             KeepsetError: if this set does not have that layer.
@@ -303,11 +296,7 @@ class KeepSet:
         return self.layer(layer).positions(request, head)
 
     def mask(self, length: int) -> Bool[Tensor, "layers batch kv_heads length"]:
-        """Return a mask over positions: true at every kept one, layers in the order of `layers`.
-
-        Args:
-            length: how many positions, from 0 on.
-        """
+        """Return a mask over the positions from 0 on: true at every kept one, layers in the order of `layers`."""
         return torch.stack([kept.mask(length) for kept in self._layers.values()])
 
     def count(self) -> KeepSet:
@@ -343,10 +332,7 @@ class KeepSet:
         return Layout.LAYER_RAGGED if bool((counts != counts[:1]).any()) else Layout.DENSE
 
     def union(self, other: KeepSet) -> KeepSet:
-        """Return the entries that either set keeps.
-
-        Args:
-            other: a set of the same observations.
+        """Return the entries that either of two sets of the same observations keeps.
 
         Raises:
             KeepsetError: if its layers, requests or KV heads are others.
@@ -354,10 +340,7 @@ class KeepSet:
         return KeepSet([_merge(mine, theirs) for mine, theirs in self._pairs(other)])
 
     def overlap(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
-        """Return the share of this set's entries that another one keeps too.
-
-        Args:
-            other: a set of the same layers, requests and KV heads.
+        """Return the share of this set's entries that a set of the same layers, requests and KV heads keeps too.
 
         Returns:
             Numbers from 0 to 1; 1 where this set is empty. Layers are in the order of `layers`.
@@ -368,10 +351,7 @@ class KeepSet:
         return torch.stack([_share(a & b, a) for a, b in self._masks(other)])
 
     def iou(self, other: KeepSet) -> Float[Tensor, "layers batch kv_heads"]:
-        """Return the intersection over union of two sets of positions.
-
-        Args:
-            other: a set of the same layers, requests and KV heads.
+        """Return the intersection over union of two sets of positions, of the same layers, requests and KV heads.
 
         Returns:
             Numbers from 0 to 1; 1 where both are empty. Layers are in the order of `layers`.

@@ -86,19 +86,11 @@ class Method(ABC):
         return Traits()
 
     def for_bytes(self, share: float | None) -> Method:
-        """Return this method with what it leaves to the budget: parameters without a value that follow from `bytes`.
-
-        Args:
-            share: the budget's `bytes`; None if it has none.
-        """
+        """Return this method with the parameters that follow from the budget's `bytes`, which may be None."""
         return self
 
     def without_bytes(self, share: float | None) -> Method:
-        """Return this method without what `for_bytes` would give it.
-
-        Args:
-            share: the budget's `bytes`; None if it has none.
-        """
+        """Return this method without what `for_bytes` would give it."""
         return self
 
     @property
@@ -159,11 +151,7 @@ class Method(ABC):
         return Ranking(observation, budget, order, scores, quotas, self.remember(observation, scores))
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        """Return what stays of a layer and what is remembered of it: by default the best entries of every head.
-
-        Args:
-            ranking: what `ranked` returned.
-        """
+        """Return what stays of a layer and what is remembered of it: by default the best entries of every head."""
         return ranking.best()
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:

@@ -319,10 +319,7 @@ class Observation:
         return self.queries[:, :, -window:], self.query_positions[:, -window:]
 
     def window_attention(self, window: int) -> Float[Tensor, "batch query_heads window entries"]:
-        """Return the causal attention of the newest queries over all entries, in float32.
-
-        Args:
-            window: how many queries, at most as many as the method declared with `RecentQueries`.
+        """Return the causal attention of the newest queries, at most those declared, over all entries, in float32.
 
         Returns:
             A row for each query, fewer if there are fewer queries. Rows of queries that do not exist, because the
@@ -345,12 +342,9 @@ class Observation:
         return attention.view(batch, -1, queries.shape[2], entries)
 
     def window_usage(self, window: int) -> QueryHeadScores:
-        """Return the attention that every entry receives from the newest queries, summed over them, in float32.
+        """Return the attention that entries receive from the newest queries, summed over them, in float32.
 
         The attention is computed and summed in blocks that stay in a core's cache; it never exists as a whole.
-
-        Args:
-            window: how many queries, at most as many as the method declared with `RecentQueries`.
 
         Raises:
             KeepsetError: if no queries were collected.
@@ -400,9 +394,6 @@ class Observation:
     ) -> Float[Tensor, "batch kv_heads group *rest"]:
         """Return a view of a statistic with query heads under the KV head that they share (grouped-query attention).
 
-        Args:
-            statistic: numbers of every query head; neighbours share a KV head.
-
         Returns:
             The numbers with an axis for the KV head and one for the query heads of its group.
         """
@@ -415,10 +406,7 @@ class Observation:
         return alike.flatten(1).all(1)
 
     def mean_over_heads(self, statistic: Scores) -> Scores:
-        """Return a layer's mean over its KV heads, for each head.
-
-        Args:
-            statistic: a number of every entry.
+        """Return the mean over KV heads of a number of every entry, for each head.
 
         Returns:
             The mean; or a head's own numbers where the heads of a request hold different entries.
@@ -426,11 +414,7 @@ class Observation:
         return statistic.mean(1, keepdim=True).where(self.heads_alike[:, None, None], statistic)
 
     def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
-        """Return the KeepSet of some entries of this layer.
-
-        Args:
-            mask: true where an entry stays; holes never stay.
-        """
+        """Return the KeepSet of the entries of this layer where a mask is true; holes never stay."""
         return KeepSet([self.kept(mask, self.state)])
 
     def kept(self, mask: Bool[Tensor, "batch kv_heads entries"], state: Mapping[str, Tensor]) -> LayerKeepSet:

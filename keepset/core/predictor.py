@@ -54,11 +54,7 @@ class Predictor:
     def log_scores(
         self, inputs: Float[Tensor, "*rows kv_heads entries inputs"]
     ) -> Float[Tensor, "*rows kv_heads entries"]:
-        """Return the logarithm of each entry's score, without what its age adds.
-
-        Args:
-            inputs: each entry's key before rotation, followed by its value.
-        """
+        """Return the logarithm of each entry's score without its age's part, from its unrotated key and its value."""
         return log_scores(inputs, self.linear, self.hidden, self.hidden_bias, self.output, self.output_bias)
 
 

@@ -207,9 +207,6 @@ class Statistics:
     def of_heads(self, share: HeadShare) -> Statistics:
         """Return the statistics of the heads that a process has.
 
-        Args:
-            share: which heads these are.
-
         Raises:
             KeepsetError: if they were measured on a model with another number of KV heads.
         """
@@ -311,9 +308,6 @@ def offer(model: str, make: Callable[[], Path]) -> None:
 
 def offered(model: str) -> Statistics | None:
     """Return the statistics that `offer` registered for a model; None if there are none.
-
-    Args:
-        model: the model's name.
 
     Raises:
         KeepsetError: if this version cannot read them.

@@ -239,10 +239,7 @@ class AttentionInput:
 
 
 def joined(layers: Sequence[AttentionInput]) -> AttentionInput:
-    """Return the same tokens with the query heads of several layers, under the KV heads that they share.
-
-    Args:
-        layers: the layers' inputs, first that of the layer whose keys and values they attend to.
+    """Return the same tokens with the query heads of several layers, first those of the layer that stores entries.
 
     Raises:
         UnsupportedModelError: the layers attend in different ways.

@@ -20,11 +20,7 @@ _NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_
 
 
 def image_token_ids(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Return the ids of the tokens that stand for images and videos in a prompt; none if the configuration names none.
-
-    Args:
-        config: of the whole model.
-    """
+    """Return the ids of tokens that stand for images and videos, as the configuration of a whole model names them."""
     parts = [config, getattr(config, "vision_config", None)]
     found = (getattr(part, name, None) for part in parts for name in _NAMES)
     return tuple(dict.fromkeys(token for token in found if isinstance(token, int)))

@@ -95,10 +95,7 @@ class KnowsText:
         """Have the model continue with this cache's text, whatever it was given in between."""
 
     def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
-        """Refuse the ids of a whole text if they begin with other tokens than the cache holds, as far as it knows them.
-
-        Args:
-            ids: as `generate` is given them, padding included.
+        """Refuse the ids of a whole text, padding included, if they begin with other tokens than the cache holds.
 
         Raises:
             KeepsetError: tokens that were given before are others now. Of those that were generated it is a warning.

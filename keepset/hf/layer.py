@@ -130,9 +130,6 @@ class LayerState(LogicalLayer):
     ) -> tuple[Float[Tensor, "batch n query_heads value_dim"], AttentionInput | None]:
         """Attend from another layer's queries of the newest tokens over all that is kept.
 
-        Args:
-            reader: what the other layer's attention was given.
-
         Returns:
             As `attend`. The tokens up to an event have the queries of all layers that read these entries.
         """
@@ -212,11 +209,7 @@ class LayerState(LogicalLayer):
         return self.decoding.observe(up_to_event, store, features, shared)
 
     def held(self, up_to_event: AttentionInput) -> list[list[int]]:
-        """Return how many entries each head of each request holds at an event.
-
-        Args:
-            up_to_event: what `attend` has returned.
-        """
+        """Return how many entries each head of each request holds at an event that `attend` has returned."""
         if self.store is None:
             return [[count] * up_to_event.key.shape[1] for count in up_to_event.counts]
         counts, heads = self.store.counts, self.store.kv_heads

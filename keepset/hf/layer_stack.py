@@ -86,11 +86,7 @@ class LayerStack(LazyObservation):
         return scores
 
     def split(self, kept: LayerKeepSet) -> Iterator[LayerKeepSet]:
-        """Yield what each layer keeps.
-
-        Args:
-            kept: what a method has chosen from this observation.
-        """
+        """Yield what each layer keeps of what a method has chosen from this observation."""
         counts = kept.counts.chunk(len(self.members))
         each, known = counts[0].numel(), kept.heads.host_values if self.num_kept is None else self.num_kept
         totals = [sum(known[first : first + each]) for first in range(0, len(known), each)]
@@ -108,12 +104,9 @@ class LayerStack(LazyObservation):
 
 
 def stacks_of(observations: Sequence[Observation]) -> list[Observation]:
-    """Return an event's observations, neighbouring layers stacked as far as they fit the workspace.
+    """Return an event's observations, in the model's order, neighbours stacked as far as they fit the workspace.
 
     The observation of a prompt stays alone: layer after layer is compressed, so that one is whole at a time.
-
-    Args:
-        observations: the layers in the model's order. Nothing was collected of a layer alone.
     """
     stored = [each for each in observations if isinstance(each, StoredObservation)]
     if len(stored) < len(observations):

@@ -116,20 +116,14 @@ def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, ad
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
-    """Return whether a decoder caches latents, of which it makes keys and values.
-
-    Args:
-        config: of the decoder.
-    """
+    """Return whether a decoder caches latents, of which it makes keys and values."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
 def readers_of(config: PreTrainedConfig) -> dict[int, int]:
     """Return how many later layers attend to a layer's keys and values and have none of their own, by its index.
 
-    Args:
-        config: of the decoder. The last layers share those of the last one before them of their type.
-    """
+    The last layers of a decoder share those of the last layer before them of their type."""
     shared, kinds = getattr(config, "num_kv_shared_layers", None) or 0, getattr(config, "layer_types", None) or []
     own = kinds[: len(kinds) - shared]
     readers = Counter(kinds[len(own) :])

@@ -174,12 +174,9 @@ class PromptSession:
         return self._shared
 
     def compress(self, recipe: Recipe | None) -> CachedPrompt:
-        """Return the prompt as a recipe leaves it that compresses the prompt only.
+        """Return the prompt as a recipe leaves it that compresses the prompt only; None for the full cache.
 
         If what one recipe looks at makes the shared prefill fail, each recipe gets a prefill of its own.
-
-        Args:
-            recipe: None for the full cache.
         """
         chosen = recipe or _KEEP_ALL
         recorder = self._recorded(chosen)

@@ -225,11 +225,7 @@ class EntryStore:
         self._moved()
 
     def quantize(self, bits: int) -> None:
-        """Store keys and values, also those of tokens to come, in few bits. There must be no free places.
-
-        Args:
-            bits: of a number, as in `FORMATS`.
-        """
+        """Store keys and values, also of tokens to come, in few bits (`FORMATS`). There must be no free places."""
         if self._format is None:
             format = FORMATS[bits]
             for name, scale in _SCALES.items():
@@ -474,11 +470,7 @@ class EntryStore:
             self.residual.reorder(requests)
 
     def crop(self, removed: Sequence[int]) -> None:
-        """Drop the newest entries of every head.
-
-        Args:
-            removed: how many, for each request.
-        """
+        """Drop the newest entries of every head, so many for each request."""
         if self.residual is not None:
             held = self.residual.counts[:: self.kv_heads]
             self.residual.crop([min(pair) for pair in zip(held, removed, strict=True)])

@@ -189,9 +189,6 @@ def mixing(size: int) -> Float[Tensor, "size size"]:
     Its columns have random signs, which are the same for ever. For a power of two it is a Hadamard matrix. Other sizes
     are a power of two times an odd number, and the matrix is the Kronecker product of a Hadamard matrix and a discrete
     cosine transform of that odd size, so that every number is spread over the whole row.
-
-    Args:
-        size: numbers of a row.
     """
     power = size & -size
     odd = size // power

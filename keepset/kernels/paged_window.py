@@ -69,12 +69,7 @@ def add_received_in_pages(
 
 
 def _mixed(queries: RecordedQueries, formats: Sequence[PageFormat]) -> Iterator[tuple[range, RecordedQueries]]:
-    """Yield layers and their queries as they are, or copied and mixed if keys are, for some layers at a time.
-
-    Args:
-        queries: queries of some layers.
-        formats: how the caches of these layers are read if they are quantised.
-    """
+    """Yield layers and their queries as they are, or copied and mixed if keys are, for some layers at a time."""
     layers = range(len(queries.rings))
     if not formats or formats[0].mixing is None:
         yield layers, queries

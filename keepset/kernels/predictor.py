@@ -55,13 +55,10 @@ _WEIGHTS = ("linear", "hidden", "hidden_bias", "output", "output_bias")
 
 
 def turns_of(frequency: Float[Tensor, "*layers head_dim"]) -> Int[Tensor, "*layers head_dim"]:
-    """Return angles in parts of a full turn, as signed 64-bit integers.
+    """Return angles in radians as parts of a full turn, in signed 64-bit integers.
 
     Multiplied by a position, they wrap where the angle does. So the angle at every position is exact to `position`
     times the rounding of a float64, and no device has to compute in float64.
-
-    Args:
-        frequency: angles in radians.
     """
     turns = frequency.double() / (2 * torch.pi)
     return ((turns - turns.round()) * TURN).clamp(-(2.0**63), 2.0**63 - 1024).long()

@@ -64,19 +64,11 @@ class Softmax:
         return replace(self, sinks=self.sinks.detach().float().view(kv_heads, -1).repeat(batch, 1))
 
     def capped(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return scaled products as logits, capped if the model caps them.
-
-        Args:
-            logits: products of queries and keys times `scaling`.
-        """
+        """Return scaled products of queries and keys as logits, capped if the model caps them."""
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def with_sinks(self, lse: Float[Tensor, "heads *n"]) -> Float[Tensor, "heads *n"]:
-        """Return the log-sum-exp of entries' logits and the sink.
-
-        Args:
-            lse: log-sum-exp of the entries' logits, of all query heads of one request; float32.
-        """
+        """Return the log-sum-exp of entries' logits and the sink, given that of the entries alone, `[heads, ...]`."""
         if self.sinks is None:
             return lse
         return torch.logaddexp(lse, self.sinks.float().view(-1, *[1] * (lse.ndim - 1)))

@@ -133,11 +133,7 @@ class QueryRing:
     # --- moments
 
     def layers_at_once(self, rows: int) -> int:
-        """Return for how many layers a covariance of each query head fits the workspace.
-
-        Args:
-            rows: requests.
-        """
+        """Return for how many layers a covariance of each query head of so many requests fits the workspace."""
         query_heads, head_dim = self._rings.shape[3:]
         return max(1, _AT_ONCE // (rows * query_heads * head_dim**2))
 

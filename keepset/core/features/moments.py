@@ -107,23 +107,12 @@ class _OfRows(Feature[Value]):
         """Return the rows of a chunk."""
 
     def add(self, moments: Moments, chunk: Chunk) -> None:
-        """Add a chunk's rows to moments.
-
-        Args:
-            moments: moments of earlier rows; changed.
-            chunk: new tokens, with a source.
-        """
+        """Add a chunk's rows to moments."""
         moments.add(self.rows(chunk), chunk.counted(self.skip), self.full)
 
     @abstractmethod
     def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> Value:
-        """Return the value of the feature.
-
-        Args:
-            moments: moments of the rows.
-            source: how the layer makes and rotates queries.
-            lengths: tokens of each request.
-        """
+        """Return the feature's value, made of the moments of its rows, for requests of these lengths in tokens."""
 
 
 @dataclass(frozen=True)

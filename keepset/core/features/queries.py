@@ -56,12 +56,7 @@ class _Row:
         self.queries, self.stride = queries, stride
 
     def extended(self, new: Float[Tensor, "query_heads _ head_dim"], most: int) -> _Row:
-        """Return the row with new queries, thinned to at most `most`.
-
-        Args:
-            new: queries before rotation.
-            most: how many may remain.
-        """
+        """Return the row with new queries, thinned to at most `most`."""
         queries = torch.cat([self.queries, new], 1)
         step = _stride(queries.shape[1], most)
         return _Row(queries[:, ::step].clone() if step > 1 else queries, self.stride * step)

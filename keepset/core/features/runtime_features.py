@@ -140,9 +140,6 @@ class ModelStatistics(Feature[Statistics]):
     def load(self, model: str = "") -> Statistics:
         """Return the statistics in the file, or those that are offered for a model.
 
-        Args:
-            model: the model's name.
-
         Raises:
             KeepsetError: if there are none, or they lack what is asked for.
         """
@@ -162,9 +159,6 @@ class ModelStatistics(Feature[Statistics]):
     def repeat_per_request(self, observation: Observation) -> RowStatistics:
         """Return the statistics of each row's layer, on the keys' device.
 
-        Args:
-            observation: one or several layers.
-
         Raises:
             KeepsetError: if nobody gave the statistics, or they are of a model of another shape.
         """
@@ -175,9 +169,6 @@ class ModelStatistics(Feature[Statistics]):
     def networks(self, observation: Observation) -> Networks:
         """Return the networks that score entries in the observed layers, on the keys' device.
 
-        Args:
-            observation: one or several layers.
-
         Raises:
             KeepsetError: if nobody gave the statistics, they are of another model, or no networks were fitted.
         """
@@ -185,10 +176,7 @@ class ModelStatistics(Feature[Statistics]):
         return networks.of_layers(slice(observation.first, observation.first + len(observation.layer_ids)))
 
     def checked(self, observation: Observation) -> Statistics:
-        """Return the statistics.
-
-        Args:
-            observation: one or several layers.
+        """Return the statistics of one or several observed layers.
 
         Raises:
             KeepsetError: if nobody gave the statistics, or they are of a model of another shape.
@@ -199,9 +187,6 @@ class ModelStatistics(Feature[Statistics]):
 
     def retrieval(self, sizes: Sizes) -> Float[Tensor, "layers kv_heads"]:
         """Return how much the KV heads of all compressed layers retrieve, from 0 to 1 (DuoAttention, arXiv:2410.10819).
-
-        Args:
-            sizes: the sizes of any of these layers.
 
         Raises:
             KeepsetError: if nobody gave the statistics, they are of another model, or retrieval was not measured.

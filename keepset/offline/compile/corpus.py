@@ -90,10 +90,7 @@ class ContextPool:
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """Return the texts of files.
-
-    Args:
-        paths: a .jsonl file has a text in the field "text" of every line; any other file is one text.
+    """Return the texts of files: of a .jsonl file the field "text" of every line, of any other file the whole.
 
     Raises:
         KeepsetError: a file cannot be read, or a line has no text.
