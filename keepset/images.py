@@ -45,10 +45,6 @@ def decode_image(content: bytes, name: str) -> "Image":
 
     Its size is checked before it is decoded.
 
-    Args:
-        content: of the file.
-        name: what errors call it.
-
     Raises:
         KeepsetError: it is too large or no image, or Pillow is not installed.
     """
@@ -77,12 +73,6 @@ def decode_image(content: bytes, name: str) -> "Image":
 
 def image_chat_parts(processor: Any, images: int, text: str, question: str) -> tuple[str, str]:
     """Make a user's message of images, a text and a question, and cut it before the question, as `chat_parts` does.
-
-    Args:
-        processor: the model's.
-        images: how many images come before the text.
-        text: the text.
-        question: the question.
 
     Returns:
         The part up to the end of the text, and the rest.
@@ -121,13 +111,6 @@ def message_inputs(
 ) -> Any:
     """Return what a model takes for a user's message, on its device and, of images, in its precision.
 
-    Args:
-        model: the model.
-        tokenizer: the model's.
-        text: the text.
-        question: what follows the text.
-        images: what comes before the text.
-
     Raises:
         KeepsetError: the model does not look at images, or its processor refuses these.
     """
@@ -153,11 +136,7 @@ class Pictured:
     images: Sequence["Image"]
 
     def prompt(self, text: str, chat: bool = True) -> dict[str, "Tensor"]:
-        """Return what the model takes for the images and a text.
-
-        Args:
-            text: the text.
-            chat: whether this is the part of a user's message before a question, in the model's chat template.
+        """Return what the model takes for images and a text, as the part of a chat message before a question or plain.
 
         Raises:
             KeepsetError: the processor refuses them.
@@ -172,10 +151,6 @@ def image_grids(model: "transformers.PreTrainedModel", inputs: Mapping[str, "Ten
     """Return the first token of each image of a prompt, and how many rows and columns of patches its tokens are.
 
     Images whose tokens are no grid, such as those that a model cuts into tiles, are left out.
-
-    Args:
-        model: the model.
-        inputs: what the model takes for a prompt of one request.
     """
     from keepset.core.budget import runs
     from keepset.hf.images import image_token_ids  # imported here because it loads torch
@@ -206,13 +181,7 @@ def image_grids(model: "transformers.PreTrainedModel", inputs: Mapping[str, "Ten
 def encoded(
     model: "transformers.PreTrainedModel", processor: Any, prompt: str, images: Sequence["Image"]
 ) -> "transformers.BatchFeature":
-    """Return what a model takes for a prompt with images, on its device and in its precision.
-
-    Args:
-        model: the model.
-        processor: the model's.
-        prompt: with a token for each image (`image_chat_parts`).
-        images: the images.
+    """Return what a model takes for a prompt of `image_chat_parts`, on its device and in its precision.
 
     Raises:
         UnsupportedModelError: the processor refuses them.

@@ -103,20 +103,7 @@ class Recipe:
         prefill: bool = True,
         every: int | None = None,
     ) -> Recipe:
-        """Return a recipe with the method's own sinks and recent suffix where none are given.
-
-        Args:
-            method: the method with its parameters.
-            keep: see `Budget`.
-            bytes: see `Budget`.
-            sinks: see `Budget`; None for the method's own.
-            recent: see `Budget`; None for the method's own.
-            recent_extra: see `Budget`.
-            protect_prompt: see `Budget`.
-            protect: see `Budget`.
-            short: see `Budget`.
-            prefill: see `Schedule`.
-            every: see `Schedule`.
+        """Return a recipe with the options of `Budget` and `Schedule`; sinks and recent of None are the method's own.
 
         Raises:
             BudgetError: if these do not go together.
@@ -163,12 +150,7 @@ class Recipe:
         return self.text(self.budget.keep, self.budget.bytes)
 
     def text(self, keep: int | float | None = None, bytes: float | None = None) -> str:
-        """Return the recipe's text with another `keep` or `bytes`, whether that suits the recipe or not.
-
-        Args:
-            keep: see `Budget`; None leaves it out.
-            bytes: see `Budget`; None leaves it out.
-        """
+        """Return the recipe's text with another `Budget.keep` or `bytes`, whether it suits or not; None is left out."""
         method = _unsettled(self.method, vars(self.budget))
         return _short_text(method, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
@@ -189,11 +171,7 @@ class Recipe:
         return self.with_budget(bytes=share)
 
     def with_budget(self, keep: int | float | None = None, bytes: float | None = None) -> Recipe:
-        """Return the same recipe with this `keep` and this `bytes`, of which one at least is None.
-
-        Args:
-            keep: see `Budget`.
-            bytes: see `Budget`.
+        """Return the same recipe with this `Budget.keep` and `bytes`, of which one at least is None.
 
         Raises:
             BudgetError: if it does not suit the recipe.
@@ -205,10 +183,6 @@ class Recipe:
         """Return the same recipe with at least so many tokens that always stay.
 
         A number that differs from the method's own was chosen for the recipe and does not change.
-
-        Args:
-            sinks: how many first tokens.
-            recent: how many newest tokens.
 
         Raises:
             BudgetError: if that is more than the recipe keeps.
@@ -505,12 +479,7 @@ def _protect_text(protect: str | Sequence[str | Sequence[int]]) -> str | list[st
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error's sentence: the known name that is most alike, and all of them.
-
-    Args:
-        name: the name that is not known.
-        known: the names that are.
-    """
+    """Return the end of an error's sentence: the known name that is most alike, and all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}? " if close else ". "

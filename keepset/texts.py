@@ -83,12 +83,7 @@ def read(path: Path) -> str:
 
 
 def insert(text: str, needle: Needle, depth: float) -> str:
-    """Put a needle's sentence between two sentences of a text.
-
-    Args:
-        text: the text.
-        needle: the needle.
-        depth: the fraction of the text, from 0 to 1, that should come before the sentence.
+    """Put a needle's sentence between two sentences of a text, after a fraction `depth` from 0 to 1 of it.
 
     Raises:
         KeepsetError: the depth is out of range.
@@ -107,11 +102,6 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
 
     The context can be compressed before the question is known. Encode both parts with `add_special_tokens=False`: they
     hold every special token. Without a chat template the message is a plain "Question: ... Answer:" prompt.
-
-    Args:
-        tokenizer: the model's.
-        text: the text.
-        question: the question.
 
     Returns:
         The part up to the end of the text, and the rest.
@@ -143,10 +133,6 @@ def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence
     """Return what each token adds to the text that all tokens make.
 
     If several tokens hold the bytes of one character, the first token gets it and the others get None.
-
-    Args:
-        tokenizer: the model's.
-        ids: the tokens.
     """
 
     def decode(begin: int, end: int) -> str:

@@ -125,12 +125,7 @@ class AMS(Allocator):
         return ranking.keep(mask, credit=credit.where(eventful, observation.state.get("credit", 0.0)))
 
     def segments(self, observation: Observation, budget: Budget) -> Segments:
-        """Return mass, segments and quotas at this event, for diagnostics and tests.
-
-        Args:
-            observation: one layer, of all requests of a batch.
-            budget: the recipe's budget.
-        """
+        """Return mass, segments and quotas at this event, for diagnostics and tests."""
         mass, _ = self._mass(observation)
         segment, _, parts = self._divided(observation, mass, self.quotas(observation.sizes, budget))
         return Segments(mass, segment, parts)

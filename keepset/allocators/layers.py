@@ -104,7 +104,6 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
 
     Args:
         observations: all layers.
-        budget: the recipe's budget.
     """
     existing = torch.cat([each.split_layers(each.valid.sum((1, 2))) for each in observations], 1).sum(1)
     if budget.keep is None:

@@ -33,7 +33,6 @@ class PostProcessor(Allocator):
         """Return the same choice with what this step changes about it.
 
         Args:
-            observation: the layer.
             kept: what the method inside has chosen of it.
         """
 

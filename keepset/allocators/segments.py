@@ -55,24 +55,13 @@ def cut_by_mass(filled: Scores, order: PerEntry, share: float, shortest: int, lo
 
 
 def cut_by_length(order: PerEntry, length: int) -> PerSegment:
-    """Return where segments of a fixed length end, as the number of entries up to there.
-
-    Args:
-        order: the number of entries up to and including every entry.
-        length: entries per segment.
-    """
+    """Return where segments of a fixed length end, as the number of entries up to there."""
     ends = length * torch.arange(1, -(-order.shape[-1] // length) + 1, device=order.device)
     return order[..., -1:].minimum(ends)
 
 
 def sums(filled: Scores, order: PerEntry, ends: PerSegment) -> Weights:
-    """Return the mass of every segment.
-
-    Args:
-        filled: the mass up to and including every entry, in double.
-        order: the number of entries up to and including every entry.
-        ends: where segments end.
-    """
+    """Return the mass of every segment; `filled` and `order` are as in `cut_by_mass`."""
     last = torch.searchsorted(order, ends)
     return filled.gather(-1, last).diff(dim=-1, prepend=torch.zeros_like(filled[..., :1]))
 
@@ -85,7 +74,6 @@ def divide(quotas: Quotas, mass: Weights, length: Weights, minimum: Weights) -> 
     The shares are rounded to whole numbers. If not even the minima fit, the segments of least mass go without.
 
     Args:
-        quotas: entries that each head keeps.
         mass: the mass of every segment.
         length: entries of every segment.
         minimum: the fewest entries that every segment keeps.

@@ -33,31 +33,15 @@ class QuerySource(ABC):
 
     @abstractmethod
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
-        """Return this chunk's queries as they were before rotation, float32.
-
-        Args:
-            queries: queries after rotation.
-            positions: positions of the queries.
-        """
+        """Return this chunk's queries as they were before rotation, float32."""
 
     @abstractmethod
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
-        """Return a function that rotates rows by the mean rotation of the positions that follow each request.
-
-        Args:
-            lengths: tokens of each request.
-            future: how many positions.
-        """
+        """Return a function that rotates rows by the mean rotation of the positions that follow each request."""
 
     @abstractmethod
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
-        """Return the queries that the layer makes of other hidden states, at the rotation of `ahead`.
-
-        Args:
-            hidden: hidden states, as they enter the layer's attention.
-            lengths: tokens of each request.
-            future: how many positions the mean rotation covers.
-        """
+        """Return the queries that the layer makes of other hidden states, at the rotation of `ahead`."""
 
     def merged_with(self, others: Sequence[Self]) -> QuerySource:
         """Return the source for its own requests and, after them, those of others; of one layer any source will do."""
@@ -93,12 +77,7 @@ class Chunk:
     entry_scores: Mapping[Any, Float[Tensor, "batch kv_heads n"]] = field(default_factory=dict)
 
     def every(self, stride: int, request: int) -> Tensor | slice:
-        """Return which of a request's tokens have positions that are multiples of `stride`.
-
-        Args:
-            stride: distance of the positions.
-            request: index of the request.
-        """
+        """Return which of a request's tokens have positions that are multiples of `stride`."""
         if self.start is not None:
             return slice(-self.start % stride, None, stride)
         if self.host_positions is None:
@@ -134,17 +113,11 @@ class Accumulator(ABC):
         """Return what was collected, by feature.
 
         Args:
-            lengths: tokens of each request.
             width: entries to make a place for, at least.
         """
 
 
 def widened(columns: Sequence[Float[Tensor, "query_heads _"]], width: int) -> QueryHeadScores:
-    """Return one column statistic of several requests as a batch, zero where a request has no entry.
-
-    Args:
-        columns: the statistic of each request.
-        width: entries of the result, at least.
-    """
+    """Return one column statistic of several requests, zero where one has no entry; at least `width` entries wide."""
     longest = max(width, *(column.shape[-1] for column in columns))
     return torch.stack([F.pad(column, (0, longest - column.shape[-1])) for column in columns])

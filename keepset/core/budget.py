@@ -151,12 +151,7 @@ class Budget:
         return _joined([*self.ranges, *chain.from_iterable(kinds[kind] for kind in self.kinds)])
 
     def in_entries(self, full: int, stored: int) -> Budget:
-        """Return the same budget with `keep` in place of `bytes`.
-
-        Args:
-            full: bytes of an entry in a full 16-bit cache.
-            stored: bytes of an entry as it is stored once compressed.
-        """
+        """Return the same budget with `keep` in place of `bytes`, of entries of `full` and of `stored` bytes."""
         if self.bytes is None:
             return self
         return replace(self, keep=min(1.0, self.bytes * full / stored), bytes=None)
@@ -320,12 +315,7 @@ def _is_range(bounds: object) -> bool:
 
 
 def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape"]:
-    """Return a share of each number, rounded down.
-
-    Args:
-        counts: whole numbers.
-        share: a factor from 0 to 1.
-    """
+    """Return a share, from 0 to 1, of each number, rounded down."""
     # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
     return (counts.double() * share + 1e-9).floor().long()
 

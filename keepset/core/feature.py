@@ -216,7 +216,6 @@ class Accumulators:
         """Return what was collected, as an Observation's features.
 
         Args:
-            lengths: tokens of each request.
             width: entries to make a place for, at least.
         """
         values: dict[Feature[Any], Any] = {}

@@ -99,24 +99,12 @@ class KeptIndices:
 
     @classmethod
     def of(cls, indices: Tensor, positions: Tensor, heads: HeadCounts) -> KeptIndices:
-        """Return indices and positions that are known already.
-
-        Args:
-            indices: the index of each kept entry, packed head after head.
-            positions: the position of each.
-            heads: how many each head keeps.
-        """
+        """Return indices and positions that are known already, packed head after head."""
         return cls(heads, lambda total: (indices, positions))
 
     @classmethod
     def where(cls, mask: Mask, positions: Int[Tensor, "batch kv_heads entries"], total: int | None) -> KeptIndices:
-        """Return the indices and positions of a mask's entries.
-
-        Args:
-            mask: true where an entry stays.
-            positions: the original position of every entry.
-            total: how many entries stay, if the host knows it.
-        """
+        """Return the indices and positions of the entries where a mask is true, `total` in all if the host knows it."""
 
         def make(total: int) -> tuple[Tensor, Tensor]:
             kept = _true_places(mask.flatten(), total)
@@ -166,7 +154,6 @@ class LayerKeepSet:
         """Return the part of a layer whose kept entries are those where a mask is true.
 
         Args:
-            layer: the layer's index in the model.
             mask: true where an entry of an observation stays.
             positions: the original position of every entry.
             entry_bytes: bytes of one entry of one KV head, its key and its value.
@@ -218,10 +205,6 @@ class LayerKeepSet:
 
     def positions(self, request: int, head: int) -> Int[Tensor, " kept"]:
         """Return the sorted original positions that one KV head of one request keeps.
-
-        Args:
-            request: counted from 0.
-            head: counted from 0.
 
         Raises:
             KeepsetError: if there is no such request or head.
@@ -284,11 +267,6 @@ class KeepSet:
 
     def positions(self, layer: int, request: int, head: int) -> Int[Tensor, " kept"]:
         """Return the sorted original positions that one KV head of one request keeps in one layer.
-
-        Args:
-            layer: the layer's index in the model.
-            request: counted from 0.
-            head: counted from 0.
 
         Raises:
             KeepsetError: if there is no such layer, request or head.

@@ -33,16 +33,9 @@ def parameter(
     odd: bool = False,
     choices: Sequence[str | int] = (),
 ) -> Any:
-    """Return a dataclass field for a hyper-parameter of a method.
+    """Return a dataclass field for a hyper-parameter of a method, with the paper's value as its default.
 
     A value that is not allowed raises RecipeError when the method is made.
-
-    Args:
-        default: the paper's value.
-        minimum: the smallest number that is allowed.
-        maximum: the largest number that is allowed.
-        odd: whether a whole number must be odd.
-        choices: the values that are allowed.
     """
     allowed = {"minimum": minimum, "maximum": maximum, "odd": odd, "choices": tuple(choices)}
     return dataclasses.field(default=default, metadata=allowed)
@@ -102,9 +95,6 @@ class Method(ABC):
     def score(self, observation: Observation) -> Scores:
         """Return how much each entry is worth keeping; higher is better.
 
-        Args:
-            observation: one layer, of all requests of a batch.
-
         Returns:
             A number for every entry, of any floating-point type. The numbers of holes do not count. NaN is worse than
             every number.
@@ -115,32 +105,17 @@ class Method(ABC):
 
         They move with the entries, and are `observation.state` at the next event. By default they do not change.
 
-        Args:
-            observation: what `score` was given.
-            scores: what `score` returned.
-
         Returns:
             Tensors `[batch, kv_heads, entries]` by their names, which the traits list as `state_names`.
         """
         return observation.state
 
     def quotas(self, sizes: Sizes, budget: Budget) -> Quotas:
-        """Return how many entries each KV head of a layer keeps, or on average if heads differ.
-
-        Args:
-            sizes: lengths and entry counts of the layer, for all requests of a batch.
-            budget: the recipe's budget.
-        """
+        """Return how many entries each KV head of a layer keeps, or on average if heads differ."""
         return budget.quotas(sizes)
 
     def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
-        """Return the layer's entries in order: what always stays is above the rest, and holes are below everything.
-
-        Args:
-            observation: one layer, of all requests of a batch.
-            budget: the recipe's budget.
-            quotas: what `quotas` returned.
-        """
+        """Return the layer's entries in order: what always stays is above the rest, and holes are below everything."""
         scores = self.score(observation)
         if scores.shape != observation.valid.shape:
             raise KeepsetError(
@@ -159,7 +134,6 @@ class Method(ABC):
 
         Args:
             observation: the layer, or several layers as rows of one batch.
-            budget: the recipe's budget.
 
         Raises:
             KeepsetError: if the observation lacks something that the method needs.
@@ -172,7 +146,6 @@ class Method(ABC):
         Args:
             observations: the layers in the model's order, with everything that the method needs. One observation may
                 hold several layers (`Observation.layer_ids`); its part of the answer is under the first one's index.
-            budget: the recipe's budget.
 
         Raises:
             KeepsetError: if an observation lacks something that the method needs.
@@ -323,10 +296,8 @@ def forecast_quotas(
 
     Args:
         method: a method whose traits have `fixed_total` or `count_known_on_host`.
-        budget: the recipe's budget.
         entries: entries that each head of each request holds, `[requests][kv_heads]`. Under `fixed_total` the average
             of a request's heads, given for each of them, leads to the same total.
-        lengths: tokens that each request has had.
         prompts: tokens of each request's prompt.
         layer_ids: indices of the layers.
         layers: indices of all layers that are compressed.

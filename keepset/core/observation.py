@@ -418,12 +418,7 @@ class Observation:
         return KeepSet([self.kept(mask, self.state)])
 
     def kept(self, mask: Bool[Tensor, "batch kv_heads entries"], state: Mapping[str, Tensor]) -> LayerKeepSet:
-        """Return this layer's part of a KeepSet.
-
-        Args:
-            mask: true where an entry stays; holes never stay.
-            state: the method's own numbers per entry.
-        """
+        """Return this layer's part of a KeepSet: the entries where a mask is true, and the numbers per entry."""
         total = None if self.num_kept is None else sum(self.num_kept)
         valid = mask & self.valid
         return LayerKeepSet.from_mask(self.layer_ids[0], valid, self.positions, self.entry_bytes, state, total)

@@ -63,13 +63,7 @@ def interpolated(
     distances: Int[Tensor, "*rows #kv_heads entries"],
     lengths: Int[Tensor, "*rows"],
 ) -> Float[Tensor, "*rows kv_heads entries"]:
-    """Return what some distances from the end of the text add; see `Predictor.age`.
-
-    Args:
-        age: the numbers at the knots.
-        distances: of entries from the end of the text; 1 for the newest token.
-        lengths: of the texts, in tokens.
-    """
+    """Return what distances from the end of the text, 1 for the newest token, add; see `Predictor.age`."""
     size, last = age.shape[-2] - 1, age.shape[-1] - 1
     places = _places(lengths, size)[..., None, None, None]
     low = places.long()
@@ -81,12 +75,7 @@ def interpolated(
 
 
 def knot_weights(numbers: Int[Tensor, " entries"], knots: int) -> Float[Tensor, "entries knots"]:
-    """Return the weights of the knots 1, 2, 4, ... at some numbers: `interpolated` is linear in what it has at knots.
-
-    Args:
-        numbers: distances from the end of the text, or lengths of texts.
-        knots: how many knots there are.
-    """
+    """Return the weights of the knots 1, 2, 4, ... at distances or lengths: `interpolated` is linear in the knots."""
     places = _places(numbers, knots - 1)[:, None]
     return (1 - (places - torch.arange(knots, device=numbers.device)).abs()).clamp(min=0)
 

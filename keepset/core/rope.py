@@ -20,45 +20,25 @@ def inverse(cos: Planes, sin: Planes) -> tuple[Planes, Planes]:
     """Return the cosines and sines of the rotation that undoes another one.
 
     Scaled rotations (YaRN) are not orthogonal; dividing by the squared scale inverts them too.
-
-    Args:
-        cos: cosines of the rotation to undo.
-        sin: sines of that rotation.
     """
     squared_scale = cos.square() + sin.square()
     return cos / squared_scale, -sin / squared_scale
 
 
 def positions_ahead(lengths: Int[Tensor, " batch"], future: int) -> Int[Tensor, "batch {future}"]:
-    """Return the next positions of each request.
-
-    Args:
-        lengths: tokens that each request has had.
-        future: how many positions.
-    """
+    """Return the next positions of each request."""
     return lengths[:, None] + torch.arange(future, device=lengths.device)
 
 
 def mean_rotation(
     cos: Float[Tensor, "batch n planes"], sin: Float[Tensor, "batch n planes"]
 ) -> tuple[Float[Tensor, "batch 1 planes"], Float[Tensor, "batch 1 planes"]]:
-    """Return cosines and sines of the mean rotation over positions: rotation is linear in both.
-
-    Args:
-        cos: cosines at n positions.
-        sin: sines at n positions.
-    """
+    """Return cosines and sines of the mean rotation over positions: rotation is linear in both."""
     return cos.mean(1, keepdim=True), sin.mean(1, keepdim=True)
 
 
 def matches_unrotated(queries: Tensor, unrotated: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether queries whose rotation was undone equal those that the model makes without one.
-
-    Args:
-        queries: queries whose rotation was undone.
-        unrotated: the model's queries without rotation, of the same shape, in float32.
-        dtype: the type that the model computes in; it sets the tolerance.
-    """
+    """Return whether queries whose rotation was undone equal the model's own without one, as far as a type is exact."""
     tolerance = 1e-3 if dtype == torch.float32 else 5e-2
     scale = float(unrotated.nan_to_num(0.0, 0.0, 0.0).abs().max() + 1e-6)
     # A text whose numbers overflow says nothing about the model.

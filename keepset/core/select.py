@@ -36,7 +36,6 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
 
     Args:
         scores: what the method returned.
-        observation: the layer.
         budget: says what always stays.
 
     Raises:
@@ -68,10 +67,6 @@ def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"
     """Return which entries are the best of every row; of equal ones the later.
 
     The order is total, so that the same scores choose the same entries on every device and in every batch.
-
-    Args:
-        ranked: scores without NaN.
-        quotas: how many entries each row keeps.
     """
     last = ranked.shape[-1] - 1
     best_first = last - ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices
@@ -80,13 +75,9 @@ def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"
 
 
 def round_to_total(shares: Float[Tensor, "*rows parts"], total: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows parts"]:
-    """Return shares rounded to whole numbers that sum to a total exactly.
+    """Return shares, which sum to a total up to rounding errors, as whole numbers that sum to it exactly.
 
     The largest remainders are rounded up; of equal ones the earlier.
-
-    Args:
-        shares: numbers that sum to `total`, up to rounding errors.
-        total: the sum of the result.
     """
     floors = shares.floor()
     missing = total - floors.sum(-1).long()
@@ -125,10 +116,5 @@ class Ranking:
         return self.keep(top_mask(self.scores, self.quotas) & (self.scores >= threshold))
 
     def keep(self, mask: Mask, **state: Tensor) -> LayerKeepSet:
-        """Return the entries where a mask is true, without holes.
-
-        Args:
-            mask: true where an entry stays.
-            **state: numbers per entry that are new or have changed.
-        """
+        """Return the entries where a mask is true, without holes, and numbers per entry that have changed."""
         return self.observation.kept(mask, {**self.state, **state})

@@ -97,12 +97,7 @@ class RowStatistics:
     def by_age(
         self, distances: Int[Tensor, "batch kv_heads entries"], lengths: Int[Tensor, " batch"]
     ) -> Float[Tensor, "batch kv_heads entries"]:
-        """Return what distances from the end of the text add to the logarithm of a score; see `Predictor.age`.
-
-        Args:
-            distances: of entries from the end of the text; 1 for the newest token.
-            lengths: of the texts, in tokens.
-        """
+        """Return what distances from the end of the text, 1 for the newest token, add to logarithms."""
         return interpolated(self._take("age"), distances, lengths)
 
     @cached_property
@@ -116,12 +111,7 @@ class RowStatistics:
         return self._partner != torch.arange(self._partner.shape[-1], device=self._partner.device)
 
     def rotate(self, rows: Rows, positions: Int[Tensor, "batch places"]) -> Rows:
-        """Return rows under the mean rotation of several positions: rotation is linear in cosines and sines.
-
-        Args:
-            rows: rows before rotation.
-            positions: the positions of each row of the batch.
-        """
+        """Return rows under the mean rotation of several positions: rotation is linear in cosines and sines."""
         angles = positions[..., None] * self._take("frequency").double()[:, None]
         cos, sin = (self.gain * part.mean(1).float() for part in (angles.cos(), angles.sin()))
         return rows * cos[:, None, None] + self._partners(rows) * sin[:, None, None]
@@ -188,13 +178,7 @@ class Statistics:
     name: str = ""
 
     def check(self, layers: tuple[int, ...], kv_heads: int, head_dim: int | None = None) -> None:
-        """Raise KeepsetError if a model has another shape than the one they were measured on.
-
-        Args:
-            layers: indices of the model's compressed layers.
-            kv_heads: of each layer.
-            head_dim: numbers per key; None if that is not known.
-        """
+        """Raise KeepsetError if a model has other layers, KV heads or key sizes than the one they were measured on."""
         heads, size = next(iter(self.layers.values())).direction.shape
         theirs = len(self.layers), heads, None if head_dim is None else size
         ours = len(layers), kv_heads, head_dim
@@ -228,11 +212,7 @@ class Statistics:
         )
 
     def on(self, device: torch.device, name: str) -> Tensor:
-        """Return a field of all layers, and keep it on the device.
-
-        Args:
-            device: where the tensor is wanted.
-            name: the field's name, of the layers' statistics or of their predictors.
+        """Return a field of the layers' statistics or predictors, and keep it on the device.
 
         Returns:
             A tensor with an axis for the layers in front.
@@ -258,13 +238,7 @@ class Statistics:
         return Networks(turns=self._on_device[device, _TURNS], **{name: self.on(device, name) for name in names})
 
     def hidden_predictor(self, kind: str, layer: int, device: torch.device) -> HiddenPredictor:
-        """Return the module of a layer that reads hidden states, and keep it on the device.
-
-        Args:
-            kind: a kind of module that is there.
-            layer: the index of the layer.
-            device: where its weights are wanted.
-        """
+        """Return the module of a layer that reads hidden states, and keep it on the device."""
         place = kind, layer, device
         if place not in self._hidden_on_device:
             with torch.inference_mode(False):  # as in `on`
@@ -297,12 +271,7 @@ _offers: dict[str, Callable[[], Path]] = {}
 
 
 def offer(model: str, make: Callable[[], Path]) -> None:
-    """Register how to get the statistics of a model for recipes that name no file.
-
-    Args:
-        model: the model's name.
-        make: returns the file, and makes it if it does not exist.
-    """
+    """Register a function that returns the file of a model's statistics, made if it does not exist."""
     _offers[model] = make
 
 
@@ -320,7 +289,6 @@ def load(file: str, model: str = "") -> Statistics:
 
     Args:
         file: the file; "" for the statistics that `offer` registered for the model.
-        model: the model's name.
 
     Raises:
         KeepsetError: if there are none, or the file holds none that this version can read.

@@ -86,12 +86,7 @@ class Tables:
     def bins(
         self, entropy: Float[Tensor, " batch"], perplexity: Float[Tensor, " batch"]
     ) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
-        """Return the bins of both risks; NaN counts as the highest risk.
-
-        Args:
-            entropy: in nats.
-            perplexity: of the window.
-        """
+        """Return the bins of both risks, of entropy in nats and perplexity; NaN counts as the highest risk."""
         pairs = (entropy, self.entropy_edges), (perplexity, self.perplexity_edges)
         of_entropy, of_perplexity = (
             (upload(edges, risk.device) <= risk.nan_to_num(torch.inf)[:, None]).sum(-1) for risk, edges in pairs
@@ -100,13 +95,7 @@ class Tables:
 
 
 def neutral(layers: int, query_heads: int, threshold: float) -> Tables:
-    """Return tables that prefer no head and no text: all weights are 1, and there is one threshold.
-
-    Args:
-        layers: how many layers the model has.
-        query_heads: how many query heads each layer has.
-        threshold: from 0 to 1.
-    """
+    """Return tables that prefer no head and no text: all weights are 1, and there is one threshold."""
     return Tables(
         weights=torch.ones(1, layers, query_heads),
         gate=torch.full((1, layers, ENTROPY_BINS, PERPLEXITY_BINS), threshold),

@@ -53,11 +53,6 @@ class TensorFile:
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a file whole or not at all; an existing one is replaced once everything is written.
 
-        Args:
-            path: where to write.
-            tensors: tensors by their names.
-            metadata: the JSON object; its `format` is the version.
-
         Raises:
             KeepsetError: if the file cannot be written, or something that is no regular file is there.
         """

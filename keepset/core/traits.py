@@ -55,20 +55,11 @@ class Traits:
         numbers and `extra_bytes`. It is counted for models of every type and under every runtime, so that the same
         recipe keeps the same entries everywhere. Paged runtimes store no position where no event follows, and a model
         of 32 bits takes more.
-
-        Args:
-            key_size: numbers of a key.
-            value_size: numbers of a value.
         """
         return self.layer_bytes(key_size, value_size) + COLUMN_BYTES * len(self.state_names)
 
     def layer_bytes(self, key_size: int, value_size: int) -> int:
-        """Return the bytes of one entry without the method's own numbers: also what a residual adds to it.
-
-        Args:
-            key_size: numbers of a key.
-            value_size: numbers of a value.
-        """
+        """Return the bytes of one entry without the method's own numbers: also what a residual adds to it."""
         stored = -(-self.key_bits * key_size // 8) + -(-self.value_bits * value_size // 8)
         return stored + self.extra_bytes + COLUMN_BYTES
 
@@ -102,12 +93,7 @@ class Traits:
 
 
 def combine(outer: Traits, inner: Traits) -> Traits:
-    """Return the traits of a method together with the one inside it.
-
-    Args:
-        outer: what the method around adds.
-        inner: the traits of the method inside.
-    """
+    """Return the traits of a method together with those of the method inside it."""
     return Traits(
         needs=inner.needs | outer.needs,
         sinks=max(inner.sinks, outer.sinks),

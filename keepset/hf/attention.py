@@ -99,7 +99,7 @@ class BatchedAttention(NamedTuple):
     lengths: Tensor
 
     def row(self, index: int) -> BatchedAttention:
-        """Return the part of one request."""
+        """Return the part of one row of the batch, before any cache has added to it."""
         return BatchedAttention(*(part[index : index + 1] for part in self))
 
 
@@ -278,13 +278,7 @@ Attend = Callable[[AttentionInput], Tensor]
 
 
 def set_pending_attention(attend: Attend, key: Tensor, value: Tensor) -> None:
-    """Attach to new keys the function that attends to them, for `keepset_attention` to find.
-
-    Args:
-        attend: stores the new tokens and attends.
-        key: new keys, as the cache returns them.
-        value: new values, as the cache returns them.
-    """
+    """Attach to the keys that a cache returns the function that attends to them, for `keepset_attention` to find."""
     vars(key)[_NOTE] = attend, value
 
 
@@ -298,13 +292,7 @@ _pending = _Pending()
 
 
 def set_pending_latents(attend: Attend, layer: int, latent: Tensor) -> None:
-    """Leave for `keepset_attention` the function that attends to latents, which it cannot find by keys made of them.
-
-    Args:
-        attend: stores the new tokens and attends.
-        layer: the layer's index.
-        latent: latents of the new tokens, `[batch, 1, n, ...]`.
-    """
+    """Leave for `keepset_attention` the function that attends to latents, which it cannot find by keys made of them."""
     _pending.latents = layer, (len(latent), latent.shape[2]), attend
 
 

@@ -113,7 +113,6 @@ class Cache(ObservedCache):
         """Return the cache that `save` has written, which goes on from there.
 
         Args:
-            path: of the file.
             model: the model that the context is of; it serves no other.
 
         Raises:
@@ -140,8 +139,6 @@ class Cache(ObservedCache):
         Exact, because a prompt is compressed after its attention: one prefill serves any number of recipes.
 
         Args:
-            model: the prompt's model.
-            recipe: as for a cache of its own.
             prompt: the cache that the prompt was fed to, such as a `Recorder`.
             observations: of all its layers, with what the recipe's method needs; they stay as they are.
 
@@ -257,7 +254,6 @@ class Cache(ObservedCache):
         """Write what is cached into one file, whole or not at all.
 
         Args:
-            path: of the file.
             force: replace a file that is there.
             model_name: what the model is found by again, if not what it was loaded by.
             token_ids: of the text that is cached, if a server is to find the file by them; of one request.

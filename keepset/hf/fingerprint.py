@@ -34,13 +34,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, str]:
 
 
 def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, str]:
-    """Return the fingerprint of a model that is not loaded, without its weights.
-
-    Args:
-        architecture: name of the model's class.
-        config: of the decoder.
-        dtype: that the model is loaded in.
-    """
+    """Return the fingerprint of a model that is not loaded, without its weights."""
     rotation = getattr(config, "rope_parameters", None) or {}
     return {
         "architecture": architecture,
@@ -56,10 +50,6 @@ def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
     """Return how two fingerprints differ, as the end of a sentence; "" if they do not.
 
     Only the first difference is told: what follows from it, such as the weights, differs too.
-
-    Args:
-        theirs: what a file says.
-        ours: of the model.
     """
     for name, here in ours.items():
         there = theirs.get(name, "unknown")
@@ -91,12 +81,7 @@ def has_other_weights(model: PreTrainedModel, sampled: Mapping[str, Any]) -> boo
 
 
 def stores_other_weights(folder: Path, sampled: Mapping[str, Any]) -> bool:
-    """Return whether a sample is of other weights than those in a model's folder, without loading these.
-
-    Args:
-        folder: with safetensors files.
-        sampled: what `sample` has returned of some model.
-    """
+    """Return whether a sample is of other weights than those in a model's folder, without loading these."""
     stored = _slices(folder)
     few = {name: _stored_numbers(stored[name], _places(stored[name].get_shape())) for name in sampled if name in stored}
     return bool(sampled and few) and _differ(sampled, few)
@@ -134,11 +119,6 @@ def _stored_numbers(stored: Any, places: Iterable[int]) -> Tensor:
 
 def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> str | None:
     """Return the part of a fingerprint that tells weights, for the weights in a model's folder.
-
-    Args:
-        folder: with safetensors files.
-        config: of the model.
-        dtype: that the weights are loaded in.
 
     Returns:
         None if the weights are not stored under the names that they have in the model.

@@ -27,11 +27,7 @@ def image_token_ids(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def require_image_tokens(model: PreTrainedModel, kind: str) -> None:
-    """Check that a model's images can be told from its text.
-
-    Args:
-        model: the model.
-        kind: what a recipe protects, `"image"` or `"text"`.
+    """Check that a model's images can be told from its text, of which a recipe protects one kind.
 
     Raises:
         UnsupportedModelError: the model's configuration names no token of images.
@@ -73,12 +69,7 @@ class ImageHooks(ModelHooks):
     def found(
         self, positions: Int[Tensor, "batch n"], real: Bool[Tensor, "batch n"] | None
     ) -> tuple[Ranges, ...] | None:
-        """Return where images are among the tokens of the call that is under way; None if it was given no token ids.
-
-        Args:
-            positions: of the tokens, counted from each request's first.
-            real: which tokens are not padding; None if all are.
-        """
+        """Return where images are among the tokens of the call that is under way; None if it was given no token ids."""
         if self._ids is None or self._ids.shape != positions.shape:
             return None
         ids = self._ids.to(positions.device)

@@ -45,10 +45,6 @@ class Latents:
     def of(cls, new: AttentionInput, latent: Tensor, rotated: Tensor) -> Latents:
         """Return those of a module that has just made keys and values.
 
-        Args:
-            new: what the attention function was given.
-            latent, rotated: what the module has cached of the same tokens, `[batch, 1, n, ...]`.
-
         Raises:
             UnsupportedModelError: the module does not make its keys and values in this way.
         """
@@ -100,12 +96,7 @@ class LatentInput(AttentionInput):
 
     @classmethod
     def of(cls, new: AttentionInput, latent: Tensor, rotated: Tensor) -> LatentInput:
-        """Return the tokens of a call of the attention function.
-
-        Args:
-            new: what it was given.
-            latent, rotated: what the module has cached of the same tokens.
-        """
+        """Return the tokens of a call of the attention function."""
         some = cls.__new__(cls)
         vars(some).update(vars(new))
         some.latents, some.own = Latents.of(new, latent, rotated), (new.query, new.key, new.value)

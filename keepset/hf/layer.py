@@ -216,12 +216,7 @@ class LayerState(LogicalLayer):
         return [counts[first : first + heads] for first in range(0, len(counts), heads)]
 
     def keep(self, observation: Observation, kept: LayerKeepSet) -> None:
-        """Store exactly the kept entries of an observation; once all layers have, `append_after_event` has to follow.
-
-        Args:
-            observation: of this layer.
-            kept: which of its entries stay.
-        """
+        """Store exactly the kept entries of an observation; `append_after_event` follows once all layers have."""
         others = {"positions": observation.positions.int(), **kept.state}
         if isinstance(observation, StoredObservation):
             self.store = observation.store.kept(others, kept.indices, kept.heads)
@@ -256,13 +251,7 @@ class LayerState(LogicalLayer):
         return decoding is None or decoding.recorder.can_take_back(self.logical - removed, decoding.next)
 
     def take_back(self, removed: int, per_request: list[int], lengths: Int[Tensor, " batch"]) -> None:
-        """Forget the newest tokens.
-
-        Args:
-            removed: how many, padding included.
-            per_request: how many of each request, padding left out.
-            lengths: tokens that each request has afterwards.
-        """
+        """Forget the newest tokens: `removed` with padding, `per_request` without; `lengths` are left."""
         if self.store is not None:
             self.store.crop(per_request)
             self.logical -= removed
@@ -369,7 +358,6 @@ class PromptPhase:
         """Return the observation at the prompt's end.
 
         Args:
-            up_to_event: the tokens up to the event.
             store: the entries of the prompt; None if `up_to_event` has all of them.
             features: what does not come from this layer's tokens.
             shared: the arguments of an `Observation` that both phases give.
@@ -457,8 +445,6 @@ class DecodingPhase:
         """Return the observation at an event, and begin the interval to the next one.
 
         Args:
-            up_to_event: the tokens up to the event.
-            store: the entries up to the event.
             features: what does not come from this layer's tokens.
             shared: the arguments of an `Observation` that both phases give.
         """

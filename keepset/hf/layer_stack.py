@@ -120,12 +120,7 @@ def layers_of(observation: Observation) -> Sequence[Observation]:
 
 
 def unstacked(keep_set: KeepSet, observations: Sequence[Observation]) -> KeepSet:
-    """Return a KeepSet with a part for every layer.
-
-    Args:
-        keep_set: what a method has chosen from some observations.
-        observations: what it was given.
-    """
+    """Return a KeepSet with a part for every layer of the observations that a method was given."""
     parts: list[LayerKeepSet] = []
     for each in observations:
         kept = keep_set.layer(each.layer_ids[0])

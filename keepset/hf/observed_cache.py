@@ -418,12 +418,7 @@ class ObservedCache(TransformersCache, KnowsText):
     # --- one forward of one layer
 
     def attend(self, layer: LayerState, new: AttentionInput) -> Tensor:
-        """Return a kept layer's attention, after what follows from the events that it reaches.
-
-        Args:
-            layer: one of the cache's.
-            new: what the attention function was given.
-        """
+        """Return a kept layer's attention, after what follows from the events that it reaches."""
         self._attending = False
         new.real = None if new.mask is None else new.mask.real
         if layer.index == self.compressed_layers[0]:
@@ -460,12 +455,7 @@ class ObservedCache(TransformersCache, KnowsText):
         return self.attend(layer, LatentInput.of(new, latent, rotated))
 
     def attend_shared(self, layer: LayerState, reader: AttentionInput) -> Tensor:
-        """Return the attention of another layer to a kept layer's entries, after what follows from an event.
-
-        Args:
-            layer: one of the cache's, whose entries the other layer reads.
-            reader: what the attention function was given.
-        """
+        """Return the attention of another layer to a kept layer's entries, after what follows from an event."""
         output, up_to_event = layer.attend_shared(reader)
         if layer.has_readers_left:
             set_pending_attention(partial(self.attend_shared, layer), reader.key, reader.value)

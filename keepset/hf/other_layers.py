@@ -59,11 +59,7 @@ class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[overri
 
 
 def own_layers(config: PreTrainedConfig, model: str) -> list[Any]:
-    """Return transformers' own layers of an empty cache.
-
-    Args:
-        config: of the decoder.
-        model: name of the model's class.
+    """Return transformers' own layers of an empty cache, for a decoder's configuration.
 
     Raises:
         UnsupportedModelError: the configuration does not tell layers.

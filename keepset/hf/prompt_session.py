@@ -94,11 +94,7 @@ class Recorder(ObservedCache):
     def prefill(
         self, ids: Int[Tensor, "batch tokens"], images: Mapping[str, Tensor] = MappingProxyType({})
     ) -> Recorder:
-        """Run the prompt, and return this recorder.
-
-        Args:
-            ids: the prompt.
-            images: what the model takes beside it for its images, by name.
+        """Run the prompt, with what the model takes for its images, and return this recorder.
 
         Raises:
             KeepsetError: the model predicts NaN, or cannot be observed.
@@ -220,11 +216,6 @@ def needs_of(recipes: Sequence[Recipe]) -> Needs:
 
 
 def warm_up(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:
-    """Run a few tokens, so that cold caches, thread pools and allocators do not count for the first timed prefill.
-
-    Args:
-        model: to run.
-        ids: a prompt; its first tokens are run.
-    """
+    """Run a prompt's first tokens, so that cold caches and allocators do not count for the first timed prefill."""
     with torch.no_grad():
         model(ids[:, :64])

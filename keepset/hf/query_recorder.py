@@ -61,13 +61,7 @@ class QueryRecorder:
         return lengths + self.window.nbytes + sum(moments.nbytes for moments in self.moments.values())
 
     def record(self, forward: AttentionInput, store: EntryStore | None, point: int) -> None:
-        """Record those queries of a forward that the next event looks at.
-
-        Args:
-            forward: the tokens of a forward.
-            store: the entries, these tokens among them; None while the prompt is not complete.
-            point: logical length at the next event.
-        """
+        """Record those queries of a forward that the next event looks at."""
         newest = self._features.newest
         keeps_all = forward.padded and newest  # a request with padding may have its newest queries further back
         first = 0 if keeps_all else max(point - self.reach - forward.start, 0)
@@ -91,22 +85,11 @@ class QueryRecorder:
             self.window.keep(bound)
 
     def add_up(self, new: AttentionInput, store: EntryStore, point: int) -> None:
-        """Add up all recorded queries.
-
-        Args:
-            new: the newest tokens.
-            store: the entries, these tokens among them.
-            point: logical length at the event.
-        """
+        """Add up all recorded queries."""
         self._add_up(new, store, new.end, new.lengths, point)
 
     def values(self, new: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
-        """Return the features of an event at the end of these tokens.
-
-        Args:
-            new: the tokens up to the event.
-            state: the store's columns, from which the window sums are taken out.
-        """
+        """Return the features of an event at the end of these tokens; window sums are taken out of `state`."""
         values: dict[Feature[Any], Any] = {
             feature: WindowSums(state.pop(feature.column), self._features.window(feature))
             for feature in self._features.sums
@@ -129,22 +112,11 @@ class QueryRecorder:
         self.window.keep(self._features.newest if padded else self._features.newest - self._every)
 
     def can_take_back(self, end: int, point: int) -> bool:
-        """Return whether the newest queries can be forgotten: those in the sums only if all queries in the sums are.
-
-        Args:
-            end: logical length that would be left.
-            point: logical length at the next event.
-        """
+        """Return whether the newest queries can be forgotten: those in the sums only if all queries in the sums are."""
         return end >= self.added_up_to or end <= point - self._features.summed()
 
     def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
-        """Forget the newest queries.
-
-        Args:
-            end: logical length that is left.
-            lengths: tokens that each request has afterwards.
-            store: the entries.
-        """
+        """Forget the newest queries: `end` is the logical length that is left, `lengths` the tokens of each request."""
         if end < self.added_up_to:
             self.forget(store)
             self.added_up_to, self._lengths = end, lengths.clone()
@@ -178,13 +150,7 @@ class QueryRecorder:
         return tensors if self._lengths is None else {**tensors, "added": self._lengths}
 
     def restore(self, tensors: Mapping[str, Tensor], end: int, point: int) -> None:
-        """Take over the `tensors` of another recorder.
-
-        Args:
-            tensors: of the other recorder.
-            end: logical length of the cache.
-            point: logical length at the next event.
-        """
+        """Take over the `tensors` of another recorder, of a cache of the logical length `end`."""
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}

@@ -172,8 +172,6 @@ def save(
     """Write what a cache holds into a file.
 
     Args:
-        path: of the file.
-        cache: the cache, with a whole prompt.
         recipe: the text of the cache's recipe.
         event: the newest event; None if there was none.
         model: the cache's model.
@@ -237,10 +235,8 @@ def save_entries(
     """Write what another runtime holds of one request into a file. All of its tokens count as its prompt.
 
     Args:
-        path: of the file.
         recipe: that compressed the request.
         model: what the model is found by again.
-        fingerprint: of the model.
         tokens: ids of the request, whether their entries are there or were dropped.
         layers: all layers of the model, by index.
     """
@@ -332,7 +328,6 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
     """Return the columns of every compressed layer, packed head after head, by the layer's index. All of it is checked.
 
     Args:
-        path: of the file.
         digest: what `contents` has told of it.
 
     Raises:
@@ -353,10 +348,6 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
 
 def load(path: Path, model: PreTrainedModel) -> Saved:
     """Return a context on the devices of its model.
-
-    Args:
-        path: of the file.
-        model: the model that the context is of.
 
     Raises:
         KeepsetError: the file is no saved context, damaged, of another version or of another model.

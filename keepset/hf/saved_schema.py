@@ -43,12 +43,7 @@ _RECORDER_TENSORS = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added|add
 
 
 def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
-    """Check the metadata and the tensors' types and shapes, without reading a tensor.
-
-    Args:
-        metadata: the file's JSON object, as it was read.
-        layout: the file's tensors, by name.
-    """
+    """Check a file's JSON object, and the types and shapes of its tensors, without reading a tensor."""
     _require(isinstance(metadata, dict))
     _check_metadata(metadata)
     _require(metadata["tensors"].keys() == layout.keys())
@@ -79,13 +74,7 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
 
 
 def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocation], recipe: Recipe) -> None:
-    """Check that the layers have the columns of a recipe's entries. `check_header` must have passed.
-
-    Args:
-        metadata: the file's JSON object.
-        layout: the file's tensors, by name.
-        recipe: the recipe that the file names.
-    """
+    """Check that the layers have the columns of a recipe's entries. `check_header` must have passed."""
     method, goes_on = recipe.method, recipe.schedule.every is not None
     _require(goes_on == (metadata["progress"]["next_event"] is not None))
     sums = {feature.column: feature for feature in method.traits.needs.of(WindowAttention)} if goes_on else {}
@@ -110,12 +99,7 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
 
 
 def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Check how many tokens the requests have.
-
-    Args:
-        metadata: the file's JSON object.
-        tensors: `lengths`, `prompts` and, if there is padding, `seen`.
-    """
+    """Check how many tokens the requests have: `lengths`, `prompts` and, if there is padding, `seen`."""
     lengths, prompts, logical = tensors["lengths"], tensors["prompts"], metadata["progress"]["logical"]
     _require(bool(((prompts >= 0) & (prompts <= lengths) & (lengths <= logical)).all()))
     tokens = tensors["seen"].sum(-1) if "seen" in tensors else torch.full_like(lengths, logical)
@@ -123,12 +107,7 @@ def check_lengths(metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def check_images(images: Int[Tensor, "images 3"], lengths: Int[Tensor, " requests"]) -> None:
-    """Check where images are.
-
-    Args:
-        images: of every range of an image's tokens the request, the first and the one after the last.
-        lengths: tokens of each request.
-    """
+    """Check where images are: the request, the first token and the one after the last of each range."""
     row, first, end = images.unbind(1)
     _require(bool(((row >= 0) & (row < len(lengths)) & (first >= 0) & (first < end)).all()))
     _require(bool((end <= lengths[row]).all()))
@@ -137,39 +116,21 @@ def check_images(images: Int[Tensor, "images 3"], lengths: Int[Tensor, " request
 def check_counts(
     counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: TensorLocation
 ) -> None:
-    """Check how many entries each head of a layer has.
-
-    Args:
-        counts: entries of each head.
-        lengths: tokens of each request.
-        keys: the layer's keys in the file.
-    """
+    """Check how many entries each head of a layer has; `keys` are in the file."""
     _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
 
 
 def check_residual(
     residual: Int[Tensor, "requests kv_heads"], counts: Int[Tensor, "requests kv_heads"], keys: TensorLocation
 ) -> None:
-    """Check how many entries of each head of a layer have a residual.
-
-    Args:
-        residual: how many entries have one.
-        counts: how many there are.
-        keys: the residual's keys in the file.
-    """
+    """Check how many entries of each head of a layer have a residual, whose `keys` are in the file."""
     _require(bool(((residual >= 0) & (residual <= counts)).all()) and int(residual.sum()) == keys.shape[0])
 
 
 def check_positions(
     positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"]
 ) -> None:
-    """Check that every head's positions rise, and are positions of tokens.
-
-    Args:
-        positions: the position of each entry, packed head after head.
-        counts: entries of each head.
-        lengths: tokens of each request.
-    """
+    """Check that every head's positions, packed head after head, rise and are positions of tokens."""
     limits = torch.repeat_interleave(lengths.repeat_interleave(counts.shape[1]), counts.flatten())
     _require(bool(((positions >= 0) & (positions < limits)).all()))
     heads = torch.repeat_interleave(torch.arange(counts.numel()), counts.flatten())
@@ -182,34 +143,19 @@ def check_finite(columns: Iterable[Tensor]) -> None:
 
 
 def check_kept(positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"]) -> None:
-    """Check what an event has kept in a layer.
-
-    Args:
-        positions: the position of each entry that the newest event kept.
-        counts: how many it kept in each head.
-    """
+    """Check the positions and counts of the entries that the newest event has kept in a layer."""
     _require(bool((counts >= 0).all()) and int(counts.sum()) == len(positions) and bool((positions >= 0).all()))
 
 
 def check_states(layers: Sequence[Mapping[str, Tensor]], models: Sequence[Mapping[str, Tensor]]) -> None:
-    """Check that every layer has the states that the model's has, each of their sizes.
-
-    Args:
-        layers: the states of every layer, by name.
-        models: the states that the model has of one request.
-    """
+    """Check that every layer has the states that the model has of one request, each of their sizes."""
     _require(len(layers) == len(models))
     for held, own in zip(layers, models, strict=True):
         _require(held.keys() == own.keys() and all(held[name].shape[1:] == own[name].shape[1:] for name in held))
 
 
 def check_added_up(added_up: Int[Tensor, ""], logical: int) -> None:
-    """Check up to where a layer's queries are in sums.
-
-    Args:
-        added_up: logical length up to which the layer's queries are in sums.
-        logical: logical length of the cache.
-    """
+    """Check the logical length up to which a layer's queries are in sums; `logical` is the cache's."""
     _require(0 <= int(added_up) <= logical)
 
 

@@ -76,7 +76,6 @@ class EntryStore:
         Args:
             others: all columns but keys and values, each `[batch, kv_heads, entries, ...]`.
             indices: the entries that stay, packed head after head.
-            heads: how many entries each head keeps.
         """
         stored = self._stored
         if len(self._runs) == 1:
@@ -91,12 +90,7 @@ class EntryStore:
 
     @classmethod
     def packed_by(cls, columns: dict[str, Tensor], heads: Sequence[Int[Tensor, " _"]]) -> EntryStore:
-        """Return a store with the given entries of each head.
-
-        Args:
-            columns: each `[batch, kv_heads, entries, ...]`.
-            heads: indices of each head's entries, request after request.
-        """
+        """Return a store with the given entries of each head."""
         sizes = [len(head) for head in heads]
         batch, kv_heads = columns["keys"].shape[:2]
         counts = upload(sizes, heads[0].device).view(batch, kv_heads)
@@ -104,12 +98,7 @@ class EntryStore:
 
     @classmethod
     def of(cls, columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> EntryStore:
-        """Return a store of columns without free places.
-
-        Args:
-            columns: what `packed` has returned of a store.
-            counts: number of entries of each head.
-        """
+        """Return a store of columns without free places."""
         batch, kv_heads = counts.shape
         own = {name: column for name, column in columns.items() if not name.startswith(RESIDUAL)}
         store = cls(batch, kv_heads, own, lambda: counts.flatten().tolist())
@@ -142,11 +131,7 @@ class EntryStore:
     def stored(
         cls, keys: Float[Tensor, "*rows head_dim"], values: Float[Tensor, "*rows value_dim"]
     ) -> tuple[Tensor, Tensor]:
-        """Return what is stored of keys and values.
-
-        Args:
-            keys, values: as they are read.
-        """
+        """Return what is stored of keys and values that are as they are read."""
         return keys, values
 
     @cached_property
@@ -204,12 +189,7 @@ class EntryStore:
         return [run.count for run in self._runs for _ in range(run.heads)]
 
     def takes(self, keys: Tensor, values: Tensor) -> bool:
-        """Return whether new tokens can be added.
-
-        Args:
-            keys: of the tokens, `[batch, kv_heads, n, head_dim]`.
-            values: of the tokens, `[batch, kv_heads, n, value_dim]`.
-        """
+        """Return whether new tokens can be added."""
         sizes, dtype = self.heads.sizes, self._columns["keys"].dtype
         fits = (self.kv_heads, *sizes) == (keys.shape[1], keys.shape[-1], values.shape[-1])
         return fits and (self._format is not None or dtype == keys.dtype)
@@ -244,7 +224,6 @@ class EntryStore:
         """Add new tokens to every head.
 
         Args:
-            keys, values: of the tokens.
             positions: of the tokens, counted from each request's first.
             real: indices of each request's tokens that are not padding; None if all are real.
             room: free places per head to allocate if the store has to grow, unless that is too many; 0 if unknown.
@@ -298,12 +277,7 @@ class EntryStore:
             self.residual = EntryStore(self.batch, self.kv_heads, nothing, lambda: [0] * self.batch * self.kv_heads)
 
     def make_room(self, n: int, room: int = 0) -> None:
-        """Make sure that every head has free places for new tokens.
-
-        Args:
-            n: how many tokens.
-            room: as for `append`.
-        """
+        """Make sure that every head has free places for `n` new tokens; `room` is as for `append`."""
         self._begin_residual()
         if self.residual is not None:
             self.residual._grow_for(n, room)
@@ -317,12 +291,7 @@ class EntryStore:
                 return
 
     def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, "places *rest"]:
-        """Return a column to write to, which is made of zeros if there is none.
-
-        Args:
-            name: of the column.
-            shape: of what it holds for one entry.
-        """
+        """Return a column to write to, made of zeros of this shape per entry if there is none."""
         if name not in self._columns:
             positions = self._columns["positions"]
             self._columns[name] = torch.zeros(*positions.shape, *shape, device=positions.device)
@@ -334,13 +303,7 @@ class EntryStore:
         numbers: Float[Tensor, "batch kv_heads n"],
         real: Sequence[Int[Tensor, " _"]] | None = None,
     ) -> None:
-        """Write a column's numbers of the newest tokens, which every head holds.
-
-        Args:
-            name: of the column.
-            numbers: of the tokens.
-            real: indices of each request's tokens that are not padding; None if all are real.
-        """
+        """Write a column's numbers of the newest tokens, which every head holds; `real` is as for `append`."""
         column, rows = self.column(name), numbers.flatten(0, 1)
         if real is None:
             for run in self._runs:
@@ -539,12 +502,7 @@ def _starts(runs: Sequence[HeadRun]) -> list[int]:
 
 
 def widened(columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> dict[str, Tensor]:
-    """Return what `packed` has returned of a store, with keys and values as the model made them.
-
-    Args:
-        columns: of the store.
-        counts: number of entries of each head.
-    """
+    """Return what `packed` has returned of a store, with keys and values as the model made them."""
     heads = EntryStore.of(columns, counts).heads
     left = {name: column for name, column in columns.items() if name not in _SCALES.values()}
     left = {name: column for name, column in left.items() if not name.startswith(RESIDUAL)}

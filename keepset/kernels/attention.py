@@ -91,7 +91,6 @@ def ragged_attention(
     Args:
         queries: queries of the newest tokens, after rotation.
         stores: packed heads. Put one after another they are all heads of all requests; each store has equally many.
-        softmax: how the model makes attention of products.
         query_positions: position of each query. A query then sees the entries up to its own position. If None, each
             query sees all entries.
 
@@ -159,7 +158,6 @@ def pack_entries(
     Args:
         columns: columns of entries, with any strides: keys and values usually are a transposed view.
         indices: indices of the chosen entries, head after head.
-        counts: how many entries each head keeps.
 
     Returns:
         Every column's chosen rows.

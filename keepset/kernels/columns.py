@@ -61,8 +61,6 @@ def attention_with_lse(
     Args:
         queries: queries after rotation. If `causal`, they belong to the same tokens as the entries.
         keys: keys after rotation.
-        values: values.
-        softmax: how the model makes attention of products.
         causal: whether a token sees only the entries up to its own. If False, each query sees all entries.
 
     Returns:
@@ -150,8 +148,6 @@ def log_sum_exp(
 
     Args:
         queries: queries of the last `n` entries; if not `causal`, of tokens after all entries.
-        keys: keys of all entries.
-        softmax: how the model makes attention of products.
         causal: whether a query sees only the entries up to its own.
 
     Returns:
@@ -318,7 +314,6 @@ def mean_square_attention(
     Args:
         queries: queries rotated to positions after all entries.
         keys: keys of all entries, after rotation.
-        softmax: how the model makes attention of products.
 
     Returns:
         float32, whatever the dtype of the inputs; zero if there are no queries.

@@ -32,13 +32,7 @@ class Moments:
         self._scatter: Float[Tensor, "batch heads _"]
 
     def add(self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool) -> None:
-        """Add rows; memory does not grow.
-
-        Args:
-            rows: of one chunk.
-            counted: which of them count; padding does not.
-            full: whether the covariance is a matrix or only its diagonal; the same in every call.
-        """
+        """Add the rows of one chunk that count; memory does not grow. `full` is the same in every call."""
         weights = counted[:, None, :, None].to(rows.dtype)
         count = weights.sum(2)
         mean = (weights.transpose(-1, -2) @ rows)[:, :, 0] / count.clamp(min=1)

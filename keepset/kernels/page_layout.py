@@ -78,10 +78,6 @@ def tables(
     A layout of one layer, and its entries, may stand for all layers of a `group`.
 
     Args:
-        layout: of each request.
-        entries: entries of each head.
-        block_table: blocks of each request by logical position.
-        block_size: tokens of a block.
         pages: how many places to make for each head: at least what the head with most entries needs.
         group: layers to make tables for; None: the layers of the layout.
 
@@ -140,11 +136,8 @@ def slots(
     """Return the slot of each new token's entry in each layer, in the order of `key.reshape(-1, 1, head_dim)`.
 
     Args:
-        layout: of each request.
         tables: sub-pages of each head, which must reach as far as the new entries.
         positions: number of each token in its request; it came after the newest event.
-        rows: request of each token.
-        block_size: tokens of a block.
     """
     entry = entries(PageLayout(*(part[rows] for part in layout)), positions)
     _, layers, kv_heads, pages = tables.shape

@@ -44,7 +44,6 @@ def follow_layouts(
         before, after: tokens of each request before and after the step.
         required: nonzero if a layout of the request with `before` tokens must be filed; others have none.
         lost: set to 1 if a required layout is missing.
-        block_size: tokens of a block.
         layout: contiguous; row by row the layout found, zero if none was filed; written to. Rows beyond stay unchanged.
 
     Returns:
@@ -254,7 +253,6 @@ def shift_step(
         dropped: entries that each request has lost.
         slots: slot mapping of the new tokens by logical position; written to. A slot moves within its block or to the
             block before.
-        block_size: tokens of a block.
         left_table: blocks that are left; written to. Columns beyond a row's blocks hold anything.
         left: entries that are left; written to.
     """

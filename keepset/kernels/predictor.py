@@ -78,10 +78,8 @@ def entry_scores(
 
     Args:
         keys: keys after rotation, as cached; layer after layer, each with all requests.
-        values: values, as cached.
         positions: the position of every entry.
         new: which entries have no score yet.
-        networks: of the layers.
         known: the scores of the other entries; zero by default.
     """
     if not uses_triton(keys.device):
@@ -125,12 +123,7 @@ def log_scores(
     output: Float[Tensor, "*#rows width"],
     output_bias: Float[Tensor, "*#rows"],
 ) -> Float[Tensor, "*rows entries"]:
-    """Return the logarithm of each entry's score.
-
-    Args:
-        inputs: each entry's key before rotation, followed by its value.
-        linear, hidden, hidden_bias, output, output_bias: the weights, as in `Networks`.
-    """
+    """Return the logarithm of each entry's score, from its unrotated key and its value; see `Networks`."""
     # One product for the hidden layer and the linear part.
     weights, bias = torch.cat([hidden, linear[..., None, :]], -2), torch.cat([hidden_bias, output_bias[..., None]], -1)
     units = inputs @ weights.transpose(-1, -2) + bias[..., None, :]
@@ -140,12 +133,7 @@ def log_scores(
 def cos_and_sin(
     positions: Int[Tensor, "layers *rows entries"], turns: Int[Tensor, "layers head_dim"]
 ) -> tuple[Float[Tensor, "layers *rows entries head_dim"], Float[Tensor, "layers *rows entries head_dim"]]:
-    """Return cosines and sines of a layer's rotation at positions.
-
-    Args:
-        positions: positions.
-        turns: the angles per position, as in `Networks`.
-    """
+    """Return cosines and sines of a layer's rotation at positions; `turns` are as in `Networks`."""
     steps = turns.view(len(turns), *[1] * (positions.ndim - 1), -1)
     angles = (positions[..., None] * steps).float() * (2 * torch.pi / TURN)
     return angles.cos(), angles.sin()

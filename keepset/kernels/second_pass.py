@@ -57,7 +57,6 @@ def second_pass_attention(
         queries: queries of the tokens, after rotation.
         cached: keys and values of the cache.
         new: keys and values of the tokens.
-        softmax: how the model makes attention of products.
         names: names of the statistics, of `ColumnStatistic`.
         sequences: what the tokens consist of, in order; by default one sequence.
 

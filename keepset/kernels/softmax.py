@@ -54,7 +54,6 @@ class Softmax:
 
         Args:
             batch: number of requests, or 1 for sinks that are broadcast.
-            kv_heads: KV heads of a request.
 
         Returns:
             Sinks are `[batch * kv_heads, group]`, float32.
@@ -77,24 +76,14 @@ class Softmax:
 def normalised(
     logits: Float[Tensor, "*rows entries"], sinks: Float[Tensor, "*#rows"] | None = None
 ) -> Float[Tensor, "*rows entries"]:
-    """Return the attention that logits make, which are capped already.
-
-    Args:
-        logits: of entries; minus infinity for those that a query does not see.
-        sinks: logit of each row's sink; None if there are none.
-    """
+    """Return the attention that logits make, which are capped already; minus infinity is not seen."""
     return logits.softmax(-1) if sinks is None else with_sink(logits, sinks)[0]
 
 
 def with_sink(
     logits: Float[Tensor, "*rows entries"], sinks: Float[Tensor, "*#rows"]
 ) -> tuple[Float[Tensor, "*rows entries"], Float[Tensor, "*rows"]]:
-    """Return the attention to entries and to a sink.
-
-    Args:
-        logits: of entries; minus infinity for those that a query does not see.
-        sinks: logit of each row's sink.
-    """
+    """Return the attention to entries and to the sink of each row; see `normalised`."""
     whole = torch.logaddexp(logits.logsumexp(-1), sinks)
     return (logits - whole[..., None]).exp(), (sinks - whole).exp()
 
@@ -114,7 +103,6 @@ def softmax_attention(
     It is made in blocks of queries, so memory grows with the entries. Gradients flow through the output.
 
     Args:
-        queries: queries after rotation.
         keys, values: of all entries.
         softmax: sinks are `[query_heads]`, or `[query_heads, n]`.
         mask: which entries each query sees, or what is added to their logits; None: all.

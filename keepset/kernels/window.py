@@ -34,7 +34,6 @@ def received_attention(
 
     Args:
         queries: queries after rotation, of each KV head's group.
-        keys, positions: of the entries.
         last_visible: the last position that each query sees, in rising order. A query that does not exist sees nothing:
             give it -1.
         softmax: how the model makes attention of products; its sinks are those of these heads, `[heads, group]`.
@@ -95,7 +94,6 @@ def add_received(
         queries, last_visible: as in `received_attention`, of all requests.
         softmax: how the model makes attention of products; its sinks are `[query_heads]`.
         packed: all heads of all requests.
-        kv_heads: KV heads of a request.
         sums_of: how to reduce the query heads that share a KV head.
     """
     if uses_triton(packed.keys.device):

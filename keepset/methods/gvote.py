@@ -112,12 +112,7 @@ class GVote(Method):
 
 
 def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tensor, "*rows"]:
-    """Return how many entries, the best first, hold a share of each row's attention together; all where it is NaN.
-
-    Args:
-        attention: rows that sum to 1.
-        mass: the share, from 0 to 1.
-    """
+    """Return how many entries, the best first, hold a share `mass` of each row's attention; all where it is NaN."""
     held = attention.sort(dim=-1, descending=True).values.double().cumsum(-1)
     # Holding everything takes those as well whose attention rounds to nothing.
     return 1 + (~(held[..., :-1] >= (mass if mass < 1 else math.inf))).sum(-1)
@@ -126,12 +121,7 @@ def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tenso
 def query_logits(
     observation: Observation, queries: Float[Tensor, "batch kv_heads group n head_dim"]
 ) -> Float[Tensor, "batch kv_heads group n entries"]:
-    """Return the logits of queries that see every entry: finite, NaN below all others, and -inf at holes.
-
-    Args:
-        observation: one layer, of all requests of a batch.
-        queries: n queries of each query head, after rotation.
-    """
+    """Return the logits of queries that see every entry: finite, NaN below all others, and -inf at holes."""
     folded = (queries.float() * observation.scaling).flatten(2, 3)
     logits = observation.over_heads(
         lambda heads: folded[:, heads] @ observation.keys_of(heads).float().transpose(-1, -2)

@@ -37,33 +37,17 @@ _MASK = 0xFFFFFFFF
 
 
 def stream(seed: int, layers: Int[Tensor, "..."] | int, rows: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-    """Return a number for each row (a head or a sample) of each layer.
-
-    Args:
-        seed: the seed.
-        layers: indices of layers; broadcast against `rows`.
-        rows: indices of rows, below 4096.
-    """
+    """Return a number for each row (a head or a sample, below 4096) of each layer."""
     return _hash(_hash(torch.full_like(rows, seed)) ^ (layers * 4096 + rows))
 
 
 def draw(streams: Int[Tensor, "*rows"], at: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
-    """Return whole numbers, uniform in [0, 2**32).
-
-    Args:
-        streams: what `stream` returned.
-        at: a place in each stream.
-    """
+    """Return whole numbers, uniform in [0, 2**32), at places of the streams."""
     return _hash(streams ^ at)
 
 
 def normal(streams: Int[Tensor, "*rows"], count: int) -> Float[Tensor, "*rows count"]:
-    """Return the first `count` standard normal numbers of each stream in float32 (Box and Muller 1958).
-
-    Args:
-        streams: what `stream` returned.
-        count: how many numbers of each.
-    """
+    """Return the first `count` standard normal numbers of each stream in float32 (Box and Muller 1958)."""
     places = torch.arange(2 * count, device=streams.device).expand(*streams.shape, -1)
     uniform = (draw(streams[..., None].expand_as(places), places).double() + 0.5) / 2**32
     radius, angle = uniform.unflatten(-1, (count, 2)).unbind(-1)

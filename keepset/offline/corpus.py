@@ -33,7 +33,6 @@ def shuffled_passages(
     """Cut texts into passages of tokens that do not overlap, and shuffle them.
 
     Args:
-        tokenizer: the model's.
         texts: the texts. Each is cut by itself, so its last passage may be shorter than others.
         length: tokens of a passage, with the token that begins a text for the model.
         shortest: passages with fewer tokens are left out.

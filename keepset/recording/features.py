@@ -41,12 +41,7 @@ class RecordedFeatures:
 
     @classmethod
     def of(cls, needs: Needs, every: int | None) -> RecordedFeatures:
-        """Return what is recorded for a method.
-
-        Args:
-            needs: what the method looks at.
-            every: tokens from event to event; None if there is no event after the prompt.
-        """
+        """Return what is recorded for a method; `every` is None if there is no event after the prompt."""
         moments = [] if every is None else [feature for feature in needs.of(QueryMoments) if feature.buffer]
         return RecordedFeatures(tuple(needs.of(WindowAttention)), tuple(moments), needs.newest, every)
 
@@ -56,12 +51,7 @@ class RecordedFeatures:
         return (*self.sums, *self.moments)
 
     def window(self, feature: SummedFeature, ends_prompt: bool = False) -> int:
-        """Return of how many queries before an event a feature is made.
-
-        Args:
-            feature: one of `sums` or `moments`.
-            ends_prompt: whether the event is the prompt's end.
-        """
+        """Return of how many queries before an event a summed feature is made; the event may end the prompt."""
         if ends_prompt:
             return feature.window
         assert self.every is not None
@@ -77,12 +67,7 @@ class RecordedFeatures:
 
 
 def moments_nbytes(query_heads: int, head_dim: int) -> int:
-    """Return the bytes of the moments of one request's queries: a mean and a covariance's triangle in float32.
-
-    Args:
-        query_heads: query heads of a layer.
-        head_dim: numbers of a query.
-    """
+    """Return the bytes of the moments of one request's queries: a mean and a covariance's triangle in float32."""
     return 4 * query_heads * (head_dim * (head_dim + 1) // 2 + head_dim)
 
 
@@ -111,7 +96,6 @@ class Recording(RecordedFeatures):
         Args:
             recipe: the recipe that is executed.
             group: query heads that share a KV head.
-            head_dim: numbers of a query.
             itemsize: bytes of a number.
         """
         every, keep = recipe.schedule.every, recipe.budget.keep

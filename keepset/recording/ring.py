@@ -55,12 +55,7 @@ class QueryRing:
         return self._rings.nbytes + sum(part.nbytes for parts in self._moments.values() for part in parts.values())
 
     def part(self, first: int, layers: int) -> QueryRing:
-        """Return a view of some layers.
-
-        Args:
-            first: the first layer.
-            layers: how many.
-        """
+        """Return a view of so many layers from the first on."""
         part = copy.copy(self)
         part._rings = self._rings[first : first + layers]
         part._moments = {
@@ -77,56 +72,26 @@ class QueryRing:
         slots: Int[Tensor, " n"],
         places: Int[Tensor, " n"],
     ) -> None:
-        """Write queries into the rings of these layers.
-
-        Args:
-            layers: layers to write in.
-            queries: queries after rotation.
-            slots: slot of each query's request.
-            places: position of each query modulo the ring's size.
-        """
+        """Write queries into the rings of these layers; a place is a position modulo the ring's size."""
         self._rings[layers.start : layers.stop, slots, places] = queries
 
     def hold(self, layer: int, slot: int, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
-        """Hold a copy of queries that are too many for a ring, until `held` takes them out.
-
-        Args:
-            layer: the layer.
-            slot: slot of the request.
-            queries: queries after rotation.
-        """
+        """Hold a copy of queries that are too many for a ring, until `held` takes them out."""
         self._held[layer, slot] = queries.clone()
 
     def held(self, layers: range, slot: int) -> RecordedQueries:
-        """Take out the queries that were held in some layers.
-
-        Args:
-            layers: the layers.
-            slot: slot of the request.
-        """
+        """Take out the queries that were held in some layers."""
         return of_step(torch.stack([self._held.pop((layer, slot)) for layer in layers]))
 
     def at(self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]) -> RecordedQueries:
-        """Return where queries lie; nothing is copied.
-
-        Args:
-            layers: the layers.
-            slots: slot of each request.
-            positions: positions of the queries.
-        """
+        """Return where queries lie; nothing is copied."""
         rings = self._rings[layers.start : layers.stop]
         return RecordedQueries(rings, slots, positions % rings.shape[2])
 
     def newest(
         self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
     ) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
-        """Return a copy of queries, zero where a position is negative.
-
-        Args:
-            layers: the layers.
-            slots: slot of each request.
-            positions: positions of the queries.
-        """
+        """Return a copy of queries, zero where a position is negative."""
         queries = self._rings[layers.start : layers.stop, slots[:, None], positions % self._rings.shape[2]]
         return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)
 
@@ -149,19 +114,7 @@ class QueryRing:
         softmax: Softmax,
         source: QuerySource,
     ) -> None:
-        """Add queries to the moments of their requests, as many layers at a time as fit the workspace.
-
-        Args:
-            feature: the moments.
-            layers: layers to add in.
-            slots: slot of each request.
-            queries: queries of these layers, after rotation.
-            positions: position of each query.
-            exists: which queries count.
-            fresh: requests that have no moments yet, whatever lies in their slots.
-            softmax: how the model makes attention of products.
-            source: how the layers rotate their queries.
-        """
+        """Add queries to the moments of their requests, as many layers at a time as fit the workspace."""
         parts, together = self._moments[feature], self.layers_at_once(len(slots))
         for first in range(layers.start, layers.stop, together):
             some = range(first, min(first + together, layers.stop))
@@ -181,14 +134,7 @@ class QueryRing:
         slots: Int[Tensor, " rows"],
         fresh: Bool[Tensor, " rows"] | None = None,
     ) -> Moments:
-        """Return a copy of the moments of some requests.
-
-        Args:
-            feature: the moments.
-            layers: the layers.
-            slots: slot of each request.
-            fresh: requests that have no moments yet, whatever lies in their slots; theirs are zero.
-        """
+        """Return a copy of the moments of some requests, zero for those that are `fresh`, whatever lies there."""
         parts = self._moments[feature]
         chosen = {name: part[layers.start : layers.stop, slots].flatten(0, 1) for name, part in parts.items()}
         if fresh is not None:

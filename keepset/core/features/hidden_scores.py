@@ -80,13 +80,7 @@ class HiddenScores(Feature[Scores]):
         return f"score by {self.kind}"
 
     def scored(self, statistics: Statistics, layer: int, hidden: HiddenStates) -> Float[Tensor, "batch kv_heads n"]:
-        """Return the scores of new tokens.
-
-        Args:
-            statistics: what the file holds.
-            layer: the index of the layer.
-            hidden: the hidden states that enter the layer's attention.
-        """
+        """Return the scores of new tokens from the hidden states that enter the layer's attention."""
         return statistics.hidden_predictor(self.kind, layer, hidden.device).scores(hidden)
 
     def of(self, observation: Observation) -> Scores:

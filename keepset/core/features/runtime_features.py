@@ -92,13 +92,9 @@ class OutputProjection(Feature[Float[Tensor, "query_heads value_dim hidden"]]):
     transformers_only = "looks at the output projection, which attention layers do not see"
 
     def norms(self, observation: Observation, order: int) -> Float[Tensor, "batch query_heads entries"]:
-        """Return the norm of each entry's projected value, `|W_O v|`, in float32.
+        """Return the L1 or L2 norm (`order`) of each entry's projected value, `|W_O v|`, in float32.
 
         The projected values are computed in blocks.
-
-        Args:
-            observation: one layer.
-            order: 1 for the L1 norm, 2 for the L2 norm.
         """
         batch, kv_heads = observation.values.shape[:2]
         most = block_size(observation.values.device, CACHE_BLOCK)

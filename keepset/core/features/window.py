@@ -33,12 +33,7 @@ class WindowSums:
     def asked(
         self, observation: Observation, positions: Int[Tensor, "batch #kv_heads #entries"]
     ) -> Int[Tensor, "batch #kv_heads #entries"]:
-        """Return how many of the window's queries have come at or after these positions.
-
-        Args:
-            observation: entries of the same requests.
-            positions: positions of the entries.
-        """
+        """Return how many of the window's queries have come at or after these positions."""
         return (observation.lengths[:, None, None] - positions).clamp(0, self.window)
 
 
@@ -81,21 +76,11 @@ class WindowAttention(Feature[WindowSums]):
         return self.made(observation, self.window)
 
     def made(self, observation: Observation, window: int) -> WindowSums:
-        """Return the sums of the newest `window` of an observation's queries.
-
-        Args:
-            observation: entries and queries.
-            window: how many queries.
-        """
+        """Return the sums of the newest `window` of an observation's queries."""
         queries, at = observation.newest_queries(window)
         last_visible = self.last_visible(at, observation.lengths)
         return WindowSums(self.sums_of.of(observation.attention_sums(queries, last_visible, self.sums_of)), window)
 
     def last_visible(self, at: Int[Tensor, "batch n"], lengths: Int[Tensor, " batch"]) -> Int[Tensor, "batch n"]:
-        """Return the last position that each query sees.
-
-        Args:
-            at: position of each query.
-            lengths: tokens of each request at the event.
-        """
+        """Return the last position that each query sees at an event where requests have so many tokens."""
         return at.minimum(lengths[:, None] - (self.window + 1)) if self.history else at

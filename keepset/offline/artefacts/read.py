@@ -77,11 +77,6 @@ def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
 def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") -> Statistics:
     """Return statistics in which everything that an artefact gives stands in place of what was measured.
 
-    Args:
-        statistics: of the layers that keepset compresses.
-        artefact: of the same model.
-        name: of the file that the artefact was read from.
-
     Raises:
         KeepsetError: if it is of a model that has other layers, or rotates its heads in another way.
     """

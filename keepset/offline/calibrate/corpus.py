@@ -44,8 +44,6 @@ class Corpus:
         """Draw passages from texts.
 
         Args:
-            tokenizer: the model's.
-            texts: the texts.
             tokens: of all passages together, at most; at least one passage is drawn.
             length: tokens of a passage.
             seed: of the order.

@@ -41,16 +41,7 @@ def with_gates(
     steps: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> Statistics:
-    """Train gates, and return the statistics with them.
-
-    Args:
-        statistics: of the layers that get gates.
-        model: the model.
-        tokenizer: the model's.
-        corpus: passages between which passkeys are hidden.
-        steps: number of texts, one for each step of training.
-        on_step: called after each step.
-    """
+    """Train gates, and return the statistics with them."""
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or LENGTH
     texts = draw(tokenizer, corpus.passages, count=steps, length=min(LENGTH, longest), seed=corpus.seed)
     heads = {index: len(layer.direction) for index, layer in statistics.layers.items()}
@@ -65,13 +56,7 @@ def retrieval_gates(
     kv_heads: Mapping[int, int],
     on_step: Callable[[], None] = lambda: None,
 ) -> dict[int, Float[Tensor, " kv_heads"]]:
-    """Train gates, one step for each text.
-
-    Args:
-        model: the model, which stays as it is.
-        texts: the texts.
-        kv_heads: the number of KV heads of each layer, by the layer's index.
-        on_step: called after each step.
+    """Train gates, one step for each text; the model stays as it is.
 
     Returns:
         A gate from 0 to 1 for every KV head, by the layer's index.
@@ -192,13 +177,6 @@ def draw(
     seed: int,
 ) -> list[Passkeys]:
     """Draw texts with passkeys at random places between passages.
-
-    Args:
-        tokenizer: the model's.
-        passages: tokens of the passages.
-        count: number of texts.
-        length: tokens of each text.
-        seed: of the passkeys and their places.
 
     Raises:
         UnsupportedModelError: passkeys and questions do not fit the length.

@@ -83,11 +83,6 @@ class _ObservingCache(ObservedCache):
 def measure(model: PreTrainedModel, corpus: Corpus, on_passage: Callable[[], None] = lambda: None) -> Statistics:
     """Measure a model's queries over a corpus, one passage at a time.
 
-    Args:
-        model: the model, which keepset has to be able to compress.
-        corpus: the passages.
-        on_passage: called after each passage.
-
     Returns:
         The statistics of all layers that keepset compresses.
 
@@ -157,11 +152,7 @@ turned by less than half a turn there, and a layer that does not rotate can be t
 def measure_rotation(
     rotate: Rotate, unit: Float[Tensor, "head_dim head_dim"]
 ) -> tuple[Int[Tensor, " head_dim"], Float[Tensor, " head_dim"], Float[Tensor, " head_dim"]]:
-    """Measure a rotation.
-
-    Args:
-        rotate: the layer's rotation in a text of `PROBE` tokens.
-        unit: the identity matrix, on the model's device.
+    """Measure a rotation in a text of `PROBE` tokens by the rows of the identity matrix.
 
     Returns:
         Partner, frequency and gain of every number of a head; see `LayerStatistics`.

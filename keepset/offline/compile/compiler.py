@@ -109,11 +109,7 @@ def compile_tables(
     log: they divide the work, and all end with the same tables.
 
     Args:
-        model: the model.
-        pool: the contexts.
-        settings: what decides the tables.
         log: the file of the log; None to keep it in memory.
-        stage: shows progress.
 
     Returns:
         The tables.

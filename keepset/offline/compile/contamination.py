@@ -27,22 +27,13 @@ def passage_hashes(text: str) -> tuple[str, ...]:
 
 
 def is_contaminated(tables: Tables, text: str) -> bool:
-    """Return whether a text shares a passage with a context that tables were compiled from.
-
-    Args:
-        tables: the tables.
-        text: the text.
-    """
+    """Return whether a text shares a passage with a context that tables were compiled from."""
     compiled = {mark for context in tables.provenance.get("marks", ()) for mark in context}
     return not compiled.isdisjoint(passage_hashes(text))
 
 
 def refuse_contaminated(recipe: Recipe, text: str) -> None:
     """Refuse to judge a recipe by a text that its tables were compiled from.
-
-    Args:
-        recipe: the recipe, with any method.
-        text: the text.
 
     Raises:
         KeepsetError: the tables were compiled from the text, or from one that shares a passage with it.

@@ -60,8 +60,6 @@ class ContextPool:
         """Draw contexts that do not overlap from texts.
 
         Args:
-            tokenizer: the model's.
-            texts: the texts.
             tokens: of a context's prompt.
             continuation: tokens after the prompt.
             count: number of contexts at most.

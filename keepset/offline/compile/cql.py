@@ -48,7 +48,6 @@ def learn(
     Args:
         logged: joint actions. Their rewards should have a mean near 0 and a spread near 1.
         features: the index of a learned number for each state and kind of feature.
-        actions: number of actions in every state.
         alpha: how conservative the learning is, as in the paper; 0 is plain regression.
         decay: a pull of all learned numbers towards 0, which the paper does not have. Without it, features that
             mean the same share a value by chance, and features of few rows learn noise.
@@ -96,12 +95,6 @@ def draw(count: int, decisions: int, actions: int, seed: str) -> Int[Tensor, "co
 
     Of a decision every action is equally likely, and comes equally often if `count` allows it. The rows in which it
     comes are independent from decision to decision. The probability of any single action is 1 / `actions`.
-
-    Args:
-        count: number of joint actions.
-        decisions: number of decisions in each.
-        actions: number of actions of a decision.
-        seed: of the draw.
     """
     chance = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
     places = torch.rand(count, decisions, generator=chance).argsort(0)

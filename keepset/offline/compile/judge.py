@@ -64,12 +64,7 @@ class Judge:
         self.risk = float(entropy.nan_to_num(torch.inf)), float(perplexity.nan_to_num(torch.inf))
 
     def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
-        """Return the value of a compression by these tables.
-
-        Args:
-            tables: the tables.
-            keep: the budget, entries per KV head.
-            elastic: whether thresholds may keep fewer.
+        """Return the value of a compression to `keep` entries per KV head by these tables; elastic ones may keep fewer.
 
         Raises:
             KeepsetError: the model's logits are not finite.

@@ -14,14 +14,10 @@ _TAIL = 0.05
 
 
 def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
-    """Return tables with bins for some risks.
+    """Return tables with bins for the entropy and perplexity of contexts.
 
     The bins have equal width, in nats; those of perplexity have equal width of the logarithm. The paper gives the
     number of bins and not their edges.
-
-    Args:
-        tables: the tables.
-        risks: entropy and perplexity of each context.
     """
     entropy = _edges(risks[:, 0], ENTROPY_BINS)
     perplexity = _edges(risks[:, 1].log(), PERPLEXITY_BINS).exp()
@@ -29,22 +25,13 @@ def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
 
 
 def risk_bins(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor, " contexts"]:
-    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity.
-
-    Args:
-        tables: the tables, with the bins' edges.
-        risks: entropy and perplexity of each context.
-    """
+    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity."""
     of_entropy, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
     return of_entropy * PERPLEXITY_BINS + of_perplexity
 
 
 def stratified(bins: Sequence[int], count: int) -> list[int]:
-    """Choose contexts: one of every bin, then a second of each, and so on.
-
-    Args:
-        bins: the bin of each context.
-        count: number of contexts to choose.
+    """Choose so many contexts by their bins: one of every bin, then a second of each, and so on.
 
     Returns:
         Their indices, rising.
@@ -58,13 +45,7 @@ def stratified(bins: Sequence[int], count: int) -> list[int]:
 
 
 def empty(layers: int, query_heads: int, budgets: Sequence[int]) -> Tables:
-    """Return tables that decide nothing yet.
-
-    Args:
-        layers: number of layers.
-        query_heads: query heads of a layer.
-        budgets: entries per KV head.
-    """
+    """Return tables that decide nothing yet."""
     one, rows = neutral(layers, query_heads, 1.0), len(budgets)
     weights, gate = one.weights.repeat(rows, 1, 1), one.gate.repeat(rows, 1, 1, 1)
     return dataclasses.replace(one, weights=weights, gate=gate, budgets=torch.tensor(budgets))
