@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from keepset.errors import CorruptFileError, KeepsetError, UnsupportedModelError
 from keepset.models import load_processor
-from keepset.texts import SENTINEL, chat_parts
+from keepset.texts import SENTINEL, chat_frame, chat_parts
 
 if TYPE_CHECKING:
     import transformers
@@ -91,15 +91,8 @@ def image_chat_parts(processor: Any, images: int, text: str, question: str) -> t
     if not processor.chat_template:
         return chat_parts(processor.tokenizer, f"{token * images}\n{text}", question)
     content = [*[{"type": "image"}] * images, {"type": "text", "text": SENTINEL}]
-    message = [{"role": "user", "content": content}]
-    rendered = processor.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, *after = str(rendered).split(SENTINEL)
-    if len(after) != 1:
-        raise UnsupportedModelError(
-            "The model's chat template does not show a user's words beside an image exactly once and unchanged: use a "
-            "model with another template."
-        )
-    return before + text, f"\n\n{question}{after[0]}" if text else question + after[0]
+    before, after = chat_frame(processor, content, "a user's words beside an image")
+    return before + text, f"\n\n{question}{after}" if text else question + after
 
 
 def message_inputs(

@@ -116,15 +116,24 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
     return before + text, f"\n\n{question}{after}"
 
 
-def chat_frame(tokenizer: "transformers.PreTrainedTokenizerBase") -> tuple[str, str]:
-    """Return what a chat template puts before and after a user's message; raise `KeepsetError` if it cannot be cut."""
-    message = [{"role": "user", "content": SENTINEL}]
-    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+def chat_frame(template: Any, content: Any = SENTINEL, shown: str = "a user's message") -> tuple[str, str]:
+    """Return what the chat template of a tokenizer or processor puts before and after a user's words.
+
+    Args:
+        template: what has the chat template.
+        content: a user's message, with `SENTINEL` in the place of the words.
+        shown: what errors call the words.
+
+    Raises:
+        UnsupportedModelError: the template does not show the words once and unchanged.
+    """
+    message = [{"role": "user", "content": content}]
+    rendered = template.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     before, *after = str(rendered).split(SENTINEL)
     if len(after) != 1:
         raise UnsupportedModelError(
-            "The model's chat template does not show a user's message exactly once and unchanged, "
-            "so it cannot be cut before the question: use a model with another template."
+            f"The model's chat template does not show {shown} exactly once and unchanged, so it cannot be cut before "
+            "the question: use a model with another template."
         )
     return before, after[0]
 

@@ -18,9 +18,8 @@ from keepset.core.shapes import Queries, QueryHeadScores, Scores
 from keepset.core.sizes import Sizes
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
-from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.predictor import Networks, entry_scores
-from keepset.kernels.softmax import Softmax
+from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
 

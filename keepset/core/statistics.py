@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -31,7 +31,8 @@ _FILE = TensorFile(
     "again.",
     damaged="{path} is damaged: run keepset calibrate again.",
 )
-_RETRIEVAL, _TURNS = "retrieval", "turns"
+_RETRIEVAL = "retrieval"
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,28 +72,20 @@ class RowStatistics:
         take: returns a statistic by its name, with an axis for the rows in front.
     """
 
+    direction: Float[Tensor, "batch kv_heads head_dim"]
+    mean: Float[Tensor, "batch query_heads head_dim"]
+    covariance: Float[Tensor, "batch query_heads head_dim head_dim"]
+    norm: Float[Tensor, "batch query_heads head_dim"]
+    partner: Int[Tensor, "batch head_dim"]
+    gain: Float[Tensor, "batch head_dim"]
+
     def __init__(self, take: Callable[[str], Tensor]) -> None:
         self._take = take
 
-    @cached_property
-    def direction(self) -> Float[Tensor, "batch kv_heads head_dim"]:
-        """Return `LayerStatistics.direction` of each row."""
-        return self._take("direction")
-
-    @cached_property
-    def mean(self) -> Float[Tensor, "batch query_heads head_dim"]:
-        """Return `LayerStatistics.mean` of each row."""
-        return self._take("mean")
-
-    @cached_property
-    def covariance(self) -> Float[Tensor, "batch query_heads head_dim head_dim"]:
-        """Return `LayerStatistics.covariance` of each row."""
-        return self._take("covariance")
-
-    @cached_property
-    def norm(self) -> Float[Tensor, "batch query_heads head_dim"]:
-        """Return `LayerStatistics.norm` of each row."""
-        return self._take("norm")
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in FIELDS:
+            raise AttributeError(name)
+        return vars(self).setdefault(name, self._take(name))
 
     def by_age(
         self, distances: Int[Tensor, "batch kv_heads entries"], lengths: Int[Tensor, " batch"]
@@ -101,14 +94,9 @@ class RowStatistics:
         return interpolated(self._take("age"), distances, lengths)
 
     @cached_property
-    def gain(self) -> Float[Tensor, "batch head_dim"]:
-        """Return `LayerStatistics.gain` of each row."""
-        return self._take("gain")
-
-    @cached_property
     def paired(self) -> Bool[Tensor, "batch head_dim"]:
         """Return which numbers have a partner."""
-        return self._partner != torch.arange(self._partner.shape[-1], device=self._partner.device)
+        return self.partner != torch.arange(self.partner.shape[-1], device=self.partner.device)
 
     def rotate(self, rows: Rows, positions: Int[Tensor, "batch places"]) -> Rows:
         """Return rows under the mean rotation of several positions: rotation is linear in cosines and sines."""
@@ -121,11 +109,7 @@ class RowStatistics:
         return rows.where(~_beside(self.paired, rows), torch.hypot(rows, self._partners(rows))).abs()
 
     def _partners(self, rows: Float[Tensor, "batch *rows head_dim"]) -> Float[Tensor, "batch *rows head_dim"]:
-        return rows.gather(-1, _beside(self._partner, rows).expand_as(rows))
-
-    @cached_property
-    def _partner(self) -> Int[Tensor, "batch head_dim"]:
-        return self._take("partner")
+        return rows.gather(-1, _beside(self.partner, rows).expand_as(rows))
 
 
 def _beside(numbers: Shaped[Tensor, "batch head_dim"], rows: Tensor) -> Shaped[Tensor, "batch *ones head_dim"]:
@@ -217,12 +201,12 @@ class Statistics:
         Returns:
             A tensor with an axis for the layers in front.
         """
-        if (device, name) not in self._on_device:
-            holders = self.predictors if name in PREDICTOR_FIELDS else self.layers
-            with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's mode
-                together = torch.stack([getattr(holders[index], name) for index in self.layers])
-                self._on_device[device, name] = upload(together, device)
-        return self._on_device[device, name]
+        holders = self.predictors if name in PREDICTOR_FIELDS else self.layers
+
+        def make() -> Tensor:
+            return upload(torch.stack([getattr(holders[index], name) for index in self.layers]), device)
+
+        return self._once((device, name), make)
 
     def networks(self, device: torch.device) -> Networks:
         """Return the predictors of all layers with the layers' rotations, and keep them on the device.
@@ -230,28 +214,24 @@ class Statistics:
         Raises:
             KeepsetError: if no predictors were fitted.
         """
-        if (device, _TURNS) not in self._on_device:
-            with torch.inference_mode(False):
-                turns = turns_of(torch.stack([layer.frequency for layer in self.layers.values()]))
-                self._on_device[device, _TURNS] = upload(turns, device)
+
+        def make() -> Tensor:
+            return upload(turns_of(torch.stack([layer.frequency for layer in self.layers.values()])), device)
+
         names = (*(name for name in PREDICTOR_FIELDS if name != "age"), "partner", "gain")
-        return Networks(turns=self._on_device[device, _TURNS], **{name: self.on(device, name) for name in names})
+        return Networks(turns=self._once((device, "turns"), make), **{name: self.on(device, name) for name in names})
 
     def hidden_predictor(self, kind: str, layer: int, device: torch.device) -> HiddenPredictor:
         """Return the module of a layer that reads hidden states, and keep it on the device."""
-        place = kind, layer, device
-        if place not in self._hidden_on_device:
-            with torch.inference_mode(False):  # as in `on`
-                self._hidden_on_device[place] = self.hidden[kind][layer].on(device)
-        return self._hidden_on_device[place]
+        return self._once((kind, layer, device), lambda: self.hidden[kind][layer].on(device))
 
-    @cached_property
-    def _hidden_on_device(self) -> dict[tuple[str, int, torch.device], HiddenPredictor]:
-        return {}
-
-    @cached_property
-    def _on_device(self) -> dict[tuple[torch.device, str], Tensor]:
-        return {}
+    def _once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what was made for a key; made now if it was not."""
+        made: dict[Hashable, Made] = vars(self).setdefault("_made", {})
+        if key not in made:
+            with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's mode
+                made[key] = make()
+        return made[key]
 
     def gates(self) -> Float[Tensor, "layers kv_heads"]:
         """Return how much each KV head retrieves; raise KeepsetError if that was not measured."""

@@ -80,7 +80,9 @@ class Cache(ObservedCache):
     ) -> None:
         if recipe is None:
             check_model(model)
-            recipe = _default_recipe(model.config.name_or_path or "")
+            name = model.config.name_or_path or ""
+            recipe, why = default_recipe(name, name or "this model", ANSWERED_AT_ONCE)
+            _say_once(why)
         self.recipe = (recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)).require_budget()
         check_schedule(self.recipe)
         for kind in self.recipe.budget.kinds:
@@ -94,10 +96,8 @@ class Cache(ObservedCache):
         super().__init__(model, needs, prompt_length, self.recipe.schedule, tasks)
         if self.recipe.method.traits.across_layers:
             self._waits_for_all_layers = True
-            name = self.recipe.method.name
-            self._no_drafts = self._no_drafts or (
-                f"{name} looks across layers, so it cannot take drafted tokens together with the prompt"
-            )
+            reason = "looks across layers, so it cannot take drafted tokens together with the prompt"
+            self._no_drafts = self._no_drafts or f"{self.recipe.method.name} {reason}"
         self._stacks_layers = all(each in self._from_files or isinstance(each, QuantizedEntries) for each in needs)
         self.events: list[Event] = []
         self.history = history
@@ -178,11 +178,8 @@ class Cache(ObservedCache):
     @property
     def nbytes_entries(self) -> int:
         """Bytes of the entries that are there; the rest of `nbytes` is for tokens to come and for the next event."""
-        beside = 0
-        for layer in self.managed_layers.values():
-            if layer.store is not None:
-                beside += layer.nbytes - layer.store.entries_nbytes
-        return self.nbytes - beside
+        stored = [(layer, layer.store) for layer in self.managed_layers.values() if layer.store is not None]
+        return self.nbytes - sum(layer.nbytes - store.entries_nbytes for layer, store in stored)
 
     @property
     def nbytes_full(self) -> int:
@@ -227,11 +224,9 @@ class Cache(ObservedCache):
         copied = copy.copy(self)
         copied.progress = copy.copy(self.progress)
         copied.events, copied._unfinished, copied._waiting = list(self.events), {}, []
-        copied._hooks = None if self._hooks is None else self._hooks.fork(copied)
-        copied._second = None if self._second is None else self._second.fork(copied)
-        copied._perplexity = None if self._perplexity is None else self._perplexity.fork(copied)
-        copied._images = None if self._images is None else self._images.fork(copied)
-        copied._rope = None if self._rope is None else self._rope.fork(copied)
+        for name in ("_hooks", "_second", "_perplexity", "_images", "_rope"):
+            hooks = getattr(self, name)
+            setattr(copied, name, None if hooks is None else hooks.fork(copied))
         copied.managed_layers = {index: layer.fork() for index, layer in self.managed_layers.items()}
         copied.layers = [
             copied.managed_layers.get(index) or copy.deepcopy(layer) for index, layer in enumerate(self.layers)
@@ -383,17 +378,6 @@ class Cache(ObservedCache):
         self.events.append(event)
         if self.schedule.every is None:
             self.stop_watching()
-
-
-def _default_recipe(name: str) -> Recipe:
-    """Return the recipe for a model where none is named, and say which it is and why, once for each model.
-
-    Args:
-        name: the model's name, `model.config.name_or_path`.
-    """
-    recipe, why = default_recipe(name, name or "this model", ANSWERED_AT_ONCE)
-    _say_once(why)
-    return recipe
 
 
 @functools.cache

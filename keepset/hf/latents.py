@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from keepset.errors import UnsupportedModelError
@@ -140,6 +140,10 @@ class LatentStore(EntryStore):
         size = values.shape[-1]
         return keys[..., :size], keys[..., size:]
 
+    @classmethod
+    def read(cls, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat([keys, values], -1), keys
+
     @property
     def sizes(self) -> tuple[int, int]:
         latent, rotated = self.heads.sizes
@@ -147,7 +151,7 @@ class LatentStore(EntryStore):
 
     @property
     def keys(self) -> Tensor:
-        return torch.cat([super().keys, super().values], -1)
+        return self.read(super().keys, super().values)[0]
 
     @property
     def values(self) -> Tensor:
@@ -156,13 +160,8 @@ class LatentStore(EntryStore):
     @property
     def attended(self) -> PackedHeads:
         heads = self.heads.whole()
-        return replace(heads, keys=torch.cat([heads.keys, heads.values], -1), values=heads.keys)
-
-    def take(self, index: slice | Int[Tensor, "batch kv_heads n"]) -> tuple[Tensor, Tensor]:
-        if isinstance(index, slice):
-            return self.keys[:, :, index], self.values[:, :, index]
-        latent, rotated = super().take(index)
-        return torch.cat([latent, rotated], -1), latent
+        keys, values = self.read(heads.keys, heads.values)
+        return replace(heads, keys=keys, values=values)
 
     def append(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> None:
         super().append(*self.stored(keys, values), *args, **kwargs)

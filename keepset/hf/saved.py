@@ -141,9 +141,7 @@ class Saved(NamedTuple):
         Raises:
             CorruptFileError: the model has other layers, or something is missing that the next event looks at.
         """
-        if len(cache.layers) != len(self.layers):
-            raise _FILE.corrupt(self.path)
-        if not cache.set_position_offsets(self.offsets):
+        if len(cache.layers) != len(self.layers) or not cache.set_position_offsets(self.offsets):
             raise _FILE.corrupt(self.path)
         cache.progress = self.progress
         if cache.schedule.every is None or self.next_event is None:
@@ -183,12 +181,12 @@ def save(
     Raises:
         KeepsetError: the cache holds no whole prompt, or another number of tokens, or has layers that are not saved.
     """
-    if tokens is not None and (len(cache.require_prompt().lengths), cache.require_prompt().logical) != (1, len(tokens)):
-        raise KeepsetError(
-            f"token_ids are {len(tokens)}, and the cache has {cache.require_prompt().logical} tokens of "
-            f"{len(cache.require_prompt().lengths)} requests: give those of its only request."
-        )
     progress, keep_set = cache.require_prompt(), None if event is None else event.keep_set
+    if tokens is not None and (len(progress.lengths), progress.logical) != (1, len(tokens)):
+        raise KeepsetError(
+            f"token_ids are {len(tokens)}, and the cache has {progress.logical} tokens of {len(progress.lengths)} "
+            "requests: give those of its only request."
+        )
     decoding = next(iter(cache.managed_layers.values())).decoding
     tensors = {"lengths": progress.lengths, "prompts": progress.prompts}
     if progress.valid is not None:
@@ -437,26 +435,22 @@ class _SavedText(KnownTokens):
 
 def _tensors_of(layer: Any) -> dict[str, Tensor]:
     """Return all that a layer of a cache holds."""
+    held: dict[str, Tensor] = {}
     if isinstance(layer, LinearAttentionLayer):
-        others = {} if type(layer) is LinearAttentionLayer else _attention_of(layer)
-        return {**others, **{f"{STATE}{name}": state for name, state in states(layer).items()}}
-    return _attention_of(layer)
-
-
-def _attention_of(layer: Any) -> dict[str, Tensor]:
-    """Return what a layer holds for its attention."""
+        held = {f"{STATE}{name}": state for name, state in states(layer).items()}
+        if type(layer) is LinearAttentionLayer:
+            return held
     if isinstance(layer, LayerState):
         assert layer.store is not None
-        tensors = {f"columns.{name}": column for name, column in layer.store.packed.items()}
+        held |= {f"columns.{name}": column for name, column in layer.store.packed.items()}
         if layer.decoding is not None:
-            tensors |= {f"passing.{name}": tensor for name, tensor in layer.decoding.recorder.tensors.items()}
-        counts = torch.tensor(layer.store.counts)
-        return {**tensors, "counts": counts.view(layer.store.batch, layer.store.kv_heads)}
+            held |= {f"passing.{name}": tensor for name, tensor in layer.decoding.recorder.tensors.items()}
+        return held | {"counts": torch.tensor(layer.store.counts).view(layer.store.batch, layer.store.kv_heads)}
     windows = DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer
     if type(layer) in windows and layer.keys is not None and layer.values is not None:
         # What lies before the window is there only while a draft may be taken back.
         first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
-        return {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
+        return held | {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
     raise UnsupportedModelError(
         f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those of keys "
         "and values, sliding windows and recurrent states: this context cannot be saved."

@@ -134,6 +134,11 @@ class EntryStore:
         """Return what is stored of keys and values that are as they are read."""
         return keys, values
 
+    @classmethod
+    def read(cls, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are read, of those that are `stored`."""
+        return keys, values
+
     @cached_property
     def _own_heads(self) -> PackedHeads:
         keys, values, positions = (self._columns[name] for name in _ENTRIES)
@@ -358,13 +363,13 @@ class EntryStore:
             index = places.expand(self.batch, self.kv_heads, -1)
         rows = self._take(index)
         if self._format is None:
-            return rows["keys"], rows["values"]
+            return self.read(rows["keys"], rows["values"])
         if self.residual is not None and self.residual.entries:
             before = upload(self.counts, index.device) - upload(self.residual.counts, index.device)
             place = index - before.view(self.batch, self.kv_heads, 1)
             for name, residual in self.residual._take(place.clamp(min=0)).items():
                 rows[name] += residual.masked_fill_(place[..., None] < 0, 0.0)
-        return self._format.unmix(rows["keys"]), self._format.unmix(rows["values"])
+        return self.read(*(self._format.unmix(rows[name]) for name in _SCALES))
 
     def _take(self, index: Int[Tensor, "batch kv_heads n"]) -> dict[str, Float[Tensor, "batch kv_heads n size"]]:
         """Return the keys and values of some entries of each head, mixed, and without what a residual adds."""

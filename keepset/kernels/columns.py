@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,58 +85,34 @@ def _scaled_attention(
     causal: bool,
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
     """Return attention without caps and sinks, and its log-sum-exp."""
-    operator = _fused_operator(queries, keys, values)
+    fused = _fused_operator(queries, keys, values)
     group, n, value_dim = queries.shape[0] // keys.shape[0], queries.shape[1], values.shape[-1]
-    repeated = (x.repeat_interleave(group, 0) for x in (keys, values))
-    query, key, value = (x.unsqueeze(0) for x in (queries, *repeated))
-    if operator is None:
+    query, key, value = (x[None] for x in (queries, *(x.repeat_interleave(group, 0) for x in (keys, values))))
+    if fused is None:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
-        return output.squeeze(0), log_sum_exp(queries, keys, Softmax(scaling), causal)
-    if queries.device.type != "cpu":
-        query, key, value = (_whole_multiple(x) for x in (query, key, value))
-    output, lse = operator(query, key, value, causal, scaling)
+        return output[0], log_sum_exp(queries, keys, Softmax(scaling), causal)
+    if queries.device.type != "cpu":  # fused GPU operators require multiples of 8 numbers
+        query, key, value = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value))
+    operator, options = fused
+    output, lse, *_ = operator(query, key, value, *options, causal, scale=scaling)
     # Some operators pad the log-sum-exp to a block of queries.
-    return output.squeeze(0).narrow(-1, 0, value_dim), lse.squeeze(0).narrow(-1, 0, n).float()
+    return output[0].narrow(-1, 0, value_dim), lse[0].narrow(-1, 0, n).float()
 
 
-def _whole_multiple(rows: Tensor) -> Tensor:
-    """Return rows padded with zeros to a multiple of 8 numbers, as fused GPU operators require."""
-    missing = -rows.shape[-1] % 8
-    return F.pad(rows, (0, missing)) if missing else rows
-
-
-_Fused = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-
-
-def _fused_operator(queries: Tensor, keys: Tensor, values: Tensor) -> _Fused | None:
-    """Return PyTorch's operator that computes attention and its log-sum-exp, or None if none takes these shapes."""
+def _fused_operator(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Callable[..., Any], Sequence[Any]] | None:
+    """Return PyTorch's operator that computes attention and its log-sum-exp, and its options; None for these shapes."""
     device, dtype, square = queries.device, queries.dtype, keys.shape[-1] == values.shape[-1]
+    aten, dropout = torch.ops.aten, 0.0
     if device.type == "cpu":
-        return _flash_on_cpu if square else None
+        return (aten._scaled_dot_product_flash_attention_for_cpu, [dropout]) if square else None
     if device.type != "cuda" or dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return None
     modern = has_bfloat16(device)
     if modern and square and dtype != torch.float32 and keys.shape[-1] <= 256:
-        return _flash
-    return None if dtype == torch.bfloat16 and not modern else _memory_efficient
-
-
-def _flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = operator(query, key, value, 0.0, causal, scale=scaling)
-    return output, lse
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
-    operator = torch.ops.aten._scaled_dot_product_flash_attention
-    output, lse, *_ = operator(query, key, value, 0.0, causal, scale=scaling)
-    return output, lse
-
-
-def _memory_efficient(query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
-    operator = torch.ops.aten._scaled_dot_product_efficient_attention
-    output, lse, *_ = operator(query, key, value, None, True, 0.0, causal, scale=scaling)
-    return output, lse
+        return aten._scaled_dot_product_flash_attention, [dropout]
+    if dtype == torch.bfloat16 and not modern:
+        return None
+    return aten._scaled_dot_product_efficient_attention, [None, True, dropout]  # no bias, and the log-sum-exp
 
 
 def log_sum_exp(

@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.softmax import Softmax
+from keepset.kernels.softmax import GroupReduction, Softmax
 
 
 class Addresses(NamedTuple):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 from jaxtyping import Bool, Float
@@ -71,6 +72,25 @@ class Softmax:
         if self.sinks is None:
             return lse
         return torch.logaddexp(lse, self.sinks.float().view(-1, *[1] * (lse.ndim - 1)))
+
+
+class GroupReduction(StrEnum):
+    """How the attention of the query heads that share a KV head is reduced to an entry's numbers."""
+
+    MEAN = "mean"
+    """The mean over the query heads."""
+    EACH = "each"
+    """No reduction: one number for each query head."""
+    LARGEST = "largest"
+    """The attention that the largest logits of the query heads make, as if they were one head."""
+
+    def shape(self, group: int) -> tuple[int, ...]:
+        """Return the shape of one entry's numbers if `group` query heads share a KV head."""
+        return (group,) if self is GroupReduction.EACH else ()
+
+    def of(self, sums: Float[Tensor, "*heads members entries"]) -> Float[Tensor, "*heads entries *group"]:
+        """Return each entry's numbers."""
+        return sums.transpose(-1, -2) if self is GroupReduction.EACH else sums.mean(-2)
 
 
 def normalised(

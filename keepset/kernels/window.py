@@ -10,9 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.kernels.dispatch import CACHE_BLOCK, block_size, launched_on, uses_triton
-from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
-from keepset.kernels.softmax import Softmax, normalised
+from keepset.kernels.softmax import GroupReduction, Softmax, normalised
 
 
 def received_attention(

@@ -22,7 +22,7 @@ from keepset.core.shapes import Quotas, Scores
 from keepset.core.tables import Tables, neutral, say_neutral
 from keepset.core.traits import Traits
 from keepset.kernels.dispatch import upload
-from keepset.kernels.group_reduction import GroupReduction
+from keepset.kernels.softmax import GroupReduction
 
 PositionAttention = Float[Tensor, "requests positions"]
 """The window's attention that every position receives, over all layers and heads (equation 6)."""

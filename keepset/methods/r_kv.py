@@ -16,7 +16,7 @@ from keepset.core.method import Method, parameter
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Scores
 from keepset.core.traits import Traits
-from keepset.kernels.group_reduction import GroupReduction
+from keepset.kernels.softmax import GroupReduction
 
 _BLOCK = 2**20
 """The most similarities that are computed at a time, for all heads together."""

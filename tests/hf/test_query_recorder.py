@@ -19,7 +19,7 @@ from keepset.core.features.window import WindowAttention
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.traits import Traits
-from keepset.kernels.group_reduction import GroupReduction
+from keepset.kernels.softmax import GroupReduction
 from tests.hf.models import extended, feed, padded_prompt, prompt, refusal, tiny
 
 

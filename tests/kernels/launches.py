@@ -21,7 +21,6 @@ from keepset.kernels import dispatch
 from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.columns import attention_columns
 from keepset.kernels.entry_format import FORMATS
-from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_format import FOUR_BITS, Mixing, PageFormat
@@ -29,7 +28,7 @@ from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attenti
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_scores, entry_scores_in_pages, turns_of
-from keepset.kernels.softmax import Softmax
+from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.triton import (
     attention,
     columns,

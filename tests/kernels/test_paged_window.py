@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
-from keepset.kernels.softmax import Softmax
+from keepset.kernels.softmax import GroupReduction, Softmax
 from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
 from tests.kernels.test_attention import seeded
 from tests.kernels.test_paged import Case, _slots, at

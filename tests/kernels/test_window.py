@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import PackedHeads
-from keepset.kernels.softmax import Softmax
+from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.window import add_received, received_attention
 from tests.kernels.test_attention import (
     COUNTS,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from keepset.core.feature import Feature
 from keepset.core.observation import Observation
-from keepset.kernels.group_reduction import GroupReduction
+from keepset.kernels.softmax import GroupReduction
 
 
 @dataclass(frozen=True, eq=False)

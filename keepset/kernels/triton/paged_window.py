@@ -9,9 +9,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.page_format import layer_scales
 from keepset.kernels.paged_arguments import ColumnTarget
+from keepset.kernels.softmax import GroupReduction
 from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros
 from keepset.kernels.triton.paged import _dealt_to, _locate
 from keepset.kernels.triton.softmax import (

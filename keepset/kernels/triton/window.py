@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.group_reduction import GroupReduction
 from keepset.kernels.packed import HeadTable
+from keepset.kernels.softmax import GroupReduction
 from keepset.kernels.triton.softmax import (
     LEAST_PART,
     add_numbers,
