@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -12,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from keepset.kernels import dispatch
-from keepset.kernels.packed import HeadTable, PackedHeads
-from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, capped, rows_of, streamed
+from keepset.kernels.packed import HeadTable
+from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, begun, capped, rows_of, streamed
 
 _BLOCK = 64
 """Parts are multiples of so many entries."""
@@ -28,70 +25,69 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
     up the rest. A second, small launch merges the parts' outputs by their log-sum-exps. Logits, sums and partial
     outputs are float32. The output is zero if there is nothing to see. There is no host sync.
     """
-    table, kind = HeadTable(stores), stores[0]
-    batch, query_heads, n, head_dim = queries.shape
-    heads, value_dim = table.addresses.shape[1], kind.values.shape[1]
-    kv_heads = heads // batch
-    group = query_heads // kv_heads
-    rows = group * n
-    head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
-    block = rows_of(max(head_block, value_block), queries.dtype)
-    # Further blocks of rows read their head's entries once more.
-    block_rows = min(block, max(16, triton.next_power_of_2(rows)))
-    row_blocks = triton.cdiv(rows, block_rows)
-    made = Outputs.of(queries, stores, value_dim, row_blocks)
-    biased = next((store.bias for store in stores if store.bias is not None), None)
-    last_visible = None if query_positions is None else query_positions.contiguous()
-    sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
-    # Only the first axis of a grid may have more than 65,535 programs.
-    _attend_part[(heads * row_blocks, made.parts)](
-        queries, kind.keys, kind.values, kind.positions, biased, kind.key_scale, table.addresses, last_visible,
-        sinks, made.partial, made.partial_lse, *queries.stride(), softmax.scaling, softmax.softcap or 1.0,
-        made.part, table.grown, n, kv_heads, heads, batch * n * query_heads,
-        GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
-        HEAD_BLOCK=head_block, VALUE_BLOCK=value_block, ROWS=block_rows, BLOCK=block,
-        CAUSAL=last_visible is not None, BIASED=biased is not None, INT8=kind.key_scale is not None,
-        ALIGNED=table.aligned, CAPPED=softmax.softcap is not None, SINKS=sinks is not None,
+    made, kind, n = Launch(queries, stores, softmax, query_positions), stores[0], queries.shape[2]
+    _attend_part[made.grid](
+        queries, kind.keys, kind.values, kind.positions, made.bias, kind.key_scale, made.table.addresses,
+        made.last_visible, made.sinks, made.partial, made.partial_lse, *queries.stride(), softmax.scaling,
+        softmax.softcap or 1.0, made.part, made.table.grown, n, made.kv_heads, made.heads, made.lse.numel(),
+        HEAD_DIM=queries.shape[3], VALUE_DIM=made.output.shape[3], HEAD_BLOCK=made.head_block,
+        VALUE_BLOCK=made.value_block, INT8=kind.key_scale is not None, ALIGNED=made.table.aligned, **made.sizes,
     )  # fmt: skip
     return made.merged()
 
 
-class Outputs(NamedTuple):
-    """Where a launch writes what it attends to: the parts of heads that are cut along their entries, or the result.
+class Launch:
+    """A launch of attention over packed heads, and where it writes: the parts of each head, or the result.
+
+    Args:
+        queries, stores, softmax, query_positions: as for `keepset.kernels.attention.ragged_attention`.
 
     Attributes:
+        table: where the heads lie.
+        heads, kv_heads: heads of all requests, and of each.
+        head_block, value_block: numbers of a key and of a value, as a power of two.
+        bias, last_visible, sinks: what the kernel is given of them.
         output, lse: the result, `[batch, n, query_heads, value_dim]` in the queries' type, and its log-sum-exps.
         partial, partial_lse: the same of each part, in float32; the result itself if there is one part.
         part: entries of a part.
-        parts: of a head, at most.
+        grid: a program for each head and block of rows, and for each part.
+        sizes: what is compiled into the kernel.
     """
 
-    output: Tensor
-    lse: Tensor
-    partial: Tensor
-    partial_lse: Tensor
-    part: int
-    parts: int
-
-    @classmethod
-    def of(cls, queries: Tensor, stores: Sequence[PackedHeads], value_dim: int, row_blocks: int) -> Outputs:
-        """Return room for the attention of some queries, whose rows are cut into so many blocks."""
-        batch, query_heads, n, _ = queries.shape
-        part = _part(queries.device, sum(store.entries for store in stores) * row_blocks)
-        parts = max(1, triton.cdiv(max(store.longest for store in stores), part))
-        output = queries.new_empty(batch, n, query_heads, value_dim)
-        lse = torch.empty(batch, n, query_heads, device=queries.device)
-        if parts == 1:
-            return cls(output, lse, output, lse, part, parts)
-        partial, partial_lse = (torch.empty(parts, *each.shape, device=queries.device) for each in (output, lse))
-        return cls(output, lse, partial, partial_lse, part, parts)
+    def __init__(self, queries, stores, softmax, query_positions) -> None:
+        batch, query_heads, n, head_dim = queries.shape
+        self.table, value_dim, device = HeadTable(stores), stores[0].sizes[1], queries.device
+        self.heads = self.table.addresses.shape[1]
+        self.kv_heads = self.heads // batch
+        group = query_heads // self.kv_heads
+        self.head_block, self.value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
+        block = rows_of(max(self.head_block, self.value_block), queries.dtype)
+        # Further blocks of rows read their head's entries once more.
+        rows = min(block, max(16, triton.next_power_of_2(group * n)))
+        row_blocks = triton.cdiv(group * n, rows)
+        self.part = _part(device, sum(store.entries for store in stores) * row_blocks)
+        parts = max(1, triton.cdiv(max(store.longest for store in stores), self.part))
+        # Only the first axis of a grid may have more than 65,535 programs.
+        self.grid = self.heads * row_blocks, parts
+        self.output = self.partial = queries.new_empty(batch, n, query_heads, value_dim)
+        self.lse = self.partial_lse = torch.empty(batch, n, query_heads, device=device)
+        if parts > 1:
+            both = self.output, self.lse
+            self.partial, self.partial_lse = (torch.empty(parts, *each.shape, device=device) for each in both)
+        self.bias = next((store.bias for store in stores if store.bias is not None), None)
+        self.last_visible = None if query_positions is None else query_positions.contiguous()
+        self.sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
+        self.sizes = dict(
+            GROUP=group, ROWS=rows, BLOCK=block, CAUSAL=self.last_visible is not None, BIASED=self.bias is not None,
+            CAPPED=softmax.softcap is not None, SINKS=self.sinks is not None,
+        )  # fmt: skip
 
     def merged(self) -> Tensor:
         """Return the result, for which parts are merged by their log-sum-exps."""
-        if self.parts > 1:
+        if (parts := self.grid[1]) > 1:
             (*_, query_heads, value_dim), outputs = self.output.shape, self.lse.numel()
             _merge_parts[(outputs,)](
-                self.partial, self.partial_lse, self.output, self.lse, None, outputs, self.parts, query_heads,
+                self.partial, self.partial_lse, self.output, self.lse, None, outputs, parts, query_heads,
                 VALUE_DIM=value_dim, VALUE_BLOCK=triton.next_power_of_2(value_dim), BLOCK=_MERGED, LISTED=False,
             )  # fmt: skip
         return self.output
@@ -106,6 +102,48 @@ def _part(device: torch.device, entries: int) -> int:
     programs = dispatch.processors(device) * PROGRAMS_PER_PROCESSOR
     few, many = (triton.cdiv(triton.cdiv(entries, n), _BLOCK) * _BLOCK for n in (programs, 2 * programs))
     return max(LEAST_PART, min(few, max(many, 2 * LEAST_PART)))
+
+
+@triton.jit
+def query_rows(heads, kv_heads, n, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Return a program's head and request, its rows, and the query head and token of each; tokens are innermost."""
+    head, block = tl.program_id(0) % heads, tl.program_id(0) // heads
+    request, kv_head = head // kv_heads, head % kv_heads
+    row = block * ROWS + tl.arange(0, ROWS)
+    return head, request, row, (kv_head * GROUP + row // n).to(tl.int64), (row % n).to(tl.int64)
+
+
+@triton.jit
+def sight(
+    query_positions, index, exists, positions_kind, bias_kind, table, head, heads, length,
+    CAUSAL: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """Return the last position that each row sees, where positions and biases lie, and how many entries have biases."""
+    last_visible, positions, bias, biased = 0, 0, 0, 0
+    if CAUSAL:
+        last_visible = tl.load(query_positions + index, mask=exists, other=-1)
+        positions = tl.load(table + 2 * heads + head).to(positions_kind.dtype)
+    if BIASED:
+        address = tl.load(table + 3 * heads + head)
+        bias, biased = address.to(bias_kind.dtype), tl.where(address == 0, 0, length)
+    return last_visible, positions, bias, biased
+
+
+@triton.jit
+def masked(
+    logits, entry, stored, last_visible, positions, bias, biased, cap,
+    CAUSAL: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return logits of a block of entries, capped, with biases, and minus infinity where unseen; see `sight`."""
+    if CAPPED:
+        logits = capped(logits, cap)
+    if BIASED:
+        logits += tl.load(bias + entry.to(tl.int64), mask=entry < biased, other=0.0).to(tl.float32)[None, :]
+    visible = stored[None, :]
+    if CAUSAL:
+        at = tl.load(positions + entry.to(tl.int64), mask=stored, other=0)
+        visible = visible & (at[None, :] <= last_visible[:, None])
+    return tl.where(visible, logits, float("-inf"))
 
 
 # Only the dtypes of `keys_kind` and the like are used: heads are found by the table's addresses.
@@ -123,40 +161,27 @@ def _attend_part(
 
     A row is one query head of one token; the tokens are innermost.
     """
-    program, split = tl.program_id(0), tl.program_id(1)
-    head, block = program % heads, program // heads
-    request, kv_head = head // kv_heads, head % kv_heads
-    # A KV head's query heads are folded into the rows, tokens innermost.
-    row = block * ROWS + tl.arange(0, ROWS)
-    exists = row < GROUP * n
-    query, token = (kv_head * GROUP + row // n).to(tl.int64), (row % n).to(tl.int64)
+    head, request, row, query, token = query_rows(heads, kv_heads, n, GROUP, ROWS)
+    split, exists = tl.program_id(1), row < GROUP * n
     dims, value_dims = tl.arange(0, HEAD_BLOCK), tl.arange(0, VALUE_BLOCK)
     of_row = request.to(tl.int64) * query_batch + query * query_head + token * query_token
     q = tl.load(
         queries + of_row[:, None] + dims[None, :] * query_dim,
         mask=exists[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
-    if CAUSAL:
-        last_visible = tl.load(query_positions + request * n + token, mask=exists, other=-1)
-        positions = tl.load(table + 2 * heads + head).to(positions_kind.dtype)
     keys = tl.load(table + head).to(keys_kind.dtype)
     values = tl.load(table + heads + head).to(values_kind.dtype)
     if ALIGNED:
         keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
     length = tl.load(table + 6 * heads + head).to(tl.int32) + grown
-    if BIASED:
-        bias_address = tl.load(table + 3 * heads + head)
-        bias = bias_address.to(bias_kind.dtype)
-        biased = tl.where(bias_address == 0, 0, length)
+    last_visible, positions, bias, biased = sight(
+        query_positions, request * n + token, exists, positions_kind, bias_kind, table, head, heads, length,
+        CAUSAL, BIASED,
+    )  # fmt: skip
     if INT8:
         key_scale = tl.load(table + 4 * heads + head).to(scale_kind.dtype)
         value_scale = tl.load(table + 5 * heads + head).to(scale_kind.dtype)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if SINKS:  # which count once, in the first part
-        sink = tl.load(sinks + query, mask=exists, other=float("-inf")).to(tl.float32)
-        largest = tl.where(split == 0, sink, largest)
-        total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    largest, total = begun(sinks, query, exists, split, ROWS, SINKS)
     attended = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     first = split * part
     for offset in range(first, tl.minimum(first + part, length), BLOCK):
@@ -172,15 +197,7 @@ def _attend_part(
         logits = tl.dot(q, k, input_precision="ieee") * scaling
         if INT8:
             logits *= tl.load(key_scale + place, mask=stored, other=0.0).to(tl.float32)[None, :]
-        if CAPPED:
-            logits = capped(logits, cap)
-        if BIASED:
-            logits += tl.load(bias + place, mask=entry < biased, other=0.0).to(tl.float32)[None, :]
-        visible = stored[None, :]
-        if CAUSAL:
-            at = tl.load(positions + place, mask=stored, other=0)
-            visible = visible & (at[None, :] <= last_visible[:, None])
-        logits = tl.where(visible, logits, float("-inf"))
+        logits = masked(logits, entry, stored, last_visible, positions, bias, biased, cap, CAUSAL, BIASED, CAPPED)
         largest, total, weights, shrink = streamed(largest, total, logits)
         v = tl.load(
             values + place[:, None] * VALUE_DIM + value_dims[None, :],

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from keepset.kernels.entry_format import levels_and_borders
 from keepset.kernels.packed import HeadTable, PackedHeads
-from keepset.kernels.triton.attention import Outputs
-from keepset.kernels.triton.softmax import capped, rows_of, streamed
+from keepset.kernels.triton.attention import Launch, masked, query_rows, sight
+from keepset.kernels.triton.softmax import begun, streamed
 
 _MOVED = 16
 """New tokens of a program."""
@@ -52,28 +52,14 @@ def _residuals(stores: Sequence[PackedHeads]) -> _Residuals:
 
 def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor, "batch n query_heads value_dim"]:
     """Compute `keepset.kernels.attention.ragged_attention` of mixed queries; the output is mixed, too."""
-    table, residuals, kind = HeadTable(stores), _residuals(stores), stores[0]
-    batch, query_heads, n, head_dim = queries.shape
-    heads, (_, value_dim) = table.addresses.shape[1], kind.sizes
-    kv_heads = heads // batch
-    rows = query_heads // kv_heads * n
-    wide, value_wide = (triton.next_power_of_2(dim) for dim in (head_dim, value_dim))
-    block = rows_of(max(wide, value_wide), queries.dtype)
-    block_rows = min(block, max(16, triton.next_power_of_2(rows)))
-    row_blocks = triton.cdiv(rows, block_rows)
-    made = Outputs.of(queries, stores, value_dim, row_blocks)
-    biased = next((store.bias for store in stores if store.bias is not None), None)
-    last_visible = None if query_positions is None else query_positions.contiguous()
-    sinks = None if softmax.sinks is None else softmax.sinks.contiguous()
-    _attend_four_bits[(heads * row_blocks, made.parts)](
-        queries, kind.keys, kind.positions, biased, kind.key_scale, levels_and_borders(queries.device)[0],
-        table.addresses, residuals.addresses, last_visible, sinks, made.partial, made.partial_lse, *queries.stride(),
-        softmax.scaling, softmax.softcap or 1.0,
-        made.part, table.grown, residuals.grown, n, kv_heads, heads, batch * n * query_heads,
-        GROUP=query_heads // kv_heads, HALF=head_dim // 2, VALUE_HALF=value_dim // 2,
-        HALF_BLOCK=max(16, wide // 2), VALUE_BLOCK=max(16, value_wide // 2), ROWS=block_rows, BLOCK=block,
-        CAUSAL=last_visible is not None, BIASED=biased is not None, CAPPED=softmax.softcap is not None,
-        SINKS=sinks is not None, num_stages=2,
+    made, residuals, kind = Launch(queries, stores, softmax, query_positions), _residuals(stores), stores[0]
+    _attend_four_bits[made.grid](
+        queries, kind.keys, kind.positions, made.bias, kind.key_scale, levels_and_borders(queries.device)[0],
+        made.table.addresses, residuals.addresses, made.last_visible, made.sinks, made.partial, made.partial_lse,
+        *queries.stride(), softmax.scaling, softmax.softcap or 1.0, made.part, made.table.grown, residuals.grown,
+        queries.shape[2], made.kv_heads, made.heads, made.lse.numel(),
+        HALF=queries.shape[3] // 2, VALUE_HALF=made.output.shape[3] // 2, HALF_BLOCK=max(16, made.head_block // 2),
+        VALUE_BLOCK=max(16, made.value_block // 2), **made.sizes, num_stages=2,
     )  # fmt: skip
     return made.merged()
 
@@ -134,12 +120,8 @@ def _attend_four_bits(
 
     A row is one query head of one token; the tokens are innermost.
     """
-    program, split = tl.program_id(0), tl.program_id(1)
-    head, block = program % heads, program // heads
-    request, kv_head = head // kv_heads, head % kv_heads
-    row = block * ROWS + tl.arange(0, ROWS)
-    exists = row < GROUP * n
-    query, token = (kv_head * GROUP + row // n).to(tl.int64), (row % n).to(tl.int64)
+    head, request, row, query, token = query_rows(heads, kv_heads, n, GROUP, ROWS)
+    split, exists = tl.program_id(1), row < GROUP * n
     dims, value_dims = tl.arange(0, HALF_BLOCK), tl.arange(0, VALUE_BLOCK)
     of_row = queries + request.to(tl.int64) * query_batch + query * query_head + token * query_token
     there = exists[:, None] & (dims < HALF)[None, :]
@@ -155,18 +137,11 @@ def _attend_four_bits(
     lost_value_scale = tl.load(residuals + 5 * heads + head).to(scale_kind.dtype)
     # The newest entries have a residual.
     plain = length - tl.load(residuals + 6 * heads + head).to(tl.int32) - residuals_grown
-    if CAUSAL:
-        last_visible = tl.load(query_positions + request * n + token, mask=exists, other=-1)
-        positions = tl.load(table + 2 * heads + head).to(positions_kind.dtype)
-    if BIASED:
-        bias_address = tl.load(table + 3 * heads + head)
-        bias = bias_address.to(bias_kind.dtype)
-        biased = tl.where(bias_address == 0, 0, length)
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    if SINKS:  # which count once, in the first part
-        sink = tl.load(sinks + query, mask=exists, other=float("-inf")).to(tl.float32)
-        largest = tl.where(split == 0, sink, largest)
-        total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    last_visible, positions, bias, biased = sight(
+        query_positions, request * n + token, exists, positions_kind, bias_kind, table, head, heads, length,
+        CAUSAL, BIASED,
+    )  # fmt: skip
+    largest, total = begun(sinks, query, exists, split, ROWS, SINKS)
     of_even, of_odd = tl.zeros([ROWS, VALUE_BLOCK], tl.float32), tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     first = split * part
     for offset in range(first, tl.minimum(first + part, length), BLOCK):
@@ -178,15 +153,7 @@ def _attend_four_bits(
         if offset + BLOCK > plain:
             logits += _products(even, odd, lost_keys, lost_key_scale, lost, dims, refined, levels, HALF)
         logits *= scaling
-        if CAPPED:
-            logits = capped(logits, cap)
-        if BIASED:
-            logits += tl.load(bias + place, mask=entry < biased, other=0.0).to(tl.float32)[None, :]
-        visible = stored[None, :]
-        if CAUSAL:
-            at = tl.load(positions + place, mask=stored, other=0)
-            visible = visible & (at[None, :] <= last_visible[:, None])
-        logits = tl.where(visible, logits, float("-inf"))
+        logits = masked(logits, entry, stored, last_visible, positions, bias, biased, cap, CAUSAL, BIASED, CAPPED)
         largest, total, weights, shrink = streamed(largest, total, logits)
         new_even, new_odd = _weighted(
             weights, values, value_scale, place, value_dims, stored, levels, even.dtype, VALUE_HALF

@@ -15,7 +15,7 @@ from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
 from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros, store_rows
-from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, capped, rows_of, streamed
+from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, begun, capped, rows_of, streamed
 
 _SPLITS = 8, 64
 """Parts of a long head: the least, since other heads of the step may be far shorter, and the most."""
@@ -205,12 +205,7 @@ def _attend_pages(
         q = q.to(cache.dtype.element_ty)
     elif not OWN_SCALES:
         scaling *= tl.load(key_scale)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if SINKS:  # which count once, in the first part
-        sink = tl.load(sinks + query, mask=exists, other=float("-inf")).to(tl.float32)
-        largest = tl.where(split == 0, sink, largest)
-        total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    largest, total = begun(sinks, query, exists, split, ROWS, SINKS)
     attended = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
     part = entries
     if SPLIT:

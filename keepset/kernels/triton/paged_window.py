@@ -18,9 +18,10 @@ from keepset.kernels.triton.softmax import (
     LEAST_PART,
     PROGRAMS_PER_PROCESSOR,
     add_numbers,
+    begun,
     log_sum_exp,
+    query_sizes,
     received,
-    rows_of,
     seen_logits,
     streamed,
 )
@@ -41,17 +42,13 @@ def add_received(cache, addresses, places, queries, entries, target, formats) ->
     kind, key_scales = as_bytes(cache, format), layer_scales(formats, values=False)
     group, heads = query_heads // kv_heads, layers * rows * kv_heads
     largest = target.sums_of is GroupReduction.LARGEST
-    wide = triton.next_power_of_2(group)
-    head_block = max(16, triton.next_power_of_2(head_dim))
-    block = rows_of(head_block, queries.rings.dtype)
-    tokens = max(16 // wide, min(max(block // wide, 1), triton.next_power_of_2(n)), 1)
-    blocks = triton.cdiv(n, tokens)
+    sizes = query_sizes(group, n, head_dim, queries.rings.dtype, largest)
+    blocks = triton.cdiv(n, sizes["TOKENS"])
     least, most = _PARTS
     even = triton.cdiv(dispatch.processors(kind.device) * PROGRAMS_PER_PROCESSOR, heads)
     parts = max(1, min(triton.cdiv(entries.longest, LEAST_PART), max(least, min(most, even))))
-    summed = tokens * (1 if largest else wide)
     # Always as wide as for most parts: another width would be another program, compiled while requests wait.
-    partial = torch.empty(heads, blocks * summed, most, device=kind.device)
+    partial = torch.empty(heads, blocks * sizes["ROWS"], most, device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     softmax, sinks = target.softmax, target.softmax.sinks
     if sinks is not None:  # of each row of a token, in each layer of the group
@@ -64,18 +61,16 @@ def add_received(cache, addresses, places, queries, entries, target, formats) ->
         kind.shape[0] * kv_heads * size, softmax.scaling, softmax.softcap or 1.0, sinks, n, rows,
         places.start, of_group, len(addresses.on_device), parts,
     )  # fmt: skip
-    sizes = dict(
-        GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
-        HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, BLOCK=block, LEAST_PART=LEAST_PART,
-        LARGEST=largest, BIASED=target.bias is not None, PLACED=target.positions is not None,
-        ROWS=summed, PARTS=most,
-        ALIGNED=addresses.aligned, CAPPED=softmax.softcap is not None, SINKS=sinks is not None, **kind_of(format),
+    sizes |= dict(
+        HEADS=kv_heads, HEADS_BLOCK=triton.next_power_of_2(kv_heads), SIZE=size, LEAST_PART=LEAST_PART, PARTS=most,
+        BIASED=target.bias is not None, PLACED=target.positions is not None, ALIGNED=addresses.aligned,
+        CAPPED=softmax.softcap is not None, SINKS=sinks is not None, **kind_of(format),
     )  # fmt: skip
     _paged_lse[(heads, parts, blocks)](*shared, partial, **sizes)
     _add_in_pages[(heads, parts)](
         *shared, partial, target.column, target.unwritten.contiguous(), blocks, _own(target), **sizes,
         OWN=len(target.own) > 0, MEAN=target.sums_of is GroupReduction.MEAN,
-        NUMBERS=wide if target.sums_of is GroupReduction.EACH else 1,
+        NUMBERS=sizes["WIDE"] if target.sums_of is GroupReduction.EACH else 1,
     )  # fmt: skip
 
 
@@ -187,13 +182,9 @@ def _paged_lse(
         HEADS, HEADS_BLOCK, SIZE,
     )  # fmt: skip
     split, block, part = tl.program_id(1), tl.program_id(2), _part(entries, parts, LEAST_PART, BLOCK)
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    if SINKS:  # which count once, in the first part
-        member, members = tl.arange(0, ROWS) % (ROWS // TOKENS), 1 if LARGEST else GROUP
-        of_head = sinks + ((first + layer) * HEADS + head) * members
-        sink = tl.load(of_head + member, mask=member < members, other=float("-inf"))
-        largest = tl.where(split == 0, sink, largest)
-        total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    member, members = tl.arange(0, ROWS) % (ROWS // TOKENS), 1 if LARGEST else GROUP
+    of_row = ((first + layer) * HEADS + head) * members + member
+    largest, total = begun(sinks, of_row, member < members, split, ROWS, SINKS)
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         logits, _ = _logits(
             kind, addresses, key_scales, rings, slots, places, last_visible, bias, positions, layer, row, head, length,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,32 @@ PROGRAMS_PER_PROCESSOR = 4
 def rows_of(width: int, dtype: torch.dtype) -> int:
     """Return how many rows of `width` numbers a block has, a power of two."""
     return max(_LEAST, min(_MOST, _BYTES // (width * dtype.itemsize)))
+
+
+def query_sizes(group: int, n: int, head_dim: int, dtype: torch.dtype, largest: bool) -> dict[str, Any]:
+    """Return the sizes of kernels that go through blocks of `n` queries of each head of a group.
+
+    `TOKENS` queries, each of `WIDE` heads, are a block, of which `ROWS` log-sum-exps are made: one for each query and
+    head, or for each query if the largest logit of the heads counts.
+    """
+    wide, head_block = triton.next_power_of_2(group), max(16, triton.next_power_of_2(head_dim))
+    block = rows_of(head_block, dtype)
+    tokens = max(16 // wide, min(max(block // wide, 1), triton.next_power_of_2(n)), 1)
+    return dict(
+        GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, BLOCK=block, LARGEST=largest,
+        ROWS=tokens * (1 if largest else wide),
+    )  # fmt: skip
+
+
+@triton.jit
+def begun(sinks, index, exists, split, ROWS: tl.constexpr, SINKS: tl.constexpr):
+    """Return `largest` and `total` of `streamed` before any entry; sinks count once, in the first part."""
+    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + index, mask=exists, other=float("-inf")).to(tl.float32)
+        largest = tl.where(split == 0, sink, largest)
+        total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    return largest, total
 
 
 @triton.jit

@@ -16,9 +16,10 @@ from keepset.kernels.softmax import GroupReduction
 from keepset.kernels.triton.softmax import (
     LEAST_PART,
     add_numbers,
+    begun,
     log_sum_exp,
+    query_sizes,
     received,
-    rows_of,
     seen_logits,
     streamed,
 )
@@ -96,16 +97,11 @@ def _add(column, queries, where, kv_heads, last_visible, softmax, sums_of) -> No
     largest = sums_of is GroupReduction.LARGEST
     batch, query_heads, n, head_dim = queries.shape
     group, heads = query_heads // kv_heads, batch * kv_heads
-    wide = triton.next_power_of_2(group)
-    head_block = max(16, triton.next_power_of_2(head_dim))
-    block = rows_of(head_block, queries.dtype)
-    tokens = max(16 // wide, min(max(block // wide, 1), triton.next_power_of_2(n)), 1)
-    blocks = triton.cdiv(n, tokens)
+    sizes = query_sizes(group, n, head_dim, queries.dtype, largest)
+    block, rows, blocks = sizes["BLOCK"], sizes["ROWS"], triton.cdiv(n, sizes["TOKENS"])
     length = -(-max(where.longest, 1) // _PARTS)
     part = max(LEAST_PART, triton.cdiv(length, block) * block)
     parts = triton.cdiv(max(where.longest, 1), part)
-    # A row for each query head and token; for each token if the largest logit of a group counts.
-    rows = tokens * (1 if largest else wide)
     partial = torch.empty(heads, blocks * rows, _PARTS, device=queries.device)
     sinks = softmax.sinks
     if sinks is not None:  # of each row of a token
@@ -116,16 +112,14 @@ def _add(column, queries, where, kv_heads, last_visible, softmax, sums_of) -> No
         *queries.stride(), *last_visible.stride(), where.key_row, softmax.scaling, softmax.softcap or 1.0, sinks,
         where.sink_heads, where.grown, n, kv_heads, heads,
     )  # fmt: skip
-    sizes = dict(
-        GROUP=group, WIDE=wide, TOKENS=tokens, HEAD_DIM=head_dim, HEAD_BLOCK=head_block,
-        BLOCK=block, LARGEST=largest, BIASED=where.bias is not None,
-        INT8=where.key_scale is not None, ALIGNED=where.aligned, ROWS=rows, PARTS=_PARTS,
+    sizes |= dict(
+        BIASED=where.bias is not None, INT8=where.key_scale is not None, ALIGNED=where.aligned, PARTS=_PARTS,
         CAPPED=softmax.softcap is not None, SINKS=sinks is not None,
     )  # fmt: skip
     _window_lse[(heads, parts, blocks)](*shared, partial, part, blocks * rows, **sizes)
     _add_received[(heads, triton.cdiv(max(where.longest, 1), block))](
         *shared, partial, parts, blocks, column, where.positions.data_ptr(), **sizes,
-        MEAN=sums_of is GroupReduction.MEAN, NUMBERS=wide if sums_of is GroupReduction.EACH else 1,
+        MEAN=sums_of is GroupReduction.MEAN, NUMBERS=sizes["WIDE"] if sums_of is GroupReduction.EACH else 1,
     )  # fmt: skip
 
 
@@ -181,12 +175,8 @@ def _window_lse(
     bias = tl.load(table + 3 * heads + head).to(bias_kind.dtype) if BIASED else 0
     key_scale = tl.load(table + 4 * heads + head).to(scale_kind.dtype) if INT8 else 0
     length = tl.load(table + 6 * heads + head).to(tl.int32) + grown
-    largest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    if SINKS:  # which count once, in the first part
-        member, members = tl.arange(0, ROWS) % (ROWS // TOKENS), 1 if LARGEST else GROUP
-        sink = tl.load(sinks + (head % sink_heads) * members + member, mask=member < members, other=float("-inf"))
-        largest = tl.where(split == 0, sink.to(tl.float32), largest)
-        total = tl.where(largest == float("-inf"), 0.0, 1.0)
+    member, members = tl.arange(0, ROWS) % (ROWS // TOKENS), 1 if LARGEST else GROUP
+    largest, total = begun(sinks, (head % sink_heads) * members + member, member < members, split, ROWS, SINKS)
     for first in range(split * part, tl.minimum((split + 1) * part, length), BLOCK):
         logits = _logits(
             queries, keys, positions, bias, key_scale, last_visible, head // kv_heads, head % kv_heads, block, first,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,9 @@ from transformers import PreTrainedModel
 from keepset.core.statistics import Statistics
 from keepset.core.tensor_file import opened, parse_json
 from keepset.errors import KeepsetError
-from keepset.offline.artefacts import duo_attention, expected_attention, fast_kvzip, kvzap, qfilters, triattention
 from keepset.offline.artefacts.artefact import Artefact, Found, ModelShape
+from keepset.offline.artefacts.formats import FORMATS, TABLE
 
-_FORMATS: Sequence[Callable[[Found], Artefact | None]] = (
-    kvzap.read,
-    fast_kvzip.read,
-    duo_attention.read,
-    qfilters.read,
-    expected_attention.read,
-    triattention.read,
-)
 _CONFIG, _TENSORS = "config.json", "model.safetensors"
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, EOFError)
 """What reading damaged contents raises. PyTorch's errors are RuntimeErrors."""
@@ -51,7 +43,7 @@ def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
     """
     try:
         found = _found(path)
-        artefact = next((made for read in _FORMATS if (made := read(found)) is not None), None)
+        artefact = next((made for read in FORMATS if (made := read(found)) is not None), None)
         if artefact is not None and not artefact.finite:
             raise ValueError("numbers are not finite")
     except KeepsetError:
@@ -116,7 +108,7 @@ def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") ->
 def _found(path: Path) -> Found:
     """Return what lies in a file or folder; raise ValueError or OSError if it cannot be read."""
     if path.is_dir():
-        named = [path / name for name in (_TENSORS, duo_attention.TABLE) if (path / name).is_file()]
+        named = [path / name for name in (_TENSORS, TABLE) if (path / name).is_file()]
         return _found(named[0]) if len(named) == 1 else Found()
     config = path.with_name(_CONFIG)
     fields = _config(config) if config.is_file() else {}
