@@ -85,7 +85,7 @@ class Recipe:
                 )
             # At the prompt's end there is nothing to drop.
             object.__setattr__(self, "schedule", replace(self.schedule, prefill=False))
-        object.__setattr__(self, "method", _settled(self.method, vars(self.budget)))
+        object.__setattr__(self, "method", _for_budget(self.method, vars(self.budget)))
 
     @classmethod
     def of(
@@ -151,7 +151,7 @@ class Recipe:
 
     def text(self, keep: int | float | None = None, bytes: float | None = None) -> str:
         """Return the recipe's text with another `Budget.keep` or `bytes`, whether it suits or not; None is left out."""
-        method = _unsettled(self.method, vars(self.budget))
+        method = _before_budget(self.method, vars(self.budget))
         return _short_text(method, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
     def with_keep(self, keep: int | float) -> Recipe:
@@ -176,7 +176,7 @@ class Recipe:
         Raises:
             BudgetError: if it does not suit the recipe.
         """
-        method, budget = _unsettled(self.method, vars(self.budget)), replace(self.budget, keep=keep, bytes=bytes)
+        method, budget = _before_budget(self.method, vars(self.budget)), replace(self.budget, keep=keep, bytes=bytes)
         return replace(self, method=method, budget=budget)
 
     def with_always(self, sinks: int, recent: int) -> Recipe:
@@ -279,7 +279,7 @@ def in_full(text: str) -> str:
     """
     method, options = _parse(text)
     options = {**_default_options(method, options), **options}
-    return _text_of(_settled(method, options), _given_options(options), in_full=True)
+    return _text_of(_for_budget(method, options), _given_options(options), in_full=True)
 
 
 @cache
@@ -435,17 +435,17 @@ def _ranges(node: ast.expr, name: str, text: str) -> Any:
     return _literal(node, name, text)
 
 
-def _settled(method: Method, options: Mapping[str, Any]) -> Method:
+def _for_budget(method: Method, options: Mapping[str, Any]) -> Method:
     """Return a method with what it leaves to the budget, if its recipe says how much to keep or need not."""
-    return method.for_bytes(options.get("bytes")) if _is_settled(method, options) else method
+    return method.for_bytes(options.get("bytes")) if _has_budget(method, options) else method
 
 
-def _unsettled(method: Method, options: Mapping[str, Any]) -> Method:
-    """Return a method without what `_settled` gives it."""
-    return method.without_bytes(options.get("bytes")) if _is_settled(method, options) else method
+def _before_budget(method: Method, options: Mapping[str, Any]) -> Method:
+    """Return a method without what `_for_budget` gives it."""
+    return method.without_bytes(options.get("bytes")) if _has_budget(method, options) else method
 
 
-def _is_settled(method: Method, options: Mapping[str, Any]) -> bool:
+def _has_budget(method: Method, options: Mapping[str, Any]) -> bool:
     given = options.get("keep") is not None or options.get("bytes") is not None
     return given or not method.traits.needs_budget
 
@@ -453,7 +453,7 @@ def _is_settled(method: Method, options: Mapping[str, Any]) -> bool:
 def _short_text(method: Method, options: Mapping[str, Any]) -> str:
     implied = _default_options(method, options)
     return _text_of(
-        _unsettled(method, options), {name: value for name, value in options.items() if value != implied[name]}
+        _before_budget(method, options), {name: value for name, value in options.items() if value != implied[name]}
     )
 
 

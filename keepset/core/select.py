@@ -48,8 +48,10 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
             bool((rows.isnan().any(-1) & observation.valid).any()) for rows in (observation.keys, observation.values)
         ):
             raise KeepsetError(NAN_MODEL)
+        first, *rest = observation.layer_ids
+        named = f"the layers {first} to {rest[-1]}" if rest else f"layer {first}"
         raise KeepsetError(
-            f"Scores of {_named(observation.layer_ids)} are NaN, so nothing says what to keep: the method's formula "
+            f"Scores of {named} are NaN, so nothing says what to keep: the method's formula "
             "fails on these numbers; try another recipe, or the model in float32 or bfloat16."
         )
     ranked.masked_fill_(recent, RECENT_RANK)
@@ -57,10 +59,6 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
     rank = _LARGEST * (1 - observation.positions.float() / (4 * lengths.float()))
     ranked = rank.where(protected, ranked)
     return ranked.masked_fill_(~observation.valid, float("-inf"))
-
-
-def _named(layers: tuple[int, ...]) -> str:
-    return f"layer {layers[0]}" if len(layers) == 1 else f"the layers {layers[0]} to {layers[-1]}"
 
 
 def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]) -> Bool[Tensor, "*rows entries"]:

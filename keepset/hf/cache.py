@@ -34,7 +34,8 @@ from keepset.hf.images import require_image_tokens
 from keepset.hf.layer import LayerState
 from keepset.hf.layer_stack import layers_of, stacks_of, unstacked
 from keepset.hf.model_support import check_model
-from keepset.hf.observed_cache import Event, ObservedCache
+from keepset.hf.observed_cache import ObservedCache
+from keepset.hf.progress import Event
 from keepset.kernels.dispatch import is_async_device
 from keepset.recipe import Recipe, check_schedule
 

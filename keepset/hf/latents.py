@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from keepset.errors import UnsupportedModelError
-from keepset.hf.attention import AttentionInput
+from keepset.hf.attention import Attend, AttentionInput, set_pending_latents
 from keepset.hf.store import EntryStore
 from keepset.kernels.packed import PackedHeads
 
@@ -127,6 +127,11 @@ class LatentInput(AttentionInput):
         query, key, value = (each[:, :, part] for each in self.own)
         self.own, self.key, self.value = (query, key, value), self.key[:, :, part], self.value[:, :, part]
         vars(self).pop("query", None)
+
+
+def set_pending(attend: Attend, layer: int, latent: Tensor, rotated: Tensor) -> None:
+    """Leave the function that attends in a layer, whose module makes keys and values of these latents first."""
+    set_pending_latents(lambda new: attend(LatentInput.of(new, latent, rotated)), layer, latent)
 
 
 class LatentStore(EntryStore):

@@ -118,7 +118,7 @@ class LayerState(LogicalLayer):
         if self.readers:
             self._read_by = [new]
             return output, None
-        return output, self._settle(new)
+        return output, self._up_to_event(new)
 
     @property
     def has_readers_left(self) -> bool:
@@ -139,7 +139,7 @@ class LayerState(LogicalLayer):
         if len(self._read_by) <= self.readers:
             return output, None
         everybody, self._read_by = self._read_by, []
-        return output, self._settle(joined(everybody))
+        return output, self._up_to_event(joined(everybody))
 
     def _attended(self, new: AttentionInput) -> Float[Tensor, "batch n query_heads value_dim"]:
         """Return the attention from new tokens, which are stored unless they are the first."""
@@ -148,7 +148,7 @@ class LayerState(LogicalLayer):
         at = new.positions if new.length > 1 else None
         return new.finished(ragged_attention(new.query, [self.store.attended], new.softmax, at))
 
-    def _settle(self, new: AttentionInput) -> AttentionInput | None:
+    def _up_to_event(self, new: AttentionInput) -> AttentionInput | None:
         """Store first tokens, take in what an event looks at, and return the tokens up to the event that is reached."""
         if self.store is None and (self.prompt is None or new.real is not None):
             self.store = _packed(new, self.store_type)
@@ -448,11 +448,11 @@ class DecodingPhase:
             features: what does not come from this layer's tokens.
             shared: the arguments of an `Observation` that both phases give.
         """
-        state = store.others
+        state = store.other_columns
         entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries}
         queries = self.recorder.window.newest(self._newest)
         collected = self.recorder.values(up_to_event, state)  # takes its columns out of the state
-        self.recorder.begin(up_to_event.padded)
+        self.recorder.start_interval(up_to_event.padded)
         self.next += self._every
         return StoredObservation(store, **entries, **queries, **shared, state=state, features={**features, **collected})
 

@@ -5,40 +5,36 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from operator import add
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
-from keepset.core.budget import Ranges
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass
 from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.features.moments import HiddenMoments
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, OutputProjection, Perplexity
-from keepset.core.keep_set import KeepSet
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.hf import latents
 from keepset.hf.attention import (
     NAME,
     OTHER_PROMPT,
     SWITCHING,
     AttentionInput,
     set_pending_attention,
-    set_pending_latents,
     uncompiled,
 )
 from keepset.hf.hooks import AttentionHooks, ModelHooks, PerplexityHooks
 from keepset.hf.images import ImageHooks, RopeDeltas, image_token_ids
-from keepset.hf.known_text import KnownTokens, KnowsText
-from keepset.hf.latents import LatentInput, LatentStore
+from keepset.hf.known_text import KnowsText
+from keepset.hf.latents import LatentStore
 from keepset.hf.layer import DecodingPhase, LayerState, PromptPhase
 from keepset.hf.model_support import (
     caches_latents,
@@ -49,123 +45,10 @@ from keepset.hf.model_support import (
     tables_for,
 )
 from keepset.hf.other_layers import HybridLayerState, compressible, cropped, is_bounded, nbytes_of, own_layers
+from keepset.hf.progress import Progress
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.store import StoredObservation
 from keepset.recipe import Schedule
-
-
-@dataclass(frozen=True, eq=False)
-class Event:
-    """One compression.
-
-    Attributes:
-        length: logical length of the cache at the event, padding included.
-        keep_set: what stayed; of events before the newest only where the cache keeps its history.
-        entries: number of entries before it, over all layers, requests and KV heads.
-        kept: number of entries that stayed.
-        nbytes_before: bytes of the keys and values before it.
-        seconds: time spent on choosing and freeing.
-    """
-
-    length: int
-    keep_set: KeepSet | None
-    entries: int
-    kept: int
-    nbytes_before: int
-    seconds: float
-
-
-@dataclass(eq=False)
-class Progress:
-    """Lengths of a cache, the same in all layers between two forwards. The first layer of a forward moves them on.
-
-    No tensor is written into: copies share them.
-
-    Attributes:
-        logical, prompt: tokens of the cache and of its prompt, padding included.
-        lengths, prompts: tokens of each request and of its prompt, padding left out.
-        tokens, prompt_tokens: the same on the host.
-        valid: which tokens are not padding; None while all are real.
-        compressed_at: logical length at the newest event, if there was one.
-        positions: positions of the newest forward's tokens, counted from each request's first; padding has that of the
-            token before. None between two forwards.
-        known: what is known of the first tokens.
-        images: where the images of each request are, in positions; None if nobody knows.
-    """
-
-    logical: int
-    prompt: int
-    lengths: Int[Tensor, " batch"]
-    prompts: Int[Tensor, " batch"]
-    tokens: list[int]
-    prompt_tokens: list[int]
-    valid: Bool[Tensor, "batch logical"] | None = None
-    compressed_at: int | None = None
-    positions: Int[Tensor, "batch n"] | None = None
-    known: KnownTokens | None = None
-    images: tuple[Ranges, ...] | None = None
-
-    @property
-    def has_images(self) -> bool:
-        """Return whether a request is known to have images."""
-        return self.images is not None and any(self.images)
-
-    def add_images(self, found: tuple[Ranges, ...] | None) -> None:
-        """Take in where images are among the newest tokens; None if nobody knows."""
-        known = None if found is None else self.images
-        self.images = None if known is None or found is None else tuple(map(add, known, found))
-
-    def advance(self, new: AttentionInput) -> None:
-        """Count new tokens, and find their positions."""
-        n, real = new.length, new.real
-        valid = None if real is None else real.mask
-        if new.batched is None:
-            steps = torch.arange(n, device=self.lengths.device) if valid is None else valid.long().cumsum(-1) - 1
-            self.positions = self.lengths[:, None] + steps
-            self.lengths = self.positions[:, -1] + 1
-        else:
-            self.positions, self.lengths = new.batched.positions, new.batched.lengths
-        if valid is not None or self.valid is not None:
-            before, after = ((len(self.lengths), tokens) for tokens in (self.logical, n))
-            whole = self.lengths.new_ones(before, dtype=torch.bool) if self.valid is None else self.valid
-            self.valid = torch.cat([whole, whole.new_ones(after) if valid is None else valid], 1)
-        if (left := self.prompt - self.logical) > 0:
-            self.prompts = self.positions[:, min(left, n) - 1] + 1
-            counts = [min(left, n)] * len(self.tokens) if real is None else real.part(slice(0, left)).counts
-            self.prompt_tokens = list(map(add, self.tokens, counts))
-        self.tokens = list(map(add, self.tokens, [n] * len(self.tokens) if real is None else real.counts))
-        self.logical += n
-
-    def crop(self, removed: int) -> list[int]:
-        """Take back the newest tokens; return how many of them were real in each request."""
-        real = [removed] * len(self.tokens)
-        if self.valid is None:
-            self.lengths = self.lengths - removed
-        else:
-            gone = self.valid[:, self.logical - removed :].sum(-1)
-            self.valid = self.valid[:, : self.logical - removed]
-            self.lengths, real = self.lengths - gone, gone.tolist()
-        self.prompts = self.prompts.minimum(self.lengths)
-        self.tokens = [before - taken for before, taken in zip(self.tokens, real, strict=True)]
-        self.prompt_tokens = list(map(min, self.prompt_tokens, self.tokens))
-        self.logical -= removed
-        self.known = None if self.known is None else self.known.first(self.logical)
-        if self.images is not None:
-            self.images = tuple(
-                tuple((first, min(end, length)) for first, end in own if first < length)
-                for own, length in zip(self.images, self.tokens, strict=True)
-            )
-        return real
-
-    def reorder(self, rows: Int[Tensor, " rows"]) -> None:
-        """Make the batch consist of these requests."""
-        self.lengths, self.prompts = self.lengths[rows], self.prompts[rows]
-        chosen = rows.tolist()
-        self.tokens = [self.tokens[row] for row in chosen]
-        self.prompt_tokens = [self.prompt_tokens[row] for row in chosen]
-        self.valid = None if self.valid is None else self.valid[rows]
-        self.known = None if self.known is None else self.known.rows(rows)
-        self.images = None if self.images is None else tuple(self.images[row] for row in chosen)
 
 
 class ObservedCache(TransformersCache, KnowsText):
@@ -321,10 +204,9 @@ class ObservedCache(TransformersCache, KnowsText):
             )
         self._attending = True
         if kept.store_type is LatentStore:
-            attend = partial(self._attend_to_latents, kept, key_states, value_states)
-            set_pending_latents(attend, layer_idx, key_states)
-            return key_states, value_states
-        set_pending_attention(partial(self.attend, kept), key_states, value_states)
+            latents.set_pending(partial(self.attend, kept), layer_idx, key_states, value_states)
+        else:
+            set_pending_attention(partial(self.attend, kept), key_states, value_states)
         return key_states, value_states
 
     def reset(self) -> None:
@@ -449,10 +331,6 @@ class ObservedCache(TransformersCache, KnowsText):
         if layer.index == self.compressed_layers[-1]:
             progress.positions = None  # for a prompt this is a tensor as long as the prompt
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-
-    def _attend_to_latents(self, layer: LayerState, latent: Tensor, rotated: Tensor, new: AttentionInput) -> Tensor:
-        """Return the attention of a kept layer that caches latents, which the model has made keys and values of."""
-        return self.attend(layer, LatentInput.of(new, latent, rotated))
 
     def attend_shared(self, layer: LayerState, reader: AttentionInput) -> Tensor:
         """Return the attention of another layer to a kept layer's entries, after what follows from an event."""

@@ -22,7 +22,8 @@ from keepset.hf.attention import AttentionInput
 from keepset.hf.cache import Cache
 from keepset.hf.layer import LayerState
 from keepset.hf.model_support import check_logits
-from keepset.hf.observed_cache import Event, ObservedCache
+from keepset.hf.observed_cache import ObservedCache
+from keepset.hf.progress import Event
 from keepset.methods.streaming_llm import StreamingLLM
 from keepset.recipe import Recipe
 
@@ -176,12 +177,9 @@ class PromptSession:
         """
         chosen = recipe or _KEEP_ALL
         recorder = self._recorded(chosen)
-        cache, needs = (
-            Cache.from_prompt(self._model, chosen, recorder, recorder.observations),
-            chosen.method.traits.needs,
-        )
-        seconds, alone, nbytes = recorder.seconds, recorder.seconds_for(needs), recorder.nbytes_full
-        return CachedPrompt(self._model, cache, recorder.logits, alone, seconds, nbytes, is_full=recipe is None)
+        cache = Cache.from_prompt(self._model, chosen, recorder, recorder.observations)
+        seconds, alone = recorder.seconds, recorder.seconds_for(chosen.method.traits.needs)
+        return CachedPrompt(self._model, cache, recorder.logits, alone, seconds, recorder.nbytes_full, recipe is None)
 
     @torch.no_grad()
     def compress_alone(self, recipe: Recipe) -> CachedPrompt:
@@ -207,12 +205,8 @@ class PromptSession:
         return self._record([recipe])
 
     def _record(self, recipes: Sequence[Recipe]) -> Recorder:
-        return Recorder(self._model, needs_of(recipes), self._on_layer, self._tasks).prefill(self._ids, self._images)
-
-
-def needs_of(recipes: Sequence[Recipe]) -> Needs:
-    """Return what one prefill has to collect to serve all these recipes."""
-    return reduce(or_, (recipe.method.traits.needs for recipe in recipes), Needs())
+        needs = reduce(or_, (recipe.method.traits.needs for recipe in recipes), Needs())
+        return Recorder(self._model, needs, self._on_layer, self._tasks).prefill(self._ids, self._images)
 
 
 def warm_up(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"]) -> None:

@@ -105,7 +105,7 @@ class QueryRecorder:
         for feature in self._features.sums:
             store.forget(feature.column)
 
-    def begin(self, padded: bool) -> None:
+    def start_interval(self, padded: bool) -> None:
         """Begin the next interval, right after an event."""
         self.moments, self._few = {}, None
         self._lengths = self._lengths if padded else None
@@ -170,7 +170,7 @@ class QueryRecorder:
 
     def _limits(self, new: AttentionInput, store: EntryStore) -> tuple[int, int]:
         """Return how many queries may wait; and how many while there are no moments that would weigh less."""
-        query_nbytes = _query_nbytes(new)
+        query_nbytes = sum(part.nbytes for part in (new.query, new.positions, *(new.rotation or ()))) // new.length
         if self._few is None:  # once in an interval, since its entries grow
             self._few = max(1, min(_MOST, store.entries * store.entry_bytes // (_SHARE * query_nbytes)))
         if not self._features.moments or self.moments:
@@ -195,7 +195,7 @@ class QueryRecorder:
             waiting = self.window.newest(self.window.size if holes else end - begins)
             queries, at, exists = waiting["queries"], waiting["query_positions"], None
             if holes:
-                exists = self._counted(new, feature, point, at)
+                exists = self._not_yet_added(new, feature, point, at)
             if isinstance(feature, WindowAttention):
                 last = feature.last_visible(at, _lengths_at(new, point, feature.window, at)) if feature.history else at
                 last = last if exists is None else last.masked_fill(~exists, -1)
@@ -211,7 +211,7 @@ class QueryRecorder:
         self.added_up_to, self._lengths = end, lengths.clone() if shifted else None
         self.window.keep(self._features.newest if shifted else end - (point - self._features.newest))
 
-    def _counted(
+    def _not_yet_added(
         self, new: AttentionInput, feature: SummedFeature, point: int, at: Int[Tensor, "batch n"]
     ) -> Bool[Tensor, "batch n"]:
         """Return which queries, at these positions, are in a feature's window and not added up yet."""
@@ -225,9 +225,3 @@ def _lengths_at(new: AttentionInput, point: int, window: int, at: Int[Tensor, "b
     if new.cache_valid is None:
         return at.new_full((len(at),), point)
     return new.cache_valid[:, : max(point - window, 0)].sum(-1).to(at.device) + window
-
-
-def _query_nbytes(new: AttentionInput) -> int:
-    """Return the bytes that are recorded of one token."""
-    parts = (new.query, new.positions, *(new.rotation or ()))
-    return sum(part.nbytes for part in parts) // new.length

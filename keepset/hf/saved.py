@@ -39,8 +39,9 @@ from keepset.hf.fingerprint import difference, fingerprint
 from keepset.hf.images import image_token_ids
 from keepset.hf.known_text import KnownTokens
 from keepset.hf.layer import DecodingPhase, LayerState
-from keepset.hf.observed_cache import Event, ObservedCache, Progress
+from keepset.hf.observed_cache import ObservedCache
 from keepset.hf.other_layers import own_layers, restore_states, states, states_of_a_token
+from keepset.hf.progress import Event, Progress
 from keepset.hf.saved_schema import FIGURES, LAYER, STATE
 from keepset.hf.store import RESIDUAL
 from keepset.kernels.entry_format import format_of

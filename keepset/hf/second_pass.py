@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from keepset.core.accumulator import widened
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
-from keepset.hf.attention import AttentionInput, by_group, set_pending_attention, set_pending_latents
+from keepset.hf import latents
+from keepset.hf.attention import AttentionInput, by_group, set_pending_attention
 from keepset.hf.hooks import ModelHooks, before_calls
-from keepset.hf.latents import LatentInput, LatentStore
+from keepset.hf.latents import LatentStore
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.layer_input import position_offset
 from keepset.hf.other_layers import HybridLayerState, one_request, states_of
@@ -306,12 +307,8 @@ class _Entries(LogicalLayer):
         if self.layer is None:
             set_pending_attention(self._attend, key_states, value_states)
         else:
-            attend = partial(self._attend_to_latents, key_states, value_states)
-            set_pending_latents(attend, self.layer, key_states)
+            latents.set_pending(self._attend, self.layer, key_states, value_states)
         return key_states, value_states
-
-    def _attend_to_latents(self, latent: Tensor, rotated: Tensor, new: AttentionInput) -> Tensor:
-        return self._attend(LatentInput.of(new, latent, rotated))
 
     def _attend(self, new: AttentionInput) -> Tensor:
         own = new.key[0], new.value[0]

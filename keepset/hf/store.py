@@ -7,7 +7,7 @@ has a run per head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -335,7 +335,7 @@ class EntryStore:
         Columns are views if all heads have equally many entries. Keys and values are as the model made them: copies if
         they are stored in few bits. Places without an entry are zero, never uninitialised: 0 x NaN is NaN.
         """
-        return {"keys": self.keys, "values": self.values, **self.others}, self.exists
+        return {"keys": self.keys, "values": self.values, **self.other_columns}, self.exists
 
     @property
     def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:
@@ -376,11 +376,9 @@ class EntryStore:
         starts = upload(_starts(self._runs), index.device).view(self.batch, self.kv_heads, 1)
         places = (starts + index).flatten().clamp(max=len(self._columns["positions"]) - 1)
         taken = {name: flat.index_select(0, places).unflatten(0, index.shape) for name, flat in self._stored.items()}
-        return {name: self._as_numbers(taken, name) for name in _SCALES}
-
-    def _as_numbers(self, columns: Mapping[str, Tensor], name: str) -> Tensor:
-        """Return keys or values of some columns as attention takes them: as they are, or mixed."""
-        return columns[name] if self._format is None else self._format.dequantize(columns[name], columns[_SCALES[name]])
+        if self._format is None:
+            return taken
+        return {name: self._format.dequantize(taken[name], taken[scale]) for name, scale in _SCALES.items()}
 
     @property
     def _stored(self) -> dict[str, Shaped[Tensor, "places *rest"]]:
@@ -388,7 +386,7 @@ class EntryStore:
         return {name: self._columns[name] for name in (*_SCALES, *_SCALES.values()) if name in self._columns}
 
     @property
-    def others(self) -> dict[str, Shaped[Tensor, "batch kv_heads entries *rest"]]:
+    def other_columns(self) -> dict[str, Shaped[Tensor, "batch kv_heads entries *rest"]]:
         """Columns other than keys and values, as in `padded`."""
         stored = self._stored
         return {name: self._rectangle(flat) for name, flat in self._columns.items() if name not in stored}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -111,7 +110,10 @@ def _reference(
         own = _gathered(heads.keys, kept).masked_fill(~exists[..., None], 0.0)
         stored = own.float().transpose(1, 2), format.rounded(own).float().transpose(1, 2)
     outputs, shares, sunk = [], [], []
-    for rows, block, asked in _blocks(heads):
+    size = max(1, block_size(heads.keys.device, PRODUCT_BLOCK) // heads.keys[..., 0].numel())
+    for first in range(0, max(heads.queries.shape[1], 1), size):
+        rows = slice(first, first + size)
+        block, asked = heads.queries[:, rows], heads.asked[:, rows]
         if softmax.softcap is None:
             logits = torch.baddbmm(heads.added[:, None], block.float(), keys, alpha=softmax.scaling)
         else:
@@ -130,14 +132,6 @@ def _reference(
             share *= (after - before).exp_().nan_to_num_(0.0)
         shares.append(share.masked_fill_(~exists[:, None], 0.0))
     return torch.cat(outputs, 1), torch.cat(shares, 1), torch.cat(sunk, 1) if sunk else None
-
-
-def _blocks(heads: FitProblem) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the reference queries in blocks: which they are, the queries, and which of them exist."""
-    rows = max(1, block_size(heads.keys.device, PRODUCT_BLOCK) // heads.keys[..., 0].numel())
-    for first in range(0, max(heads.queries.shape[1], 1), rows):
-        part = slice(first, first + rows)
-        yield part, heads.queries[:, part], heads.asked[:, part]
 
 
 def _weights(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import PRODUCT_BLOCK
@@ -77,22 +77,13 @@ def attend_heads(
         weights = normalised(logits.masked_fill_(hidden[:, None], float("-inf")), sinks)
         if value_scale is not None:
             weights.mul_(value_scale[:, None])
-        attended = torch.bmm(*_without_garbage(weights, values.float(), hidden, shortest))
+        # Behind each head's end pages held anything before, and 0 x NaN is NaN.
+        behind, values = hidden[:, shortest:], values.float()
+        weights[:, :, shortest:].masked_fill_(behind[:, None], 0.0)
+        values[:, shortest:] = values[:, shortest:].masked_fill(behind[..., None], 0.0)
+        attended = torch.bmm(weights, values)
         attended = attended.mul_(value_factor) if mixing is None else mixing.unmixed(attended)
         output[some] = attended.to(output.dtype)
-
-
-def _without_garbage(
-    weights: Float[Tensor, "heads group entries"],
-    values: Float[Tensor, "heads entries head_dim"],
-    hidden: Bool[Tensor, "heads entries"],
-    shortest: int,
-) -> tuple[Tensor, Tensor]:
-    """Return weights and values, zero behind each head's end: pages held anything before, and 0 x NaN is NaN."""
-    behind = hidden[:, shortest:]
-    weights[:, :, shortest:].masked_fill_(behind[:, None], 0.0)
-    values[:, shortest:] = values[:, shortest:].masked_fill(behind[..., None], 0.0)
-    return weights, values
 
 
 def _of_similar_size(sizes: Sequence[int], head_dim: int) -> Iterator[list[int]]:

@@ -6,7 +6,6 @@ Most models scale the products and take a softmax, which PyTorch's fused operato
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -136,20 +135,15 @@ def softmax_attention(
     entries = keys.shape[2]
     rows = max(1, block_size(queries.device, PRODUCT_BLOCK) // max(batch * query_heads * entries, 1))
     parts = []
-    for part, seen, own in _blocks(n, entries, rows, causal):
-        some = None if mask is None or mask.shape[2] == 1 else mask[:, :, part]
+    for first in range(0, n, rows):
+        part = slice(first, min(first + rows, n))
+        seen = entries - n + part.stop if causal else entries
+        some = mask if mask is None or mask.shape[2] == 1 else mask[:, :, part]
         sinks = None if softmax.sinks is None else softmax.sinks.float().view(query_heads, -1).expand(-1, n)[:, part]
         block = queries[:, :, part], keys[:, :, :seen], values[:, :, :seen]
-        parts.append(_attend(*block, replace(softmax, sinks=sinks), mask if some is None else some, own))
+        parts.append(_attend(*block, replace(softmax, sinks=sinks), some, causal and part.stop - first > 1))
     output = torch.cat([part for part, _ in parts], 2).transpose(1, 2).contiguous()
     return output, torch.cat([lse for _, lse in parts], 2)
-
-
-def _blocks(n: int, entries: int, rows: int, causal: bool) -> Iterator[tuple[slice, int, bool]]:
-    """Yield blocks of queries, how many entries each sees at most, and whether a mask of the newest is needed."""
-    for first in range(0, n, rows):
-        last = min(first + rows, n)
-        yield slice(first, last), entries - n + last if causal else entries, causal and last - first > 1
 
 
 def _attend(

@@ -98,7 +98,7 @@ def test_decoded_tokens_are_scored_as_they_come(method: str, prefill: bool) -> N
         hidden = torch.cat(states[layer], 1)[0]
         store = cache.managed_layers[layer].store
         assert store is not None
-        kept = store.others["positions"][0].tolist()
+        kept = store.other_columns["positions"][0].tolist()
         assert kept == replayed(naive_scores(module, hidden), 7, 1, 2, events)
 
 
@@ -109,7 +109,7 @@ def test_chunks_copies_and_taken_back_tokens_change_nothing(method: str) -> None
 
     def positions(cache: keepset.Cache) -> list[Any]:
         stores = [layer.store for layer in cache.managed_layers.values()]
-        return [store.others["positions"].tolist() for store in stores if store is not None]
+        return [store.other_columns["positions"].tolist() for store in stores if store is not None]
 
     with torch.no_grad():
         whole = keepset.Cache(model, recipe)
@@ -148,7 +148,7 @@ def test_every_entry_goes_on_with_its_score(method: str, tmp_path: Path) -> None
     for layer, module in measured(model).hidden[kind].items():
         hidden, store = torch.cat(states[layer], 1), cache.managed_layers[layer].store
         assert store is not None
-        columns, exists = store.others, store.exists
+        columns, exists = store.other_columns, store.exists
         for row, (request, padding) in enumerate([(1, 3), (0, 0)]):
             expected = naive_scores(module, hidden[request, padding:])
             for head in range(store.kv_heads):

@@ -97,7 +97,7 @@ class Stores(RuleBasedStateMachine):
     @rule(target=pairs, pair=pairs, data=st.data())
     def keep_as_stored(self, pair: Pair, data: st.DataObject) -> Pair:
         """Keep some entries, with keys and values as they lie."""
-        return self.kept(data, pair.store.others, pair.requests, pair.store.kept)
+        return self.kept(data, pair.store.other_columns, pair.requests, pair.store.kept)
 
     @rule(pair=pairs, data=st.data())
     def reorder(self, pair: Pair, data: st.DataObject) -> None:

@@ -65,7 +65,7 @@ class Walk:
         return EntryStore.pack(columns, indices, counts) if first else self.store.kept(columns, indices, counts)
 
     def event(self) -> None:
-        self.store = self.keep(self.store.others, self.heads, False)
+        self.store = self.keep(self.store.other_columns, self.heads, False)
 
     def append(self) -> None:
         n, padded = self.draw.randint(1, 5), self.draw.random() < 0.5

@@ -19,7 +19,7 @@ import keepset
 from keepset.core.method import Allocator
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.batch import can_go_together, go_together
-from keepset.hf.observed_cache import Event
+from keepset.hf.progress import Event
 from tests.hf.models import GREEDY, allocated
 from tests.hf.walks.draw import WHOLE, Plan, plan
 from tests.hf.walks.reference import Row, feed, reference_model, round_to_8_bits
