@@ -14,7 +14,7 @@ class RecipeError(KeepsetError):
 
 
 class BudgetError(KeepsetError):
-    """How much is to be kept cannot be: `keep`, `sinks`, `recent`, or a schedule that they do not suit."""
+    """A budget that cannot be: `keep`, `sinks`, `recent`, or a schedule that they do not suit."""
 
 
 class UnsupportedModelError(KeepsetError):

@@ -24,7 +24,7 @@ RequestKeys = Sequence[tuple[Float[Tensor, "kv_heads _ head_dim"], Tensor | slic
 
 
 class QuerySource(ABC):
-    """How a layer makes its queries and rotates them."""
+    """A layer that makes queries of hidden states and rotates them."""
 
     @property
     @abstractmethod
@@ -50,7 +50,7 @@ class QuerySource(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """What one step brings to one layer: `n` new tokens after those that came before.
+    """One step of one layer: `n` new tokens after those that came before.
 
     Attributes:
         queries: queries after rotation.

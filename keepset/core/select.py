@@ -1,4 +1,4 @@
-"""From scores and quotas to the entries that stay: exact, ordered, and the same for every runtime."""
+"""Selection of the entries that stay, by scores and quotas: exact, ordered, and the same for every runtime."""
 
 from __future__ import annotations
 

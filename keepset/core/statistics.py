@@ -118,7 +118,7 @@ def _beside(numbers: Shaped[Tensor, "batch head_dim"], rows: Tensor) -> Shaped[T
 
 @dataclass(frozen=True)
 class HeadShare:
-    """Which of a model's heads a process of several has (tensor parallelism).
+    """The heads of a model that one process of several has (tensor parallelism).
 
     Query heads are divided, and so are KV heads. If there are more processes than KV heads, several have the same one.
 

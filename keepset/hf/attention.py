@@ -156,7 +156,7 @@ class AttentionInput:
 
     @property
     def absorb(self) -> Callable[[Tensor], Tensor] | None:
-        """What makes `query` of the queries that the model has made; None if it is these."""
+        """Return the function that makes `query` of the queries that the model has made; None if it is these."""
         return None
 
     def finished(self, attended: Float[Tensor, "batch n query_heads value_dim"]) -> Tensor:
@@ -174,12 +174,12 @@ class AttentionInput:
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Return whether no token sees a later one."""
         return self.mask is None or not self.mask.shows_later
 
     @property
     def padded(self) -> bool:
-        """Whether the cache has any padding, that of these tokens included."""
+        """Return whether the cache has any padding, that of these tokens included."""
         return self.cache_valid is not None
 
     @property
@@ -395,7 +395,7 @@ class MaskRule:
 
     @property
     def dtype(self) -> Never:
-        """No type, because no layer may compute with a mask.
+        """Refuse to tell a type, because no layer may compute with a mask.
 
         Raises:
             UnsupportedModelError: always.
@@ -405,7 +405,7 @@ class MaskRule:
         )
 
     def __radd__(self, other: Any) -> Never:
-        """No sum with logits, as of attention that a model computes by itself.
+        """Refuse to be added to logits, as by attention that a model computes by itself.
 
         Raises:
             UnsupportedModelError: always.
@@ -422,7 +422,7 @@ class MaskRule:
 
     @cached_property
     def shows_later(self) -> bool:
-        """Whether some tokens of a prompt see later ones, as those of an image see each other.
+        """Return whether some tokens of a prompt see later ones, as those of an image see each other.
 
         Raises:
             UnsupportedModelError: the mask is neither causal attention with padding, nor that and more of a prompt.

@@ -1,4 +1,4 @@
-"""Where the images of a prompt are, and which positions a model gives tokens that follow them."""
+"""Hooks that find the images of a prompt, and keep the positions that a model gives tokens after them."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _checked: WeakSet[nn.Module] = WeakSet()
 
 @dataclass(frozen=True, eq=False)
 class Latents:
-    """How an attention module makes keys and values of latents.
+    """The weights by which an attention module makes keys and values of latents.
 
     Attributes:
         to_keys: of each head, what makes the first part of its key.

@@ -122,7 +122,7 @@ class LayerState(LogicalLayer):
 
     @property
     def has_readers_left(self) -> bool:
-        """Whether a layer that reads these entries has not attended to the newest tokens yet."""
+        """Return whether a layer that reads these entries has not attended to the newest tokens yet."""
         return bool(self._read_by)
 
     def attend_shared(

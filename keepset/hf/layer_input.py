@@ -109,7 +109,7 @@ class ModuleCall:
 
     @property
     def given(self) -> tuple[Any, ...]:
-        """All arguments."""
+        """Return all arguments."""
         return *self.args, *self.kwargs.values()
 
 

@@ -445,7 +445,7 @@ class ObservedCache(TransformersCache, KnowsText):
 
     @property
     def requests(self) -> int:
-        """How many requests it holds; 0 before the first token."""
+        """Return how many requests it holds; 0 before the first token."""
         return 0 if self.progress is None else len(self.progress.tokens)
 
     def resume(self) -> None:
@@ -455,7 +455,7 @@ class ObservedCache(TransformersCache, KnowsText):
 
     @property
     def position_offsets(self) -> Int[Tensor, "batch 1"] | int:
-        """What the model adds to the number of tokens before a token to get the position of one that comes next."""
+        """Return what the model adds to the number of tokens before a token to get its position."""
         return 0 if self._rope is None or self._rope.deltas is None else self._rope.deltas
 
     def set_position_offsets(self, offsets: Int[Tensor, "batch 1"] | None) -> bool:
@@ -488,7 +488,7 @@ class ObservedCache(TransformersCache, KnowsText):
 
     @property
     def _looks_at_prompt(self) -> bool:
-        """True while a prompt is under way of which more is collected than its entries."""
+        """Return whether a prompt is under way of which more is collected than its entries."""
         return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.managed_layers.values())
 
     def _all_hooks(self) -> list[ModelHooks]:

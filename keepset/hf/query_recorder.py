@@ -140,7 +140,7 @@ class QueryRecorder:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All that is held beside the store, by name."""
+        """Return all that is held beside the store, by name."""
         tensors = {f"recorded.{name}": column for name, column in self.window.columns.items()}
         tensors |= {"holes": torch.tensor(self.window.holes), "added_up": torch.tensor(self.added_up_to)}
         for number, feature in enumerate(self._features.moments):

@@ -151,7 +151,7 @@ class EntryStore:
 
     @property
     def packed(self) -> dict[str, Shaped[Tensor, " entries *rest"]]:
-        """All columns, head after head and without free places; copied only if there are free places.
+        """Return all columns, head after head and without free places; copied only if there are such.
 
         Those of the residual are among them, if there is one, and the `counts` of its heads.
         """

@@ -38,7 +38,7 @@ class ColumnStatistic(StrEnum):
 
 
 class GroupRule(StrEnum):
-    """How to reduce the statistics of the query heads that share a KV head."""
+    """Reduction of the statistics of the query heads that share a KV head."""
 
     EACH = "each"
     """Keep one for every query head."""

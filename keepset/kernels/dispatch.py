@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs, by device, in blocks of which size; and how numbers travel to the host."""
+"""Choice of a kernel's implementation and of block sizes by device, and copies of numbers to the host."""
 
 from __future__ import annotations
 

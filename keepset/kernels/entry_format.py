@@ -17,7 +17,7 @@ from keepset.kernels.dispatch import upload
 
 
 class EntryFormat(ABC):
-    """How the rows of a store are written and read. A row is one key or one value.
+    """Format in which the rows of a store are written and read. A row is one key or one value.
 
     A format may mix a row's numbers by an orthogonal matrix before it rounds them. Attention then mixes queries in the
     same way, which leaves their products with keys as they are, and undoes it once in its output.

@@ -21,7 +21,7 @@ _ROUNDING = 1e-9
 
 
 class FitProblem(NamedTuple):
-    """What attention over all entries sees, for KV heads with equally many entries and reference queries.
+    """Inputs of attention over all entries, for KV heads with equally many entries and reference queries.
 
     Attributes:
         queries: reference queries of each head's group, after rotation.

@@ -66,7 +66,7 @@ class Moments:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that are held, by name."""
+        """Return all tensors that are held, by name."""
         return dict(zip(NAMES, (self._counted, self.mean, self._scatter), strict=True))
 
     @property

@@ -66,7 +66,7 @@ def runs_of(counts: Sequence[int]) -> list[HeadRun]:
 
 @dataclass(eq=False)
 class PackedHeads:
-    """What attention sees: heads of one or several requests, and for kernels a table of where each head lies.
+    """Heads of one or several requests, as attention sees them, and for kernels a table of their addresses.
 
     The table is written only when heads move. All heads grow by the same tokens, so how much they have grown since then
     is one number, which the host knows.
@@ -97,7 +97,7 @@ class PackedHeads:
 
     @cached_property
     def format(self) -> EntryFormat | None:
-        """How keys and values are stored; None: as they are."""
+        """Return the format of keys and values; None if they are stored as they are."""
         return format_of(self.keys.dtype)
 
     @property
@@ -187,7 +187,7 @@ class PackedHeads:
 
 
 class HeadTable:
-    """Where the heads of several stores lie, so that one launch serves all of them.
+    """Addresses of the heads of several stores, so that one launch serves all of them.
 
     Stores are separate tensors, so a head is found by its address. Whoever launches a kernel holds the stores; memory
     that is released later is reused only after the launch.

@@ -29,7 +29,7 @@ from torch import Tensor
 
 
 class PageLayout(NamedTuple):
-    """What the pages of requests follow from: the newest event, layer by layer. All zero: no event yet.
+    """The newest event of requests, layer by layer, from which their pages follow. All zero: no event yet.
 
     Attributes:
         counts: entries of each head right after the event: those that it kept, and those that came after it in its
@@ -47,7 +47,7 @@ class PageLayout(NamedTuple):
 
 
 class PageGroup(NamedTuple):
-    """Some layers among those that share a block table.
+    """Layers among those that share a block table.
 
     Attributes:
         places: indices of these layers.

@@ -1,4 +1,4 @@
-"""What kernels that work in an engine's pages take: caches, new tokens, layouts, entries, queries, sums."""
+"""Arguments of kernels that work in an engine's pages: caches, new tokens, layouts, entries, queries, sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepset.kernels.softmax import GroupReduction, Softmax
 
 
 class Addresses(NamedTuple):
-    """Where the caches of some layers begin.
+    """Addresses at which the caches of layers begin.
 
     Attributes:
         on_device: addresses, on the layers' device.
@@ -65,7 +65,7 @@ class FiledLayouts(NamedTuple):
 
 
 class EntriesInPages(NamedTuple):
-    """Where the entries of some requests lie. All tensors are contiguous.
+    """Places of the entries of requests. All tensors are contiguous.
 
     Attributes:
         layout: what the heads' pages follow from, for each layer of a group, or one layer that stands for all.
@@ -108,7 +108,7 @@ class RecordedQueries(NamedTuple):
 
 
 class ColumnTarget(NamedTuple):
-    """What entries receive, and where it is added. Columns are contiguous.
+    """Columns to which the attention that entries receive is added; they are contiguous.
 
     Attributes:
         column: numbers of each slot `subpage * block_size + offset` of each layer of the group; written to.

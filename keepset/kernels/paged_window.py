@@ -1,4 +1,4 @@
-"""What entries in pages receive from a few queries, added to a number of each entry; keys stay where they are."""
+"""Attention that entries in pages receive from a few queries, added to a number of each entry."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def add_received_by(
 
 
 class _Heads(NamedTuple):
-    """Where the entries of all heads of all requests lie in some layers, padded to one length.
+    """Places of the entries of all heads of all requests in some layers, padded to one length.
 
     Attributes:
         tables: sub-pages of each head.

@@ -18,7 +18,7 @@ _LEAST_ROWS = 16
 
 
 class SoftmaxScope(NamedTuple):
-    """Which entries statistics are about: those from `start` to `stop`.
+    """The entries that statistics are about: those from `start` to `stop`.
 
     Attention is normalised over these entries, the first `sinks` entries and the new tokens alone. KVzip looks at a
     chunk of the prompt in this way (Kim et al. 2025, arXiv:2505.23416).

@@ -18,7 +18,7 @@ from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """What a model does with the products of queries and keys.
+    """Softmax as a model takes it of the products of queries and keys.
 
         logits    = softcap * tanh(products * scaling / softcap)
         attention = exp(logits) / (sum over entries of exp(logits) + exp(sink))
@@ -37,7 +37,7 @@ class Softmax:
 
     @property
     def plain(self) -> bool:
-        """Whether there are neither caps nor sinks, so that fused operators compute it."""
+        """Return whether there are neither caps nor sinks, so that fused operators compute it."""
         return self.softcap is None and self.sinks is None
 
     @property
@@ -74,7 +74,7 @@ class Softmax:
 
 
 class GroupReduction(StrEnum):
-    """How the attention of the query heads that share a KV head is reduced to an entry's numbers."""
+    """Reduction of the attention of the query heads that share a KV head to an entry's numbers."""
 
     MEAN = "mean"
     """The mean over the query heads."""

@@ -1,4 +1,4 @@
-"""What entries receive from a few queries: their attention summed over the queries, without holding the attention."""
+"""Attention that entries receive from a few queries, summed over the queries and never held as a whole."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SummedFeature = WindowAttention | QueryMoments
 
 @dataclass(frozen=True)
 class RecordedFeatures:
-    """What a recipe needs of the queries between two events; the same for all layers.
+    """Features that a recipe makes of the queries between two events; the same for all layers.
 
     Attributes:
         sums: attention that is added to columns of the entries.
@@ -47,7 +47,7 @@ class RecordedFeatures:
 
     @property
     def added_up(self) -> tuple[SummedFeature, ...]:
-        """All features that are made while queries come."""
+        """Return all features that are made while queries come."""
         return (*self.sums, *self.moments)
 
     def window(self, feature: SummedFeature, ends_prompt: bool = False) -> int:

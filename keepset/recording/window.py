@@ -38,7 +38,7 @@ class QueryWindow:
 
     @property
     def columns(self) -> dict[str, Tensor]:
-        """All that is recorded as one part; empty if nothing is."""
+        """Return all that is recorded as one part; empty if nothing is."""
         if len(self._parts) > 1:
             joined = {name: torch.cat([part[name] for part in self._parts], 1) for name in self._parts[0]}
             self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if self.holes else joined]

@@ -1,4 +1,4 @@
-"""What entries receive from the prompt's attention, from its queries once more, and from a second pass over it."""
+"""Attention that entries receive from the prompt, from its queries once more, and from a second pass over it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
 
 @dataclass(frozen=True, eq=False)
 class SecondPassColumns:
-    """What every entry of the prompt received in a second pass.
+    """Attention that every entry of the prompt received in a second pass.
 
     Attributes:
         statistics: by name, one number for each query head and entry; zero where an entry received nothing.

@@ -14,7 +14,7 @@ from keepset.kernels.softmax import GroupReduction
 
 @dataclass(frozen=True, eq=False)
 class WindowSums:
-    """What entries received from a window of queries.
+    """Attention that entries received from a window of queries.
 
     Attributes:
         received: attention summed over the window's queries, float32; for each query head of a group if the feature

@@ -25,7 +25,7 @@ _MOVED = 16
 
 
 class _Residuals(NamedTuple):
-    """Where the residuals of heads lie, as `HeadTable` says it; heads without one have no entries.
+    """Addresses of the residuals of heads, as in `HeadTable`; heads without one have no entries.
 
     Attributes:
         addresses: of each head.

@@ -1,4 +1,4 @@
-"""What entries in an engine's pages receive from a few queries: all heads of all layers in two launches."""
+"""Attention that entries in an engine's pages receive from a few queries: all layers in two launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels share that go through entries block by block: sizes, a streamed softmax, the logits of a few queries."""
+"""Parts of kernels that go through entries block by block: sizes, a streamed softmax, logits of a few queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What packed heads receive from a few queries: first the queries' log-sum-exps, then the sums of each entry."""
+"""Attention that packed heads receive from a few queries: first log-sum-exps, then the sums of each entry."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def received_attention(
 
 
 class _Heads(NamedTuple):
-    """Where heads lie, as the kernels take it.
+    """Places of heads, as the kernels take them.
 
     Attributes:
         keys, positions, bias, key_scale: of their columns only the types count; heads are found by the table.

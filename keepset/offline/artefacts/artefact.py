@@ -1,4 +1,4 @@
-"""`Artefact`: what a published file says of a model, and `Found`: what lies in a file or folder before it is told."""
+"""`Artefact`: what a published file says of a model. `Found`: a file's contents before its format is known."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ModelShape:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What lies in a file or folder.
+    """Contents of a file or folder.
 
     Attributes:
         tensors: tensors of a safetensors file, by their names; empty if there is none.
@@ -66,7 +66,7 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class Artefact:
-    """What an artefact gives, for all layers of a model.
+    """Contents of an artefact, for all layers of a model.
 
     Attributes:
         format: whose format it is.
