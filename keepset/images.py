@@ -74,9 +74,6 @@ def decode_image(content: bytes, name: str) -> "Image":
 def image_chat_parts(processor: Any, images: int, text: str, question: str) -> tuple[str, str]:
     """Make a user's message of images, a text and a question, and cut it before the question, as `chat_parts` does.
 
-    Returns:
-        The part up to the end of the text, and the rest.
-
     Raises:
         KeepsetError: the chat template cannot be cut, or the words hold the token that stands for an image.
     """

@@ -65,9 +65,6 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
             they cannot hold. None for the GPU if there is one.
         dtype: `float32`, `bfloat16` or `float16`. None for the precision that the model is stored in.
 
-    Returns:
-        The model and its tokenizer.
-
     Raises:
         KeepsetError: the model cannot be loaded or is no such model, or there is no such device.
     """

@@ -71,10 +71,7 @@ _SPELLINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Add a method of your own, a class with a name that no other has; that name is then known in recipe texts.
-
-    Returns:
-        The method, so that this can be a class decorator.
+    """Add a method of your own, and return it; its name, which no other may have, is then known in recipe texts.
 
     Raises:
         RecipeError: if it is no method, or lacks a name or `@dataclass(frozen=True)`, or another has its name.

@@ -103,9 +103,6 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
     The context can be compressed before the question is known. Encode both parts with `add_special_tokens=False`: they
     hold every special token. Without a chat template the message is a plain "Question: ... Answer:" prompt.
 
-    Returns:
-        The part up to the end of the text, and the rest.
-
     Raises:
         KeepsetError: the chat template cannot be cut.
     """

@@ -193,9 +193,6 @@ class Observation:
 
         Args:
             look: computes `[batch, heads, ...]` for a slice of KV heads, by `keys_of` and `values_of`.
-
-        Returns:
-            The results of all KV heads, `[batch, kv_heads, ...]`.
         """
         batch, kv_heads, entries = self.valid.shape
         at_once = max(1, _AT_ONCE // max(batch * entries * self.head_dim, 1))
@@ -391,11 +388,7 @@ class Observation:
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]
     ) -> Float[Tensor, "batch kv_heads group *rest"]:
-        """Return a view of a statistic with query heads under the KV head that they share (grouped-query attention).
-
-        Returns:
-            The numbers with an axis for the KV head and one for the query heads of its group.
-        """
+        """Return a view of a statistic with query heads under the KV head that they share (grouped-query attention)."""
         return statistic.unflatten(1, (self.valid.shape[1], -1))
 
     @property
@@ -405,10 +398,7 @@ class Observation:
         return alike.flatten(1).all(1)
 
     def mean_over_heads(self, statistic: Scores) -> Scores:
-        """Return the mean over KV heads of a number of every entry, for each head.
-
-        Returns:
-            The mean; or a head's own numbers where the heads of a request hold different entries.
+        """Return each entry's mean over the KV heads; its own number where heads of a request hold different entries.
         """
         return statistic.mean(1, keepdim=True).where(self.heads_alike[:, None, None], statistic)
 

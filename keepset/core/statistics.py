@@ -196,11 +196,7 @@ class Statistics:
         )
 
     def on(self, device: torch.device, name: str) -> Tensor:
-        """Return a field of the layers' statistics or predictors, and keep it on the device.
-
-        Returns:
-            A tensor with an axis for the layers in front.
-        """
+        """Return a field of the layers' statistics or predictors, and keep it on the device."""
         holders = self.predictors if name in PREDICTOR_FIELDS else self.layers
 
         def make() -> Tensor:

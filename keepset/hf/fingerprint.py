@@ -118,11 +118,7 @@ def _stored_numbers(stored: Any, places: Iterable[int]) -> Tensor:
 
 
 def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> str | None:
-    """Return the part of a fingerprint that tells weights, for the weights in a model's folder.
-
-    Returns:
-        None if the weights are not stored under the names that they have in the model.
-    """
+    """Return a fingerprint's part that tells weights, of a model's folder; None if its names are not the model's."""
     stored = _slices(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

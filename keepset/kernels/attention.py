@@ -158,9 +158,6 @@ def pack_entries(
     Args:
         columns: columns of entries, with any strides: keys and values usually are a transposed view.
         indices: indices of the chosen entries, head after head.
-
-    Returns:
-        Every column's chosen rows.
     """
     heads = counts.flatten()
     if not uses_triton(indices.device):

@@ -121,14 +121,11 @@ def log_sum_exp(
     softmax: Softmax,
     causal: bool = True,
 ) -> Float[Tensor, "query_heads n"]:
-    """Return the log-sum-exp of every query's logits, in memory that grows with the entries.
+    """Return the log-sum-exp of every query's logits in float32, in memory that grows with the entries.
 
     Args:
         queries: queries of the last `n` entries; if not `causal`, of tokens after all entries.
         causal: whether a query sees only the entries up to its own.
-
-    Returns:
-        float32, whatever the dtype of the inputs.
     """
     if uses_triton(keys.device):
         from keepset.kernels.triton import columns  # loads Triton
@@ -282,7 +279,7 @@ def _logits(
 def mean_square_attention(
     queries: Float[Tensor, "query_heads n head_dim"], keys: Float[Tensor, "kv_heads entries head_dim"], softmax: Softmax
 ) -> Float[Tensor, "query_heads entries"]:
-    """Return the mean square of the attention that each entry receives from `n` queries that see all entries.
+    """Return the mean square, in float32, of the attention that entries receive from `n` queries that see all of them.
 
         A = softmax(queries @ keys' * scaling)     result = (A * A).mean(queries)
 
@@ -291,9 +288,6 @@ def mean_square_attention(
     Args:
         queries: queries rotated to positions after all entries.
         keys: keys of all entries, after rotation.
-
-    Returns:
-        float32, whatever the dtype of the inputs; zero if there are no queries.
     """
     if not keys.shape[1] or not queries.shape[1]:
         return torch.zeros(len(queries), keys.shape[1], device=keys.device)

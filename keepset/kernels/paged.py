@@ -36,7 +36,7 @@ def follow_layouts(
     block_size: int,
     layout: PageLayout,
 ) -> Int[Tensor, " rows"]:
-    """Move each request's layout to the page of its newest token, on a GPU in one launch.
+    """Move each request's layout to the page of its newest token, and return that page; on a GPU in one launch.
 
     Args:
         filed: layouts of all requests; written to.
@@ -45,9 +45,6 @@ def follow_layouts(
         required: nonzero if a layout of the request with `before` tokens must be filed; others have none.
         lost: set to 1 if a required layout is missing.
         layout: contiguous; row by row the layout found, zero if none was filed; written to. Rows beyond stay unchanged.
-
-    Returns:
-        The pages under which the layouts are filed now.
     """
     if uses_triton(block_table.device):
         from keepset.kernels.triton import paged  # loads Triton

@@ -50,13 +50,10 @@ class Softmax:
         return self if self.sinks is None else replace(self, sinks=self.sinks[place])
 
     def by_query_group(self, batch: int, kv_heads: int) -> Softmax:
-        """Return the same with the sinks of every KV head of every request.
+        """Return the same with the sinks of every KV head of every request, `[batch * kv_heads, group]`, float32.
 
         Args:
             batch: number of requests, or 1 for sinks that are broadcast.
-
-        Returns:
-            Sinks are `[batch * kv_heads, group]`, float32.
         """
         if self.sinks is None:
             return self

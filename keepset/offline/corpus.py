@@ -30,16 +30,13 @@ def texts_to_fit() -> list[str]:
 def shuffled_passages(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, length: int, shortest: int, seed: int
 ) -> list[list[int]]:
-    """Cut texts into passages of tokens that do not overlap, and shuffle them.
+    """Return passages of tokens of texts, which do not overlap, in shuffled order.
 
     Args:
         texts: the texts. Each is cut by itself, so its last passage may be shorter than others.
         length: tokens of a passage, with the token that begins a text for the model.
         shortest: passages with fewer tokens are left out.
         seed: of the order.
-
-    Returns:
-        The tokens of each passage.
     """
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     size = length - len(begin)

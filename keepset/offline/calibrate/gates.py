@@ -56,10 +56,7 @@ def retrieval_gates(
     kv_heads: Mapping[int, int],
     on_step: Callable[[], None] = lambda: None,
 ) -> dict[int, Float[Tensor, " kv_heads"]]:
-    """Train gates, one step for each text; the model stays as it is.
-
-    Returns:
-        A gate from 0 to 1 for every KV head, by the layer's index.
+    """Train gates from 0 to 1, one step for each text; return them by the layer's index. The model stays as it is.
 
     Raises:
         UnsupportedModelError: hidden states are not finite.

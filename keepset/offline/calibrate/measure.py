@@ -81,10 +81,7 @@ class _ObservingCache(ObservedCache):
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, corpus: Corpus, on_passage: Callable[[], None] = lambda: None) -> Statistics:
-    """Measure a model's queries over a corpus, one passage at a time.
-
-    Returns:
-        The statistics of all layers that keepset compresses.
+    """Return statistics of all layers that keepset compresses, measured over a corpus, one passage at a time.
 
     Raises:
         UnsupportedModelError: there is no such layer, or queries are not finite.
@@ -152,10 +149,7 @@ turned by less than half a turn there, and a layer that does not rotate can be t
 def measure_rotation(
     rotate: Rotate, unit: Float[Tensor, "head_dim head_dim"]
 ) -> tuple[Int[Tensor, " head_dim"], Float[Tensor, " head_dim"], Float[Tensor, " head_dim"]]:
-    """Measure a rotation in a text of `PROBE` tokens by the rows of the identity matrix.
-
-    Returns:
-        Partner, frequency and gain of every number of a head; see `LayerStatistics`.
+    """Return partner, frequency and gain of every number of a head, measured by the rows of the identity matrix.
 
     Raises:
         UnsupportedModelError: the layer does not rotate planes.

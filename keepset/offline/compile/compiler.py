@@ -111,9 +111,6 @@ def compile_tables(
     Args:
         log: the file of the log; None to keep it in memory.
 
-    Returns:
-        The tables.
-
     Raises:
         KeepsetError: the log cannot be used, or the model has no layer to compile for.
 

@@ -31,11 +31,7 @@ def risk_bins(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor,
 
 
 def stratified(bins: Sequence[int], count: int) -> list[int]:
-    """Choose so many contexts by their bins: one of every bin, then a second of each, and so on.
-
-    Returns:
-        Their indices, rising.
-    """
+    """Return the rising indices of so many contexts: one of every bin, then a second of each, and so on."""
     rounds: dict[int, int] = {}
     turns = []
     for index, bin_ in enumerate(bins):
