@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset.kernels import dispatch
-from keepset.kernels.triton import (
-    attention,
-    columns,
-    four_bits,
-    page_entries,
-    paged,
-    paged_window,
-    predictor,
-    window,
-)
+from keepset.kernels.triton import attention, columns, four_bits, page_entries, paged, paged_window, predictor, window
 
 _DEVICE = torch.device("meta")
 """A name that PyTorch looks for no driver of."""

@@ -190,10 +190,7 @@ def test_white_space_means_nothing(recipe: Recipe, spaces: list[str]) -> None:
         ("adakv(snapkv, floor=1)", Recipe(AdaKV(SnapKV(), floor=1.0), Budget(recent=64))),
         ("adakv(scorer=snapkv(window=2))", Recipe(AdaKV(SnapKV(window=2)), Budget(recent=2))),
         ("adakv(pyramid(knorm, beta=3), keep=9)", Recipe(AdaKV(Pyramid(Knorm(), beta=3)), Budget(9))),
-        (
-            "knorm(keep=512, prefill=False, every=128)",
-            Recipe(Knorm(), Budget(512), Schedule(prefill=False, every=128)),
-        ),
+        ("knorm(keep=512, prefill=False, every=128)", Recipe(Knorm(), Budget(512), Schedule(prefill=False, every=128))),
     ],
 )
 def test_texts(text: str, recipe: Recipe) -> None:

@@ -117,9 +117,7 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
     return (first.split_layers(budget.aim(first.sizes))[:, 0] * heads).minimum(existing)
 
 
-def padded(
-    ranked: Sequence[Float[Tensor, "_ kv_heads _"]],
-) -> list[Float[Tensor, "_ kv_heads entries"]]:
+def padded(ranked: Sequence[Float[Tensor, "_ kv_heads _"]]) -> list[Float[Tensor, "_ kv_heads entries"]]:
     """Return the ranked scores of several layers with equally many places; -inf where there is no entry."""
     longest = max(order.shape[-1] for order in ranked)
     return [F.pad(order, (0, longest - order.shape[-1]), value=float("-inf")) for order in ranked]

@@ -482,10 +482,7 @@ def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
     return MaskRule(arguments)
 
 
-_UNSUPPORTED = {
-    "position_bias": "additive position biases",
-    "block_indices": "selection of blocks of keys",
-}
+_UNSUPPORTED = {"position_bias": "additive position biases", "block_indices": "selection of blocks of keys"}
 """Arguments of transformers' interface that change attention in ways that keepset does not support."""
 
 AttentionInterface.register(NAME, keepset_attention)

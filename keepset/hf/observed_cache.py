@@ -23,14 +23,7 @@ from keepset.core.features.runtime_features import ModelStatistics, ModelTables,
 from keepset.core.observation import Observation
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents
-from keepset.hf.attention import (
-    NAME,
-    OTHER_PROMPT,
-    SWITCHING,
-    AttentionInput,
-    set_pending_attention,
-    uncompiled,
-)
+from keepset.hf.attention import NAME, OTHER_PROMPT, SWITCHING, AttentionInput, set_pending_attention, uncompiled
 from keepset.hf.hooks import AttentionHooks, ModelHooks, PerplexityHooks
 from keepset.hf.images import ImageHooks, RopeDeltas, image_token_ids
 from keepset.hf.known_text import KnowsText

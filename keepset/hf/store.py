@@ -303,10 +303,7 @@ class EntryStore:
         return self._columns[name]
 
     def write_newest(
-        self,
-        name: str,
-        numbers: Float[Tensor, "batch kv_heads n"],
-        real: Sequence[Int[Tensor, " _"]] | None = None,
+        self, name: str, numbers: Float[Tensor, "batch kv_heads n"], real: Sequence[Int[Tensor, " _"]] | None = None
     ) -> None:
         """Write a column's numbers of the newest tokens, which every head holds; `real` is as for `append`."""
         column, rows = self.column(name), numbers.flatten(0, 1)

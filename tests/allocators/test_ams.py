@@ -21,17 +21,7 @@ from keepset.allocators.segments import cut_by_length, cut_by_mass, divide, sums
 from keepset.core.features.moments import QueryDistribution, QueryMoments
 from keepset.core.keep_set import LayerKeepSet
 from keepset.methods.tova import TOVA
-from tests.methods.naive import (
-    EXACT,
-    Given,
-    Shape,
-    every_shape,
-    heads_of,
-    kept,
-    length_of,
-    observe,
-    window_attention,
-)
+from tests.methods.naive import EXACT, Given, Shape, every_shape, heads_of, kept, length_of, observe, window_attention
 from tests.tiers import examples
 
 # --- segments
@@ -190,11 +180,7 @@ def test_without_bounds_it_is_the_papers_formula() -> None:
 
 
 @examples(200)
-@given(
-    st.integers(1, 3),
-    st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    st.data(),
-)
+@given(st.integers(1, 3), st.lists(st.integers(1, 9), min_size=1, max_size=6), st.data())
 def test_best_of_segments(heads: int, lengths: list[int], data: st.DataObject) -> None:
     entries = sum(lengths)
     scores = st.sampled_from([float("-inf"), -3e38, -1.5, -0.0, 0.0, 1e-45, 0.5, 0.5, 3e38])

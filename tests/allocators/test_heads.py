@@ -21,17 +21,7 @@ from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.method import Allocator, Method
 from keepset.methods.knorm import Knorm
 from keepset.methods.snapkv import SnapKV
-from tests.methods.naive import (
-    DTYPES,
-    EXACT,
-    SHAPES,
-    Given,
-    Shape,
-    every_shape,
-    heads_of,
-    length_of,
-    observe,
-)
+from tests.methods.naive import DTYPES, EXACT, SHAPES, Given, Shape, every_shape, heads_of, length_of, observe
 from tests.tiers import examples
 
 

@@ -99,8 +99,7 @@ def test_a_name_stands_for_what_it_is_made_of(name: str, whole: str) -> None:
 def test_the_papers_example_in_words() -> None:
     """Heads may keep different tokens, but as many; the layer with better composite tokens keeps more."""
     observations = given_scores(
-        [[9.0, 1.0, 8.0, 1.0], [1.0, 9.0, 1.0, 8.0]],
-        [[3.0, 2.0, 2.0, 1.0], [1.0, 2.0, 2.0, 3.0]],
+        [[9.0, 1.0, 8.0, 1.0], [1.0, 9.0, 1.0, 8.0]], [[3.0, 2.0, 2.0, 1.0], [1.0, 2.0, 2.0, 3.0]]
     )
     assert sets_of(Composite(Given()), observations, Budget(1)) == [[[0], [1]], [[0], [3]]]
     assert sets_of(Composite(Given()), observations, Budget(2)) == [[[0, 2], [1, 3]], [[0, 2], [2, 3]]]

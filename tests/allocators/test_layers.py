@@ -324,11 +324,7 @@ def test_pyramid_and_adakv_compose(method: Method, heads: tuple[int, int], budge
 
 
 @examples(50, derandomize=False)
-@given(
-    length=st.integers(6, 60),
-    keep=st.integers(6, 60),
-    held=st.lists(st.integers(1, 60), min_size=1, max_size=9),
-)
+@given(length=st.integers(6, 60), keep=st.integers(6, 60), held=st.lists(st.integers(1, 60), min_size=1, max_size=9))
 def test_what_layers_hold_after_an_event_does_not_change_what_they_aim_at(
     length: int, keep: int, held: list[int]
 ) -> None:

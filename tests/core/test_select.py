@@ -68,12 +68,7 @@ PROTECTS = Budget(sinks=1, recent=2, protect=[[3, 5], [6, 8]])
 @pytest.mark.parametrize(
     ("scores", "budget", "parts", "order"),
     [
-        (
-            [0, NAN, 5, -INF, INF, NAN, -3, 9, 1, 2.0],
-            Budget(sinks=2, recent=2),
-            {},
-            [0, 1, 9, 8, 4, 7, 2, 6, 3, 5],
-        ),
+        ([0, NAN, 5, -INF, INF, NAN, -3, 9, 1, 2.0], Budget(sinks=2, recent=2), {}, [0, 1, 9, 8, 4, 7, 2, 6, 3, 5]),
         ([NAN, 1, -INF, 0, INF, 7], Budget(sinks=1, recent=1), dict(valid=[1, 1, 1, 1, 0, 0]), [0, 3, 1, 2]),
         ([1.0] * 8, Budget(sinks=4, recent=3), {}, [0, 1, 2, 3, 7, 6, 5, 4]),
         ([0.0] * 4, Budget(sinks=4, recent=4), {}, [0, 1, 2, 3]),

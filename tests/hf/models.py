@@ -460,13 +460,7 @@ def weights_of(
 
 
 def _oracle_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     group = query.shape[1] // key.shape[1]
     visible = Oracle.current.visible(module.layer_idx, key.shape[1], kwargs.get("sliding_window"))

@@ -125,10 +125,7 @@ def check_rows(name: str, architecture: str) -> None:
 
 @pytest.mark.parametrize(
     ("implementation", "names"),
-    [
-        ("pytorch", list(RECIPES)),
-        pytest.param("triton", [*BY_LAYOUT, "random"], marks=pytest.mark.full),
-    ],
+    [("pytorch", list(RECIPES)), pytest.param("triton", [*BY_LAYOUT, "random"], marks=pytest.mark.full)],
     indirect=["implementation"],
 )
 @torch.no_grad()

@@ -15,16 +15,7 @@ from keepset.core.tables import save
 from keepset.hf.fingerprint import sample
 from keepset.hf.prompt_session import Recorder
 from tests.core.test_tables import random_tables
-from tests.hf.models import (
-    full,
-    generate,
-    oracle_gap,
-    padded_or_not,
-    padded_prompt,
-    prompt,
-    same_keep_set,
-    tiny,
-)
+from tests.hf.models import full, generate, oracle_gap, padded_or_not, padded_prompt, prompt, same_keep_set, tiny
 from tests.methods.test_compilerkv import check_theorem
 
 LENGTH, PADDING, NEW = 40, [0, 7], 8

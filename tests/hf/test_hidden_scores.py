@@ -129,8 +129,7 @@ def test_chunks_copies_and_taken_back_tokens_change_nothing(method: str) -> None
 
 
 @pytest.mark.parametrize(
-    "method",
-    ["pool(fast_kvzip, sinks=1, recent=2", "int8(adakv(kvzap), recent=2", "kvzap(threshold=-0.5, recent=3"],
+    "method", ["pool(fast_kvzip, sinks=1, recent=2", "int8(adakv(kvzap), recent=2", "kvzap(threshold=-0.5, recent=3"]
 )
 def test_every_entry_goes_on_with_its_score(method: str, tmp_path: Path) -> None:
     """Ragged heads, padding, 8 bits, another order of requests, and a file in the middle of an interval."""

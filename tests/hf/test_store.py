@@ -54,13 +54,7 @@ class Stores(RuleBasedStateMachine):
         by_token=st.booleans(),
     )
     def pack(
-        self,
-        data: st.DataObject,
-        batch: int,
-        heads: int,
-        sizes: tuple[int, int],
-        entries: int,
-        by_token: bool,
+        self, data: st.DataObject, batch: int, heads: int, sizes: tuple[int, int], entries: int, by_token: bool
     ) -> Pair:
         """A prompt's columns, laid out head by head or token by token as models make them."""
         self.heads, (self.key_dim, self.value_dim) = heads, sizes

@@ -329,10 +329,7 @@ def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) 
         places = run.start + i * run.capacity + run.count + torch.arange(n)
         untouched[places] = False
         assert stored.positions[places].tolist() == positions[request].tolist()
-        for rows, flat, scale in (
-            (keys, stored.keys, stored.key_scale),
-            (values, stored.values, stored.value_scale),
-        ):
+        for rows, flat, scale in ((keys, stored.keys, stored.key_scale), (values, stored.values, stored.value_scale)):
             assert scale is not None
             new, step = rows[request, head].double(), scale[places].double()
             assert torch.equal(step.isnan(), new.isnan().any(-1))

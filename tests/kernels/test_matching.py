@@ -31,12 +31,7 @@ def random_heads(heads: int, queries: int, entries: int, size: int, seed: int = 
 
 
 def fit(
-    heads: FitProblem,
-    kept: Tensor,
-    ridge: float = 0.03,
-    biases: bool = True,
-    softmax: Softmax = PLAIN,
-    bits: int = 16,
+    heads: FitProblem, kept: Tensor, ridge: float = 0.03, biases: bool = True, softmax: Softmax = PLAIN, bits: int = 16
 ) -> tuple[Tensor, Tensor]:
     exists, format = torch.ones_like(kept, dtype=torch.bool), FORMATS.get(bits)
     return match_attention(heads, kept, exists, softmax, ridge, biases, format)

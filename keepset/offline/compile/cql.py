@@ -31,12 +31,7 @@ class Logged:
 
 
 def learn(
-    logged: Logged,
-    features: Int[Tensor, "states kinds"],
-    actions: int,
-    *,
-    alpha: float,
-    decay: float,
+    logged: Logged, features: Int[Tensor, "states kinds"], actions: int, *, alpha: float, decay: float
 ) -> tuple[Float[Tensor, "states actions"], list[dict[str, float]]]:
     """Learn Q of every state and action.
 
