@@ -398,7 +398,7 @@ class Observation:
         return alike.flatten(1).all(1)
 
     def mean_over_heads(self, statistic: Scores) -> Scores:
-        """Return each entry's mean over the KV heads; its own number where heads of a request hold different entries."""
+        """Return each entry's mean over the KV heads; its own number where a request's heads hold different entries."""
         return statistic.mean(1, keepdim=True).where(self.heads_alike[:, None, None], statistic)
 
     def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
