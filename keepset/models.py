@@ -278,8 +278,7 @@ def _convert(gguf: Path, folder: Path) -> None:
             raise OSError(f"only {free} MB are free")
         unfinished.mkdir()
         with no_progress_bars():
-            _model(gguf).save_pretrained(unfinished)
-            _tokenizer(gguf).save_pretrained(unfinished)
+            _write(gguf, unfinished)
         try:
             unfinished.rename(folder)
         except OSError:
@@ -293,6 +292,11 @@ def _convert(gguf: Path, folder: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write(gguf: Path, folder: Path) -> None:
+    _model(gguf).save_pretrained(folder)
+    _tokenizer(gguf).save_pretrained(folder)
 
 
 def _model(gguf: Path) -> "transformers.PreTrainedModel":
