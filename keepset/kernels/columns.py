@@ -87,16 +87,17 @@ def _scaled_attention(
     """Return attention without caps and sinks, and its log-sum-exp."""
     fused = _fused_operator(queries, keys, values)
     group, n, value_dim = queries.shape[0] // keys.shape[0], queries.shape[1], values.shape[-1]
-    query, key, value = (x[None] for x in (queries, *(x.repeat_interleave(group, 0) for x in (keys, values))))
+    repeated = (x.repeat_interleave(group, 0) for x in (keys, values))
+    query, key, value = (x.unsqueeze(0) for x in (queries, *repeated))
     if fused is None:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
-        return output[0], log_sum_exp(queries, keys, Softmax(scaling), causal)
+        return output.squeeze(0), log_sum_exp(queries, keys, Softmax(scaling), causal)
     if queries.device.type != "cpu":  # fused GPU operators require multiples of 8 numbers
         query, key, value = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value))
     operator, options = fused
     output, lse, *_ = operator(query, key, value, *options, causal, scale=scaling)
     # Some operators pad the log-sum-exp to a block of queries.
-    return output[0].narrow(-1, 0, value_dim), lse[0].narrow(-1, 0, n).float()
+    return output.squeeze(0).narrow(-1, 0, value_dim), lse.squeeze(0).narrow(-1, 0, n).float()
 
 
 def _fused_operator(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Callable[..., Any], Sequence[Any]] | None:

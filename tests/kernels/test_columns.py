@@ -160,12 +160,13 @@ def test_what_an_operator_pads_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("triton")
     from tests.posing import Gpu, Posing
 
-    def padding(query: Posing, key: Posing, value: Posing, causal: bool, scaling: float) -> tuple[Tensor, Tensor]:
+    def padding(query: Posing, key: Posing, value: Posing, *options: Any, scale: float) -> tuple[Tensor, Tensor]:
         assert query.shape[-1] == key.shape[-1] == value.shape[-1] == 16
-        output, lse = columns._flash_on_cpu(query.held, key.held, value.held, causal, scaling)
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = operator(query.held, key.held, value.held, *options, scale=scale)
         return Posing(output), Posing(torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf")))
 
-    monkeypatch.setattr(columns, "_fused_operator", lambda *_: padding)
+    monkeypatch.setattr(columns, "_fused_operator", lambda *_: (padding, [0.0]))
     queries, keys = tensors(37, 37, 2, 3, 10, torch.float32)
     values = torch.randn(2, 37, 10, generator=seeded(1))
     with Gpu(monkeypatch):
