@@ -218,12 +218,9 @@ if __name__ == "__main__":
     # Over quantised pages for the least of these GPUs alone: for all it would take as long as the rest.
     every = [launched(*of_model, long, quantised=capability == "80") for long in LENGTHS]
     programs, *others = (list(distinct(launches, what == "once")) for launches in every)
-    if what == "lengths":  # another program would be compiled while a request waits
-        known = {made.hash() for made, _ in programs}
-        print(
-            *(made.fn.__name__ for other in others for made, _ in other if made.hash() not in known), sep="\n", end=""
-        )
-        sys.exit()
+    known = {made.hash() for made, _ in programs}
+    for made in (made for other in others for made, _ in other if made.hash() not in known):
+        print(made.fn.__name__, "anew", 0)  # another program would be compiled while a request waits
     for made, options in programs:
         target = GPUTarget("cuda", int(capability), 32)
         program = compile(made, target=target, options=options)
