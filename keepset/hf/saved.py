@@ -361,12 +361,8 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
         layers = [_part(file, metadata, f"{LAYER}{index}.") for index in range(metadata["layers"])]
         for index, layer in enumerate(layers):
             if "counts" in layer:
-                counts = _counts(file, metadata, index, requests["lengths"])
-                saved_schema.check_positions(layer["columns.positions"], counts, requests["lengths"])
-            if "kept.counts" in layer:
-                saved_schema.check_kept(layer["kept.positions"], layer["kept.counts"])
-            if "passing.added_up" in layer:
-                saved_schema.check_added_up(layer["passing.added_up"], metadata["progress"]["logical"])
+                _counts(file, metadata, index, requests["lengths"])
+            saved_schema.check_layer(layer, requests["lengths"], metadata["progress"]["logical"])
     layers = _with_states(path, layers, model)
     devices = _devices(model)
     layers = [

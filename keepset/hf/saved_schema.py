@@ -142,9 +142,15 @@ def check_finite(columns: Iterable[Tensor]) -> None:
     _require(all(bool(column.isfinite().all()) for column in columns))
 
 
-def check_kept(positions: Int[Tensor, " entries"], counts: Int[Tensor, "requests kv_heads"]) -> None:
-    """Check the positions and counts of the entries that the newest event has kept in a layer."""
-    _require(bool((counts >= 0).all()) and int(counts.sum()) == len(positions) and bool((positions >= 0).all()))
+def check_layer(layer: Mapping[str, Tensor], lengths: Int[Tensor, " requests"], logical: int) -> None:
+    """Check the numbers of a layer's tensors: its positions, what the newest event kept, and what is added up."""
+    if "counts" in layer:
+        check_positions(layer["columns.positions"], layer["counts"], lengths)
+    if "kept.counts" in layer:
+        positions, counts = layer["kept.positions"], layer["kept.counts"]
+        _require(bool((counts >= 0).all()) and int(counts.sum()) == len(positions) and bool((positions >= 0).all()))
+    if "passing.added_up" in layer:
+        _require(0 <= int(layer["passing.added_up"]) <= logical)
 
 
 def check_states(layers: Sequence[Mapping[str, Tensor]], models: Sequence[Mapping[str, Tensor]]) -> None:
@@ -152,11 +158,6 @@ def check_states(layers: Sequence[Mapping[str, Tensor]], models: Sequence[Mappin
     _require(len(layers) == len(models))
     for held, own in zip(layers, models, strict=True):
         _require(held.keys() == own.keys() and all(held[name].shape[1:] == own[name].shape[1:] for name in held))
-
-
-def check_added_up(added_up: Int[Tensor, ""], logical: int) -> None:
-    """Check the logical length up to which a layer's queries are in sums; `logical` is the cache's."""
-    _require(0 <= int(added_up) <= logical)
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:
