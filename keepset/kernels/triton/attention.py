@@ -339,7 +339,7 @@ def _append(
 
 @triton.jit
 def _quantized(rows, scale_kind):
-    """Quantise rows as `keepset.kernels.packed.quantize` does."""
+    """Quantise rows as `EightBits.quantize` in `keepset.kernels.entry_format` does."""
     rows = rows.to(tl.float32)
     spoilt = tl.min((rows - rows == 0.0).to(tl.int32), 1) == 0
     scale = (tl.where(spoilt, float("nan"), tl.max(tl.abs(rows), 1)) / 127).to(scale_kind.dtype.element_ty)
