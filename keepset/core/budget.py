@@ -222,11 +222,7 @@ class Budget:
         return bool(self.protect)
 
     def _bounds(self, rows: int, device: torch.device) -> Int[Tensor, "requests bounds"]:
-        """Return the first token and the end of each protected range: one row for all, or a row for each.
-
-        Raises:
-            BudgetError: if the budget still names images or text.
-        """
+        """Return the first token and the end of each protected range: one row for all, or a row for each."""
         if self.kinds:
             raise BudgetError(f"protect={self.kinds[0]!r} says nothing of positions yet: take Budget.located's budget.")
         return upload(self.ranges, device).flatten()[None]

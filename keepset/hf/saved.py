@@ -455,11 +455,7 @@ def _tensors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
-    """Put into an empty layer of a cache what another one held.
-
-    Raises:
-        ValueError: the layer is of another kind.
-    """
+    """Put into an empty layer of a cache what another one held; raise ValueError if it is of another kind."""
     given = {
         "counts": isinstance(layer, LayerState),
         "keys": isinstance(layer, DynamicSlidingWindowLayer) and not isinstance(layer, LayerState),

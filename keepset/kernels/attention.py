@@ -183,13 +183,8 @@ def _pick(
 ) -> Shaped[Tensor, "kept ..."]:
     """Return `column[rows, indices]`, gathered row by row.
 
-    Every memory order is read in place: flattening would copy the entries that are about to be dropped.
-
-    Args:
-        column: of all entries.
-        rows: the head that each chosen entry is of, counted over all requests.
-        indices: the chosen entries.
-        places: returns `rows * capacity + indices` for a number of places per head.
+    Every memory order is read in place: flattening would copy the entries that are about to be dropped. `places`
+    returns `rows * capacity + indices` for a number of places per head.
     """
     batch, heads, entries = column.shape[:3]
     of_request, of_head, of_entry = column.stride()[:3]

@@ -17,7 +17,7 @@ class WindowSums:
     """Attention that entries received from a window of queries.
 
     Attributes:
-        attention_sums: summed over the window's queries, float32; for each query head of a group if the feature says so.
+        attention_sums: summed over the window's queries, float32; of each query head if the feature says so.
         window: how many queries; a shorter request has fewer.
     """
 
