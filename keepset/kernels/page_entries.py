@@ -39,9 +39,9 @@ def read_pages(
     number, subpages = first.shape[:2].numel(), subpages.flatten().long()
     parts = [
         (own, _pages(caches[layer % len(caches)], subpages[own] % number))
-        for layer, own in _by_layer(place + subpages // number)
+        for layer, own in by_layer(place + subpages // number)
     ]
-    return _together(parts, len(subpages)).reshape(*rows, pages * size, width)
+    return joined(parts, len(subpages)).reshape(*rows, pages * size, width)
 
 
 def _pages(cache: LayerPages, subpages: Int[Tensor, " n"]) -> Shaped[Tensor, "n block_size width"]:
@@ -64,8 +64,8 @@ def take_entries(
             with launched_on(first.device):
                 page_entries.take(first, addresses_of(caches), entries, slots)
     else:
-        parts = [(own, caches[layer][place]) for layer, own, place in _places(first, slots)]
-        entries = _together(parts, len(slots))
+        parts = [(own, caches[layer][place]) for layer, own, place in places_of(first.shape, slots)]
+        entries = joined(parts, len(slots))
     keys, values = entries.chunk(2, -1)
     return keys, values
 
@@ -85,7 +85,7 @@ def write_entries(
     """
     first = caches[0]
     if not uses_triton(first.device):
-        for layer, own, place in _places(first, slots):
+        for layer, own, place in places_of(first.shape, slots):
             of_keys, of_values = caches[layer].chunk(2, -1)
             of_keys[place], of_values[place] = keys[own], values[own]
     elif len(slots):
@@ -95,7 +95,7 @@ def write_entries(
             page_entries.write(first, addresses_of(caches), keys, values, slots)
 
 
-def _by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
+def by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
     """Return each layer that occurs, with the indices of the items that belong to it."""
     some = layers.unique().tolist()
     if len(some) < 2:  # as nearly always
@@ -103,18 +103,23 @@ def _by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
     return [(layer, (layers == layer).nonzero()[:, 0]) for layer in some]
 
 
-def _places(
-    cache: LayerPages, slots: Int[Tensor, " n"]
+def places_of(
+    shape: Sequence[int], slots: Int[Tensor, " n"]
 ) -> Iterator[tuple[int, Tensor | slice, tuple[Tensor, Tensor, Tensor]]]:
-    """Yield each layer that occurs, which entries belong to it, and the index of each in the layer's cache."""
-    blocks, kv_heads, size = cache.shape[:3]
-    for layer, own in _by_layer(slots // (blocks * kv_heads * size)):
+    """Yield each layer that occurs, which entries belong to it, and the block, head and offset of each.
+
+    Args:
+        shape: `blocks, kv_heads, block_size, ...` of a layer's cache.
+        slots: as `write_entries` takes them.
+    """
+    blocks, kv_heads, size = shape[:3]
+    for layer, own in by_layer(slots // (blocks * kv_heads * size)):
         place = slots[own] // size
         # Two indices: the strides of blocks and heads need not allow one flat view.
         yield layer, own, (place // kv_heads % blocks, place % kv_heads, slots[own] % size)
 
 
-def _together(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tensor:
+def joined(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tensor:
     """Return the parts of several layers as one tensor."""
     if len(parts) == 1:
         return parts[0][1]

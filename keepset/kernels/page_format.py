@@ -1,8 +1,9 @@
-"""`PageFormat`: how the quantised keys and values of an engine's cache are read and written."""
+"""How the quantised keys and values of an engine's cache are read (`RowFormat`), and written as well (`PageFormat`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,8 +51,20 @@ class Mixing(NamedTuple):
         return (rows.float() @ self.unmix).to(rows.dtype)
 
 
+class RowFormat(ABC):
+    """How the rows of a quantised cache are read; a row is what is stored of one key or of one value."""
+
+    @abstractmethod
+    def decode_keys(self, rows: Shaped[Tensor, "*places row"]) -> Float[Tensor, "*places head_dim"]:
+        """Return the keys of a layer, in the type that the model computes with."""
+
+    @abstractmethod
+    def decode_values(self, rows: Shaped[Tensor, "*places row"]) -> Float[Tensor, "*places head_dim"]:
+        """Return the values of a layer, likewise."""
+
+
 @dataclass(frozen=True, eq=False)
-class PageFormat:
+class PageFormat(RowFormat):
     """How a quantised cache holds an entry's key, and in the same way its value.
 
     A row is what is stored of one key or one value: its numbers, and right behind them its scale, unless the layer has
@@ -110,6 +123,12 @@ class PageFormat:
             return halves.float().sub_(bits & _ZERO), (bits & ~_ZERO).view(torch.float32)[..., 0]
         return numbers.view(self.numbers).float(), behind.view(torch.float32)[..., 0] if self.has_row_scales else None
 
+    def decode_keys(self, rows: Shaped[Tensor, "*places row"]) -> Float[Tensor, "*places head_dim"]:
+        return self.decode(rows, self.key_scale)
+
+    def decode_values(self, rows: Shaped[Tensor, "*places row"]) -> Float[Tensor, "*places head_dim"]:
+        return self.decode(rows, self.value_scale)
+
     def decode(
         self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
     ) -> Float[Tensor, "*places head_dim"]:
@@ -123,9 +142,7 @@ class PageFormat:
         flat = rows.reshape(-1, rows.shape[-1])
         layer_scale = None if scale is None else scale.expand(places).reshape(-1)
         decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
-        at_once = max(1, block_size(rows.device, CACHE_BLOCK) // self.head_dim)
-        for first in range(0, len(flat), at_once):
-            some = slice(first, first + at_once)
+        for some in row_blocks(len(flat), self.head_dim, rows.device):
             numbers, own = self.parts(flat[some])
             factor = own if layer_scale is None else layer_scale[some]
             assert factor is not None
@@ -196,9 +213,30 @@ class PageFormat:
         return rows[0], rows[1]
 
 
+def row_blocks(rows: int, head_dim: int, device: torch.device) -> Iterator[slice]:
+    """Yield ranges of so many rows, each of which makes a block of float32 numbers.
+
+    Args:
+        rows: the number of rows.
+        head_dim: numbers of a row.
+        device: where the numbers are made.
+    """
+    at_once = max(1, block_size(device, CACHE_BLOCK) // head_dim)
+    yield from (slice(first, first + at_once) for first in range(0, rows, at_once))
+
+
 def largest_number(kind: torch.dtype) -> float:
     """Return the number that a row's largest magnitude is stored as."""
     return 127.0 if kind == torch.int8 else torch.finfo(kind).max
+
+
+def written(formats: Sequence[RowFormat]) -> list[PageFormat]:
+    """Return formats of caches that keepset writes to, as such.
+
+    Args:
+        formats: of layers that are alike.
+    """
+    return [format for format in formats if isinstance(format, PageFormat)]
 
 
 def encode_layers(
@@ -217,13 +255,23 @@ def encode_layers(
 
 
 def decode_layers(
-    formats: Sequence[PageFormat], rows: Shaped[Tensor, "layers_rows heads entries row"], values: bool
+    formats: Sequence[RowFormat], rows: Shaped[Tensor, "layers_rows heads entries row"], values: bool
 ) -> Float[Tensor, "layers_rows heads entries head_dim"]:
-    """Return what rows of several layers stand for; each layer has equally many."""
-    scales = layer_scales(formats, values)
+    """Return what rows of several layers stand for; each layer has equally many.
+
+    Args:
+        formats: of the layers.
+        rows: keys or values as they are stored, layer after layer.
+        values: whether these are values.
+    """
+    alike = written(formats)
+    if not alike:  # keys are stored otherwise than values
+        parts = zip(formats, rows.chunk(len(formats)), strict=True)
+        return torch.cat([format.decode_values(own) if values else format.decode_keys(own) for format, own in parts])
+    scales = layer_scales(alike, values)
     if scales is not None:
         scales = scales.repeat_interleave(len(rows) // len(scales))[:, None, None]
-    return formats[0].decode(rows, scales)
+    return alike[0].decode(rows, scales)
 
 
 def layer_scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.shapes import HiddenStates, Queries
-from keepset.kernels.page_format import PageFormat
+from keepset.kernels.page_format import RowFormat
 from keepset.paged.step import StepBatch, StepPlan
 
 
@@ -47,8 +47,8 @@ class Pages(Protocol):
         """The bytes of an entry's key and value, as they are stored."""
 
     @property
-    def format(self) -> PageFormat | None:
-        """How the cache's keys and values are read and written if it is quantised, else None."""
+    def format(self) -> RowFormat | None:
+        """How the cache's keys and values are read, and maybe written, if it is quantised, else None."""
 
     @property
     def device(self) -> torch.device:
@@ -74,7 +74,7 @@ class Pages(Protocol):
             subpages: their numbers, in the order of the entries.
 
         Returns:
-            Keys and values as they are stored: whole numbers, or rows of a `PageFormat`. `entries` is
+            Keys and values as they are stored: whole numbers, or rows of a `RowFormat`. `entries` is
             `pages * block_size`. Behind a head's own entries is whatever the page held before.
         """
 

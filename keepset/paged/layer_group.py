@@ -12,7 +12,7 @@ from torch import Tensor
 from keepset.core.observation import BIAS
 from keepset.core.rope import RotaryTable
 from keepset.core.statistics import HeadShare
-from keepset.kernels.page_format import PageFormat, encode_layers
+from keepset.kernels.page_format import PageFormat, RowFormat, encode_layers, written
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
@@ -79,7 +79,7 @@ class LayerGroup:
         """Return the cache of the layer at this place of the group."""
         return self._pages[place]()
 
-    def formats(self, places: range) -> list[PageFormat]:
+    def formats(self, places: range) -> list[RowFormat]:
         """Return how the caches of some layers are read and written; an empty list if they are not quantised."""
         return [known for place in places if (known := self.pages_of(place).format) is not None]
 
@@ -124,7 +124,7 @@ class LayerGroup:
     def holds_int8(self) -> bool:
         """Whether pages hold keys and values as 8-bit integers, each with a scale of its own."""
         format = self.pages_of(0).format
-        return format is not None and format.numbers == torch.int8
+        return isinstance(format, PageFormat) and format.numbers == torch.int8
 
     def write_context(
         self,
@@ -142,7 +142,7 @@ class LayerGroup:
         """
         pages, keys, values = self.pages_of(0), columns["keys"], columns["values"]
         slots = (layers * pages.slots + slots) % (len(self.layers) * pages.slots)
-        if formats := self.formats(range(len(self.layers))):
+        if formats := written(self.formats(range(len(self.layers)))):
             if keys.dtype == torch.int8:
                 scales = columns["key_scale"], columns["value_scale"]
                 keys, values = (formats[0].join(*part) for part in zip((keys, values), scales, strict=True))
@@ -174,7 +174,7 @@ class LayerGroup:
             occupied = pages.occupied(range(place, place + 1))
             keys, values = self.pages_of(0).read(occupied.subpages[0])
             if (format := self.pages_of(place).format) is not None:
-                keys, values = format.decode(keys, format.key_scale), format.decode(values, format.value_scale)
+                keys, values = format.decode_keys(keys), format.decode_values(values)
             lengths = occupied.entries.new_tensor([length])
             index = torch.arange(keys.shape[1], device=keys.device)
             exists = index < occupied.entries[0, :, None]

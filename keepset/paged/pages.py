@@ -14,7 +14,7 @@ from keepset.core.lazy_observation import LazyObservation
 from keepset.core.shapes import Scores
 from keepset.kernels.dispatch import uses_triton
 from keepset.kernels.page_entries import LayerPages, read_pages, take_entries, write_entries
-from keepset.kernels.page_format import PageFormat, decode_layers, encode_layers
+from keepset.kernels.page_format import PageFormat, RowFormat, decode_layers, encode_layers, written
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_by, add_received_in_pages
@@ -99,7 +99,7 @@ def decoded_keys(pages: Pages, subpages: Int[Tensor, "*rows pages"]) -> Float[Te
         subpages: numbers of whole sub-pages.
     """
     keys, format = pages.read_keys(subpages), pages.format
-    return keys if format is None else format.decode(keys, format.key_scale)
+    return keys if format is None else format.decode_keys(keys)
 
 
 def decoded_entries(
@@ -114,7 +114,7 @@ def decoded_entries(
     (keys, values), format = pages.read(subpages), pages.format
     if format is None:
         return keys, values
-    return format.decode(keys, format.key_scale), format.decode(values, format.value_scale)
+    return format.decode_keys(keys), format.decode_values(values)
 
 
 def add_received(
@@ -131,7 +131,7 @@ def add_received(
     """
     first = pages[0]
     if isinstance(first, StridedPages) and first.value_dim == first.head_dim:
-        formats = [layer.format for layer in pages if layer.format is not None]
+        formats = written([layer.format for layer in pages if layer.format is not None])
         add_received_in_pages(first.caches, places, queries, entries, received, formats)
         return
     kv_heads = entries.packed.shape[2]
@@ -159,7 +159,7 @@ class PagedEntries:
     """
 
     def __init__(
-        self, pages: Pages, subpages: Int[Tensor, "layers_rows kv_heads pages"], formats: Sequence[PageFormat] = ()
+        self, pages: Pages, subpages: Int[Tensor, "layers_rows kv_heads pages"], formats: Sequence[RowFormat] = ()
     ) -> None:
         self.pages, self._subpages, self._formats = pages, subpages, formats
         rows, kv_heads, number = subpages.shape
@@ -186,7 +186,7 @@ class PagedEntries:
         if not self._formats:
             return values
         of_layer = self._subpages.shape[:2].numel() // len(self._formats)
-        return encode_layers(self._formats, values, heads // of_layer, values=True)
+        return encode_layers(written(self._formats), values, heads // of_layer, values=True)
 
     def _decoded(self, stored: Tensor, values: bool) -> Tensor:
         """Return stored keys or values in the type that they are read as."""
@@ -211,13 +211,13 @@ class PagedEntries:
             positions, new, networks, known: as in `entry_scores_in_pages`.
         """
         pages = self.pages
-        mixed = self._formats and self._formats[0].mixing is not None
-        if mixed or not isinstance(pages, StridedPages) or not uses_triton(pages.device):
+        if not isinstance(pages, StridedPages) or not uses_triton(pages.device) or pages.value_dim != pages.head_dim:
             return None
-        if pages.value_dim != pages.head_dim:
+        formats = written(self._formats)
+        if formats and formats[0].mixing is not None:
             return None
         where = pages.caches, pages.place, self._subpages
-        return entry_scores_in_pages(*where, positions, new, networks, known, self._formats)
+        return entry_scores_in_pages(*where, positions, new, networks, known, formats)
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
         """Return the keys and values of some entries, as they are stored.

@@ -15,9 +15,11 @@ from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.pages import StridedPages
+from keepset.paged.scattered_pages import ScatteredPages
 from keepset.vllm.compat import fill_scales, softcap_of
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.formats import format_of
+from keepset.vllm.packed_layouts import PACKED, packed_format, parts_of
 
 
 class CompressedImpl:
@@ -122,7 +124,21 @@ class CompressedAttentionImpl(CompressedImpl):
     num_queries_per_kv: int
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
-        return StridedPages(caches, place, format_of(layer, cast(torch.dtype, self._context.config.model_config.dtype)))
+        dtype = cast(torch.dtype, self._context.config.model_config.dtype)
+        if layer.kv_cache_dtype in PACKED:
+            return ScatteredPages([parts_of(layer, cache) for cache in caches], place, packed_format(layer, dtype))
+        return StridedPages(caches, place, format_of(layer, dtype))
+
+    def write_plain(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        """Write entries as vLLM's backend does it.
+
+        Args:
+            layer: vLLM's layer.
+            key, value: of the entries, `[tokens, kv_heads, head_dim]`.
+            kv_cache: a cache like the layer's.
+            slots: the slot of each token.
+        """
+        super().do_kv_cache_update(layer, key, value, kv_cache, slots)  # type: ignore[misc]
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -145,7 +161,7 @@ class CompressedAttentionImpl(CompressedImpl):
         ragged = None if step is None else step.plan.ragged
         if ragged is None or ragged.others:
             check_slots(step, slot_mapping)
-            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)  # type: ignore[misc]
+            self.write_plain(layer, key, value, kv_cache, slot_mapping)
         if step is not None and ragged is not None:
             self.append_ragged(layer, step, key, value, kv_cache)
 
@@ -162,6 +178,7 @@ class CompressedAttentionImpl(CompressedImpl):
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
         pages, layout = self.pages(layer, kv_cache), ragged.of_layer(step.places[layer.layer_name])
+        assert isinstance(pages, StridedPages)
         append_to_pages(key, value, kv_cache, ragged.tokens, layout, pages.format)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:

@@ -25,6 +25,8 @@ from keepset.vllm.engine_context import PlannedStep, activate, active
 from keepset.vllm.formats import WHOLE, with_row_scales
 from keepset.vllm.latents import LatentImpl
 from keepset.vllm.metadata import KeepBuilder, RecurrentBuilder
+from keepset.vllm.packed_layouts import PACKED
+from keepset.vllm.recipe_support import INT4
 from keepset.vllm.settings import recipe_of
 
 
@@ -98,6 +100,7 @@ _LAYERS: dict[str, type[CompressedImpl]] = {
     "FLASH_ATTN": CompressedAttentionImpl,
     "FLASHINFER": CompressedAttentionImpl,
     "TRITON_ATTN": CompressedAttentionImpl,
+    "TURBOQUANT": CompressedAttentionImpl,
     "CPU_ATTN": CPUMixin,
     "CUTLASS_MLA": LatentImpl,
     "FLASHINFER_MLA": LatentImpl,
@@ -109,6 +112,8 @@ _LAYERS: dict[str, type[CompressedImpl]] = {
 }
 """The mixin for the layers of each backend that keepset knows."""
 _ON_CPUS = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
+_OF_ONE_CACHE = ("TURBOQUANT",)
+"""Backends that vLLM chooses by the type of the cache, and that can do nothing else."""
 
 
 class KeepBackend(AttentionBackend):
@@ -147,13 +152,20 @@ class KeepBackend(AttentionBackend):
             return cls.plain.get_impl_cls()
         if cls.impl is None:
             served = [name for name, layer in _LAYERS.items() if (layer is LatentImpl) == cls.plain.is_mla()]
-            on_gpus = ", ".join(name for name in served if name not in _ON_CPUS)
+            on_gpus = ", ".join(name for name in served if name not in (*_ON_CPUS, *_OF_ONE_CACHE))
             on_cpus = " or ".join(name for name in served if name in _ON_CPUS)
             raise UnsupportedEngineError(
                 f"keepset cannot serve {context.recipe}: this engine chose the attention backend {cls.registered}; "
                 f"choose one of {on_gpus} (--attention-backend) or, on CPUs, {on_cpus}."
             )
-        return cls.impl if cls.of_rows is None or context.cache_dtype in WHOLE else cls.of_rows[0]
+        if cls.of_rows is None or context.cache_dtype in WHOLE:
+            return cls.impl
+        if context.cache_dtype in PACKED:
+            raise UnsupportedEngineError(
+                f"keepset cannot serve {context.recipe}: on CPUs nothing attends to a KV cache of kind "
+                f"{context.cache_dtype}; use kv_cache_dtype {INT4}."
+            )
+        return cls.of_rows[0]
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:  # type: ignore[override]

@@ -84,6 +84,17 @@ BORROWED_OF_ROWS: dict[str, tuple[str, ...]] = {
 _RHT = "vllm.v1.attention.ops.int4_per_token_head.single_rht"
 BORROWED_OF_MIXED: dict[str, tuple[str, ...]] = {_RHT: ("x",)}
 """The same of caches in 4 bits."""
+_TURBOQUANT = "vllm.model_executor.layers.quantization.turboquant."
+_ROTATION = "vllm.v1.attention.backends.turboquant_attn._build_hadamard"
+_EXPONENTS = "vllm.v1.attention.ops.triton_turboquant_decode._use_fp8_e4b15"
+BORROWED_OF_TURBOQUANT: dict[str, tuple[str, ...]] = {
+    _TURBOQUANT + "config.TurboQuantConfig": ("key_quant_bits", "value_quant_bits", "norm_correction"),
+    _TURBOQUANT + "config.TurboQuantConfig.from_cache_dtype": ("cache_dtype", "head_dim"),
+    _TURBOQUANT + "centroids.get_centroids": ("d", "bits"),
+    _ROTATION: ("d", "device_str"),
+    _EXPONENTS: (),
+}
+"""The same of TurboQuant's caches."""
 
 _MLA = "vllm.model_executor.layers.attention.mla_attention."
 BORROWED_OF_LATENTS: dict[str, tuple[str, ...]] = {
@@ -99,16 +110,17 @@ BORROWED_OF_LATENTS: dict[str, tuple[str, ...]] = {
 """The same of layers that cache latents. That `MLAAttention.W_UK_T` takes a head's query to latents is not checked."""
 
 
-def changed(rows: bool = False, mixed: bool = False, latents: bool = False) -> Iterator[str]:
+def changed(rows: bool = False, mixed: bool = False, latents: bool = False, turboquant: bool = False) -> Iterator[str]:
     """Yield the borrowed names that this vLLM lacks, or has with other parameters.
 
     Args:
         rows: whether keys and values have scales of their own.
         mixed: whether they are mixed and have 4 bits.
         latents: whether layers cache latents.
+        turboquant: whether they are stored by TurboQuant.
     """
     names = BORROWED | (BORROWED_OF_ROWS if rows else {}) | (BORROWED_OF_MIXED if mixed else {})
-    names |= BORROWED_OF_LATENTS if latents else {}
+    names |= (BORROWED_OF_LATENTS if latents else {}) | (BORROWED_OF_TURBOQUANT if turboquant else {})
     for name, parts in names.items():
         try:
             thing = resolve_name(name)
@@ -168,6 +180,23 @@ def mixing_of(head_dim: int, device: str) -> Mixing:
                 "or kv_cache_dtype auto."
             )
         return Mixing(matrix, (matrix / size).T.contiguous())
+
+
+def turboquant(kind: str, head_dim: int, device: str) -> tuple[int, int, Tensor, Tensor, bool, bool]:
+    """Return how vLLM stores keys and values by TurboQuant: the fields of a `TurboQuantFormat`, from `key_bits` on.
+
+    Args:
+        kind: vLLM's name of the cache's type.
+        head_dim: numbers of a key.
+        device: where keys and values are read.
+    """
+    config = resolve_name(_TURBOQUANT + "config.TurboQuantConfig").from_cache_dtype(kind, head_dim)
+    bits, none = config.key_quant_bits, torch.empty(0, device=device)
+    if bits == 8:
+        return bits, config.value_quant_bits, none, none, False, bool(resolve_name(_EXPONENTS)())
+    centroids = resolve_name(_TURBOQUANT + "centroids.get_centroids")(head_dim, bits).to(device)
+    rotation = resolve_name(_ROTATION)(head_dim, device)
+    return bits, config.value_quant_bits, centroids, rotation, config.norm_correction, False
 
 
 def ask_for_prompt_lengths(config: VllmConfig) -> None:

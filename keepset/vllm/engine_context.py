@@ -35,6 +35,7 @@ from keepset.vllm import stats
 from keepset.vllm.compat import all_layers, ask_for_prompt_lengths, attention_layers, captured_tokens, layer_specs
 from keepset.vllm.formats import ROW_SCALES, check_rows
 from keepset.vllm.memory import Shape, reserve
+from keepset.vllm.packed_layouts import PACKED, check_packed, packed_slots
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
@@ -209,7 +210,7 @@ class EngineContext:
             self._check_cache(spec)
             self._ring = self._room(len(layer_ids))
             longest, (_, head_dim, dtype) = self.config.model_config.max_model_len, self._queries
-            stored, bytes_read = spec.state_content_size_bytes, 2 * head_dim * dtype.itemsize
+            stored, bytes_read = self._stored_bytes(spec), 2 * head_dim * dtype.itemsize
             shape = Shape(len(layer_ids), spec.num_kv_heads, head_dim, stored, bytes_read, longest)
             self._reserve = reserve(self.config, self.recipe, self.recording.group, self.columns, shape)
             self._tape = self._make_tape(len(layer_ids))
@@ -226,11 +227,28 @@ class EngineContext:
             alone=not self._others,
         )
 
+    def _stored_bytes(self, spec: AttentionSpec) -> int:
+        """Return the bytes of an entry of one head, in layers of the cache's type: some may keep whole numbers.
+
+        Args:
+            spec: the kind of cache of one of the layers.
+        """
+        if self.cache_dtype not in PACKED:
+            return spec.state_content_size_bytes
+        slots, content = packed_slots(self.cache_dtype, spec.num_kv_heads, spec.head_size)
+        return slots * content // spec.num_kv_heads
+
     def _check_cache(self, spec: AttentionSpec) -> None:
         """Compare what vLLM writes to a quantised cache with what keepset reads there."""
-        if self.cache_dtype in ROW_SCALES and not current_platform.is_cpu():
-            _, head_dim, dtype = self._queries
-            check_rows(self.cache_dtype, spec.num_kv_heads, head_dim, dtype, torch.device(current_platform.device_type))
+        if current_platform.is_cpu():
+            return
+        device, (_, head_dim, dtype) = torch.device(current_platform.device_type), self._queries
+        if self.cache_dtype in ROW_SCALES:
+            check_rows(self.cache_dtype, spec.num_kv_heads, head_dim, dtype, device)
+        layers = self.config.compilation_config.static_forward_context
+        packed = [layers[name] for name in self.layers if layers[name].kv_cache_dtype in PACKED]
+        if packed:
+            check_packed(packed[0], dtype, device)
 
     def ring(self, layers: Sequence[str]) -> QueryRing:
         """Return the room that a group of layers, given by their names, has for queries."""

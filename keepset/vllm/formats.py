@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.page_format import FOUR_BITS, SCALE_BYTES, PageFormat
 from keepset.vllm.compat import mixing_of, write_rows
+from keepset.vllm.packed_layouts import kind_of, packed_slots
 from keepset.vllm.recipe_support import INT4, INT8
 
 WHOLE = ("auto", "float16", "bfloat16", "float32")
@@ -30,7 +31,7 @@ _ROW_MODES = {
 
 
 def format_of(layer: Any, dtype: torch.dtype) -> PageFormat | None:
-    """Return how a layer's cache is read and written; None if it is not quantised.
+    """Return how a layer's cache is read and written, if keepset writes to it; None if it is not quantised.
 
     Args:
         layer: vLLM's attention layer.
@@ -100,14 +101,17 @@ def with_row_scales(spec: AttentionSpec) -> AttentionSpec:
 
 def packed_otherwise(spec: AttentionSpec) -> bool:
     """Return whether a layer's cache has another layout than keepset knows for its type."""
-    content = None
-    if spec.kv_quant_mode in _ROW_MODES:
+    head_slots, content = None, None
+    if (packed := kind_of(spec)) is not None:
+        slots, content = packed_slots(packed, spec.num_kv_heads, spec.head_size)
+        head_slots = None if slots == spec.num_kv_heads else slots
+    elif spec.kv_quant_mode in _ROW_MODES:
         content, (dtype, together) = _row_content(spec), _ROW_MODES[spec.kv_quant_mode]
         if spec.dtype != dtype or spec.head_size % (together * SCALE_BYTES):
             return True
     elif spec.kv_quant_mode not in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR):
         return True
-    return (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state) != (None, content, 1)
+    return (spec.num_head_slots, spec.state_content_bytes, spec.tokens_per_state) != (head_slots, content, 1)
 
 
 def _row_content(spec: AttentionSpec) -> int:

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from keepset.allocators.post_processor import PostProcessor
 from keepset.core.feature import Accumulators
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
@@ -28,6 +29,7 @@ from keepset.recipe import Recipe
 from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
+from keepset.vllm.packed_layouts import PACKED, TURBOQUANT
 from keepset.vllm.recipe_support import INT4, lacking, objections, rotates, unserved
 from keepset.vllm.settings import (
     BESIDE,
@@ -197,7 +199,7 @@ def _of_version(config: VllmConfig) -> Iterator[str]:
         yield f"vLLM {vllm.__version__} is not among the versions that it is tested with; install {served}."
     dtype = config.cache_config.cache_dtype
     rows = dtype in ROW_SCALES and not current_platform.is_cpu()
-    for name in changed(rows, dtype == INT4, config.model_config.use_mla):
+    for name in changed(rows, dtype == INT4, config.model_config.use_mla, dtype in TURBOQUANT):
         yield f"{name} of vLLM {vllm.__version__} is not what it knows; install {served}."
 
 
@@ -253,9 +255,32 @@ def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    dtype, served = config.cache_config.cache_dtype, (*WHOLE, *LAYER_SCALES, *ROW_SCALES)
+    dtype, served = config.cache_config.cache_dtype, (*WHOLE, *LAYER_SCALES, *ROW_SCALES, *PACKED)
     if dtype not in served:
         yield f"a KV cache of kind {dtype} is none that it takes apart; use kv_cache_dtype {', '.join(served)}."
+    elif dtype in PACKED:
+        yield from _of_packed(config, recipe)
+
+
+def _of_packed(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
+    """Entries of these caches are moved as they are, and vLLM alone writes them and attends to them."""
+    dtype = config.cache_config.cache_dtype
+    if by_head(config, recipe):
+        yield (
+            f"vLLM alone attends to a KV cache of kind {dtype}, and to heads that keep equally many entries; take a "
+            f"recipe such as snapkv(keep=512) without contexts, or kv_cache_dtype {INT4}."
+        )
+    elif isinstance(recipe.method, PostProcessor):
+        yield f"vLLM alone writes to a KV cache of kind {dtype}; leave {recipe.method.name} out."
+    elif config.cache_config.kv_cache_dtype_skip_layers and not one_table(recipe):
+        yield (
+            f"layers that vLLM keeps in 16 bits share block tables with those of kind {dtype}; take a recipe whose "
+            "layers keep equally many entries, such as snapkv(keep=512)."
+        )
+    if config.speculative_config is not None:
+        yield f"speculative decoding is not served with a KV cache of kind {dtype}; leave one of them out."
+    if any(connector.module == BESIDE_MODULE for connector in connectors_of(config)):
+        yield f"other KV connectors are not served with a KV cache of kind {dtype}; leave them out."
 
 
 def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:

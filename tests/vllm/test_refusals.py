@@ -56,7 +56,7 @@ def config(**changes: Any) -> Any:
     """The part of a configuration that keepset looks at, and serves; `part__name=value` changes it."""
     parts: dict[str, dict[str, Any]] = {
         "parallel_config": dict.fromkeys(ONE, 1) | {"world_size": 1, "use_ubatching": False, "enable_dbo": False},
-        "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
+        "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True, "kv_cache_dtype_skip_layers": []},
         "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
         "model_config": dict.fromkeys(OTHER_MODELS, False)
         | {"runner_type": "generate", "enforce_eager": True, "uses_mrope": False}
@@ -115,6 +115,7 @@ SERVED = {
     "kv_transfer_config": connector(CONNECTOR["kv_connector_module_path"]),
 }
 """A configuration for counts that come from the data."""
+PACKED = {"cache_config__cache_dtype": "turboquant_4bit_nc", "cache_config__kv_cache_dtype_skip_layers": ["0", "1"]}
 CONTEXTS: dict[str, Any] = {
     "additional_config": {"keepset_contexts": str(Path(__file__).parent)},
     "kv_transfer_config": connector(CONTEXT_CONNECTOR["kv_connector_module_path"], "ContextConnector"),
@@ -176,8 +177,27 @@ REFUSED = [
     (UNIFORM, {"parallel_config__enable_dbo": True}, "micro-batch overlap runs two batches at once"),
     (
         UNIFORM,
-        {"cache_config__cache_dtype": "nvfp4"},
-        "a KV cache of kind nvfp4 is none that it takes apart; use kv_cac",
+        {"cache_config__cache_dtype": "ultraquant_4bit"},
+        "a KV cache of kind ultraquant_4bit is none that it takes apart; use kv_cac",
+    ),
+    *(
+        (recipe, SERVED | PACKED | changes, reason)
+        for recipe, changes, reason in (
+            (RAGGED, {}, "vLLM alone attends to a KV cache of kind turboquant_4bit_nc, and to heads that keep equally"),
+            (UNIFORM, CONTEXTS, "vLLM alone attends to a KV cache of kind turboquant_4bit_nc, and to heads that keep"),
+            ("match(snapkv, biases=False, keep=96)", {}, "vLLM alone writes to a KV cache of kind turboquant_4bit_nc;"),
+            (
+                "pyramid(snapkv, keep=128)",
+                {},
+                "layers that vLLM keeps in 16 bits share block tables with those of kind",
+            ),
+            (UNIFORM, {"speculative_config": NGRAM}, "speculative decoding is not served with a KV cache of kind turb"),
+            (
+                UNIFORM,
+                {"kv_transfer_config": connector(BESIDE_MODULE, OFFLOADING)},
+                "other KV connectors are not served with a KV cache of kind turboquant_4bit_nc; leave them out",
+            ),
+        )
     ),
     (UNIFORM, CONTEXTS | {"speculative_config": NGRAM}, "speculative decoding takes tokens back, by which heads"),
     (
@@ -443,7 +463,7 @@ def test_another_version_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_vllm_whose_inside_is_another(borrowed: dict[str, tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(compat.changed(mixed=True, latents=True)) == []
+    assert list(compat.changed(mixed=True, latents=True, turboquant=True)) == []
     monkeypatch.setattr("keepset.vllm.compat.BORROWED", borrowed)
     said = refused(UNIFORM)
     assert f"{next(iter(borrowed))} of vLLM" in said and "is not what it knows; install " in said

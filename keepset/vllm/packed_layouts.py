@@ -1,0 +1,116 @@
+"""Caches that vLLM's own kernels write and attend to, and whose entries keepset only moves: TurboQuant and NVFP4.
+
+For each of the two: where the bytes of an entry lie, and what keys and values stand for, which methods look at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from keepset.errors import UnsupportedEngineError
+from keepset.kernels.entry_parts import EntryParts, nvfp4_parts, slot_parts
+from keepset.kernels.packed_formats import NVFP4Format, PackedFormat, TurboQuantFormat
+from keepset.paged.pages import decoded_entries
+from keepset.paged.scattered_pages import ScatteredPages
+from keepset.vllm.compat import turboquant
+
+TURBOQUANT = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
+"""Types of caches with a slot for each entry, a key of 8, 4 or 3 bits and behind it a value of 4 or 3 bits."""
+NVFP4 = ("nvfp4", "nvfp4_4over6")
+"""Types of caches of 4-bit floats with a scale for every sixteen of them; the two differ in how scales are chosen."""
+PACKED = (*TURBOQUANT, *NVFP4)
+
+_PARTS = 3
+"""A row is off by less than this part of its length: 3 bits by a quarter or so."""
+
+
+def packed_format(layer: Any, dtype: torch.dtype) -> PackedFormat:
+    """Return how the keys and values of a layer's cache are read.
+
+    Args:
+        layer: vLLM's attention layer.
+        dtype: the model's type, in which keys and values are read.
+    """
+    if layer.kv_cache_dtype in NVFP4:
+        return NVFP4Format(layer.head_size, dtype, layer._k_scale, layer._v_scale)
+    return turboquant_format(layer.kv_cache_dtype, layer.head_size, dtype)
+
+
+def turboquant_format(kind: str, head_dim: int, dtype: torch.dtype) -> TurboQuantFormat:
+    """Return how a cache of this kind is read.
+
+    Args:
+        kind: vLLM's name of the cache's type.
+        head_dim: numbers of a key.
+        dtype: the type in which keys and values are read.
+    """
+    return TurboQuantFormat(head_dim, dtype, *turboquant(kind, head_dim, current_platform.device_type))
+
+
+def parts_of(layer: Any, cache: Tensor) -> EntryParts:
+    """Return where the bytes of entries lie in a cache.
+
+    Args:
+        layer: vLLM's attention layer.
+        cache: its cache, or that of a layer like it.
+
+    Raises:
+        UnsupportedEngineError: the cache is laid out in a way that keepset does not know.
+    """
+    if layer.kv_cache_dtype in NVFP4:
+        return nvfp4_parts(cache, swizzled=not layer.impl.nvfp4_fa2)
+    return slot_parts(cache, turboquant_format(layer.kv_cache_dtype, layer.head_size, cache.dtype).key_bytes)
+
+
+def packed_slots(kind: str, kv_heads: int, head_dim: int) -> tuple[int, int]:
+    """Return how many slots a token has in a layer, and the bytes of each.
+
+    Args:
+        kind: vLLM's name of the cache's type.
+        kv_heads, head_dim: of a layer.
+    """
+    if kind in NVFP4:  # one for each key and one for each value
+        one = torch.ones(())
+        return 2 * kv_heads, NVFP4Format(head_dim, torch.float32, one, one).key_bytes
+    format = turboquant_format(kind, head_dim, torch.float32)
+    return kv_heads, -(-(format.key_bytes + format.value_bytes) // 2) * 2
+
+
+def kind_of(spec: AttentionSpec) -> str | None:
+    """Return vLLM's name of a packed cache's type, by the layer's kind of cache; None if that is not packed."""
+    if spec.kv_quant_mode.is_nvfp4:
+        return NVFP4[0]
+    return spec.kv_quant_mode.name.lower() if spec.kv_quant_mode.is_turboquant else None
+
+
+def check_packed(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Have vLLM write a few entries to a packed cache, and read them as keepset does.
+
+    Args:
+        layer: vLLM's attention layer.
+        dtype: the model's type.
+        device: of the cache.
+
+    Raises:
+        UnsupportedEngineError: what is read is not what was written, to the rounding of so few bits.
+    """
+    kind, kv_heads, head_dim, size = layer.kv_cache_dtype, layer.num_kv_heads, layer.head_size, 16
+    draw, (head_slots, content) = torch.Generator().manual_seed(0), packed_slots(kind, kv_heads, head_dim)
+    cache = torch.zeros(2, head_slots, size, content, dtype=torch.uint8, device=device)
+    written = torch.randn(2, 3, kv_heads, head_dim, generator=draw).to(device, dtype)
+    slots = torch.tensor([size + 1, 5, 2], device=device)
+    layer.impl.write_plain(layer, written[0], written[1], cache, slots)
+    pages = ScatteredPages([parts_of(layer, cache)], 0, packed_format(layer, dtype))
+    subpages = torch.arange(2 * kv_heads, device=device).view(2, kv_heads, 1)
+    for read, right in zip(decoded_entries(pages, subpages), written.float(), strict=True):
+        off = read[slots // size, :, slots % size].float() - right
+        if not bool((off.norm(dim=-1) <= right.norm(dim=-1) / _PARTS).all()):
+            raise UnsupportedEngineError(
+                f"This vLLM lays a KV cache of kind {kind} out in a way that keepset does not know: use a supported "
+                "version, or kv_cache_dtype auto."
+            )
