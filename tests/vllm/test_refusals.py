@@ -136,6 +136,10 @@ REFUSED = [
         "MooncakeConnector moves whole caches; take OffloadingConnector or ExampleConnector, or leave kv_transfer",
     ),
     ("mass", {"kv_transfer_config": connector("lmcache.x", "Any")}, "Any moves whole caches"),
+    *(
+        (UNIFORM, {"kv_transfer_config": several((OWN, "BlockCountConnector"), (module, name))}, f"{name} moves whole")
+        for module, name in ((BESIDE_MODULE, "LMCacheConnectorV1"), (None, "LMCacheMPConnector"))
+    ),
     (
         UNIFORM,
         {"kv_transfer_config": several((OWN, "BlockCountConnector"), (None, OFFLOADING))},

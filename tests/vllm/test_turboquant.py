@@ -1,0 +1,46 @@
+"""An engine whose cache is TurboQuant's, on a CPU, with stand-ins for vLLM's kernels: they alone know what it stores.
+
+The first and the last layers have 16 bits in such an engine (here 32), and the same block tables as the others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from tests.vllm import turboquant
+from tests.vllm.compared import CHUNKED, IDS, asks, check_oracle
+from tests.vllm.conftest import DEEP
+from tests.vllm.engine import Ask, Scenario, run
+from tests.vllm.oracle import Oracle
+
+pytestmark = pytest.mark.full
+
+RECIPES = ["snapkv(window=8, keep=70, every=40)", "keydiff(keep=80)", "streaming_llm(keep=64, every=64)"]
+"""Methods that look at queries and keys, at keys, and at neither."""
+BLOCK = 64
+"""vLLM doubles the size of blocks, so that one of these layers can hold as many bytes as one of the others."""
+ROUNDED = range(2, DEEP - 2)
+
+
+class Rounding(Oracle):
+    """Holds what the cache can hold, in the layers between the first and the last two."""
+
+    def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if module.layer_idx in ROUNDED:
+            key, value = turboquant.meant(turboquant.stored(key, value), key.shape[-1])
+        return super()._attend(module, query, key, value, *args, **kwargs)
+
+
+def test_tokens_and_kept_entries_are_those_of_a_model_that_rounds(deep: Path) -> None:
+    some = [*asks((230, 150), 40), Ask(IDS[40:210], 60, add=7)]
+    engine = {"model": str(deep), "max_num_seqs": 8, "kv_cache_dtype": turboquant.KIND, **CHUNKED}
+    scenarios = [Scenario(recipe, some, engine=engine, backend="TURBOQUANT") for recipe in RECIPES]
+    oracle = Rounding(LlamaForCausalLM.from_pretrained(deep).eval(), BLOCK)
+    for recipe, each in zip(RECIPES, run(*scenarios), strict=True):
+        assert each.classes == ["FlashKeepImpl", "TurboQuantKeepImpl"] and all(each.events)
+        check_oracle(oracle, recipe, some, each)
