@@ -16,12 +16,11 @@ class Candidate:
     """One recipe with its budget, or the full cache.
 
     Attributes:
-        recipe: the recipe; None for the full cache, and if recipe and budget do not go together.
+        recipe: the recipe; None for the full cache, and if recipe and budget do not go together (`error` says why).
         text: the recipe's text with its budget; `FULL` for the full cache.
         method: the recipe's text without its budget; `FULL` for the full cache.
         requested: the budget that was asked for, such as `bytes=0.25` or `keep=512`; None if the method decides, and
             for the full cache.
-        error: why recipe and budget do not go together.
     """
 
     recipe: Recipe | None
@@ -38,7 +37,7 @@ class Candidate:
 
         Args:
             recipe: the method, and what else the recipe says.
-            budget: how much it keeps (`Budget.keep` or `Budget.bytes`); None for the recipe's own.
+            budget: how much it keeps; None for the recipe's own.
             every: tokens between two events; None for the recipe's own.
             always: least numbers of the first and of the newest tokens that stay; see `Recipe.with_always`.
         """
@@ -83,13 +82,8 @@ def grid(
 ) -> list[Candidate]:
     """Return every recipe under every budget, each once.
 
-    A recipe that has a budget, or whose method needs none, comes once with its own budget.
-
-    Args:
-        recipes: the recipes.
-        budgets: how much they keep.
-        every: tokens between two events, for recipes that do not say it.
-        always: numbers of the first and of the newest tokens that always stay, for recipes that do not say it.
+    A recipe that has a budget, or whose method needs none, comes once with its own budget. `every` and `always` are for
+    recipes that do not say it, see `Candidate.of`.
     """
     unique: dict[str, Candidate] = {}
     for recipe in recipes:

@@ -35,7 +35,7 @@ class Checked(LogitsProcessor):
 def greedy(
     model: PreTrainedModel, cache: Any, ids: Int[Tensor, "1 n"], count: int, on_token: Callable[[], None] = lambda: None
 ) -> tuple[list[int], float]:
-    """Generate the most likely tokens, ends of text included.
+    """Generate `count` most likely tokens, ends of text included; return them and the seconds that they took.
 
     Args:
         model: the model.
@@ -43,9 +43,6 @@ def greedy(
         ids: the tokens that are fed first.
         count: how many tokens to generate.
         on_token: called after each token.
-
-    Returns:
-        The tokens, and the seconds that they took.
     """
     logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     new: list[int] = []
@@ -70,11 +67,6 @@ class StopCriterion:
     An answer ends at a token that ends a text for the model or the tokenizer, at a text of `until`, or after the most
     tokens that the task allows. Texts are looked for in the newest tokens only: as many as the longest text has bytes,
     and a few more.
-
-    Args:
-        model: the model.
-        tokenizer: the model's.
-        generation: the task's tokens and texts.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, generation: Generation) -> None:
@@ -131,11 +123,8 @@ class Stream:
 
     Attributes:
         cache: the prompt and the answer so far.
-        logits: of the next token.
-        pick: picks the next token.
-        ending: says when the answer is over.
+        logits: of the next token, which `pick` picks.
         on_token: called whenever the cache has grown.
-        answer: the answer so far.
         over: whether the answer is at its end.
         error: the error that has stopped it; the cache is of no use then.
     """
@@ -195,13 +184,7 @@ def _feed(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
 
 
 def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
-    """Return a function that picks tokens.
-
-    Args:
-        temperature: 0 for the most likely token; else a token is drawn from all tokens.
-        device: where the logits are.
-        draw: seeds the drawing.
-    """
+    """Return a function that picks the most likely token, or draws one by the temperature and the seeds `draw`."""
     if not temperature:
         return lambda logits: logits.argmax(-1, keepdim=True)
     seed = int.from_bytes(hashlib.sha256(repr(draw).encode()).digest()[:7], "big")
@@ -224,18 +207,15 @@ def likelihoods(
     together: int,
     dtype: torch.dtype | None = None,
 ) -> list[tuple[float, bool]]:
-    """Score continuations on forks of a cache.
+    """Return the log-likelihood of each continuation of a cache, and whether greedy decoding would generate it.
 
     Args:
         model: the model.
-        cache: the tokens before the continuations; it stays as it is.
+        cache: the tokens before the continuations; it stays as it is, because they run on forks.
         first: logits of the continuations' first token.
         continuations: tokens of each.
         together: how many run at once.
         dtype: of the softmax; the logits' own if None.
-
-    Returns:
-        The log-likelihood of each continuation, and whether greedy decoding would generate it.
     """
     tokens = [torch.tensor(continuation, device=first.device) for continuation in continuations]
     scores: list[tuple[float, bool]] = []

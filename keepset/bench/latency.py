@@ -29,8 +29,7 @@ class Round:
     """One generation.
 
     Attributes:
-        first_seconds: seconds to the first new token, with compression.
-        rest_seconds: seconds of all other tokens.
+        first_seconds: seconds to the first new token, with compression; `rest_seconds` are those of all other tokens.
         kv_bytes: bytes of keys and values at the end.
         peak_bytes: most bytes allocated on the device, or resident on a CPU; None if the system does not say.
     """
@@ -79,14 +78,7 @@ def latency(
 ) -> Iterator[list[Timing]]:
     """Yield all timings so far after each generation: prompt by prompt, the full cache and every recipe in turns.
 
-    A recipe that cannot run has its error and is left out from then on.
-
-    Args:
-        model: the model.
-        prompts: prompts of different lengths, `[1, tokens]`.
-        recipes: the recipes.
-        output_tokens: tokens to generate.
-        rounds: rounds that count; a short one before them does not.
+    A recipe that cannot run has its error and is left out from then on. One short round before the others counts not.
     """
     timings: list[Timing] = []
     for prompt in prompts:

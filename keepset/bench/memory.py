@@ -24,14 +24,10 @@ _LARGE = 4096
 class CacheMemory:
     """The figures of a cell about memory. `look` is cheap enough for every token; `finish` notes the rest.
 
-    Args:
-        cache: the cache.
-        is_full: whether it stands for the full cache, which drops nothing and stores no positions.
-
     Attributes:
         nbytes: the most bytes that were allocated at any look, with positions and free places.
         nbytes_full: bytes of the full cache at that moment.
-        share: `Cache.share` at that moment; 1.0 for the full cache.
+        share: `Cache.share` at that moment; 1.0 for the full cache, which drops nothing and stores no positions.
         keep: fraction of all tokens' entries that were held, at the beginning or when finished.
         select_seconds: seconds that choosing what stays had taken by then.
     """
@@ -61,13 +57,7 @@ class CacheMemory:
 def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
     """Return the most entries that a cache holds at any time, in tokens, on the mean over its heads.
 
-    Args:
-        recipe: what the cache keeps; None for all.
-        prompt: tokens of the prompt.
-        after: tokens after it.
-
-    Returns:
-        All tokens if the recipe does not say how much it keeps.
+    It holds all tokens of the prompt and `after` it if it is the full one (None), or if its recipe says no number.
     """
     total = prompt + after
     if recipe is None or not recipe.budget.is_given:

@@ -124,11 +124,7 @@ class Record:
 
 
 def largest_first(requested: str | None) -> tuple[bool, bool, float, str]:
-    """Return a sort key of budgets: shares, then entries per head, each from the largest; none at all comes last.
-
-    Args:
-        requested: as a record has it.
-    """
+    """Return a sort key of budgets: shares, then entries per head, each from the largest; none at all comes last."""
     if requested is None:
         return True, False, 0.0, ""
     name, _, number = requested.partition("=")

@@ -50,12 +50,7 @@ class Commands(TyperGroup):
         return listed + [name for name in super().list_commands(ctx) if name not in listed]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write each heading with its commands and what they do.
-
-        Args:
-            ctx: typer's context.
-            formatter: is written to.
-        """
+        """Write each heading with its commands and what they do."""
         width = max(len(name) for names in SECTIONS.values() for name in names)
         for heading, names in SECTIONS.items():
             rows = [(f"{name:{width}}", self.commands[name].get_short_help_str(formatter.width)) for name in names]

@@ -94,12 +94,7 @@ def check_measured(model: Any, recipes: Iterable[Recipe | None]) -> None:
 
 
 def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
-    """Return the recipe where none is named, and note which it is and why; see `defaults`.
-
-    Args:
-        model: the model.
-        called: what the user calls it.
-        otherwise: the recipe's text for a model without networks.
+    """Return the default recipe (see `defaults`), `otherwise` for a model without networks; note which it is and why.
 
     Raises:
         KeepsetError: the model's statistics cannot be read.
@@ -112,12 +107,7 @@ def default_recipe(model: Any, called: str, otherwise: str) -> Recipe:
 
 
 def note_short(length: int, kept: float) -> None:
-    """Note that a prompt is short of which a recipe dropped something.
-
-    Args:
-        length: the prompt's tokens.
-        kept: the share of its entries that stays.
-    """
+    """Note that a prompt of so many tokens is short, if a recipe kept only a share of its entries."""
     from keepset.defaults import SHORT
 
     if kept < 1 and length < SHORT:

@@ -258,15 +258,10 @@ def _prefilled(
 def _decoded(
     model: Any, task: TextTask, name: str, generate: int | None, recipes: int, bar: Progress
 ) -> tuple[Comparer, Tensor]:
-    """Return the comparer of decoding, after the full cache has read the text, and all tokens of prompt and text.
+    """Return the comparer, after the full cache has read the text, and all tokens of prompt and text.
 
-    Args:
-        model: the model.
-        task: the prompt and the text.
-        name: the model's name.
-        generate: how many tokens the full cache generates in place of the text; None for the text.
-        recipes: how many recipes then read the same tokens.
-        bar: gets a line that counts the tokens that the full cache and all recipes read.
+    The text is what the full cache generates, if `generate` says how many tokens. The bar counts the tokens that the
+    full cache and then all recipes read.
     """
     import torch
 

@@ -196,13 +196,7 @@ def say_networks(model: PreTrainedModel, called: str) -> None:
 
 
 def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
-    """Note that a prompt is short, or that what always stays of it fills a recipe's budget, or exceeds it.
-
-    Args:
-        recipe: the recipe, with a budget.
-        model: the model.
-        length: tokens of the prompt.
-    """
+    """Note that a prompt of `length` tokens is short, or that what always stays of it fills or exceeds the budget."""
     from keepset.hf.model_support import head_dim_of
 
     budget = recipe.budget
@@ -223,11 +217,7 @@ def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
 
 
 def say_of_all_prompts(recipe: Recipe) -> None:
-    """Note what `say_always` and `note_short` say of a prompt, for prompts that are not known yet: a server's.
-
-    Args:
-        recipe: the recipe, with a budget.
-    """
+    """Note what `say_always` and `note_short` say of a prompt, for prompts that are not known yet: a server's."""
     from keepset.defaults import SHORT
 
     budget = recipe.budget
@@ -261,8 +251,7 @@ def cell(text: str, error: str | None = None, style: str = "") -> Text:
 def progress(description: str = "at work") -> Iterator[Progress]:
     """Show a progress bar with the time left; without a terminal note every half minute how far it has come.
 
-    Args:
-        description: what is under way while the bar has no line of its own.
+    The description says what is under way while the bar has no line of its own.
     """
     from rich import progress as rich
     from rich.text import Text
@@ -292,8 +281,7 @@ def status(text: str) -> Iterator[None]:
 def beating(state: Callable[[], str]) -> Iterator[None]:
     """Note what is under way, within the block and without a terminal, whenever nothing was printed for half a minute.
 
-    Args:
-        state: returns what is under way; "" for nothing worth a note.
+    `state` returns what it is; "" for nothing worth a note.
     """
     if stderr().is_terminal or not math.isfinite(_SILENT):
         yield
@@ -344,13 +332,8 @@ def counted(
 ) -> Callable[..., None]:
     """Add a line to a progress bar, and return a function that advances it by a count, which is 1 by default.
 
-    Args:
-        bar: the bar.
-        description: what is counted.
-        total: how many there are.
-        completed: how many are done already.
-        left: returns the seconds left, or None while they cannot be told. By default the mean time of a step so far
-            is what each of the others takes.
+    `left` returns the seconds left, or None while they cannot be told. By default the mean time of a step so far is
+    what each of the others takes.
     """
     before, began = completed, time.monotonic()
     number = bar.add_task(description, total=total, completed=completed)
@@ -391,9 +374,7 @@ class TimeUp(BaseException):
 def time_limit(minutes: float | None, began: float | None = None) -> Iterator[None]:
     """Raise `TimeUp` within the block once the minutes are over, wherever the command is by then, as Ctrl-C would.
 
-    Args:
-        minutes: the limit; None for none.
-        began: from when on they count, by `time.monotonic`; from now on if not given.
+    They count from `began` on, by `time.monotonic`, or from now on.
     """
     if minutes is None:
         yield
@@ -417,34 +398,20 @@ def time_limit(minutes: float | None, began: float | None = None) -> Iterator[No
 
 @dataclass
 class Ending:
-    """How a command's work ended.
-
-    Attributes:
-        minutes: the minutes that it had; None for any number.
-        finished: whether it was done by then.
-        interrupted: whether Ctrl-C ended it.
-    """
+    """How a command's work ended: done within its minutes, interrupted by Ctrl-C, or neither."""
 
     minutes: float | None
     finished: bool = False
     interrupted: bool = False
 
     def before(self, what: str) -> BaseException:
-        """Return what to raise if it ended before there is anything to show.
-
-        Args:
-            what: the first thing that would have been shown, as a sentence about the past.
-        """
+        """Return what to raise if it ended before `what`, the first thing that would have been shown."""
         if self.interrupted:
             return KeyboardInterrupt()
         return KeepsetError(f"--minutes {self.minutes:g} were over before {what}: give it more, or a shorter text.")
 
     def say(self, where: str) -> None:
-        """Note where the work ended if it was not finished, and end the command after Ctrl-C.
-
-        Args:
-            where: how far it had come.
-        """
+        """Note where the work ended if it was not finished, and end the command after Ctrl-C."""
         if not self.finished:
             note(f"{'interrupted' if self.interrupted else 'stopped'} {where}")
         if self.interrupted:
@@ -453,12 +420,7 @@ class Ending:
 
 @contextmanager
 def bounded(minutes: float | None, began: float) -> Iterator[Ending]:
-    """End the block, quietly, when the minutes are over or at Ctrl-C; what it yields says which.
-
-    Args:
-        minutes: the limit; None for none.
-        began: from when on they count, by `time.monotonic`.
-    """
+    """End the block, quietly, when the minutes since `began` are over or at Ctrl-C; what it yields says which."""
     ending = Ending(minutes)
     try:
         with time_limit(minutes, began):

@@ -21,11 +21,9 @@ class GridColumn:
     """A title and the cells below it.
 
     Attributes:
-        title: the heading.
         is_number: whether cells stand at the right.
         is_whole: whether every cell stays on one line.
         rank: where the terminal is too narrow, columns of the highest rank are left out first; 0 always stays.
-        cells: one per row.
     """
 
     title: str

@@ -13,12 +13,7 @@ _SHOWN = 50_000
 
 @dataclass(frozen=True)
 class Sampling:
-    """How many tokens are generated, and how they are drawn.
-
-    Attributes:
-        tokens: the most tokens to generate.
-        temperature: 0 for greedy decoding, or 0.01 to 100.
-        seed: of sampling.
+    """How many tokens are generated, and how: greedily at temperature 0, else drawn by the seed.
 
     Raises:
         KeepsetError: an option is out of range.

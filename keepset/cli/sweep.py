@@ -31,15 +31,7 @@ Foretell = Callable[["Sequence[Group]", "Tokenizer", bool], None]
 
 @dataclass(frozen=True)
 class Asking:
-    """How every candidate is asked; see `Runner`.
-
-    Attributes:
-        mode: what is compressed, and what is known of the questions by then.
-        chat: whether prompts are chats if the tokenizer has a template.
-        temperature: 0 for greedy decoding.
-        answer_tokens: tokens of an answer at most; None for each task's own number.
-        alone: whether answers are decoded one by one.
-    """
+    """How every candidate is asked, see `Runner`; `answer_tokens` is None for each task's own number."""
 
     mode: Mode = "prompt"
     chat: bool = True
@@ -100,9 +92,6 @@ def sweep_grid(
         minutes: the time that the command may take; None for any.
         began: when the command began, by `time.monotonic`; now if not given.
         complete: whether a recipe is refused whose statistics or tables cannot be read; else its cells say so.
-
-    Returns:
-        The file's cells of the grid, and what could not be made.
 
     Raises:
         KeepsetError: the file cannot be used, another process adds to it, or a task does not fit the model.
@@ -181,12 +170,7 @@ def _swept(
 
 
 def _check_lengths(tasks: Iterable[Task], longest: int | None) -> None:
-    """Refuse tasks whose prompts are longer than the model's context.
-
-    Args:
-        tasks: the tasks.
-        longest: the context's tokens; None if the model does not say.
-    """
+    """Refuse tasks whose prompts are longer than the model's context, if it is known."""
     for task in tasks:
         if longest is not None and getattr(task, "length", 0) > longest:
             raise KeepsetError(

@@ -90,10 +90,6 @@ def name_statistics(recipe: Recipe | None, model: str | None) -> Recipe | None:
     """Return a recipe that names the file of the embedded model's statistics, if it looks at them under this model.
 
     vLLM's processes know no statistics that a recipe does not name.
-
-    Args:
-        recipe: what to keep.
-        model: as for `command`.
     """
     if recipe is None or folder(model) == model:
         return recipe
@@ -162,10 +158,6 @@ def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:
     """Return the precision that a folder's contexts have, for `--dtype`, if all have one and no other is asked for.
 
     vLLM serves a 32-bit model in 16 bits unless told, and would refuse contexts that were built in 32.
-
-    Args:
-        contexts: the folder; None if there is none.
-        options: the server's options.
     """
     if contexts is None or has_option(options, "--dtype"):
         return None
@@ -177,22 +169,12 @@ def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:
 
 
 def has_option(options: Sequence[str], name: str) -> bool:
-    """Return whether an option is given as `--name value` or `--name=value`, with dashes or underscores.
-
-    Args:
-        options: vLLM's options, as words of a command line.
-        name: the option, such as `--dtype`.
-    """
+    """Return whether a command line has an option as `--name value` or `--name=value`, with dashes or underscores."""
     return any(_name(word) == name for word in options)
 
 
 def option(options: Sequence[str], name: str) -> str | None:
-    """Return the last value of an option; None if it is not given.
-
-    Args:
-        options: vLLM's options, as words of a command line.
-        name: the option, such as `--dtype`.
-    """
+    """Return the last value of an option, such as `--dtype`, in a command line; None if it is not given."""
     value = None
     words = iter(options)
     for word in words:
@@ -216,12 +198,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def supervised(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words that start a server with a supervisor, which ends all of its processes after a signal.
-
-    Args:
-        words: the words that start the server.
-        options: vLLM's options.
-    """
+    """Return the words that start a server with a supervisor, which ends all of its processes after a signal."""
     try:
         seconds = _END_SECONDS + max(0, int(option(options, "--shutdown-timeout") or 0))
     except ValueError:  # vLLM itself refuses it

@@ -14,12 +14,7 @@ from keepset.serving.metrics import block_pool
 
 @dataclass(frozen=True)
 class Document:
-    """A compressed document.
-
-    Attributes:
-        path: the file, named as a server calls the context.
-        seconds: that compressing it took.
-    """
+    """A compressed document: its file, named as a server calls the context, and the seconds that this took."""
 
     path: Path
     seconds: float
@@ -28,11 +23,7 @@ class Document:
 def build(
     model: str, dtype: str | None, recipe: Recipe, documents: Sequence[list[int]], to: Path
 ) -> Iterator[Document]:
-    """Compress documents into contexts.
-
-    Yields:
-        Each document when its file is written.
-    """
+    """Compress documents into contexts, and yield each when its file is written."""
     import torch
 
     from keepset import models
@@ -49,18 +40,10 @@ def build(
 
 
 def held(tokens: int, documents: Sequence[Document], url: str, saved: bool) -> dict[str, Any]:
-    """Return what a document takes in a server's pool, and how many documents the pool holds.
+    """Return what a document takes in a server's pool, and how many documents it holds; None for what is not known.
 
-    The blocks that requests share are counted; of a prompt these are its full blocks.
-
-    Args:
-        tokens: of a document.
-        documents: the documents.
-        url: the server's address.
-        saved: whether the server has them as contexts; else it computes them.
-
-    Returns:
-        Figures by name; None for those that the server does not say.
+    The blocks that requests share are counted; of a prompt these are its full blocks. `saved` says whether the server
+    has the documents as contexts; else it computes their `tokens`.
     """
     figures: dict[str, Any] = dict.fromkeys(("nbytes", "held", "file_nbytes", "build_seconds"))
     if saved:

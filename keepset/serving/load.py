@@ -51,13 +51,7 @@ class Load:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that a server says it serves.
-
-    Attributes:
-        name: the name for requests.
-        root: where the server has the model from; None if it does not say.
-        longest: the tokens that its context takes; None if it does not say.
-    """
+    """The model that a server serves: its name for requests, its place, and the tokens of its context if it says so."""
 
     name: str
     root: str | None
@@ -81,15 +75,7 @@ def served_model(url: str) -> ServedModel:
 
 
 def check_fits(load: Load, model: ServedModel) -> None:
-    """Refuse a load whose requests are longer than the server's context.
-
-    Args:
-        load: the load.
-        model: the model that the server serves.
-
-    Raises:
-        KeepsetError: the requests do not fit.
-    """
+    """Raise `KeepsetError` if a load's requests are longer than the server's context."""
     prompt = load.prompt_tokens + load.question_tokens
     if model.longest is not None and prompt + load.output_tokens > model.longest:
         raise KeepsetError(

@@ -51,14 +51,10 @@ class BlockPool:
 
 
 def parse_sample(text: str, time: float) -> Sample:
-    """Read the metrics that keepset shows.
-
-    Args:
-        text: Prometheus' text format.
-        time: the sample's time, in seconds.
+    """Read the metrics that keepset shows, of a time in seconds.
 
     Raises:
-        ValueError: the text is not in that format.
+        ValueError: the text is not in Prometheus' format.
     """
     families = import_parser()
     # A server has hundreds of other lines.

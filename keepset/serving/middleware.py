@@ -68,12 +68,7 @@ class RequestMiddleware:
 
 
 class _RequestHandler:
-    """Checks requests, and lists contexts.
-
-    Args:
-        app: the application behind it.
-        keys: whether a client has been asked for a key before.
-    """
+    """Checks requests, and lists contexts; `keys` says whether a client has been asked for a key before."""
 
     def __init__(self, app: App, keys: bool) -> None:
         self._app, self._keys = app, keys
@@ -228,13 +223,7 @@ def _name(path: re.Match[str]) -> str:
 
 
 class _Answer:
-    """Sends vLLM's answer, with the engine's refusal in place of an error, and without the signature.
-
-    Args:
-        send: to the client.
-        refusal: returns why the engine has refused the request, if it has.
-        signature: of the object.
-    """
+    """Sends vLLM's answer without the object's signature, or the engine's reason if it has refused the request."""
 
     def __init__(self, send: Send, refusal: Callable[[], str | None], signature: bytes) -> None:
         self._send, self._refusal, self._signature = send, refusal, signature
@@ -242,13 +231,7 @@ class _Answer:
         self._status, self._refused, self._held = 0, False, b""
 
     async def by(self, app: App, scope: Scope, receive: Receive) -> None:
-        """Let an application answer a request.
-
-        Args:
-            app: the application.
-            scope: of the request.
-            receive: returns the messages of the request.
-        """
+        """Let an application answer a request."""
         try:
             await app(scope, receive, self)
         except Exception:  # vLLM raises one when the engine has refused a stream's request

@@ -22,13 +22,7 @@ _RANDOM = 100_000
 
 @dataclass(frozen=True)
 class TextSource:
-    """A long text to cut prompts from.
-
-    Attributes:
-        tokenizer: the model's.
-        ids: the text's tokens.
-        note: why the text is no essay; None if it is one.
-    """
+    """A long text to cut prompts from: its tokens, and why it is no essay, if it is none."""
 
     tokenizer: Any
     ids: list[int]
@@ -43,12 +37,9 @@ class TextSource:
             yield from draw.sample(places, len(places))
 
     def cut(self, places: Iterator[int], count: int, after: str = "") -> str:
-        """Cut a piece out of the text, with this number of tokens if one of some places has such a piece.
+        """Cut a piece out of the text, with `count` tokens if one of some places has such a piece; the text goes round.
 
-        Args:
-            places: where pieces may begin; the text goes round.
-            count: tokens of the piece.
-            after: the text that comes before the piece, whose tokens have to stay what they are.
+        The piece comes after the text `after`, whose tokens have to stay what they are.
 
         Raises:
             KeepsetError: the tokens before every piece change.
@@ -74,10 +65,7 @@ class TextSource:
 
 
 def text_source(folder: str) -> TextSource:
-    """Return the essays as a model's tokens; random words if the essays are not installed.
-
-    Args:
-        folder: the model's folder, or its name on the hub.
+    """Return the essays as the tokens of a model, a folder or a hub name; random words if the essays are not installed.
 
     Raises:
         KeepsetError: the model's tokenizer cannot be loaded.
@@ -102,13 +90,7 @@ def text_source(folder: str) -> TextSource:
 
 @dataclass(frozen=True)
 class LoadPrompts:
-    """The texts of a load.
-
-    Attributes:
-        warm_up: the text of a request before the load.
-        documents: the documents that are asked about; none if prompts are texts without questions.
-        texts: the prompts of all requests, round by round.
-    """
+    """The texts of a load: of a request before it, its documents, and the prompts of all requests, round by round."""
 
     warm_up: str
     documents: list[str]
@@ -116,12 +98,7 @@ class LoadPrompts:
 
 
 def make_prompts(source: TextSource, load: Load) -> LoadPrompts:
-    """Cut a load's prompts. They are the same for the same seed.
-
-    Args:
-        source: the text to cut from.
-        load: the load.
-    """
+    """Cut a load's prompts. They are the same for the same seed."""
     places = source.places(random.Random(load.seed))
     warm_up = source.cut(places, load.prompt_tokens)
     if not load.question_tokens:

@@ -37,12 +37,7 @@ def free_port() -> int:
 
 
 class LoggedProcess:
-    """A process that runs within a `with` block.
-
-    Args:
-        command: its words.
-        environment: variables that it gets in addition to this process's.
-    """
+    """A process that runs within a `with` block; an environment is added to this process's."""
 
     name = "The process"
 
@@ -95,12 +90,7 @@ class LoggedProcess:
 
 
 class ServerProcess(LoggedProcess):
-    """A vLLM server.
-
-    Args:
-        command: the words that start it, with the port.
-        port: of 127.0.0.1, on which it listens.
-    """
+    """A vLLM server, with the words that start it and its port of 127.0.0.1."""
 
     name = "The server"
 

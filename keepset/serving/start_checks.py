@@ -28,10 +28,7 @@ _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-key
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Refuse options with which a benchmark could not reach its server.
-
-    Args:
-        options: vLLM's options.
+    """Refuse vLLM's options with which a benchmark could not reach its server.
 
     Raises:
         KeepsetError: there is such an option, or something that is no option.
@@ -45,10 +42,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def check_installed(starts: bool = True) -> None:
-    """Refuse a server that could not start, or would not know keepset.
-
-    Args:
-        starts: whether a server starts; otherwise only vLLM's benchmark runs, which does without the plug-in.
+    """Refuse a server that could not start, or would not know keepset; vLLM's benchmark does without the plug-in.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed, or does not load keepset's plug-in.
@@ -69,11 +63,7 @@ def check_installed(starts: bool = True) -> None:
 
 
 def check_recipe(recipe: Recipe | None, folder: str) -> None:
-    """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or are of another model.
-
-    Args:
-        recipe: the recipe; None for plain vLLM.
-        folder: the model's folder or hub name.
+    """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or are of another model than the folder's.
 
     Raises:
         UnsupportedEngineError: vLLM cannot serve the recipe.
@@ -97,9 +87,6 @@ def check_recipe(recipe: Recipe | None, folder: str) -> None:
 def check_model(folder: str) -> None:
     """Refuse what is neither a model's folder nor a hub name, and on a CPU weights that do not fit free memory.
 
-    Args:
-        folder: the model's folder or hub name.
-
     Raises:
         KeepsetError: it is neither, or its weights do not fit.
     """
@@ -115,14 +102,7 @@ def check_model(folder: str) -> None:
 
 
 def check_port(options: Sequence[str]) -> None:
-    """Refuse a port that is in use.
-
-    Args:
-        options: vLLM's options.
-
-    Raises:
-        KeepsetError: the port is no number, or in use.
-    """
+    """Raise `KeepsetError` if vLLM's options name a port that is no number, or in use."""
     given, host = option(options, "--port"), option(options, "--host") or "127.0.0.1"
     port = given or str(_PORT)
     if not port.isdecimal() or not 0 <= int(port) < 2**16:
@@ -147,15 +127,7 @@ def limit_cpu_pool(options: Sequence[str]) -> str | None:
 
 
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
-    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU.
-
-    Args:
-        recipe: the recipe; None for plain vLLM.
-        options: vLLM's options.
-
-    Returns:
-        A sentence, or None if there is nothing to advise.
-    """
+    """Return advice for a recipe that keeps few entries in the large blocks that vLLM uses on a CPU, or None."""
     keep = None if recipe is None else recipe.budget.keep
     few = isinstance(keep, int) and keep < _SMALL
     if not few or has_option(options, "--block-size") or torch.accelerator.is_available():
@@ -164,11 +136,7 @@ def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None
 
 
 def compile_hint(options: Sequence[str]) -> str | None:
-    """Return a sentence that says how long the first start takes, and why; None if nothing is compiled.
-
-    Args:
-        options: vLLM's options.
-    """
+    """Return a sentence that says how long the first start takes, and why; None if nothing is compiled."""
     if has_option(options, "--enforce-eager"):
         return None
     return (

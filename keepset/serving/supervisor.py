@@ -21,12 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, so that it can be ended with all that it starts.
-
-    Args:
-        command: its words.
-        options: further ones of `Popen`.
-    """
+    """Start a process in a session of its own, so that it can be ended with all that it starts."""
     return subprocess.Popen(command, start_new_session=True, **options)
 
 
@@ -37,11 +32,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def supervise(command: Sequence[str], seconds: float) -> int:
-    """Run a command to its end.
-
-    Args:
-        command: its words.
-        seconds: that the command and all that it has started may run after the first signal.
+    """Run a command to its end, for so many seconds, with all that it has started, after the first signal.
 
     Returns:
         The exit code; 128 and the signal's number if a signal has ended the command.

@@ -44,7 +44,6 @@ class Measured:
     """The result of a load on one server.
 
     Attributes:
-        load: the load.
         report: the JSON that `vllm bench serve` has written, with one number for each request in its lists.
         samples: the server's metrics, from the last look before the load on; times are seconds since its start.
     """

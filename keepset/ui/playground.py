@@ -58,11 +58,7 @@ class RunRequest:
 
     @classmethod
     def of(cls, fields: Any) -> RunRequest:
-        """Return the request of the page's JSON.
-
-        Raises:
-            KeepsetError: it is not what the page sends.
-        """
+        """Return the request of the page's JSON; raise `KeepsetError` if it is not what the page sends."""
         names = ("text", "question", "recipe", "budget")
         if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in names):
             raise KeepsetError(f"A request is a JSON object with the texts {', '.join(names)}.")
@@ -76,11 +72,7 @@ class RunRequest:
         return cls(*(fields[name] for name in names), image=_image_of(fields.get("image", "")))
 
     def parsed(self) -> Recipe:
-        """Return the recipe with its budget.
-
-        Raises:
-            KeepsetError: recipe or budget are none.
-        """
+        """Return the recipe with its budget; raise `KeepsetError` if they are none."""
         recipe = Recipe.parse(self.recipe)
         text = self.budget.strip()
         if text and not recipe.budget.is_given:
@@ -127,10 +119,6 @@ class Playground:
     @torch.no_grad()
     def run(self, request: RunRequest, send: SendUpdate) -> None:
         """Send the steps of a run: the text's tokens, each layer's choice, two answers, figures.
-
-        Args:
-            request: the request.
-            send: sends an event to the page.
 
         Raises:
             KeepsetError: the text is too long, the image is none, or the recipe cannot be used.

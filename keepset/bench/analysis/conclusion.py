@@ -12,13 +12,10 @@ LEAST_EXAMPLES = 10
 
 
 def conclusion(tasks: Mapping[str, Mapping[str, Records]]) -> str:
-    """Return the cheapest of the recipes that score best, and on how many examples.
+    """Return the cheapest of the recipes that score best, and on how many examples; `tasks` are by task and recipe.
 
     A recipe scores as well as the best one if the interval of their difference on the same examples holds zero.
     Recipes are compared on the mean of all tasks, and only if they have a score on each of them.
-
-    Args:
-        tasks: the records by task and recipe.
     """
     totals = _totals(tasks, None)
     if not any(recipe != FULL for recipe in totals):

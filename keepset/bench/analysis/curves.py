@@ -23,14 +23,11 @@ class Curve:
 
 
 def area(curve: Curve) -> tuple[float, Interval] | None:
-    """Return the area under accuracy over shares as a mean score from 0 to 1, with its interval.
+    """Return the area under accuracy over shares, from 0 to 1, with its interval; None if no budget dropped anything.
 
     KVCompose (2025, arXiv:2509.05165) calls it AUC and gives neither rule nor range. Here trapezoids reach from the
     smallest share to 1.0, and their sum is divided by that width. The area of a group is the mean over its tasks. It is
     a mean over the examples' own areas, so its interval is that of a mean score.
-
-    Returns:
-        The area and its interval; None if no budget dropped anything.
     """
     shares = curve.shares
     width = shares[0] - shares[-1]
@@ -49,16 +46,12 @@ def area(curve: Curve) -> tuple[float, Interval] | None:
 
 
 def compression(curve: Curve, tolerance: float) -> tuple[float, Interval | None] | None:
-    """Return the largest share that can go with a relative loss of accuracy of at most `tolerance`.
+    """Return the largest share that can go with a relative loss of accuracy of at most `tolerance`, and its interval.
 
     KVCompose's Table 2, equations 6 to 8 and 10: the loss is (full cache's score - score) / full cache's score. The
     loss of a group is the mean over the tasks on which the full cache scores anything. Between two budgets the loss is
     taken to be linear, as the paper's figures suggest. Nothing is known beyond the smallest budget, so an answer there
     means "at least".
-
-    Args:
-        curve: the method's scores.
-        tolerance: the relative loss, such as 0.1.
 
     Returns:
         The share, and a bootstrap interval over examples with all budgets of an example drawn together. The interval is

@@ -16,12 +16,7 @@ REGION = 16
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """One event.
-
-    Attributes:
-        keep_set: what stayed.
-        lengths: tokens that each request has had so far `[batch]`, with dropped ones, without padding.
-    """
+    """One event: what stayed, and the tokens that each request has had so far `[batch]`, without padding."""
 
     keep_set: KeepSet
     lengths: Int[Tensor, " batch"]
@@ -38,12 +33,8 @@ class Snapshot:
 def wipeout_rate(snapshot: Snapshot, region: int = REGION) -> Float[Tensor, "layers batch kv_heads"]:
     """Return the share of the text's regions of which an event has kept nothing (Yang and Shen, AMS, appendix C).
 
-    The paper gives the rate and no definition. Here regions are counted from the first token of the whole text so far,
-    so a region that an earlier event wiped out stays wiped out. A shorter region at the end counts as well.
-
-    Args:
-        snapshot: the event.
-        region: tokens of a region.
+    The paper gives the rate and no definition. Here regions of `region` tokens are counted from the first token of the
+    whole text so far, so a region that an earlier event wiped out stays wiped out. A shorter region at the end counts.
 
     Raises:
         KeepsetError: `region` is below 1.
@@ -114,10 +105,6 @@ def repetition_rate(ids: Int[Tensor, " tokens"], n: int = 4) -> float:
     """Return the share of a text's n-grams that have occurred in it before; 0 for a text shorter than n.
 
     Yang and Shen (AMS, Figure 4b, Table 9) give the rate without n or formula; 4 is usual for degenerate repetition.
-
-    Args:
-        ids: the generated tokens, without the prompt.
-        n: length of an n-gram.
 
     Raises:
         KeepsetError: `n` is below 1.

@@ -86,12 +86,7 @@ def resampled(values: Float[np.ndarray, "examples columns"], seed: int = 0) -> F
 
 
 def spread(draws: Float[np.ndarray, " draws"], examples: int) -> Interval:
-    """Return the interval of a statistic from its values in bootstrap samples; values that are NaN do not count.
-
-    Args:
-        draws: the statistic in each sample, `[draws]`.
-        examples: number of examples of a sample.
-    """
+    """Return the interval of a statistic from its values in bootstrap samples of `examples`; NaN does not count."""
     tail = 0.5 * math.erfc(math.sqrt(examples / (examples - 1)) * _t(examples - 1) / math.sqrt(2))
     low, high = np.nanquantile(draws, [tail, 1 - tail])
     return Interval(float(low), float(high))

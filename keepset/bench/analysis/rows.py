@@ -37,10 +37,7 @@ class Row:
     the score and in the difference; bytes, seconds and the like are means over the others.
 
     Attributes:
-        task: the task's or the group's name.
-        recipe: the recipe's text with its budget.
-        method: the recipe's text without its budget.
-        requested: the budget that was asked for.
+        method: the recipe's text without its budget; `requested` is the budget that was asked for.
         metric: the score that counts.
         examples: number of examples that the recipe was run on; `examples_of` that any recipe was run on.
         cut: number of examples whose context was cut to what the model takes.
@@ -48,7 +45,7 @@ class Row:
         tasks: number of tasks that the figures are of; `tasks_of` how many of the group the sweep has.
         score: the metric's mean; None if the recipe failed on all examples, or lacks a task of a group.
         difference: mean difference of the scores on the `pairs` examples that recipe and baseline share.
-        means: means of `FIGURES`; None if unknown. Of older files, `share` is of the full cache of the model's type.
+        means: means of `FIGURES`; None if unknown.
     """
 
     task: str
@@ -75,13 +72,7 @@ class Row:
 
 
 def row_of(records: Records, baseline: Records | None, examples: Collection[str]) -> Row:
-    """Return the row of a recipe's records on one task.
-
-    Args:
-        records: the recipe's records.
-        baseline: the records that they are compared with, if there are any.
-        examples: ids of all examples that any recipe was run on.
-    """
+    """Return the row of a recipe's records on one task; `examples` are all that any recipe was run on."""
     first = next(iter(records.values()))
     failures = [record for record in records.values() if record.error is not None]
     row = Row(
@@ -114,10 +105,7 @@ def row_of(records: Records, baseline: Records | None, examples: Collection[str]
 def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
     """Return the average of a recipe's rows on a group's tasks, each of which counts the same.
 
-    Args:
-        group: the group's name.
-        rows: the recipe's rows.
-        tasks: how many tasks the group has; the average has a score only if every task has one.
+    It has a score only if there is one on each of the group's `tasks`.
     """
     scored = [each for each in rows if each.score is not None]
     row = Row(

@@ -49,8 +49,6 @@ class Trade:
     """A method's curve over its budgets, on one task or the tasks of a group: accuracy over what it holds.
 
     Attributes:
-        task: the task's or the group's name.
-        method: the recipe's text without its budget.
         smallest: the smallest share; areas compare only if it is the same.
         budgets: number of budgets beside the full cache.
         examples: number of examples that have all budgets.
@@ -71,11 +69,9 @@ class Trade:
 
 @dataclass(frozen=True)
 class NeedleMap:
-    """One recipe's scores by depth and length.
+    """One recipe's scores on a task by depth and length.
 
     Attributes:
-        task: the task's name, without the length.
-        recipe: the recipe's text.
         lengths: tokens of the texts, rising.
         scores: mean scores, a row for each tenth of the depth and a column for each length; None without examples.
         examples: numbers of examples, in the same rows and columns.

@@ -38,13 +38,7 @@ class Agreement:
 def agreement(
     synthetic: Float[Tensor, "*heads samples entries"], true: Float[Tensor, "*heads entries"], p_nuc: float
 ) -> Agreement:
-    """Compare attention over the same entries (Section 3.3 of the paper).
-
-    Args:
-        synthetic: attention of synthetic queries, `[*heads, samples, entries]`.
-        true: attention of the true query, `[*heads, entries]`.
-        p_nuc: the attention that a nucleus holds.
-    """
+    """Compare attention over the same entries (Section 3.3 of the paper); a nucleus holds `p_nuc` of it."""
     entries = true.shape[-1]
     needed = nucleus(synthetic, p_nuc)
     chosen = top_mask(synthetic, needed)
@@ -63,7 +57,7 @@ def agreement(
 def next_query(
     model: PreTrainedModel, method: GVote, ids: Int[Tensor, "1 tokens"], on_layer: Callable[[], None] = lambda: None
 ) -> dict[int, Agreement]:
-    """Return how each layer's samples, made from all tokens but the last, agree with the last token's queries.
+    """Return by layer how samples made from all tokens but the last agree with the last token's queries.
 
     Attention is over the tokens before the last, as in the paper's equation 1.
 
@@ -72,9 +66,6 @@ def next_query(
         method: gvote, whose parameters are used.
         ids: a text, `[1, tokens]`.
         on_layer: called twice a layer, because there are two prefills.
-
-    Returns:
-        The agreement by layer.
 
     Raises:
         KeepsetError: there are fewer than `method.skip` + 3 tokens.
@@ -128,15 +119,7 @@ def gaussianity(hidden: Float[Tensor, "tokens channels"]) -> Gaussianity:
 
 @torch.no_grad()
 def hidden_gaussianity(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"], skip: int) -> dict[int, Gaussianity]:
-    """Return the shape of what enters each layer's attention, which is the layer norm's output.
-
-    Args:
-        model: the model.
-        ids: a text, `[1, tokens]`.
-        skip: the first tokens, which are left out.
-
-    Returns:
-        The shapes by layer.
+    """Return by layer the shape of what enters its attention, which is the layer norm's output, after `skip` tokens.
 
     Raises:
         KeepsetError: there are fewer than `skip` + 3 tokens.

@@ -37,9 +37,9 @@ class HeadSegments(NamedTuple):
     """One head's segments, as Figure 3 of Yang and Shen (AMS) draws them.
 
     Attributes:
-        mass: mass of every entry, `[entries]`.
-        ends: one past the last entry of every segment, `[segments]`.
-        quotas: how many entries every segment was to keep, `[segments]`.
+        mass: mass of every entry.
+        ends: one past the last entry of every segment.
+        quotas: how many entries every segment was to keep.
     """
 
     mass: Float[Tensor, " entries"]
@@ -79,12 +79,7 @@ def head_segments(method: Method, observation: Observation, budget: Budget) -> l
 
 @dataclass(frozen=True, eq=False)
 class TraceEvent(Snapshot):
-    """One event of a trace.
-
-    Attributes:
-        entries: number of entries before the event, over all layers and KV heads.
-        segments: the segments by layer, head by head; empty if the method has none.
-    """
+    """One event of a trace: with the number of entries before it, and the segments by layer and head if it has any."""
 
     entries: int
     segments: dict[int, list[HeadSegments]]
@@ -100,10 +95,7 @@ class Trace:
     """One generation and its events.
 
     Attributes:
-        recipe: the recipe's text.
-        ids: the tokens, the prompt's first, `[tokens]`.
-        prompt: number of the prompt's tokens.
-        events: the events in their order.
+        ids: the tokens, of which the first `prompt` are the prompt's.
         tokens_per_second: speed after the first token, without the time of observing; None for a text that was only
             followed.
     """
@@ -116,14 +108,9 @@ class Trace:
 
 
 class Tracer:
-    """Run one text of one request under a recipe.
+    """Run one text of one request under a recipe, and call `on_token` with the number of new tokens.
 
     `trace` may be read at any time, also after Ctrl-C.
-
-    Args:
-        model: the model.
-        recipe: the recipe.
-        on_token: called with the number of new tokens.
     """
 
     def __init__(
@@ -151,13 +138,9 @@ class Tracer:
 
     @torch.no_grad()
     def follow(self, ids: Int[Tensor, " tokens"], prompt: int) -> None:
-        """Feed a text that exists already, as if the model had generated what follows the prompt.
+        """Feed a text that exists already, as if the model had generated what follows the first `prompt` tokens.
 
         Tokens between two events see the same entries whether they come one by one or together, so they come together.
-
-        Args:
-            ids: the text, `[tokens]`.
-            prompt: number of the prompt's tokens.
         """
         self._begin(ids, prompt)
         step = self._recipe.schedule.every or len(ids)
@@ -208,13 +191,9 @@ _OF_TWO_EVENTS = ("iou", "survived")
 def figures(trace: Trace, region: int = REGION) -> dict[str, Any]:
     """Return the figures of every event, and their means over the events by layer and by depth, for JSON.
 
-    An event's figures are means over layers and KV heads. Two compare it with the event before, so that the first event
-    has none: `iou`, the intersection over union of the entries that both kept (Yang and Shen, AMS, Table 14), and
-    `survived`, the share of the earlier event's entries that the later one kept.
-
-    Args:
-        trace: the trace.
-        region: tokens of a region.
+    An event's figures are means over layers and KV heads; regions have `region` tokens. Two compare it with the event
+    before, so that the first event has none: `iou`, the intersection over union of the entries that both kept (Yang and
+    Shen, AMS, Table 14), and `survived`, the share of the earlier event's entries that the later one kept.
     """
     measures: dict[str, Float[Tensor, "events layers kv_heads"]] = {
         "wipeout": _stack([wipeout_rate(event, region) for event in trace.events]),

@@ -31,9 +31,7 @@ class Comparison:
     same next token. Bytes while decoding are means over the tokens, and the most.
 
     Attributes:
-        model: the model's name.
-        tokens: tokens of the prompt.
-        continuation_tokens: tokens of the text that follows it.
+        tokens: tokens of the prompt; `continuation_tokens` of the text that follows it.
         full: the full cache's figures, and its answer to the question if there is one.
         needle: what is asked; None if nothing is.
         rows: a record for every recipe.
@@ -99,11 +97,7 @@ class Comparer(ABC):
 
     @abstractmethod
     def _measure(self, record: Record, recipe: Recipe) -> tuple[Record, Bool[Tensor, "layers kv_heads tokens"]]:
-        """Return the record with the recipe's figures, and which tokens stayed.
-
-        Raises:
-            KeepsetError: the recipe cannot be measured.
-        """
+        """Return the record with the recipe's figures, and which tokens stayed; a `KeepsetError` becomes its error."""
 
 
 _PART = 256
@@ -133,12 +127,9 @@ def mean(figures: Float[Tensor, " n"]) -> float:
 
 
 def kl_figures(divergences: Float[Tensor, " n"]) -> dict[str, float]:
-    """Return the mean of divergences as `kl`, and the ends of its interval of 95 % over the tokens.
+    """Return the mean of divergences (nats, after every token) as `kl`, and the ends of its interval over the tokens.
 
     The interval is for the order of recipes on one text. It says nothing of other texts.
-
-    Args:
-        divergences: KL(full || compressed) after every token in nats, `[n]`.
     """
     whole = mean(divergences)
     interval = of_mean(divergences.tolist()) if math.isfinite(whole) else None

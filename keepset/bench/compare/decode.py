@@ -29,14 +29,10 @@ DRIFT_TOKENS = 256
 
 
 def feed_slices(tokens: int, every: int | None) -> list[slice]:
-    """Return the parts of the text after the prompt that may be fed at once, as if token by token.
+    """Return the parts of a text of `tokens` after the prompt that may be fed at once, as if token by token.
 
     A part ends at each event and one token before it, where a cache is largest. No part is longer than what a store
-    grows by, so a cache allocates what it would for single tokens.
-
-    Args:
-        tokens: tokens of the text.
-        every: tokens between two events; None if there are none.
+    grows by, so a cache allocates what it would for single tokens. `every` is None if there are no events.
     """
     every = every or tokens
     ends = {
@@ -63,7 +59,6 @@ class _Run:
         logits: after each token.
         nbytes: bytes held after each token.
         tokens: tokens of a full 16-bit cache that take as much as the entries held, those of a piece at its end.
-        prefill_seconds: seconds of the prefill.
     """
 
     logits: Float[Tensor, "n vocabulary"]
@@ -77,14 +72,8 @@ class DecodeComparer(Comparer):
 
     Figures are over the tokens after the recipe's first event. `keep` and `kept` say what a cache holds at the end, of
     all tokens; `kv_bytes` is the mean of what it holds after each token, with the queries recorded for the next event;
-    `share` is without those, and of a full 16-bit cache's mean.
-
-    Args:
-        model: the model.
-        prompt: the prompt.
-        text: what follows it.
-        name: the model's name.
-        on_tokens: called with the number of tokens that a cache has read, again and again.
+    `share` is without those, and of a full 16-bit cache's mean. `on_tokens` is called with the number of tokens that a
+    cache has read, again and again.
     """
 
     def __init__(

@@ -21,15 +21,8 @@ from keepset.recipe import Recipe
 class PromptComparer(Comparer):
     """Measure recipes against the full cache on one prompt, the text that follows and a question.
 
-    If the task has no continuation, the question and the full cache's answer follow the prompt.
-
-    Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        task: the prompt, its continuation and the question.
-        name: the model's name.
-        recipes: all recipes that will be measured.
-        on_layer: called after each layer of the prefill.
+    If the task has no continuation, the question and the full cache's answer follow the prompt. `recipes` are all that
+    will be measured; `on_layer` is called after each layer of the prefill.
     """
 
     def __init__(

@@ -24,8 +24,7 @@ class TextTask:
     Attributes:
         prompt: `[1, tokens]`.
         continuation: the text after the prompt, `[1, n]`; empty if the full cache's own answer is to follow.
-        question: `[1, m]`; None if nothing is asked.
-        needle: what the question is about; None if nothing is asked.
+        question: `[1, m]`, about `needle`; None if nothing is asked.
         answer_tokens: most tokens of an answer.
         images: what the model takes beside the prompt for its images, by name.
         grids: the grid of patches that each image's tokens are (`image_grids`).
@@ -86,7 +85,7 @@ def make_text_task(
         depth: where the needle is inserted, from 0 to 1.
         longest: tokens of the model's context; None if it says nothing.
         answer_tokens: most tokens of an answer.
-        pictured: images that come before the text; None for none.
+        pictured: images that come before the text.
 
     Raises:
         KeepsetError: the text is too short, or the model's context is.

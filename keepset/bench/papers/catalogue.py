@@ -1,8 +1,4 @@
-"""All tables and figures, read from the papers' YAML files beside this one.
-
-A file has the paper's name, recipes by the paper's names of methods, settings of all its sweeps, and entries by id.
-docs/reproduce.md says what an entry holds.
-"""
+"""All tables and figures, read from the papers' YAML files. docs/reproduce.md says what an entry holds."""
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -163,8 +163,7 @@ class Entry:
         title: what it shows.
         models: the paper's models, by their names on the hub.
         sweeps: the grids that are run for it.
-        measure: a function that is run in place of grids: it takes model, tokenizer and options.
-        takes: what that function runs if no option says otherwise.
+        measure: a function that is run in place of grids; `takes` says what it runs if no option says otherwise.
         published: the paper's own figures by model, in the units of measured ones; empty if the text has none. Under
             `AVERAGE` it has means over all models.
         note: what the paper leaves open, and what is taken instead.
@@ -236,11 +235,9 @@ def count_idle(asked: SweepGrid) -> dict[str, int]:
 
 
 def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
-    """Return the recipe of a text that may name files of the model in braces.
+    """Return the recipe of a text that may name files of the model in braces, such as `triattention(stats={stats})`.
 
-    Args:
-        text: such as `triattention(stats={stats})`.
-        files: paths by the names in braces. An empty path, which means the model's own, stands in for one not given.
+    A file that is not given becomes an empty path, which means the model's own.
     """
     return Recipe.parse(text.format_map(_Files(files)))
 

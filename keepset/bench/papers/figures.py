@@ -22,12 +22,8 @@ FRACTIONS = (SCORE, "keep", "finished", "repetition", "wipeout", "middle", *CURV
 def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path]) -> list[MeasuredFigure]:
     """Return the figures of a sweep: of every task, method, budget and metric, then of all tasks together.
 
-    An example on which a recipe failed counts as not answered in a score, and not at all in a cost.
-
-    Args:
-        sweep: what was asked for. Each value of its facts `by` gets figures too, if examples have the fact.
-        cells: what was measured.
-        files: the model's files that recipes name, by their names in braces.
+    An example on which a recipe failed counts as not answered in a score, and not at all in a cost. Each value of the
+    facts `sweep.by` gets figures too, if examples have the fact. `files` are the model's, see `recipe_of`.
     """
     lines, rows = sweep.lines(files), list[MeasuredFigure]()
     if sweep.solved_by:
@@ -90,15 +86,7 @@ def _differences(sweep: Sweep, rows: Sequence[MeasuredFigure]) -> Iterator[Measu
 def averages_over_models(
     published: Mapping[FigureKey, float], models: Sequence[Sequence[MeasuredFigure]]
 ) -> list[MeasuredFigure]:
-    """Return means over models, and over the modes of a task, for each of the paper's figures of this kind.
-
-    Args:
-        published: the paper's averages. A key's task is that of the figures, without a mode.
-        models: the figures of each model.
-
-    Returns:
-        A figure for each key; None if any model lacks one.
-    """
+    """Return the mean over models, and over the modes of a task, for each of the paper's; None if a model lacks one."""
     rows = []
     for key in published:
         places = [
@@ -186,12 +174,7 @@ def _of_curve(trade: Trade, metric: str) -> Figure | None:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table, with a heading for every task and metric.
-
-    Args:
-        rows: places (`task`, `method`, `keep`, `metric`), each with the measured `figure` and that of the `paper`,
-            which may be None, with the number of `examples`, and with how many of them `failed`.
-    """
+    """Return the table, with a heading for every task and metric; the rows are those of `keepset reproduce --json`."""
     columns = [
         Column("keep", lambda row: row["keep"]),
         Column("paper", lambda row: _number(row["paper"], row["metric"])),

@@ -75,12 +75,9 @@ TASKS: Mapping[str, TaskSize] = {
 
 @dataclass(frozen=True)
 class Price:
-    """What an entry takes on one H100, over all its models.
+    """What an entry takes on one H100, over all its models: tokens of prefills and of answers at most, and hours.
 
-    Attributes:
-        prompt_tokens: tokens of prefills, of which one serves all recipes that need no pass of their own.
-        answer_tokens: tokens of answers, at most.
-        hours: hours of the card.
+    One prefill serves all recipes that need no pass of their own.
     """
 
     prompt_tokens: float = 0.0

@@ -106,13 +106,7 @@ _COLUMNS = [
 
 
 def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str = "") -> str:
-    """Return the page of a comparison.
-
-    Args:
-        comparison: the recipes' records, and what they kept.
-        tokens: `token_texts` of the text whose tokens are shaded.
-        conclusion: the sentence that the page opens with.
-    """
+    """Return the page of a comparison, which opens with a conclusion and shades `tokens` (see `token_texts`)."""
     rows, full, needle = comparison.rows, comparison.full, comparison.needle
     ran = [record for record in rows if record.error is None]
     shown = [record for group in by_budget(comparison) for record in group if record.figures["keep"] < 1]

@@ -115,10 +115,8 @@ def conclusion(rows: Sequence[LatencyRow]) -> str:
     """Return how the fastest recipe after the longest prompt compares with the full cache, which comes first.
 
     Rounds are compared one by one, because recipes and full cache took turns. Recipes whose ranges overlap are a tie,
-    of which the one that holds least is named.
-
-    Returns:
-        A sentence; "" if the full cache or all recipes have no figures, or rounds are missing.
+    of which the one that holds least is named. It is "" if the full cache or all recipes have no figures, or rounds are
+    missing.
     """
     longest = max((row["prompt_tokens"] for row in rows), default=0)
     known = [row for row in rows if row["prompt_tokens"] == longest and row.get("tokens_per_second") is not None]

@@ -86,13 +86,9 @@ def page(
 
 
 def choice(name: str, label: str, options: Sequence[tuple[str, Sequence[Section]]], *, radio: bool = False) -> Section:
-    """Return a section that shows the sections of one option at a time.
+    """Return a section that shows the sections of one option at a time, of the first one at first.
 
-    Args:
-        name: the control's id in the document.
-        label: stands before the control.
-        options: names and their sections; the first is shown at first.
-        radio: whether the options are buttons rather than a list.
+    The control has the id `name` and a label before it; `radio` makes buttons of what is a list otherwise.
     """
     named = [{"name": text, "sections": list(sections)} for text, sections in options]
     return {"kind": "choice", "id": name, "label": label, "options": named, "radio": radio}

@@ -97,14 +97,7 @@ def _gap(high: float | None, low: float | None) -> float:
 def bars(
     names: Sequence[str], points: Sequence[Point], series: Sequence[int], show: Callable[[float], str]
 ) -> dict[str, Any]:
-    """Return horizontal bars, the first at the top, with their values as text and their intervals.
-
-    Args:
-        names: what stands beside each bar.
-        points: a bar's length is its point's `y`.
-        series: the number of each bar's colour.
-        show: returns the text of a value.
-    """
+    """Return horizontal bars with their names, values (the points' `y`) and intervals, the first at the top."""
     values = [point.y if point.y is not None and math.isfinite(point.y) else None for point in points]
     texts = ["" if value is None else show(value) for value in values]
     return {
@@ -123,13 +116,9 @@ def bars(
 
 
 def heatmap(z: Sequence[Sequence[float | None]], scale: str, template: str, **options: Any) -> dict[str, Any]:
-    """Return a heat map of rows.
+    """Return a heat map of rows `z`; `template` is plotly's of what is shown over a cell.
 
-    Args:
-        z: the values, `[rows, columns]`.
-        scale: `share` from the page's colour to a strong one, `difference` from cold to warm.
-        template: plotly's template of what is shown over a cell.
-        options: further options of plotly.
+    The scale `share` goes from the page's colour to a strong one, `difference` from cold to warm.
     """
     return {
         "type": "heatmap",
@@ -151,15 +140,9 @@ def plot(
     height: str = "",
     shapes: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return a chart.
+    """Return a chart with the id `name` in the document, of traces made by `line`, `bars` or `heatmap`, and two axes.
 
-    Args:
-        name: its id in the document.
-        traces: made by `line` or `heatmap`.
-        x, y: made by `axis`.
-        title: stands above it.
-        height: in CSS; the style's if empty.
-        shapes: plotly's shapes, with `fill` and `stroke` as names of colours.
+    The height is in CSS, or the style's. Shapes are plotly's, with `fill` and `stroke` as names of colours.
     """
     layout = {"xaxis": x, "yaxis": y, "shapes": list(shapes)}
     return {"id": name, "title": title, "traces": list(traces), "layout": layout, "height": height}

@@ -13,12 +13,7 @@ _ERRORS = 5
 
 
 def table(servers: Sequence[dict[str, Any]], rows: Sequence[Sequence[str]]) -> Table:
-    """Return figures as a table.
-
-    Args:
-        servers: what was measured of each server.
-        rows: a name, one text per server and, of two servers, their ratio.
-    """
+    """Return figures as a table; a row is a name, one text per server and, of two servers, their ratio."""
     titles = [server["name"] for server in servers] + (["ratio"] if len(servers) > 1 else [])
     columns = [Column(title, lambda _: None) for title in titles]
     return Table("", columns, [Line(name, [(text, text) for text in texts]) for name, *texts in rows])
@@ -30,12 +25,7 @@ def failures(servers: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
-    """Return the page of what `keepset bench serve --json` writes.
-
-    Args:
-        result: what the command writes.
-        rows: its figures as texts, see `table`.
-    """
+    """Return the page of what `keepset bench serve --json` writes; `rows` are its figures as texts, see `table`."""
     servers, load = result["servers"], result["load"]
     names = [server["name"] for server in servers]
     legend = [(name, _series(at, servers), "circle") for at, name in enumerate(names)]

@@ -102,11 +102,9 @@ class Line:
     """One line of a table.
 
     Attributes:
-        name: what the line is about, such as a recipe.
-        cells: as many as there are columns; none if there are no figures.
+        name: what the line is about, such as a recipe; `short` stands in for it under a heading.
+        cells: as many as there are columns; none if there are no figures, of which `error` says why.
         heading: the group of the line; a terminal prints it above the group's first line.
-        short: the name under the heading; `name` if empty.
-        error: why figures are missing.
         style: a style of rich for the terminal.
         mark: a symbol of plotly and its colour, which a page shows before the name.
         choice: what the line selects on a page when its name is clicked.
@@ -133,12 +131,7 @@ class Line:
 
 @dataclass
 class Table:
-    """Lines under columns.
-
-    Attributes:
-        head: the heading of the lines' names.
-        fold: whether numbers may continue in a next line of the terminal.
-    """
+    """Lines under columns. With `fold` numbers may continue in a next line of the terminal."""
 
     head: str
     columns: list[Column]
@@ -150,13 +143,7 @@ class Table:
         self.lines.append(Line(name, [column.cell(row) for column in self.columns], **line))
 
     def section(self, title: str, name: str = "rows", note: str = "") -> dict[str, Any]:
-        """Return the table as a section of a page.
-
-        Args:
-            title: the section's heading; empty for a table inside another section.
-            name: the table's id in the document.
-            note: a sentence below the table.
-        """
+        """Return the table as a section of a page: its heading, its id and a note below it."""
         columns = [
             {"title": each.title, "unit": each.unit, "text": each.is_text, "pinned": each.is_pinned}
             for each in self.columns

@@ -171,16 +171,7 @@ def _groups(result: dict[str, Any], measure: str) -> dict[str, str]:
 def _chart(
     measure: str, title: str, result: dict[str, Any], names: dict[str, str], show: Show, y: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a figure against what it costs: the frontier as steps, and a series per group of recipes.
-
-    Args:
-        measure: the figure's name.
-        title: the chart's title.
-        result: what `keepset tune --json` prints.
-        names: by group, its name in the legend.
-        show: the format of the figure.
-        y: the figure's axis.
-    """
+    """Return a figure against what it costs: the frontier as steps, and a series per group of recipes."""
     groups = _groups(result, measure)
     rows = [row for row in result["rows"] if _value(row, measure) is not None]
     frontier = _frontier(rows, measure)

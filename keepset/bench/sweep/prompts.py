@@ -28,13 +28,7 @@ def checked_mode(name: str) -> Mode:
 
 @dataclass(frozen=True)
 class TokenizedQuestion:
-    """A question as tokens.
-
-    Attributes:
-        question: the question.
-        ids: its tokens after the compressed prompt; none where the prompt holds the question.
-        choices: the tokens of each choice.
-    """
+    """A question, its tokens if they follow the compressed prompt, and the tokens of each choice."""
 
     question: Question
     ids: tuple[int, ...]

@@ -91,12 +91,6 @@ class Runner:
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Record]:
         """Yield a cell for every candidate of one example, in their order; with an error for one that cannot be run.
 
-        Args:
-            task: the task.
-            example: one of its examples.
-            candidates: the candidates.
-            seed: of sampling.
-
         Raises:
             MemoryError: memory was not enough for the next candidate; or one of torch's errors that says so.
         """
@@ -105,10 +99,7 @@ class Runner:
             yield from self._share(list(together), task_aware)
 
     def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Record | None]]:
-        """Make a cell for each request, several at once, each on a prefill of its own.
-
-        Args:
-            asked: the requests; one is taken when there may be room for it.
+        """Make a cell for each request, several at once; a request is taken when there may be room for it.
 
         Yields:
             Each request with its cell, in the order in which they end; None where memory was not enough.
@@ -268,12 +259,7 @@ class _Evaluator:
     ) -> Streams:
         """Ask every question about a cached prompt, which is used up; yield the answers that are to be decoded.
 
-        Args:
-            run: the request.
-            prompt: the questions.
-            first: the number, among the example's questions, of the prompt's first one.
-            cached: the prompt in a cache.
-            answered: gets the record of each question.
+        `first` is the number, among the example's questions, of the prompt's first one. `answered` gets their records.
         """
         asked, task = run.asked, run.asked.task
         begun = CacheMemory(cached.cache, cached.is_full)
@@ -318,14 +304,7 @@ class _Evaluator:
 
 
 def _figures(answer: Answer, memory: CacheMemory, prefill_seconds: float, selecting: float) -> dict[str, Any]:
-    """Return what an answer has cost, by the names that records give it.
-
-    Args:
-        answer: the answer.
-        memory: what the cache has held.
-        prefill_seconds: of its prompt.
-        selecting: the seconds of events while it was decoded.
-    """
+    """Return an answer's costs by the names of records; `selecting` are the seconds of events while it was decoded."""
     return {
         "keep": memory.keep,
         "share": memory.share,

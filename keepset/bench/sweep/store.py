@@ -48,10 +48,8 @@ CREATE TABLE cells (
 class Store:
     """A sweep's file: `begin` opens it to add cells, `open` only to read.
 
-    Attributes:
-        path: where the file is.
-        model: the name under which the model was first given.
-        configuration: what all cells have in common, by the names that a person knows.
+    `model` is the name under which the model was first given, and `configuration` what all cells have in common, by the
+    names that a person knows.
     """
 
     path: Path
@@ -81,12 +79,7 @@ class Store:
 
     @classmethod
     def begin(cls, path: Path, model: str, configuration: Mapping[str, Any]) -> Store:
-        """Open a sweep's file to add to it, or make a new one.
-
-        Args:
-            path: where the file is, or is to be.
-            model: the name of the model, noted in a new file.
-            configuration: what all cells have in common; has to be what the file says.
+        """Open a sweep's file to add to it, or make a new one with the model's name and what all cells have in common.
 
         Raises:
             KeepsetError: another process adds to the file, the file is no sweep's, its configuration is another, or
@@ -123,10 +116,7 @@ class Store:
         self.close()
 
     def check(self, configuration: Mapping[str, Any]) -> None:
-        """Refuse another configuration than the file's.
-
-        Args:
-            configuration: all of it, or the part that is known already.
+        """Refuse another configuration than the file's, of which a part may be given.
 
         Raises:
             KeepsetError: the file was begun otherwise; names every difference.
@@ -142,13 +132,7 @@ class Store:
             raise KeepsetError(f"{str(self.path)!r} was begun otherwise ({difference}): go on as there, or {_ADVICE}.")
 
     def register(self, task: str, seed: int, ids: Sequence[str], digest: str) -> None:
-        """Note which examples a task has under a seed.
-
-        Args:
-            task: the task's name.
-            seed: the seed of generated data and of sampling.
-            ids: the examples' ids, in the task's order.
-            digest: tells these examples from others of the same ids.
+        """Note which examples a task has under a seed; a digest tells them from others of the same ids.
 
         Raises:
             KeepsetError: the file has cells of other examples.

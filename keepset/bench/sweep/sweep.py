@@ -54,10 +54,6 @@ class SweepGrid:
     def groups(self, store: Store, tokenizer: Tokenizer) -> list[Group]:
         """Make the examples, note them in the file, and return all groups, of tasks that decode recipe by recipe.
 
-        Args:
-            store: the sweep's file.
-            tokenizer: the model's, which tasks make prompts of a length with.
-
         Raises:
             KeepsetError: two examples of a task have one id, or the file has cells of other examples.
         """
@@ -169,17 +165,7 @@ def digest(task: Task, examples: Sequence[Example]) -> str:
 
 
 def run(store: Store, groups: Sequence[Group], runner: Runner, on_cell: Callable[[], None]) -> list[Skipped]:
-    """Make and write all cells of some groups.
-
-    Args:
-        store: the sweep's file.
-        groups: the groups, see `unfinished`.
-        runner: makes the cells.
-        on_cell: called for each cell that was written.
-
-    Returns:
-        The cells for which memory was not enough.
-    """
+    """Make and write all cells of some groups (see `unfinished`); return those for which memory was not enough."""
     skipped = []
     for _, portion in groupby(groups, portion_of):
         for result in work(runner, portion):

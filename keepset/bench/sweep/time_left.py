@@ -12,12 +12,9 @@ from keepset.bench.tasks.task import Task
 
 
 class TimeLeft:
-    """Measures groups as their cells are made.
+    """Measures the groups that are to be made, in their order, as their cells are made.
 
     Only whole groups count: the cells of one share a prefill, which the first of them waits for.
-
-    Args:
-        groups: what is to be made, in its order.
     """
 
     def __init__(self, groups: Sequence[Group]) -> None:

@@ -20,12 +20,7 @@ from keepset.texts import json_lines
 
 @dataclass(frozen=True)
 class DataRecord:
-    """One item of a data set.
-
-    Attributes:
-        where: the item's place as messages name it: file and line.
-        fields: its values by name.
-    """
+    """One item of a data set: its values by name, and its place as messages name it, file and line."""
 
     where: str
     fields: Mapping[str, Any]
@@ -49,12 +44,7 @@ class HubData(NamedTuple):
 
 
 def load_records(name: str, folder: Path | None, hub: HubData) -> list[DataRecord]:
-    """Return the items of a data set.
-
-    Args:
-        name: names the file, and the data in messages.
-        folder: a user's folder, which is asked first for `<name>.jsonl`; None for none.
-        hub: where the data lie if the folder has no such file.
+    """Return the items of a data set: of `<name>.jsonl` if a user's folder has it, else of the hub.
 
     Raises:
         KeepsetError: if the file is damaged, or the hub cannot be reached.
@@ -143,9 +133,7 @@ def import_extra(module: str) -> ModuleType:
 def seeded(seed: int | str, numpy_seed: int | None = None) -> Iterator[None]:
     """Seed the generators of `random` and `numpy`, from which the harness draws, and restore them afterwards.
 
-    Args:
-        seed: the seed of `random`.
-        numpy_seed: the seed of `numpy`; drawn from `random` if None.
+    That of `numpy` is seeded from `random` unless it has a seed of its own.
     """
     before, numpy_before = random.getstate(), np.random.get_state()
     random.seed(seed)

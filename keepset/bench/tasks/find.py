@@ -16,9 +16,7 @@ from keepset.errors import KeepsetError
 def find(names: Sequence[str], settings: TaskSettings) -> list[Task]:
     """Return the tasks of these names, in order, each once.
 
-    Args:
-        names: tasks, groups, which stand for all of their tasks, or paths of YAML files for lm-evaluation-harness.
-        settings: what the tasks are made from.
+    Names are tasks, groups, which stand for all of their tasks, or paths of YAML files for lm-evaluation-harness.
 
     Raises:
         KeepsetError: if there is no such task; the sentence names the nearest ones.

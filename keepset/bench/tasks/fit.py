@@ -41,7 +41,7 @@ def fit(
     largest: int | None = None,
     guess: int | None = None,
 ) -> tuple[int, Example] | None:
-    """Find the size whose example fills the room.
+    """Find the size whose example fills the room; return it and its example, or None if not even the smallest fits.
 
     Args:
         make: makes an example of a size, about in proportion to it. A size need not be in tokens.
@@ -50,9 +50,6 @@ def fit(
         smallest: the smallest size.
         largest: the largest size; None without an end.
         guess: the size to try first.
-
-    Returns:
-        The size and its example; None if not even the smallest fits.
     """
     low, best, high = smallest - 1, None, math.inf if largest is None else largest + 1
     size, over = int(max(smallest, min(guess or smallest, high - 1))), False

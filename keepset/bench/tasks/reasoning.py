@@ -105,10 +105,6 @@ def agree(gold: str, solution: str) -> bool:
     The final answer is what the last box holds. Without a box it is what math-verify finds, after the last `####` if
     there is one: what is called the answer, or else the last expression or number.
 
-    Args:
-        gold: the text with the right answer.
-        solution: the text that is judged.
-
     Raises:
         KeepsetError: if math-verify does not start.
     """

@@ -26,12 +26,7 @@ PromptParts = tuple[str, Question]
 
 
 class PromptMaker(ABC):
-    """Makes the prompts of one task.
-
-    Attributes:
-        largest: the largest size; None without an end.
-        questions: how many prompts there are; None without an end.
-    """
+    """Makes the prompts of one task, up to the largest size, and so many; None means without an end."""
 
     largest: int | None = None
     questions: int | None = None
@@ -43,29 +38,16 @@ class PromptMaker(ABC):
 
     @abstractmethod
     def make(self, size: int, index: int, seed: int) -> PromptParts:
-        """Return the prompt of an index and a seed.
-
-        Args:
-            size: how large it is, in the maker's unit.
-            index: the example's.
-            seed: the data's. The generators of `random` and `numpy` are seeded from both.
-        """
+        """Return the prompt of this size for an index and a seed, from which `random` and `numpy` are seeded."""
 
 
 @dataclass(frozen=True)
 class Needles(PromptMaker):
-    """Needles in a haystack: sentences that give keys their values, of which some are asked for.
+    """Needles in a haystack: sentences that give each of `keys` keys `values` values; `queries` keys are asked for.
 
     The sentences are those of the paper and of lm-evaluation-harness. The harness's own module is not used, because
-    importing it downloads data for a tokenizer of sentences.
-
-    Attributes:
-        haystack: repeated sentences, essays, or needles that nobody asks for.
-        key: the kind of keys.
-        value: the kind of values.
-        keys: how many keys there are.
-        values: how many values each key has.
-        queries: how many keys are asked for.
+    importing it downloads data for a tokenizer of sentences. The haystack is a repeated sentence, essays, or needles
+    that nobody asks for.
     """
 
     haystack: Literal["noise", "essays", "needles"]
@@ -203,12 +185,9 @@ def _no_tokens(text: str) -> SimpleNamespace:
 
 
 def cut(text: str, question: str, answers: Sequence[str]) -> PromptParts:
-    """Return the parts of a text.
+    """Return the parts of a text: context, question, ` Answer:` and the answer's beginning.
 
-    Args:
-        text: context, question, ` Answer:` and the answer's beginning.
-        question: the question's first words; the last place that has them counts.
-        answers: the question's target.
+    `question` are the question's first words; the last place that has them counts.
     """
     context, begin, rest = text.rpartition(question)
     words, answer, prefix = rest.rpartition(" Answer:")
@@ -253,11 +232,7 @@ class Documents(PromptMaker):
 
 
 def load_documents(name: str, folder: Path | None) -> Documents:
-    """Return the documents and questions of `squad` or `hotpot`.
-
-    Args:
-        name: which of them.
-        folder: a user's folder with `<name>.json`; the harness downloads the file if there is none.
+    """Return the documents and questions of `squad` or `hotpot`: of `<name>.json` in a folder, or downloaded.
 
     Raises:
         KeepsetError: if the file has another format, or cannot be downloaded.

@@ -17,12 +17,7 @@ Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What tasks are made from.
-
-    Attributes:
-        data: a folder with data as `<task>.jsonl`; None for what a task brings, makes or finds on the hub.
-        lengths: tokens of prompts, for tasks that are made to a length.
-    """
+    """What tasks are made from: a user's folder with `<task>.jsonl`, and lengths of prompts in tokens."""
 
     data: Path | None = None
     lengths: tuple[int, ...] = (4096,)
@@ -89,13 +84,7 @@ class Task(ABC):
 
     @abstractmethod
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """Return the first examples.
-
-        Args:
-            tokenizer: counts the tokens of tasks that are made to a length.
-            limit: how many; None for all.
-            seed: draws generated examples, which do not depend on the limit.
-        """
+        """Return the first examples; the seed draws generated ones, which do not depend on the limit (None: all)."""
 
     @abstractmethod
     def judge(self, question: Question, reply: Reply) -> dict[str, float]:

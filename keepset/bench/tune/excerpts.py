@@ -28,14 +28,7 @@ _ROOM = {False: 1, True: 512}
 
 @dataclass(frozen=True, eq=False)
 class TextPiece:
-    """A prompt that is compressed, and the text that follows it.
-
-    Attributes:
-        prompt: `[1, tokens]`.
-        continuation: `[1, n]`.
-        facts: facts that are hidden in the prompt.
-        questions: a question about each fact, with the beginning of its answer.
-    """
+    """A prompt that is compressed and the text that follows it; facts that it hides, and a question about each."""
 
     prompt: Int[Tensor, "1 tokens"]
     continuation: Int[Tensor, "1 n"]
@@ -50,14 +43,14 @@ class TextPiece:
 def cut(
     tokenizer: Tokenizer, texts: Sequence[str], *, retrieval: bool, longest: int | None, seed: int
 ) -> list[TextPiece]:
-    """Return `PIECES` pieces, which overlap no more than they must.
+    """Return `PIECES` pieces, which overlap no more than they must, in an order drawn by the seed, as their facts are.
 
     Args:
         tokenizer: the model's tokenizer.
         texts: the texts, of which all pieces are taken.
         retrieval: whether facts are hidden in the pieces.
         longest: tokens of the model's context; None if it says nothing.
-        seed: decides the order of the pieces, and the facts.
+        seed: of the drawing.
 
     Raises:
         KeepsetError: the texts or the context are too short.

@@ -87,13 +87,8 @@ class Halving:
     """A race of recipes by successive halving (Jamieson & Talwalkar 2016, arXiv:1502.07943).
 
     In every round the better half of the recipes goes on and the text doubles. Recipes are compared on the same pieces.
-
-    Attributes:
-        entries: all recipes that have ever been in the race, in the order in which they came.
-        alive: the recipes that are still in the race.
-        done: work done so far.
-        planned: all work.
-        spent: the seconds that the work took so far.
+    `entries` are all recipes that have ever been in the race, in their order, and `alive` those that still are. `done`
+    and `planned` are the work, `spent` its seconds.
 
     Args:
         measure: measures recipes on a piece.

@@ -33,12 +33,7 @@ def scorers() -> list[Recipe]:
 
 
 def with_budget(recipes: Iterable[Recipe], budget: Budget) -> tuple[list[Recipe], dict[Recipe, str]]:
-    """Return the recipes with a budget, and the recipes that it does not suit with the reason.
-
-    Args:
-        recipes: recipes without a budget.
-        budget: how much the recipes keep that need one.
-    """
+    """Return the recipes with a budget if they need one, and the recipes that it does not suit with the reason."""
     fitting, unfit = [], {}
     for recipe in recipes:
         try:

@@ -27,12 +27,7 @@ from keepset.recipe import Recipe, in_full
 
 
 class Measurer:
-    """Measure recipes on pieces of a text.
-
-    Attributes:
-        full_found: by piece, which of its facts the full cache finds.
-        full_bytes: by piece, bytes that the full cache holds.
-    """
+    """Measures recipes on pieces of a text, and what the full cache holds of each piece and which facts it finds."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Tokenizer, pieces: Sequence[TextPiece], budget: Budget
@@ -103,17 +98,9 @@ class Measurer:
 
 
 class Tuner:
-    """The race of all recipes on a text's pieces.
+    """The race of all recipes on a text's pieces, under one budget: a share of bytes, or entries per head.
 
-    `unfit` has the recipes that were never in the race, with the reason.
-
-    Args:
-        model: the model.
-        tokenizer: its tokenizer.
-        pieces: the text's pieces.
-        budget: how much all recipes keep: a share of bytes, or entries per head.
-        name: the model's name.
-        on_step: called after each measurement.
+    `unfit` has the recipes that were never in the race, with the reason. `on_step` is called after each measurement.
 
     Raises:
         KeepsetError: the budget drops nothing of the shortest piece.
@@ -155,7 +142,7 @@ class Tuner:
         return any(map(any, self._measurer.full_found.values()))
 
     def run(self) -> None:
-        """Run the race. What is known stays if it is interrupted.
+        """Run the race; what is known stays if it is interrupted.
 
         Raises:
             KeepsetError: no recipe can run.
