@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from keepset.bench.analysis.rows import Figure
+from keepset.bench.analysis.intervals import Figure
 from keepset.bench.analysis.summary import summarize
 from keepset.bench.record import FULL, Record
 from keepset.bench.report.results import interval

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from keepset.bench.analysis.rows import Figure, Records, Row, average, row_of
+from keepset.bench.analysis.rows import Records, Row, average, row_of
 from keepset.bench.record import FULL
 
 LEAST_EXAMPLES = 10
@@ -18,18 +18,23 @@ def conclusion(tasks: Mapping[str, Mapping[str, Records]]) -> str:
     Recipes are compared on the mean of all tasks, and only if they have a score on each of them.
     """
     totals = _totals(tasks, None)
-    if not any(recipe != FULL for recipe in totals):
+    full = totals.pop(FULL, None)
+    if not totals:
         return "No recipe has a score on all tasks yet."
-    if any(row.examples < row.examples_of for row in totals.values()):
+    rows = [*totals.values(), *([] if full is None else [full])]
+    if any(row.examples < row.examples_of for row in rows):
         return "Nothing is concluded yet: not all recipes have run on all examples."
-    examples = next(iter(totals.values())).examples
+    examples = rows[0].examples
     if examples < LEAST_EXAMPLES:
         return f"Nothing can be concluded from {counted(examples)}: at least {LEAST_EXAMPLES} are needed."
-    best = max((recipe for recipe in totals if recipe != FULL), key=lambda recipe: _score(totals[recipe]).value)
-    against = _totals(tasks, best)
-    full = totals.pop(FULL, None)
-    tied = [recipe for recipe in totals if recipe == best or _holds_zero(against[recipe].difference)]
-    chosen = min(tied, key=lambda recipe: (totals[recipe].means["share"] or 0.0, -_score(totals[recipe]).value))
+    best = max(totals, key=lambda recipe: _score(totals[recipe]))
+    differences = {recipe: row.difference for recipe, row in _totals(tasks, best).items()}
+    tied = [
+        recipe
+        for recipe in totals
+        if recipe == best or (to_best := differences[recipe]) is None or to_best.high is None or to_best.high >= 0
+    ]
+    chosen = min(tied, key=lambda recipe: (totals[recipe].means["share"] or 0.0, -_score(totals[recipe])))
     where = next(iter(tasks)) if len(tasks) == 1 else f"{len(tasks)} tasks"
     which = f"{chosen} scores best of {len(totals)} recipes"
     if len(tied) == len(totals) > 1:
@@ -56,19 +61,15 @@ def _totals(tasks: Mapping[str, Mapping[str, Records]], baseline: str | None) ->
         against = None if baseline is None else recipes.get(baseline)
         for recipe, records in recipes.items():
             rows.setdefault(recipe, []).append(row_of(records, against, examples))
-    totals = {recipe: average("", own, len(tasks)) for recipe, own in rows.items() if len(own) == len(tasks)}
+    totals = {recipe: average("", own, len(tasks)) for recipe, own in rows.items()}
     return {recipe: total for recipe, total in totals.items() if total.score is not None}
 
 
-def _score(total: Row) -> Figure:
-    assert total.score is not None
-    return total.score
-
-
-def _holds_zero(difference: Figure | None) -> bool:
-    return difference is None or difference.high is None or difference.high >= 0
+def _score(total: Row) -> float:
+    return 0.0 if total.score is None else total.score.value
 
 
 def _shown(total: Row) -> str:
-    score = _score(total)
+    score = total.score
+    assert score is not None
     return f"{score.value:.1%} ({100 * (score.low or 0.0):.1f}..{100 * (score.high or 0.0):.1f})"

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from keepset.bench.analysis import intervals
-from keepset.bench.analysis.intervals import Interval
+from keepset.bench.analysis.intervals import Figure, of_average, of_score, resampled, spread
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,7 +21,7 @@ class Curve:
     scores: tuple[Float[np.ndarray, "_ points"], ...]
 
 
-def area(curve: Curve) -> tuple[float, Interval] | None:
+def area(curve: Curve) -> Figure | None:
     """Return the area under accuracy over shares, from 0 to 1, with its interval; None if no budget dropped anything.
 
     KVCompose (2025, arXiv:2509.05165) calls it AUC and gives neither rule nor range. Here trapezoids reach from the
@@ -38,14 +37,13 @@ def area(curve: Curve) -> tuple[float, Interval] | None:
     for scores in curve.scores:
         # Rounded, so that an example right throughout has an area of 1, not one next to it.
         areas = (((scores[:, :-1] + scores[:, 1:]) / 2) @ gaps).round(12).tolist()
-        interval = intervals.of_score(areas)
-        if interval is None:
+        if (figure := of_score(areas)) is None:
             return None
-        parts.append((sum(areas) / len(areas), interval))
-    return sum(value for value, _ in parts) / len(parts), intervals.of_average(parts)
+        parts.append(figure)
+    return of_average(parts)
 
 
-def compression(curve: Curve, tolerance: float) -> tuple[float, Interval | None] | None:
+def compression(curve: Curve, tolerance: float) -> Figure | None:
     """Return the largest share that can go with a relative loss of accuracy of at most `tolerance`, and its interval.
 
     KVCompose's Table 2, equations 6 to 8 and 10: the loss is (full cache's score - score) / full cache's score. The
@@ -54,20 +52,18 @@ def compression(curve: Curve, tolerance: float) -> tuple[float, Interval | None]
     means "at least".
 
     Returns:
-        The share, and a bootstrap interval over examples with all budgets of an example drawn together. The interval is
-        None if no draw differs. None altogether if the full cache scores nothing.
+        The share, with a bootstrap interval over examples, all budgets of an example drawn together, if any draw
+        differs. None if the full cache scores nothing.
     """
     if not all(map(len, curve.scores)) or not any(scores[:, 0].any() for scores in curve.scores):
         return None
     removed = 1 - curve.shares
     value = float(_reach(removed, _losses([scores.mean(0, keepdims=True) for scores in curve.scores]), tolerance)[0])
-    draws = _reach(
-        removed, _losses([intervals.resampled(scores, seed) for seed, scores in enumerate(curve.scores)]), tolerance
-    )
-    examples = sum(map(len, curve.scores))
+    losses = _losses([resampled(scores, seed) for seed, scores in enumerate(curve.scores)])
+    draws, examples = _reach(removed, losses, tolerance), sum(map(len, curve.scores))
     if examples < 2 or np.nanmax(draws) - np.nanmin(draws) < 1e-9:
-        return value, None
-    return value, intervals.spread(draws, examples)
+        return Figure(value)
+    return Figure(value, *spread(draws, examples))
 
 
 def _losses(means: list[Float[np.ndarray, "draws points"]]) -> Float[np.ndarray, "draws points"]:

@@ -6,7 +6,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from keepset.bench.analysis.rows import Figure, Row
+from keepset.bench.analysis.intervals import Figure
+from keepset.bench.analysis.rows import Row
 from keepset.bench.analysis.summary import TOLERANCES, Summary, Trade
 from keepset.bench.record import FULL, largest_first
 

@@ -1,13 +1,16 @@
-"""Intervals of 95 %: how far a figure over examples can be trusted.
+"""Figures with intervals of 95 %, which say how far a mean over examples can be trusted.
 
 Every function takes one value per example. Questions and seeds of one example are averaged before, because they rise
 and fall together.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from statistics import fmean
 
 import numpy as np
 from jaxtyping import Float
@@ -18,65 +21,70 @@ Z = 1.959963984540054
 """95 % of the normal distribution lie between -Z and Z."""
 
 
-class Interval(NamedTuple):
-    """The two ends of an interval of 95 %."""
+@dataclass(frozen=True)
+class Figure:
+    """A number and the ends of its interval of 95 %, which are None if nothing can be said."""
 
-    low: float
-    high: float
+    value: float
+    low: float | None = None
+    high: float | None = None
 
 
-def of_mean(values: Sequence[float]) -> Interval | None:
-    """Return the interval of the mean of any numbers; None for fewer than two.
+def of_mean(values: Sequence[float]) -> Figure | None:
+    """Return the mean of any numbers, with an interval from two of them on; None without any.
 
-    It is a seeded percentile bootstrap. Its percentiles lie further out than 2.5 and 97.5, by as much as a t interval
-    is wider than a normal interval with the variance of a resampled mean (the expanded percentile interval, Hesterberg
-    2015, arXiv:1411.5279). Without that, ten examples would give 90 % instead of 95 %.
+    The interval is a seeded percentile bootstrap. Its percentiles lie further out than 2.5 and 97.5, by as much as a t
+    interval is wider than a normal interval with the variance of a resampled mean (the expanded percentile interval,
+    Hesterberg 2015, arXiv:1411.5279). Without that, ten examples would give 90 % instead of 95 %.
     """
     if len(values) < 2:
-        return None
-    return spread(resampled(np.asarray(values, np.float64)[:, None])[:, 0], len(values))
+        return Figure(values[0]) if values else None
+    draws = resampled(np.asarray(values, np.float64)[:, None])[:, 0]
+    return Figure(fmean(values), *spread(draws, len(values)))
 
 
-def of_score(values: Sequence[float]) -> Interval | None:
-    """Return the interval of a mean score from 0 to 1; None without examples.
+def of_score(values: Sequence[float]) -> Figure | None:
+    """Return the mean score from 0 to 1, with its interval; None without examples.
 
     If all values are 0 or 1, or all are the same, it is Wilson's interval of a share: resampling 12 successes of 12
     would give no width at all. Wilson's is wide enough for equal values, because no score varies more than a share.
     """
-    if not values:
-        return None
-    if set(values) <= {0.0, 1.0} or len(set(values)) == 1:
-        return _wilson(sum(values) / len(values), len(values))
-    return of_mean(values)
+    if not values or not (set(values) <= {0.0, 1.0} or len(set(values)) == 1):
+        return of_mean(values)
+    share, square = fmean(values), Z**2 / len(values)
+    middle = share + square / 2
+    margin = math.sqrt(square * share * (1 - share) + square**2 / 4)
+    low, high = (middle - margin) / (1 + square), (middle + margin) / (1 + square)
+    return Figure(share, max(min(low, share), 0.0), min(max(high, share), 1.0))
 
 
-def of_difference(values: Sequence[float]) -> Interval | None:
-    """Return the interval of a mean difference from two scores' differences on the same examples; None without any.
+def of_difference(values: Sequence[float]) -> Figure | None:
+    """Return the mean of two scores' differences on the same examples, with its interval; None without any.
 
     If all differences are -1, 0 or 1, or all are the same, it is the interval of Agresti & Min (2005) for matched pairs
     of successes and failures, as if each of the four outcomes had been seen half a time more often. So two recipes that
     answer the same 12 of 12 are not said to be equal.
     """
-    if not values:
-        return None
-    if not (set(values) <= {-1.0, 0.0, 1.0} or len(set(values)) == 1):
+    if not values or not (set(values) <= {-1.0, 0.0, 1.0} or len(set(values)) == 1):
         return of_mean(values)
     n = len(values) + 2
     mean = sum(values) / n
     margin = Z * math.sqrt(max((sum(value**2 for value in values) + 1) / n - mean**2, 0.0) / n)
-    return Interval(max(mean - margin, -1.0), min(mean + margin, 1.0))
+    return Figure(fmean(values), max(mean - margin, -1.0), min(mean + margin, 1.0))
 
 
-def of_average(parts: Sequence[tuple[float, Interval]]) -> Interval:
-    """Return the interval of the average of independent figures, each with its own interval.
+def of_average(parts: Sequence[Figure]) -> Figure:
+    """Return the average of independent figures, with an interval if each of them has one.
 
     The distances of the ends add up as standard errors do (MOVER, Zou & Donner 2008), so a part without spread counts
     with the width of its own interval.
     """
-    mean = sum(value for value, _ in parts) / len(parts)
-    below = math.hypot(*(value - interval.low for value, interval in parts)) / len(parts)
-    above = math.hypot(*(interval.high - value for value, interval in parts)) / len(parts)
-    return Interval(mean - below, mean + above)
+    mean = fmean(each.value for each in parts)
+    below = [each.value - each.low for each in parts if each.low is not None]
+    above = [each.high - each.value for each in parts if each.high is not None]
+    if len(below) + len(above) < 2 * len(parts):
+        return Figure(mean)
+    return Figure(mean, mean - math.hypot(*below) / len(parts), mean + math.hypot(*above) / len(parts))
 
 
 def resampled(values: Float[np.ndarray, "examples columns"], seed: int = 0) -> Float[np.ndarray, "draws columns"]:
@@ -85,11 +93,11 @@ def resampled(values: Float[np.ndarray, "examples columns"], seed: int = 0) -> F
     return np.einsum("de,ec->dc", _weights(len(values), seed), values)
 
 
-def spread(draws: Float[np.ndarray, " draws"], examples: int) -> Interval:
-    """Return the interval of a statistic from its values in bootstrap samples of `examples`; NaN does not count."""
+def spread(draws: Float[np.ndarray, " draws"], examples: int) -> tuple[float, float]:
+    """Return the ends of a statistic's interval from its values in samples of `examples`; NaN does not count."""
     tail = 0.5 * math.erfc(math.sqrt(examples / (examples - 1)) * _t(examples - 1) / math.sqrt(2))
     low, high = np.nanquantile(draws, [tail, 1 - tail])
-    return Interval(float(low), float(high))
+    return float(low), float(high)
 
 
 @lru_cache(maxsize=16)
@@ -98,14 +106,6 @@ def _weights(examples: int, seed: int) -> Float[np.ndarray, "draws examples"]:
     drawn = np.random.default_rng(seed).integers(examples, size=(DRAWS, examples))
     places = drawn + examples * np.arange(DRAWS)[:, None]
     return np.bincount(places.ravel(), minlength=DRAWS * examples).reshape(DRAWS, examples) / examples
-
-
-def _wilson(share: float, examples: int) -> Interval:
-    square = Z**2 / examples
-    middle = share + square / 2
-    margin = math.sqrt(square * share * (1 - share) + square**2 / 4)
-    low, high = (middle - margin) / (1 + square), (middle + margin) / (1 + square)
-    return Interval(max(min(low, share), 0.0), min(max(high, share), 1.0))
 
 
 @lru_cache

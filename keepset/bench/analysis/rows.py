@@ -7,26 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from keepset.bench.analysis import intervals
-from keepset.bench.analysis.intervals import Interval
+from keepset.bench.analysis.intervals import Figure, of_average, of_difference, of_score
 from keepset.bench.record import FIGURES, Record, mean_figures
 
 Records = Mapping[tuple[int, str], Record]
 """A recipe's records on one task, by seed and example."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number and the ends of its interval of 95 %, which are None if nothing can be said."""
-
-    value: float
-    low: float | None = None
-    high: float | None = None
-
-    @classmethod
-    def of(cls, value: float, interval: Interval | None) -> Figure:
-        """Return a figure with this interval."""
-        return cls(value) if interval is None else cls(value, *interval)
 
 
 @dataclass(frozen=True)
@@ -91,15 +76,12 @@ def row_of(records: Records, baseline: Records | None, examples: Collection[str]
         return row
     scores = by_example((example, record.score) for (_, example), record in records.items())
     costs = _means([record.figures for record in records.values() if record.error is None])
-    row = replace(row, means=costs, score=Figure.of(fmean(scores), intervals.of_score(scores)))
+    row = replace(row, means=costs, score=of_score(scores))
     if baseline is None or all(record.error is not None for record in baseline.values()):
         return row
     both = [unit for unit in records if unit in baseline]
     differences = by_example((unit[1], records[unit].score - baseline[unit].score) for unit in both)
-    if not differences:
-        return row
-    figure = Figure.of(fmean(differences), intervals.of_difference(differences))
-    return replace(row, difference=figure, pairs=len(differences))
+    return replace(row, difference=of_difference(differences), pairs=len(differences))
 
 
 def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
@@ -107,7 +89,7 @@ def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
 
     It has a score only if there is one on each of the group's `tasks`.
     """
-    scored = [each for each in rows if each.score is not None]
+    scores = [each.score for each in rows if each.score is not None]
     row = Row(
         task=group,
         recipe=rows[0].recipe,
@@ -116,19 +98,16 @@ def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
         metric=rows[0].metric if len({each.metric for each in rows}) == 1 else "mean",
         **{name: sum(getattr(each, name) for each in rows) for name in ("examples", "examples_of", "cut", "failed")},
         error=next((each.error for each in rows if each.error is not None), None),
-        tasks=len(scored),
+        tasks=len(scores),
         tasks_of=tasks,
     )
-    if len(scored) < tasks:
+    if len(scores) < tasks:
         return row
-    compared = all(each.difference is not None for each in scored)
-    return replace(
-        row,
-        means=_means([each.means for each in scored]),
-        score=_mean(each.score for each in scored),
-        difference=_mean(each.difference for each in scored) if compared else None,
-        pairs=sum(each.pairs for each in scored) if compared else 0,
-    )
+    row = replace(row, means=_means([each.means for each in rows]), score=of_average(scores))
+    differences = [each.difference for each in rows if each.difference is not None]
+    if len(differences) < len(rows):
+        return row
+    return replace(row, difference=of_average(differences), pairs=sum(each.pairs for each in rows))
 
 
 def by_example(values: Iterable[tuple[str, float]]) -> list[float]:
@@ -137,14 +116,6 @@ def by_example(values: Iterable[tuple[str, float]]) -> list[float]:
     for example, value in values:
         by_id.setdefault(example, []).append(value)
     return [fmean(each) for each in by_id.values()]
-
-
-def _mean(figures: Iterable[Figure | None]) -> Figure:
-    parts = []
-    for figure in figures:
-        assert figure is not None and figure.low is not None and figure.high is not None
-        parts.append((figure.value, Interval(figure.low, figure.high)))
-    return Figure.of(fmean(value for value, _ in parts), intervals.of_average(parts))
 
 
 def _means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:

@@ -10,7 +10,8 @@ import numpy as np
 
 from keepset.bench.analysis.conclusion import conclusion
 from keepset.bench.analysis.curves import Curve, area, compression
-from keepset.bench.analysis.rows import Figure, Records, Row, average, by_example, row_of
+from keepset.bench.analysis.intervals import Figure
+from keepset.bench.analysis.rows import Records, Row, average, by_example, row_of
 from keepset.bench.record import FULL, Record, largest_first
 from keepset.bench.tasks import longbench, longbench2, ruler
 from keepset.errors import KeepsetError
@@ -228,15 +229,13 @@ def _trade(
         return None
     curve = Curve(np.array([1.0, *(shares[recipe] for recipe in points[1:])]), tuple(scores))
     smallest = float(curve.shares[-1])
-    surface = area(curve)
-    reaches = []
-    for tolerance in TOLERANCES:
-        if (removed := compression(curve, tolerance)) is not None:
-            at_least = removed[0] >= 1 - smallest - 1e-9
-            reaches.append(Reach(tolerance, Figure.of(*removed), at_least))
+    reaches = [
+        Reach(tolerance, removed, removed.value >= 1 - smallest - 1e-9)
+        for tolerance in TOLERANCES
+        if (removed := compression(curve, tolerance)) is not None
+    ]
     failed = sum(rows[recipe].failed for recipe in recipes for _, rows in tasks)
-    figure = None if surface is None else Figure.of(*surface)
-    return Trade(name, method, smallest, len(recipes), sum(map(len, scores)), failed, figure, reaches)
+    return Trade(name, method, smallest, len(recipes), sum(map(len, scores)), failed, area(curve), reaches)
 
 
 def _scores(points: Sequence[Records]) -> np.ndarray:

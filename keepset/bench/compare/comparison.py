@@ -132,9 +132,10 @@ def kl_figures(divergences: Float[Tensor, " n"]) -> dict[str, float]:
     The interval is for the order of recipes on one text. It says nothing of other texts.
     """
     whole = mean(divergences)
-    interval = of_mean(divergences.tolist()) if math.isfinite(whole) else None
-    low, high = interval or (whole, whole)
-    return {"kl": whole, "kl_low": low, "kl_high": high}
+    known = of_mean(divergences.tolist()) if math.isfinite(whole) else None
+    if known is None or known.low is None or known.high is None:
+        return {"kl": whole, "kl_low": whole, "kl_high": whole}
+    return {"kl": whole, "kl_low": known.low, "kl_high": known.high}
 
 
 def fidelity(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from keepset.bench.analysis.rows import Figure
+from keepset.bench.analysis.intervals import Figure
 from keepset.bench.candidate import FULL_CACHE, Candidate
 from keepset.bench.sweep.prompts import Mode
 from keepset.bench.sweep.sweep import SweepGrid

@@ -5,9 +5,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from keepset.bench.analysis import intervals
-from keepset.bench.analysis.intervals import Interval
-from keepset.bench.analysis.rows import Figure, by_example
+from keepset.bench.analysis.intervals import Figure, of_average, of_mean, of_score
+from keepset.bench.analysis.rows import by_example
 from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarize
 from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, MeasuredFigure, Sweep, SweepLine, removed_at
 from keepset.bench.record import Record
@@ -106,8 +105,7 @@ def _figure_of(key: FigureKey, cells: Sequence[Record]) -> MeasuredFigure:
     figure = None
     if len(errors) < len(cells):
         values = by_example((cell.example, value) for cell in cells if (value := _value(cell, key.metric)) is not None)
-        interval = intervals.of_score(values) if key.metric == SCORE else intervals.of_mean(values)
-        figure = Figure.of(fmean(values), interval) if values else None
+        figure = of_score(values) if key.metric == SCORE else of_mean(values)
     examples = len({cell.example for cell in cells})
     return MeasuredFigure(key, figure, examples, len(errors), errors[0] if errors else None)
 
@@ -133,15 +131,7 @@ def _by_line(rows: Sequence[MeasuredFigure]) -> dict[FigureKey, list[MeasuredFig
 def _average(together: str, rows: Sequence[MeasuredFigure], tasks: int) -> MeasuredFigure:
     """Return the mean over tasks, each with the same weight; without a figure if a task has none."""
     figures = [row.figure for row in rows if row.figure is not None]
-    figure = None
-    if len(figures) == tasks:
-        ends = [
-            (each.value, Interval(each.low, each.high))
-            for each in figures
-            if each.low is not None and each.high is not None
-        ]
-        interval = intervals.of_average(ends) if len(ends) == tasks else None
-        figure = Figure.of(fmean(each.value for each in figures), interval)
+    figure = of_average(figures) if len(figures) == tasks else None
     error = next((row.error for row in rows if row.error is not None), None)
     counts = sum(row.examples for row in rows), sum(row.failed for row in rows)
     return MeasuredFigure(rows[0].key._replace(task=together), figure, *counts, error)

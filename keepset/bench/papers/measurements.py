@@ -7,8 +7,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from keepset.bench.analysis import intervals
-from keepset.bench.analysis.rows import Figure
+from keepset.bench.analysis.intervals import Figure, of_mean
 from keepset.bench.analysis.synthetic import Agreement, Gaussianity, hidden_gaussianity, next_query
 from keepset.bench.latency import Timing, latency
 from keepset.bench.papers.entry import FigureKey, MeasuredFigure, Options, recipe_of
@@ -59,8 +58,7 @@ def _by_layer(
         for name in vars(texts[0][layers[0]]):
             values = [torch.cat([getattr(text[layer], name).double() for layer in wanted]) for text in texts]
             means = [float(each.nanmean()) for each in values if not each.isnan().all()]
-            figure = Figure.of(sum(means) / len(means), intervals.of_mean(means)) if means else None
-            rows.append(MeasuredFigure(FigureKey(task, method, None, name), figure, len(texts)))
+            rows.append(MeasuredFigure(FigureKey(task, method, None, name), of_mean(means), len(texts)))
     return rows
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from keepset.bench.analysis.conclusion import counted
 from keepset.bench.analysis.diagnostics import REGION
-from keepset.bench.analysis.rows import Figure, Row
+from keepset.bench.analysis.intervals import Figure
+from keepset.bench.analysis.rows import Row
 from keepset.bench.analysis.summary import NeedleMap, Reach, Summary, Trade
 from keepset.bench.record import FULL
 from keepset.bench.report import plot

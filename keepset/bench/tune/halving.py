@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from keepset.bench.analysis.intervals import Interval, of_difference, of_mean, of_score
+from keepset.bench.analysis.intervals import Figure, of_difference, of_mean, of_score
 from keepset.bench.record import Record
 from keepset.recipe import Recipe
 
@@ -61,16 +61,14 @@ class TunedRecipe:
         return [each.figures["facts_found"] / each.figures["facts"] for each in self.figures if "facts" in each.figures]
 
     @property
-    def kl(self) -> tuple[float, Interval | None]:
-        """Mean KL and its interval over pieces."""
-        values = self.values("kl")
-        return fmean(values), of_mean(values)
+    def kl(self) -> Figure | None:
+        """Mean KL over pieces; None before the first."""
+        return of_mean(self.values("kl"))
 
     @property
-    def found(self) -> tuple[float, Interval | None] | None:
-        """Share of the facts that was found, and its interval over pieces; None if none were hidden."""
-        values = self.shares_found()
-        return (fmean(values), of_score(values)) if values else None
+    def found(self) -> Figure | None:
+        """Share of the facts that was found; None if none were hidden."""
+        return of_score(self.shares_found())
 
     def first(self, pieces: int) -> TunedRecipe:
         """Return the recipe as if it had been measured on only the first pieces."""
@@ -242,8 +240,7 @@ def _is_nearer(best: TunedRecipe, other: TunedRecipe) -> bool:
     differences = [theirs - ours for ours, theirs in zip(best.values("kl"), other.values("kl"), strict=True)]
     if not all(map(math.isfinite, differences)):
         return not math.isfinite(other.mean("kl"))
-    interval = of_mean(differences)
-    return interval is not None and interval.low > 0
+    return _is_above_zero(of_mean(differences))
 
 
 def _finds_more(best: TunedRecipe, other: TunedRecipe) -> bool:
@@ -256,12 +253,15 @@ def _finds_more(best: TunedRecipe, other: TunedRecipe) -> bool:
     if len(best.figures) < LEAST:
         return sum(best.values("facts_found")) - sum(other.values("facts_found")) > 1
     differences = [ours - theirs for ours, theirs in zip(best.shares_found(), other.shares_found(), strict=True)]
-    interval = of_difference(differences)
-    return interval is not None and interval.low > 0
+    return _is_above_zero(of_difference(differences))
+
+
+def _is_above_zero(figure: Figure | None) -> bool:
+    return figure is not None and figure.low is not None and figure.low > 0
 
 
 def _found(entry: TunedRecipe) -> float:
-    return entry.found[0] if entry.found is not None else 0.0
+    return entry.found.value if entry.found is not None else 0.0
 
 
 def _half(entries: int) -> int:

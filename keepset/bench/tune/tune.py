@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from keepset.bench.analysis.intervals import Interval, of_score
+from keepset.bench.analysis.intervals import Figure, of_score
 from keepset.bench.candidate import text_of
 from keepset.bench.compare.comparison import fidelity
 from keepset.bench.generation import end_tokens
@@ -189,7 +189,6 @@ class Tuner:
         chosen = min(tied, key=lambda entry: entry.first(race.pieces).mean("prefill_seconds"), default=None)
         full, facts = self._measurer.full_bytes, self._pieces[0].facts
         found = [fmean(each) for each in self._measurer.full_found.values() if each]
-        full_found = (fmean(found), of_score(found)) if found else None
         return {
             "model": self._name,
             "budget": text_of(self._budget),
@@ -202,7 +201,7 @@ class Tuner:
             "measured": race.pieces,
             "full": {
                 "kv_bytes": round(fmean(full.values())) if full else None,
-                **({"found": _figure(full_found)} if facts else {}),
+                **({"found": _figure(of_score(found))} if facts else {}),
             },
             "recipe": None if chosen is None else str(chosen.recipe),
             # A file with this text means the same when defaults have changed.
@@ -250,7 +249,7 @@ def _row(entry: TunedRecipe, *, alive: bool) -> dict[str, Any]:
     }
 
 
-def _figure(figure: tuple[float, Interval | None] | None) -> dict[str, float | None]:
-    value, interval = figure or (None, None)
-    low, high = interval or (None, None)
-    return {"mean": value, "low": low, "high": high}
+def _figure(figure: Figure | None) -> dict[str, float | None]:
+    if figure is None:
+        return {"mean": None, "low": None, "high": None}
+    return {"mean": figure.value, "low": figure.low, "high": figure.high}

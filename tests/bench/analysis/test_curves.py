@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.bench.analysis.curves import Curve, area, compression
+from keepset.bench.analysis.intervals import Figure
+from tests.bench.analysis.test_intervals import ends
 
 EMPTY = Curve(np.array([1.0, 0.5]), (np.empty((0, 2)),))
 
@@ -22,13 +24,14 @@ def test_area_by_hand() -> None:
     # Means 1.0, 0.75, 0.25 at shares 1.0, 0.5, 0.25: (0.5 * 0.875 + 0.25 * 0.5) / 0.75.
     task: list[list[float]] = [[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 0, 0]]
     measured = area(curve([1.0, 0.5, 0.25], task))
-    assert measured is not None and measured[0] == pytest.approx(0.75)
-    assert measured[1].low < 0.75 < measured[1].high <= 1
+    assert measured is not None and measured.value == pytest.approx(0.75)
+    low, high = ends(measured)
+    assert low < 0.75 < high <= 1
     # The mean of two tasks' areas, 0.75 and 0.
     both = area(curve([1.0, 0.5, 0.25], task, [[0, 0, 0]]))
-    assert both is not None and both[0] == pytest.approx(0.375)
+    assert both is not None and both.value == pytest.approx(0.375)
     perfect = area(curve([1.0, 0.7, 0.3], [[1, 1, 1]] * 12))
-    assert perfect is not None and perfect[0] == 1.0 and perfect[1] == pytest.approx((0.7575, 1), abs=1e-3)
+    assert perfect is not None and perfect.value == 1.0 and ends(perfect) == pytest.approx((0.7575, 1), abs=1e-3)
     for without in (curve([1.0], [[1]]), curve([1.0, 1.0], [[1, 1]]), EMPTY):
         assert area(without) is None
 
@@ -45,8 +48,8 @@ def test_area_is_that_of_the_drawn_line(shares: list[float], quarters: list[int]
     rising, means = falling[::-1], scores.mean(0)[::-1]
     drawn = np.interp(np.linspace(rising[0], 1, 2001), rising, means).mean()
     # Steep pieces that are narrower than the grid are the grid's error, not the area's.
-    assert measured[0] == pytest.approx(drawn, abs=4 / 2000 / (1 - rising[0]))
-    assert measured[1].low - 1e-9 <= measured[0] <= measured[1].high + 1e-9
+    assert measured.value == pytest.approx(drawn, abs=4 / 2000 / (1 - rising[0]))
+    assert ends(measured)
 
 
 # Means 0.8, 0.8, 0.4 at shares 1.0, 0.5, 0.25: 10 % of 0.8 are lost a fifth of the way from 0.5 to 0.25 removed.
@@ -79,9 +82,9 @@ LOST: list[list[float]] = [[1, 0.5], [1, 0]]
 )
 def test_what_can_go_by_hand(of: Curve, tolerance: float, expected: float) -> None:
     measured = compression(of, tolerance)
-    assert measured is not None and measured[0] == pytest.approx(expected)
+    assert measured is not None and measured.value == pytest.approx(expected)
     if len({tuple(example / example[0]) for scores in of.scores for example in scores if example[0]}) == 1:
-        assert measured[1] is None  # every example loses the same part
+        assert measured.low is None  # every example loses the same part
 
 
 def test_no_compression_without_a_score_to_lose() -> None:
@@ -96,16 +99,15 @@ def test_the_interval_of_compression_holds_the_truth() -> None:
     for _ in range(simulations):
         luck = random.random(60)
         scores = np.stack([np.ones(60), luck < 0.8, luck < 0.4], axis=1).astype(float)
-        measured = compression(Curve(np.array([1.0, 0.5, 0.25]), (scores,)), 0.3)
-        assert measured is not None and measured[1] is not None
-        hits += measured[1].low <= 0.5 + 0.25 * 0.1 / 0.4 <= measured[1].high
+        low, high = ends(compression(Curve(np.array([1.0, 0.5, 0.25]), (scores,)), 0.3))
+        hits += low <= 0.5 + 0.25 * 0.1 / 0.4 <= high
     assert 0.95 - 3 * math.sqrt(0.95 * 0.05 / simulations) <= hits / simulations < 1
 
 
 def test_draws_without_a_score_of_the_full_cache_do_not_count() -> None:
     # A quarter of the draws misses the only example that the full cache answers; in the others all of it is lost.
     measured = compression(curve([1.0, 0.5], [[1, 0], [0, 0]]), 0.3)
-    assert measured == (pytest.approx(0.15), None)
+    assert measured == Figure(pytest.approx(0.15))
     # Of two tasks the other one counts.
     measured = compression(curve([1.0, 0.5], [[1, 0], [0, 0]], [[1, 0.5], [1, 0.5]]), 0.3)
-    assert measured is not None and measured[1] == pytest.approx((0.5 * 0.3 / 0.75, 0.5 * 0.3 / 0.5))
+    assert ends(measured) == pytest.approx((0.5 * 0.3 / 0.75, 0.5 * 0.3 / 0.5))

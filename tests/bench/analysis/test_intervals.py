@@ -12,18 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset.bench.analysis import intervals
-from keepset.bench.analysis.intervals import Interval, of_average, of_difference, of_mean, of_score
+from keepset.bench.analysis.intervals import Figure, of_average, of_difference, of_mean, of_score
 
 SIMULATIONS = 400
-Draw = Callable[[Any], tuple[list[float], Interval | None]]
+Draw = Callable[[Any], Figure | None]
 
 
-def drawn(interval: Callable[[list[float]], Interval | None], values: Callable[[Any], Any]) -> Draw:
-    def draw(random: Any) -> tuple[list[float], Interval | None]:
-        numbers = np.asarray(values(random), float).tolist()
-        return numbers, interval(numbers)
+def ends(figure: Figure | None) -> tuple[float, float]:
+    """The ends of an interval, between which its figure lies."""
+    assert figure is not None and figure.low is not None and figure.high is not None
+    assert figure.low - 1e-12 <= figure.value <= figure.high + 1e-12
+    return figure.low, figure.high
 
-    return draw
+
+def drawn(figure: Callable[[list[float]], Figure | None], values: Callable[[Any], Any]) -> Draw:
+    return lambda random: figure(np.asarray(values(random), float).tolist())
 
 
 def pairs(examples: int) -> Draw:
@@ -36,14 +39,9 @@ def pairs(examples: int) -> Draw:
     return drawn(of_difference, values)
 
 
-def three_tasks(random: Any) -> tuple[list[float], Interval | None]:
-    parts = []
-    for share in (0.95, 0.6, 0.3):
-        values = random.binomial(1, share, size=20).astype(float).tolist()
-        interval = of_score(values)
-        assert interval is not None
-        parts.append((sum(values) / len(values), interval))
-    return [mean for mean, _ in parts], of_average(parts)
+def three_tasks(random: Any) -> Figure:
+    scores = [of_score(random.binomial(1, share, size=20).astype(float).tolist()) for share in (0.95, 0.6, 0.3)]
+    return of_average([score for score in scores if score is not None])
 
 
 @pytest.mark.parametrize(
@@ -64,9 +62,8 @@ def test_the_truth_lies_in_95_of_100_intervals(draw: Draw, seed: int, truth: flo
     """Give or take three standard errors of the simulation."""
     random, hits = np.random.default_rng(seed), 0
     for _ in range(SIMULATIONS):
-        values, interval = draw(random)
-        assert interval is not None and interval.low <= sum(values) / len(values) <= interval.high
-        hits += interval.low <= truth <= interval.high
+        low, high = ends(draw(random))
+        hits += low <= truth <= high
     slack = 3 * math.sqrt(0.95 * 0.05 / SIMULATIONS)
     # Always true would be no interval either, where a figure can take many values.
     assert least - slack <= hits / SIMULATIONS < 1
@@ -76,40 +73,40 @@ def test_the_truth_lies_in_95_of_100_intervals(draw: Draw, seed: int, truth: flo
 def test_ends_of_a_share_are_what_the_score_test_just_does_not_refuse(counts: tuple[int, int]) -> None:
     found, examples = counts
     share = found / examples
-    interval = of_score([1.0] * found + [0.0] * (examples - found))
-    assert interval is not None
-    assert 0 <= interval.low <= share <= interval.high <= 1 and interval.high - interval.low > 0
-    for end in interval:
+    figure = of_score([1.0] * found + [0.0] * (examples - found))
+    low, high = ends(figure)
+    assert figure is not None and figure.value == share and 0 <= low < high <= 1
+    for end in (low, high):
         if 0 < end < 1:
             assert (share - end) ** 2 == pytest.approx(intervals.Z**2 * end * (1 - end) / examples, abs=1e-12)
 
 
 @given(st.lists(st.sampled_from([(0, 0), (0, 1), (1, 0), (1, 1)]), min_size=1, max_size=40))
 def test_differences_of_pairs_by_their_four_outcomes(pairs: list[tuple[int, int]]) -> None:
-    interval = of_difference([float(a - b) for a, b in pairs])
-    assert interval is not None
+    figure = of_difference([float(a - b) for a, b in pairs])
     count = {outcome: pairs.count(outcome) + 0.5 for outcome in [(0, 0), (0, 1), (1, 0), (1, 1)]}
     n = sum(count.values())
     won, lost = count[1, 0] / n, count[0, 1] / n
     margin = intervals.Z * math.sqrt((won + lost - (won - lost) ** 2) / n)
-    assert interval == pytest.approx((max(won - lost - margin, -1), min(won - lost + margin, 1)))
-    assert interval.low <= sum(a - b for a, b in pairs) / len(pairs) <= interval.high
+    assert ends(figure) == pytest.approx((max(won - lost - margin, -1), min(won - lost + margin, 1)))
+    assert figure is not None and figure.value == pytest.approx(sum(a - b for a, b in pairs) / len(pairs))
 
 
 def test_no_spread_is_no_certainty_and_nothing_says_nothing() -> None:
-    assert of_score([1.0] * 12) == pytest.approx((0.7575, 1.0), abs=1e-3)
-    assert of_score([0.0]) == pytest.approx((0.0, 0.7935), abs=1e-3)
-    assert of_difference([0.0] * 12) == pytest.approx((-0.14, 0.14), abs=0.01)
-    for interval, least in ((of_score([0.5] * 12), 0.4), (of_difference([0.25] * 3), 0.5)):
-        assert interval is not None and interval.high - interval.low > least
-    assert of_score([]) is of_difference([]) is of_mean([]) is of_mean([0.3]) is None
+    assert ends(of_score([1.0] * 12)) == pytest.approx((0.7575, 1.0), abs=1e-3)
+    assert ends(of_score([0.0])) == pytest.approx((0.0, 0.7935), abs=1e-3)
+    assert ends(of_difference([0.0] * 12)) == pytest.approx((-0.14, 0.14), abs=0.01)
+    for figure, least in ((of_score([0.5] * 12), 0.4), (of_difference([0.25] * 3), 0.5)):
+        low, high = ends(figure)
+        assert high - low > least
+    assert of_score([]) is of_difference([]) is of_mean([]) is None and of_mean([0.3]) == Figure(0.3)
 
 
 def test_means_of_two_and_of_many() -> None:
-    assert of_mean([0.2, 0.7]) == pytest.approx((0.2, 0.7))
+    assert ends(of_mean([0.2, 0.7])) == pytest.approx((0.2, 0.7))
     values = np.random.default_rng(4).normal(size=400)
     mean, margin = values.mean(), 1.966 * values.std(ddof=1) / math.sqrt(400)
-    assert of_mean(values.tolist()) == pytest.approx((mean - margin, mean + margin), abs=0.1 * margin)
+    assert ends(of_mean(values.tolist())) == pytest.approx((mean - margin, mean + margin), abs=0.1 * margin)
     assert of_mean(values.tolist()) == of_mean(values.tolist())
 
 
@@ -130,8 +127,9 @@ def test_columns_of_an_example_are_drawn_together() -> None:
 
 
 def test_the_average_of_independent_figures() -> None:
-    part = (0.5, Interval(0.4, 0.7))
-    assert of_average([part]) == pytest.approx(part[1])
-    assert of_average([part] * 4) == pytest.approx((0.45, 0.6))
+    part = Figure(0.5, 0.4, 0.7)
+    assert ends(of_average([part])) == pytest.approx((0.4, 0.7))
+    assert ends(of_average([part] * 4)) == pytest.approx((0.45, 0.6))
     # By hand: below 0.3, 0.4 make 0.5 of two; above 0 and 0.1.
-    assert of_average([(1.0, Interval(0.7, 1.0)), (0.5, Interval(0.1, 0.6))]) == pytest.approx((0.5, 0.8))
+    assert ends(of_average([Figure(1.0, 0.7, 1.0), Figure(0.5, 0.1, 0.6)])) == pytest.approx((0.5, 0.8))
+    assert of_average([part, Figure(1.0)]) == Figure(0.75)

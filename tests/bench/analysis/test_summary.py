@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset.bench.analysis import intervals
-from keepset.bench.analysis.rows import Figure, Row
+from keepset.bench.analysis.intervals import Figure, of_difference, of_score
+from keepset.bench.analysis.rows import Row
 from keepset.bench.analysis.summary import Summary, groups_of, summarize
 from keepset.bench.record import FULL, Record
 from keepset.bench.tasks import longbench
@@ -38,10 +38,8 @@ def test_a_row_says_what_its_cells_come_to() -> None:
     check(snapkv, task="qa", recipe=HALF, method="snapkv", requested="keep=0.5", metric="match", failed=0, **costs)
     check(snapkv, examples=4, examples_of=4, pairs=4, score=0.4375, difference=-0.3125)
     check(snapkv, keep=0.5, kv_bytes=500, kv_bytes_full=FULL_BYTES, share=0.5, tokens=8.0)
-    score, difference = snapkv.score, snapkv.difference
-    assert score is not None and (score.low, score.high) == intervals.of_score([1.0, 0.25, 0.0, 0.5])
-    assert difference is not None
-    assert (difference.low, difference.high) == intervals.of_difference([0.0, -0.75, -0.5, 0.0])
+    assert snapkv.score == of_score([1.0, 0.25, 0.0, 0.5])
+    assert snapkv.difference == of_difference([0.0, -0.75, -0.5, 0.0])
 
 
 def test_shares_are_those_of_a_16_bit_cache_where_cells_have_them() -> None:
@@ -58,7 +56,7 @@ def test_an_example_counts_once_whatever_its_seeds(drawn: list[tuple[int, int, f
     examples = list(dict.fromkeys(example for example, _ in scores))
     means = [fmean(score for (example, _), score in scores.items() if example == each) for each in examples]
     check(row, examples=len(examples), score=fmean(means))
-    assert row.score is not None and (row.score.low, row.score.high) == intervals.of_score(means)
+    assert row.score == of_score(means)
 
 
 def test_differences_are_of_examples_that_both_have() -> None:

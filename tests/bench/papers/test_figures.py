@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from keepset.bench.analysis.rows import Figure
+from keepset.bench.analysis.intervals import Figure
 from keepset.bench.papers.entry import AREA, SCORE, FigureKey, MeasuredFigure, Sweep, removed_at
 from keepset.bench.papers.figures import averages_over_models, figures_of
 from keepset.bench.record import Record

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepset.bench.analysis.intervals import Figure
 from keepset.bench.record import Record
 from keepset.bench.tune.halving import PREFILL, ROUNDS, Halving, TunedRecipe, ranked, tied
 from keepset.recipe import Recipe
@@ -266,7 +267,7 @@ def test_rows_stand_by_the_facts_that_they_show(stop: int | None) -> None:
         race.run()
     rows = race.standing()
     for alive in (True, False):
-        shown = [(len(row.figures), *(row.found or (0, 0))[:1]) for row, running in rows if running is alive]
+        shown = [(len(row.figures), row.found.value if row.found else 0) for row, running in rows if running is alive]
         assert alive or shown == sorted(shown, key=lambda row: -row[0])
         for (pieces, above), (same, below) in pairwise(shown):
             assert pieces != same or above * 4 * pieces >= below * 4 * pieces - 1
@@ -276,8 +277,7 @@ def test_rows_stand_by_the_facts_that_they_show(stop: int | None) -> None:
 
 def test_figures_of_an_entry() -> None:
     one = entry(0, [1.0, 2.0, 3.0], [(True, False), (True, True), (False, False)])
-    assert one.kl[0] == 2.0 and one.mean("keep") == 0.25
-    assert one.found is not None and one.found[0] == 0.5
-    low, high = one.found[1] or (0, 0)
-    assert 0 <= low < 0.5 < high <= 1
-    assert entry(0, [1.0]).found is None and entry(0, [1.0]).kl == (1.0, None)
+    assert one.kl is not None and one.kl.value == 2.0 and one.mean("keep") == 0.25
+    assert one.found is not None and one.found.value == 0.5
+    assert 0 <= (one.found.low or 0) < 0.5 < (one.found.high or 0) <= 1
+    assert entry(0, [1.0]).found is None and entry(0, [1.0]).kl == Figure(1.0)
