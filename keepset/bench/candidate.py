@@ -65,20 +65,14 @@ def text_of(budget: Budget) -> str | None:
 
 
 def candidates(
-    recipes: Sequence[Recipe],
-    budgets: Sequence[Budget],
-    every: int | None = None,
-    always: tuple[int, int] = (0, 0),
+    recipes: Sequence[Recipe], budgets: Sequence[Budget], every: int | None = None, always: tuple[int, int] = (0, 0)
 ) -> list[Candidate]:
     """Return the full cache, then the `grid` of all recipes under all budgets."""
     return [FULL_CACHE, *grid(recipes, budgets, every, always)]
 
 
 def grid(
-    recipes: Sequence[Recipe],
-    budgets: Sequence[Budget],
-    every: int | None = None,
-    always: tuple[int, int] = (0, 0),
+    recipes: Sequence[Recipe], budgets: Sequence[Budget], every: int | None = None, always: tuple[int, int] = (0, 0)
 ) -> list[Candidate]:
     """Return every recipe under every budget, each once.
 

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from keepset.bench.memory import dynamic_nbytes
+from keepset.bench.memory import dynamic_nbytes, watch_peak
 from keepset.bench.record import FULL
 from keepset.errors import KeepsetError
 from keepset.hf.cache import Cache
@@ -124,8 +124,7 @@ def _generation(model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], recipe:
 def _watch(device: torch.device) -> Callable[[], int | None]:
     """Start watching the most memory in use; return a function that tells it."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return lambda: torch.cuda.max_memory_allocated(device)
+        return watch_peak(device)
     try:
         # Memory that the allocator holds for later would hide the peak, so it goes back to the system first.
         ctypes.CDLL(None).malloc_trim(0)

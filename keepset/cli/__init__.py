@@ -15,11 +15,12 @@ from keepset.cli.bench import bench
 from keepset.cli.calibrate import calibrate
 from keepset.cli.compare import compare, demo
 from keepset.cli.compile import compile
-from keepset.cli.console import note, sanitize, say, say_starting, unsay_starting
+from keepset.cli.console import note, say, say_starting, unsay_starting
 from keepset.cli.context import context as context_commands
 from keepset.cli.diagnose import diagnose
 from keepset.cli.eval import evaluate
 from keepset.cli.generate import generate
+from keepset.cli.grid import sanitize
 from keepset.cli.latency import latency
 from keepset.cli.methods import methods
 from keepset.cli.reproduce import reproduce

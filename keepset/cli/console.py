@@ -9,8 +9,7 @@ import sys
 import textwrap
 import threading
 import time
-import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,14 +20,13 @@ from typer import Exit
 
 from keepset import models
 from keepset.bench.report import page
-from keepset.cli.grid import Grid
+from keepset.cli.grid import Grid, sanitize
 from keepset.cli.options import STANDARD_OUTPUT
 from keepset.errors import KeepsetError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.progress import Progress
-    from rich.text import Text
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from keepset.bench.report.table import Table
@@ -43,14 +41,8 @@ _SILENT = 30
 """Seconds without output after which a note says what is under way, if there is no terminal."""
 
 
-@dataclass
-class _Heard:
-    """When something was printed last, by `time.monotonic`."""
-
-    at: float = -math.inf
-
-
-_heard = _Heard()
+_heard = [-math.inf]
+"""When something was printed last, by `time.monotonic`."""
 _ends = [math.inf]
 """When the minutes of each block of `time_limit` are over, by `time.monotonic`; infinity outside of all."""
 _beating: list[threading.Event] = []
@@ -114,7 +106,7 @@ def note(text: str) -> None:
 
 def _print(console: Console, text: str, style: str | None = None) -> None:
     """Print a text; on a terminal lines break between words only, and for programs they do not break."""
-    _heard.at = time.monotonic()
+    _heard[0] = time.monotonic()
     text = sanitize(text)
     if console.is_terminal:
         fill = partial(textwrap.fill, width=console.width, break_long_words=False, break_on_hyphens=False)
@@ -151,29 +143,9 @@ def write(path: Path | None, content: Callable[[], str], described: str | None =
         note(f"{described}: {path}")
 
 
-def table(*texts: str, numbers: Sequence[str] = (), optional: Sequence[str] = (), fold: bool = False) -> Grid:
-    """Return an empty table with these columns; see `Grid`."""
-    return Grid(texts, numbers, optional, fold)
-
-
 def show_table(table: Table) -> None:
-    """Print a table's lines under their headings, then in red the lines that have an error and no figures."""
-    columns = [(at, column) for at, column in enumerate(table.columns) if not column.page_only]
-    grid = Grid([table.head], [column.title for _, column in columns], fold=table.fold)
-    for (_, column), printed in zip(columns, grid.columns[1:], strict=True):
-        printed.rank = column.rank
-    heading = ""
-    for line in table.lines:
-        if not line.cells:
-            continue
-        if line.heading != heading:
-            heading = line.heading
-            grid.add_row(cell(heading, style="bold"))
-        inside = "  " if heading else ""
-        why = "\n".join(f"  {inside}{part}" for part in line.error.split("\n")) if line.error else None
-        name = cell(inside + (line.short or line.name), why)
-        grid.add_row(name, *(sanitize(line.cells[at][0]) for at, _ in columns), style=line.style)
-    show(grid)
+    """Print a table, then in red the lines that have an error and no figures."""
+    show(Grid(table))
     for line in table.lines:
         if not line.cells:
             say(f"{line.name}: {line.error}", style="red")
@@ -239,14 +211,6 @@ def _nothing_chosen(recipe: Recipe) -> str:
     return f"Nothing is chosen: {_always(recipe)}, which is the whole budget. Give a larger one."
 
 
-def cell(text: str, error: str | None = None, style: str = "") -> Text:
-    """Return a cell with a text of a model or a user, and below it an error."""
-    from rich.text import Text
-
-    content = Text(sanitize(text), style)
-    return content if error is None else content.append(f"\n{sanitize(error)}", "red")
-
-
 @contextmanager
 def progress(description: str = "at work") -> Iterator[Progress]:
     """Show a progress bar with the time left; without a terminal note every half minute how far it has come.
@@ -292,7 +256,7 @@ def beating(state: Callable[[], str]) -> Iterator[None]:
         while not ended.wait(min(1.0, _SILENT)):
             now = time.monotonic()
             # Of blocks inside one another the innermost knows best what is under way.
-            if _beating[-1:] == [ended] and now - max(_heard.at, began) >= _SILENT and (text := state()):
+            if _beating[-1:] == [ended] and now - max(_heard[0], began) >= _SILENT and (text := state()):
                 note(f"{text} (after {now - began:.0f} s)")
 
     thread = threading.Thread(target=beat, daemon=True)
@@ -461,11 +425,6 @@ def _measured() -> Path:
         models.embedded_statistics()  # which announces it
     note(f"{what} took {duration(time.monotonic() - began).removeprefix('about ')}")
     return path
-
-
-def sanitize(text: str) -> str:
-    """Return a text of a model or a user without characters that control a terminal."""
-    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def megabytes(nbytes: int) -> str:

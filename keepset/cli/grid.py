@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
-    from rich.table import Table
+    from rich.table import Table as RichTable
     from rich.text import Text
+
+    from keepset.bench.report.table import Table
 
 _GAP = 2
 _NAME = 44
@@ -50,38 +54,42 @@ class GridColumn:
 
 
 class Grid:
-    """Rows under titles, printed as wide as they are or as the terminal is.
+    """A table's lines under their headings, as wide as they are or as the terminal is; those with errors alone not."""
 
-    Args:
-        texts: titles of columns that may go on in a next line, at a space.
-        numbers: titles of columns at the right of those, which stay on one line unless `fold`.
-        optional: titles of columns that may be left out, the most dispensable first.
-        fold: whether numbers may go on in a next line, at a space.
-    """
+    def __init__(self, table: Table) -> None:
+        from rich.text import Text
 
-    def __init__(
-        self, texts: Sequence[str], numbers: Sequence[str], optional: Sequence[str] = (), fold: bool = False
-    ) -> None:
-        ranks = {title: len(optional) - at for at, title in enumerate(optional)}
-        self.columns = [GridColumn(title, rank=ranks.get(title, 0)) for title in texts]
-        self.columns += [GridColumn(title, True, not fold, ranks.get(title, 0)) for title in numbers]
+        shown = [(at, column) for at, column in enumerate(table.columns) if not column.page_only]
+        self.columns = [GridColumn(table.head)]
+        for _, column in shown:
+            is_whole = not (column.is_text or table.fold)
+            self.columns.append(GridColumn(column.title, not column.is_text, is_whole, column.rank))
         self._styles: list[str] = []
+        heading = ""
+        for line in (line for line in table.lines if line.cells):
+            if line.heading != heading:
+                heading = line.heading
+                self._add([Text(sanitize(heading), "bold")])
+            inside = "  " if heading else ""
+            name = Text(sanitize(inside + (line.short or line.name)))
+            if line.error:
+                name.append("".join(f"\n  {inside}{part}" for part in sanitize(line.error).split("\n")), "red")
+            self._add([name, *(Text(sanitize(line.cells[at][0])) for at, _ in shown)], line.style)
 
-    def add_row(self, *cells: str | Text, style: str = "") -> None:
+    def _add(self, cells: Sequence[Text], style: str = "") -> None:
         """Add a row; cells that are missing at its end are empty."""
         from rich.text import Text
 
-        padded = [*cells, *[""] * (len(self.columns) - len(cells))]
-        for column, cell in zip(self.columns, padded, strict=True):
-            column.cells.append(Text(cell) if isinstance(cell, str) else cell)
+        for column, cell in zip_longest(self.columns, cells):
+            column.cells.append(cell or Text())
         self._styles.append(style)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
-        from rich.table import Table
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RichTable]:
+        from rich.table import Table as RichTable
 
         columns = self._fitting(options.max_width)
         widths = _widths(columns, options.max_width)
-        table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+        table = RichTable(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
         for column, width in zip(columns, widths, strict=True):
             justify = "right" if column.is_number else "left"
             table.add_column(
@@ -127,3 +135,8 @@ def _width(text: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(text)
+
+
+def sanitize(text: str) -> str:
+    """Return a text of a model or a user without characters that control a terminal."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c)[0] != "C" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -5,8 +5,9 @@ from typing import Annotated, Any
 
 from typer import Argument
 
+from keepset.bench.report.table import Column, Table, yes
 from keepset.cli.checks import check_writable
-from keepset.cli.console import cell, output, say, show, table
+from keepset.cli.console import output, say, show_table
 from keepset.cli.options import Json
 from keepset.errors import RecipeError
 
@@ -43,19 +44,27 @@ def methods(
 
 
 def _print(entries: list[dict[str, Any]]) -> None:
-    grid = table("method", "what it does", numbers=("always", "every", "vLLM", "passes"))
+    table = Table("method", [Column("what it does", _summary, is_text=True), *_COLUMNS])
     for entry in entries:
-        summary = _SOURCE.sub("", entry["summary"]).partition(": `")[0].rstrip(".").replace("`", "")
-        always = f"{entry['sinks']} + {entry['recent']}" if entry["sinks"] or entry["recent"] else ""
-        named = f"{entry['name']}(scorer)" if entry["family"] == "allocator" else entry["name"]
-        served = (_word(entry[which]) for which in ("every", "vllm"))
-        grid.add_row(cell(named), cell(summary), always, *served, str(entry["passes"]))
-    show(grid)
+        table.add(f"{entry['name']}(scorer)" if entry["family"] == "allocator" else entry["name"], entry)
+    show_table(table)
     say(
         "always: how many of the first and of the newest tokens always stay; every: whether it can compress while "
         "decoding; passes: forward passes over the prompt. An allocator also has its scorer's needs. "
         "keepset methods NAME says more. keepset --plugin my_methods methods lists your own, too."
     )
+
+
+def _summary(entry: dict[str, Any]) -> str:
+    return _SOURCE.sub("", entry["summary"]).partition(": `")[0].rstrip(".").replace("`", "")
+
+
+_COLUMNS = [
+    Column("always", lambda each: f"{each['sinks']} + {each['recent']}" if each["sinks"] or each["recent"] else None),
+    Column("every", lambda entry: entry["every"], yes),
+    Column("vLLM", lambda entry: entry["vllm"], yes),
+    Column("passes", lambda entry: entry["passes"]),
+]
 
 
 def _print_one(entry: dict[str, Any], about: str) -> None:
@@ -65,17 +74,18 @@ def _print_one(entry: dict[str, Any], about: str) -> None:
     say(re.sub(r"\n +", "\n", text))
     if entry["parameters"]:
         say("")
-        grid = table("parameter", "range", numbers=("default",))
-        for name, default in entry["parameters"].items():
-            grid.add_row(name, entry["ranges"].get(name, "a method"), "" if default is None else repr(default))
-        show(grid)
+        ranges = Column("range", lambda name: entry["ranges"].get(name, "a method"), is_text=True)
+        table = Table("parameter", [ranges, Column("default", entry["parameters"].get, repr)])
+        for name in entry["parameters"]:
+            table.add(name, name)
+        show_table(table)
     budget = "bytes=0.25" if entry["needs_budget"] else ""
     call = ", ".join(filter(None, ["snapkv" if divides else "", budget]))
     example = f"{entry['name']}({call})" if call else entry["name"]
     facts = (
         f"looks at: {', '.join(entry['needs']) or 'keys, values'}",
         f"always stays: {_always(entry['sinks'], entry['recent'])}",
-        f"compresses while decoding (every=): {_word(entry['every'])}; under vLLM: {_word(entry['vllm'])}; "
+        f"compresses while decoding (every=): {yes(entry['every'])}; under vLLM: {yes(entry['vllm'])}; "
         f"passes over the prompt: {entry['passes']}",
         f"paper: {entry['paper']}",
         *([f"note: {entry['name']} {entry['advice']}"] if entry["advice"] else []),
@@ -87,7 +97,3 @@ def _print_one(entry: dict[str, Any], about: str) -> None:
 def _always(sinks: int, recent: int) -> str:
     named = [f"the {which} {count}" for which, count in (("first", sinks), ("newest", recent)) if count]
     return f"{' and '.join(named)} tokens" if named else "nothing"
-
-
-def _word(true: bool) -> str:
-    return "yes" if true else "no"

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
+from keepset.bench.report.table import Column, Table
 from keepset.cli.checks import check_least, check_writable, parse_whole
-from keepset.cli.console import load, note, output, say, show, show_table, status, table
+from keepset.cli.console import load, note, output, say, show_table, status
 from keepset.cli.options import Device, Dtype, Json, SamplingSeed
 from keepset.cli.streaming import Sampling
 from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
@@ -175,11 +176,21 @@ def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
     prices = {each.name: price_of(each) for each in entries}
 
     def print_table() -> None:
-        grid = table("entry", "shows", "H100", "models", "state", optional=("state", "models", "H100"))
+        columns = [
+            Column("shows", lambda each: each.title, is_text=True),
+            Column("H100", lambda each: prices[each.name].text, rank=1, is_text=True),
+            Column(
+                "models",
+                lambda each: "\n".join(model.rpartition("/")[2] for model in each.models),
+                rank=2,
+                is_text=True,
+            ),
+            Column("state", lambda each: each.state, rank=3, is_text=True),
+        ]
+        table = Table("entry", columns)
         for each in entries:
-            models = "\n".join(map(_short, each.models))
-            grid.add_row(each.name, each.title, prices[each.name].text, models, each.state)
-        show(grid)
+            table.add(each.name, each)
+        show_table(table)
         say(
             "\nData come from the hub, or from a folder with --data; what names none runs here. "
             f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing. H100: hours of one card at the "
@@ -215,7 +226,3 @@ def _print_result(entry: Entry, result: dict[str, Any]) -> None:
     show_table(table_of(measured))
     if others := len(result["rows"]) - len(measured):
         say(f"Figures of the paper that were not measured, because of the data or the options: {others}.")
-
-
-def _short(model: str) -> str:
-    return model.rpartition("/")[2]

@@ -4,7 +4,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from keepset.cli.console import beating, megabytes, sanitize
+from keepset.cli.console import beating, megabytes
+from keepset.cli.grid import sanitize
 from keepset.errors import KeepsetError
 
 _SHOWN = 50_000

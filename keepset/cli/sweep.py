@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -136,7 +135,7 @@ def _swept(
     runner: dict[str, Any] = {"mode": asking.mode, "chat": chat, "temperature": asking.temperature}
     runner |= {"alone": True} if asking.alone else {}
     configuration = {**settings, _CHAT: chat, **fingerprint(loaded)}
-    with _nothing_left_behind(out), Store.begin(out, source.called, configuration) as store:
+    with Store.begin(out, source.called, configuration) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)
         foretell(groups, tokenizer, chat)
@@ -192,29 +191,6 @@ def _finished(out: Path, grid: SweepGrid, source: Source, chat: bool, settings: 
             return Swept(grid.of(store.cells()), ())
     check_free(out)
     return None
-
-
-@contextmanager
-def _nothing_left_behind(out: Path) -> Iterator[None]:
-    """Remove a file that the block has begun and that has no cell, if the block fails."""
-    existed = out.exists()
-    try:
-        yield
-    except BaseException:
-        if not existed and out.exists() and _is_empty(out):
-            for suffix in ("", "-wal", "-shm"):
-                out.with_name(f"{out.name}{suffix}").unlink(missing_ok=True)
-        raise
-
-
-def _is_empty(out: Path) -> bool:
-    from keepset.bench.sweep.store import Store
-
-    if not out.stat().st_size:
-        return True
-    with suppress(KeepsetError), Store.open(out) as store:
-        return store.is_empty
-    return False
 
 
 def say_lost(lost: Sequence[Skipped]) -> None:

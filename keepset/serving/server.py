@@ -37,15 +37,16 @@ def free_port() -> int:
 
 
 class LoggedProcess:
-    """A process that runs within a `with` block; an environment is added to this process's."""
+    """A process that runs within a `with` block; an environment is added to this process's.
 
-    name = "The process"
+    Messages call it by its name.
+    """
 
     _process: subprocess.Popen[bytes]
     _log: IO[bytes]
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        self._command, self._environment = command, environment or {}
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.name, self._command, self._environment = name, command, environment or {}
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
@@ -92,10 +93,8 @@ class LoggedProcess:
 class ServerProcess(LoggedProcess):
     """A vLLM server, with the words that start it and its port of 127.0.0.1."""
 
-    name = "The server"
-
     def __init__(self, command: Sequence[str], port: int) -> None:
-        super().__init__(command, {SIGNING_KEY: new_key()})
+        super().__init__("The server", command, {SIGNING_KEY: new_key()})
         self.url = f"http://{_HOST}:{port}"
 
     def wait(self, seconds: float) -> None:

@@ -33,12 +33,6 @@ serve.main(parser.parse_args())
 """
 
 
-class BenchProcess(LoggedProcess):
-    """A process that runs `vllm bench serve`."""
-
-    name = "vllm bench serve"
-
-
 @dataclass(frozen=True)
 class Measured:
     """The result of a load on one server.
@@ -107,7 +101,7 @@ def measure(
         file, out = Path(place) / "prompts.jsonl", Path(place) / "report.json"
         file.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in prompts.texts), "utf-8")
         until = time.monotonic() + seconds
-        with BenchProcess(_command(url, model, tokenizer, load, file, out)) as process:
+        with LoggedProcess("vllm bench serve", _command(url, model, tokenizer, load, file, out)) as process:
             while process.code() is None:
                 if (sample := take_sample(url)) is not None:
                     if samples and sample.finished and samples[-1].finished is not None:

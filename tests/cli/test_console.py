@@ -15,6 +15,7 @@ from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import Record
 from keepset.cli import console
 from keepset.cli.compare import print_table
+from keepset.cli.grid import sanitize
 from keepset.cli.streaming import Streamer
 from keepset.texts import Needle
 from tests.cli.conftest import Run
@@ -35,9 +36,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 
 
 def test_sanitized_text_shows_letters_and_no_controls() -> None:
-    assert console.sanitize("Grüße,\t世界 🙂\n[red]") == "Grüße,\t世界 🙂\n[red]"
-    assert console.sanitize(f"a{CONTROLS}z") == f"a{'�' * len(CONTROLS)}z"
-    assert console.sanitize(EVIL) == HARMLESS
+    assert sanitize("Grüße,\t世界 🙂\n[red]") == "Grüße,\t世界 🙂\n[red]"
+    assert sanitize(f"a{CONTROLS}z") == f"a{'�' * len(CONTROLS)}z"
+    assert sanitize(EVIL) == HARMLESS
 
 
 def test_table_is_text(terminal: io.StringIO) -> None:

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import keepset
-from keepset.cli.console import sanitize
+from keepset.cli.grid import sanitize
 from keepset.texts import chat_parts
 from tests.cli.conftest import Run, check_refused
 from tests.hf.models import generate

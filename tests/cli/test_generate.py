@@ -9,7 +9,7 @@ import torch
 
 import keepset
 from keepset import models
-from keepset.cli.console import sanitize
+from keepset.cli.grid import sanitize
 from tests.cli.conftest import Run
 from tests.hf.models import generate
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+from operator import itemgetter
 
 import pytest
 from rich.console import Console
 
+from keepset.bench.report.table import Column, Table
 from keepset.cli.grid import Grid
 
 LONG = "pool(second_pass(statistic='rms'), sinks=4, recent=32)"
@@ -14,11 +16,17 @@ WORDS = {*LONG.split(), "snapkv"}
 
 
 def printed(width: int, *, fold: bool = False) -> list[str]:
-    grid = Grid(["recipe"], ["MB", "kept", "KL", "prefill"], optional=("prefill", "kept"), fold=fold)
-    grid.add_row(LONG, "11.9", "25.0%", "0.012", "x3.17")
-    grid.add_row("snapkv", "4.7", "24.9%", "0.079", "x1.01")
+    rows = {LONG: ["11.9", "25.0%", "0.012", "x3.17"], "snapkv": ["4.7", "24.9%", "0.079", "x1.01"]}
+    return shown(rows, {"MB": 0, "kept": 1, "KL": 0, "prefill": 2}, width, fold)
+
+
+def shown(rows: dict[str, list[str]], ranks: dict[str, int], width: int, fold: bool = False) -> list[str]:
+    columns = [Column(title, itemgetter(at), rank=rank) for at, (title, rank) in enumerate(ranks.items())]
+    table = Table("recipe", columns, fold=fold)
+    for name, row in rows.items():
+        table.add(name, row)
     out = io.StringIO()
-    Console(file=out, width=width).print(grid)
+    Console(file=out, width=width).print(Grid(table))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -50,8 +58,5 @@ def test_a_name_that_fits_keeps_to_one_line() -> None:
 
 
 def test_an_empty_column_is_left_out() -> None:
-    grid = Grid(["recipe"], ["MB", "95 %"], optional=("95 %",))
-    grid.add_row("snapkv", "4.7", "")
-    out = io.StringIO()
-    Console(file=out, width=80).print(grid)
-    assert out.getvalue().split() == ["recipe", "MB", "snapkv", "4.7"]
+    lines = shown({"snapkv": ["4.7", ""]}, {"MB": 0, "95 %": 1}, 80)
+    assert " ".join(lines).split() == ["recipe", "MB", "snapkv", "4.7"]

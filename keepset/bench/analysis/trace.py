@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -185,29 +184,38 @@ class Tracer:
         self._observing += time.perf_counter() - start
 
 
-_OF_TWO_EVENTS = ("iou", "survived")
+_MEASURES = ("wipeout", "iou", "survived", "middle", "longest_gap")
+
+
+def measures(snapshot: Snapshot, before: KeepSet | None, region: int) -> dict[str, Float[Tensor, "layers kv_heads"]]:
+    """Return what an event of one request did, by the names of `FIGURES`.
+
+    Regions have `region` tokens. Two figures compare it with the event before, if there is one: `iou`, the intersection
+    over union of the entries that both kept (Yang and Shen, AMS, Table 14), and `survived`, the share of the earlier
+    event's entries that the later one kept.
+    """
+    found = {"wipeout": wipeout_rate(snapshot, region), "middle": middle_retention(snapshot)}
+    found["longest_gap"] = longest_run(gone(snapshot)).float()
+    if before is not None:
+        found |= {"iou": before.iou(snapshot.keep_set), "survived": before.overlap(snapshot.keep_set)}
+    return {name: values[:, 0] for name, values in found.items()}
 
 
 def figures(trace: Trace, region: int = REGION) -> dict[str, Any]:
-    """Return the figures of every event, and their means over the events by layer and by depth, for JSON.
-
-    An event's figures are means over layers and KV heads; regions have `region` tokens. Two compare it with the event
-    before, so that the first event has none: `iou`, the intersection over union of the entries that both kept (Yang and
-    Shen, AMS, Table 14), and `survived`, the share of the earlier event's entries that the later one kept.
-    """
-    measures: dict[str, Float[Tensor, "events layers kv_heads"]] = {
-        "wipeout": _stack([wipeout_rate(event, region) for event in trace.events]),
-        "iou": _stack([before.keep_set.iou(event.keep_set) for before, event in pairwise(trace.events)]),
-        "survived": _stack([before.keep_set.overlap(event.keep_set) for before, event in pairwise(trace.events)]),
-        "middle": _stack([middle_retention(event) for event in trace.events]),
-        "longest_gap": _stack([longest_run(gone(event)).float() for event in trace.events]),
-    }
-    rows = []
-    for index, event in enumerate(trace.events):
-        at = {name: index - (name in _OF_TWO_EVENTS) for name in measures}
-        means = {name: float(values[at[name]].mean()) if at[name] >= 0 else None for name, values in measures.items()}
-        rows.append({"length": event.length, "entries": event.entries, "kept": event.keep_set.entries, **means})
-    some = {name: values for name, values in measures.items() if len(values)}
+    """Return the `measures` of every event, and their means over the events by layer and by depth, for JSON."""
+    befores = [None, *(event.keep_set for event in trace.events)]
+    events = [measures(event, before, region) for event, before in zip(trace.events, befores, strict=False)]
+    rows = [
+        {
+            "length": event.length,
+            "entries": event.entries,
+            "kept": event.keep_set.entries,
+            **{name: float(found[name].mean()) if name in found else None for name in _MEASURES},
+        }
+        for event, found in zip(trace.events, events, strict=True)
+    ]
+    known = {name: [found[name] for found in events if name in found] for name in _MEASURES}
+    some = {name: torch.stack(values) for name, values in known.items() if values}
     return {
         "recipe": trace.recipe,
         "prompt_tokens": trace.prompt,
@@ -223,11 +231,6 @@ def figures(trace: Trace, region: int = REGION) -> dict[str, Any]:
         "by_depth": {name: by_depth(values.mean(0)) for name, values in some.items()},
         "segments": _segments(trace),
     }
-
-
-def _stack(parts: list[Tensor]) -> Tensor:
-    """Return the figures of the trace's one request, `[events, layers, kv_heads]`; `[0, 0, 0]` without events."""
-    return torch.stack([part[:, 0] for part in parts]) if parts else torch.zeros(0, 0, 0)
 
 
 def _segments(trace: Trace) -> dict[str, float] | None:
@@ -269,14 +272,10 @@ class EventFigures:
         assert event.keep_set is not None
         self._length = event.length
         snapshot = Snapshot(event.keep_set, event.keep_set.counts.new_tensor([event.length]))
-        figures = {
-            "wipeout": float(wipeout_rate(snapshot).mean()),
-            "middle": float(middle_retention(snapshot).mean()),
-            "longest_gap": float(longest_run(gone(snapshot)).float().mean()),
-        }
-        if self._before is not None:
-            figures |= _with_depths("iou", self._before.iou(event.keep_set))
-            figures["survived"] = float(self._before.overlap(event.keep_set).mean())
+        found = measures(snapshot, self._before, REGION)
+        figures = {name: float(values.mean()) for name, values in found.items()}
+        if "iou" in found:
+            figures |= _with_depths("iou", found["iou"])
         if self._segments:
             number, length = torch.tensor(self._segments).unbind(-1)
             self._segments.clear()

@@ -56,8 +56,10 @@ class Store:
     model: str
     configuration: dict[str, Any]
 
-    def __init__(self, path: Path, database: sqlite3.Connection, undo: ExitStack) -> None:
-        self.path, self._database, self._undo = path, database, undo
+    def __init__(self, path: Path, undo: ExitStack, *, writes: bool) -> None:
+        self.path, self._undo, self._is_new = path, undo, False
+        self._database = _connect(path, writes=writes)
+        undo.callback(self._database.close)
 
     @classmethod
     def open(cls, path: Path) -> Store:
@@ -70,7 +72,7 @@ class Store:
             missing = f"{quoted(path)} is a folder" if os.path.isdir(path) else f"There is no file {quoted(path)}"
             raise KeepsetError(f"{missing}: name a file that `keepset eval` has written.")
         with _sentences(path), ExitStack() as undo:
-            store = cls._connected(path, undo, writes=False)
+            store = cls(path, undo, writes=False)
             if not store._is_sweep():
                 raise _no_sweep(path)
             store._read()
@@ -86,8 +88,9 @@ class Store:
                 it cannot be written.
         """
         with _sentences(path), ExitStack() as undo:
+            is_new = not path.exists()
             undo.callback(os.close, _locked(path))
-            store = cls._connected(path, undo, writes=True)
+            store = cls(path, undo, writes=True)
             # A database without tables is what a process leaves that was killed at once.
             if store._database.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
                 store._create(model, configuration)
@@ -96,14 +99,8 @@ class Store:
             store._database.execute("PRAGMA journal_mode = WAL")  # others can read while this process writes
             store._read()
             store.check(configuration)
-            store._undo = undo.pop_all()
+            store._undo, store._is_new = undo.pop_all(), is_new
         return store
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether the file has no cell."""
-        with _sentences(self.path):
-            return self._database.execute("SELECT 1 FROM cells").fetchone() is None
 
     def close(self) -> None:
         """Close the file, so that another process can add to it."""
@@ -112,8 +109,13 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
+        """Close the file, and remove it if it was begun for nothing: an error came before its first cell."""
+        is_left = self._is_new and error is not None and not self.done()
         self.close()
+        if is_left:
+            for suffix in ("", "-wal", "-shm"):
+                self.path.with_name(f"{self.path.name}{suffix}").unlink(missing_ok=True)
 
     def check(self, configuration: Mapping[str, Any]) -> None:
         """Refuse another configuration than the file's, of which a part may be given.
@@ -183,12 +185,6 @@ class Store:
             values = [*key, json.dumps(cell.to_json())]
             return database.execute("INSERT OR IGNORE INTO cells VALUES (?, ?, ?, ?, ?)", values).rowcount > 0
 
-    @classmethod
-    def _connected(cls, path: Path, undo: ExitStack, *, writes: bool) -> Store:
-        database = _connect(path, writes=writes)
-        undo.callback(database.close)
-        return cls(path, database, undo)
-
     def _create(self, model: str, configuration: Mapping[str, Any]) -> None:
         with self._transaction() as database:
             for statement in _TABLES.split(";"):
@@ -240,7 +236,6 @@ def _locked(path: Path) -> int:
 
     Closing any descriptor of a file gives up the locks that SQLite holds on it.
     """
-    _check_place(path)
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -256,12 +251,6 @@ def _locked(path: Path) -> int:
             "machines with --ray."
         ) from None
     return descriptor
-
-
-def _check_place(path: Path) -> None:
-    path = path.resolve()
-    if path.is_dir() or not path.parent.is_dir():
-        raise KeepsetError(f"{str(path)!r} is no place for a file: give one in a folder that exists.")
 
 
 def _stored(text: str) -> str:

@@ -123,8 +123,7 @@ def test_cells_mean_what_they_meant_when_a_default_or_a_name_has_changed(
 
 def test_a_cell_is_written_once_and_read_while_another_writes(path: Path) -> None:
     with begin(path) as store:
-        assert store.is_empty
-        assert store.save(cell()) and not store.is_empty
+        assert not store.done() and store.save(cell())
         assert not store.save(cell(error="another"))
         store.register("gsm8k", 0, ["a"], "digest")
         with Store.open(path) as reader:
@@ -296,8 +295,8 @@ def test_a_file_that_cannot_be_written_is_said(path: Path) -> None:
 
 
 def test_no_place_for_a_file_is_said(path: Path) -> None:
-    assert "is no place for a file: give one in a folder that exists" in refusal(begin, path.parent)
-    assert "is no place for a file" in refusal(begin, path.parent / "missing" / "sweep.sqlite")
+    assert "cannot be written (Is a directory)" in refusal(begin, path.parent)
+    assert "cannot be written (No such file or directory)" in refusal(begin, path.parent / "missing" / "sweep.sqlite")
     said = refusal(Store.open, path)
     assert refusal(Store.open, path.parent).startswith(f"{str(path.parent)!r} is a folder")
     assert said.startswith("There is no file") and "name a file that `keepset eval` has written" in said
