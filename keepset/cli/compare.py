@@ -127,7 +127,9 @@ def compare(
     check_writable(json_file, html)
 
     from keepset.bench.candidate import grid
+    from keepset.bench.compare.conclusion import conclusion
     from keepset.bench.compare.text_task import ANSWER_TOKENS, check_fits, make_text_task
+    from keepset.bench.report.compare import render
 
     comparer: Comparer | None = None
     with bounded(minutes, began) as ending:
@@ -161,39 +163,27 @@ def compare(
     if comparer is None or not (ending.finished or comparer.comparison.rows):
         raise ending.before("a recipe was measured")
     comparison = comparer.comparison
-    sentence = _concluded(comparison, task) if ending.finished else ""
+    doubt = task.doubt(bool(comparison.full.get("needle_found")))
+    sentence = (doubt or conclusion(comparison)) if ending.finished else ""  # rows that are missing might be the best
     output({**comparison.to_json(), "conclusion": sentence}, json_file, lambda: print_table(comparison, sentence))
     say_advice(parsed)
     for candidate in candidates:
         if candidate.recipe is not None and not decode:
             say_always(candidate.recipe, loaded, task.prompt.shape[1])
-    _write_report(html, comparison, token_texts(tokenizer, ids[0].tolist()), sentence)
+    write(html, lambda: render(comparison, token_texts(tokenizer, ids[0].tolist()), sentence))
     ending.say(f"after {len(comparison.rows)} of {len(candidates)} rows: nothing is concluded")
     if comparison.failed:
         raise Exit(1)
 
 
-def _concluded(comparison: Comparison, task: TextTask) -> str:
-    """Return what follows from a whole comparison; rows that are missing might be the best."""
-    from keepset.bench.compare.conclusion import conclusion
-
-    return task.doubt(bool(comparison.full.get("needle_found"))) or conclusion(comparison)
-
-
-def _write_report(html: Path | None, comparison: Comparison, tokens: Sequence[str | None], sentence: str) -> None:
-    from keepset.bench.report.compare import render
-
-    write(html, lambda: render(comparison, tokens, sentence))
+def _offered(model: Any, called: str) -> list[Recipe]:
+    say_networks(model, called)
+    return offered_recipes(model)
 
 
 def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("keepset-demo.html")) -> None:
     """Compare recipes on an essay with a fact in it; write a report."""
     compare(html=html)
-
-
-def _offered(model: Any, called: str) -> list[Recipe]:
-    say_networks(model, called)
-    return offered_recipes(model)
 
 
 def _check_budgets(decode: bool, budgets: Sequence[Budget]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
@@ -21,6 +21,7 @@ from keepset.models import Source
 if TYPE_CHECKING:
     from keepset.bench.candidate import Candidate
     from keepset.bench.record import Record
+    from keepset.bench.sweep.sweep import Cost
     from keepset.bench.tasks.task import Task
 
 RECIPES = "snapkv, adakv(expected_attention), kvzip"
@@ -129,7 +130,7 @@ def evaluate(
     check_names(names)
 
     from keepset.bench.sweep.prompts import checked_mode
-    from keepset.bench.sweep.sweep import SweepGrid, cost
+    from keepset.bench.sweep.sweep import SweepGrid
     from keepset.bench.tasks.task import TaskSettings
 
     with status("reading the tasks"):
@@ -144,10 +145,9 @@ def evaluate(
     grid = SweepGrid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
     asking = Asking(checked_mode(mode), not no_chat, temperature, output_tokens)
 
-    def foretell(groups: Any, tokenizer: Any, chat: bool) -> None:
-        each = cost(groups, tokenizer, asking.mode, chat)
-        if each.prompt_tokens + each.answer_tokens >= _LONG:
-            note(str(each))
+    def foretell(cost: Cost) -> None:
+        if cost.prompt_tokens + cost.answer_tokens >= _LONG:
+            note(str(cost))
 
     swept = sweep_grid(out, grid, model, asking, ray, foretell, minutes, began)
     failed = _show(swept.cells, out, json_file)

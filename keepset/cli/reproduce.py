@@ -21,6 +21,7 @@ from keepset.models import EMBEDDED, Source
 
 if TYPE_CHECKING:
     from keepset.bench.papers.entry import Entry, MeasuredFigure, Options, Sweep
+    from keepset.bench.sweep.sweep import Cost
 
 _LIST = "list"
 _EMBEDDED = "embedded"
@@ -135,13 +136,11 @@ def _sweep(sweep: Sweep, source: Source, options: Options, path: Path, ray: bool
     """Return the figures of one sweep, and whether any cell was lost."""
     from keepset.bench.papers.entry import count_idle, grid_of
     from keepset.bench.papers.figures import figures_of
-    from keepset.bench.sweep.sweep import cost
 
     asked = grid_of(sweep, options)
 
-    def foretell(groups: Any, tokenizer: Any, chat: bool) -> None:
-        each = cost(groups, tokenizer, sweep.mode, chat)
-        note(f"{each}; figures go to {str(path)!r}")
+    def foretell(cost: Cost) -> None:
+        note(f"{cost}; figures go to {str(path)!r}")
         for task, recipes in count_idle(asked).items():
             note(f"{task}: its answers end before {recipes} of the recipes drop anything: give more --output-tokens")
 
@@ -206,23 +205,19 @@ def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
 
 
 def _print(entry: Entry, results: Sequence[dict[str, Any]]) -> None:
-    for result in results:
-        _print_result(entry, result)
-
-
-def _print_result(entry: Entry, result: dict[str, Any]) -> None:
     from keepset.bench.papers.entry import AVERAGE
     from keepset.bench.papers.figures import table_of
 
-    whose = "Average over the models" if result["model"] == AVERAGE else f"Model: {result['model']}"
-    say(f"{entry.source}: {entry.title}. {whose}.")
-    if result["model"] == EMBEDDED:
-        say("This model is far too small for these tasks: its scores mean nothing.")
-    if result["paper_model"] not in (None, result["model"]):
-        say(f"The paper's figures are of {result['paper_model']}.")
-    if entry.note:
-        say(entry.note)
-    measured = [row for row in result["rows"] if row["examples"]]
-    show_table(table_of(measured))
-    if others := len(result["rows"]) - len(measured):
-        say(f"Figures of the paper that were not measured, because of the data or the options: {others}.")
+    for result in results:
+        whose = "Average over the models" if result["model"] == AVERAGE else f"Model: {result['model']}"
+        say(f"{entry.source}: {entry.title}. {whose}.")
+        if result["model"] == EMBEDDED:
+            say("This model is far too small for these tasks: its scores mean nothing.")
+        if result["paper_model"] not in (None, result["model"]):
+            say(f"The paper's figures are of {result['paper_model']}.")
+        if entry.note:
+            say(entry.note)
+        measured = [row for row in result["rows"] if row["examples"]]
+        show_table(table_of(measured))
+        if others := len(result["rows"]) - len(measured):
+            say(f"Figures of the paper that were not measured, because of the data or the options: {others}.")

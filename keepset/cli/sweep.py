@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from typer import Exit
 
@@ -19,13 +19,13 @@ from keepset.models import Source, context_length
 if TYPE_CHECKING:
     from keepset.bench.record import Record
     from keepset.bench.sweep.prompts import Mode
-    from keepset.bench.sweep.sweep import Group, Skipped, SweepGrid
-    from keepset.bench.tasks.task import Task, Tokenizer
+    from keepset.bench.sweep.sweep import Cost, Skipped, SweepGrid
+    from keepset.bench.tasks.task import Task
 
 _CHAT = "chat template"
 
-Foretell = Callable[["Sequence[Group]", "Tokenizer", bool], None]
-"""Called with all groups, the tokenizer, and whether prompts are chats, before the first cell is made."""
+Foretell = Callable[["Cost"], None]
+"""Called with what all cells take, before the first of them is made."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ class Asking:
         }
 
 
-@dataclass(frozen=True)
-class Swept:
+class Swept(NamedTuple):
     """The cells that were asked for, in the order of tasks and candidates, and those that could not be made."""
 
     cells: Sequence[Record]
@@ -138,7 +137,7 @@ def _swept(
     with Store.begin(out, source.called, configuration) as store:
         with status("making examples"):
             groups = grid.groups(store, tokenizer)
-        foretell(groups, tokenizer, chat)
+        foretell(sweep.cost(groups, tokenizer, asking.mode, chat))
         left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
         missing = sweep.count(left)
         try:
@@ -154,7 +153,7 @@ def _swept(
                     from keepset.bench.sweep import ray_sweep
 
                     nbytes = 2 * sum(parameter.nbytes for parameter in loaded.parameters())
-                    make = ray_sweep.RunnerSource(source, **runner)
+                    make = ray_sweep.RunnerSource(source, tuple(runner.items()))
                     lost = ray_sweep.run(store, left, make, nbytes, advance)
                 else:
                     lost = sweep.run(store, left, Runner(loaded, tokenizer, **runner), advance)

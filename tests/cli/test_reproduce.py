@@ -195,7 +195,7 @@ def test_figures_that_were_not_measured_are_counted_and_not_shown(capsys: pytest
     measured = {**row, "figure": {"value": 0.25, "low": 0.0, "high": 0.5}, "paper": 0.489, "examples": 4}
     others = [{**row, "keep": 128, "figure": None, "paper": 0.571, "examples": 0}] * 3
     result = {"model": "a/model", "paper_model": "a/model", "rows": [measured, *others]}
-    import_module("keepset.cli.reproduce")._print_result(entry, result)
+    import_module("keepset.cli.reproduce")._print(entry, [result])
     said = capsys.readouterr().out
     assert "48.9" in said and "57.1" not in said
     assert said.endswith("not measured, because of the data or the options: 3.\n")

@@ -43,9 +43,8 @@ def _keeps_to_it(row: Record) -> bool:
 
 
 def _answering(rows: Sequence[Record]) -> str:
-    found, lost = (
-        [row.method for row in rows if row.figures["needle_found"] == is_found] for is_found in (True, False)
-    )
+    found = [row.method for row in rows if row.figures["needle_found"]]
+    lost = [row.method for row in rows if not row.figures["needle_found"]]
     does = "answers" if len(found) == 1 else "answer"
     rest = f"; {_listed(lost)} {'has' if len(lost) == 1 else 'have'} lost the fact" if lost else ""
     return f"Asked one question {_within(rows)}, {_listed(found)} {does} as the full cache does{rest}."
@@ -53,7 +52,7 @@ def _answering(rows: Sequence[Record]) -> str:
 
 def _nearest(rows: Sequence[Record], tokens: int) -> str:
     best, last = rows[0], rows[-1]
-    tied = [row for row in rows if _low(row) <= _high(best)]
+    tied = [row for row in rows if row.figures["kl_low"] <= best.figures["kl_high"]]
     if len(tied) == 1:
         figures = f"KL {best.figures['kl']:.3f}, the same next token in {best.figures['top1']:.0%} of {tokens} places"
         rest = f", {last.method} furthest (KL {last.figures['kl']:.3f})" if len(rows) > 1 else ""
@@ -65,14 +64,6 @@ def _nearest(rows: Sequence[Record], tokens: int) -> str:
         f"On this text, {_within(rows)}, {_listed([row.method for row in tied])} are nearest to the full cache, a tie "
         f"({span}); {last.method} is furthest (KL {last.figures['kl']:.3f})."
     )
-
-
-def _low(row: Record) -> float:
-    return row.figures.get("kl_low", row.figures["kl"])
-
-
-def _high(row: Record) -> float:
-    return row.figures.get("kl_high", row.figures["kl"])
 
 
 def _share(rows: Sequence[Record]) -> float:

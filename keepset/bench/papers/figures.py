@@ -7,7 +7,7 @@ from typing import Any
 
 from keepset.bench.analysis.intervals import Figure, of_average, of_mean, of_score
 from keepset.bench.analysis.rows import by_example
-from keepset.bench.analysis.summary import TOLERANCES, Trade, groups_of, split, summarize
+from keepset.bench.analysis.summary import TOLERANCES, groups_of, split, summarize
 from keepset.bench.papers.entry import AREA, SCORE, SECONDS, FigureKey, MeasuredFigure, Sweep, SweepLine, removed_at
 from keepset.bench.record import Record
 from keepset.bench.report.table import Column, Table, with_interval
@@ -43,8 +43,11 @@ def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path])
     if not sweep.average:
         return rows
     together = sweep.average + sweep.suffix
-    whole = [row for row in rows if row.key.task.removesuffix(sweep.suffix) in tasks]
-    averages = [_average(together, places, len(tasks)) for places in _by_line(whole).values()]
+    by_line: dict[FigureKey, list[MeasuredFigure]] = {}
+    for row in rows:
+        if row.key.task.removesuffix(sweep.suffix) in tasks:
+            by_line.setdefault(row.key._replace(task=""), []).append(row)
+    averages = [_average(together, places, len(tasks)) for places in by_line.values()]
     return [*rows, *averages, *_over_budgets(together, sweep, cells, lines)]
 
 
@@ -120,14 +123,6 @@ def _value(cell: Record, metric: str) -> float | None:
     return cell.figures.get(metric)
 
 
-def _by_line(rows: Sequence[MeasuredFigure]) -> dict[FigureKey, list[MeasuredFigure]]:
-    """Return the figures grouped by method, budget and metric; the keys have no task."""
-    places: dict[FigureKey, list[MeasuredFigure]] = {}
-    for row in rows:
-        places.setdefault(row.key._replace(task=""), []).append(row)
-    return places
-
-
 def _average(together: str, rows: Sequence[MeasuredFigure], tasks: int) -> MeasuredFigure:
     """Return the mean over tasks, each with the same weight; without a figure if a task has none."""
     figures = [row.figure for row in rows if row.figure is not None]
@@ -152,15 +147,9 @@ def _over_budgets(
         for name, method in methods.items():
             if name in trades:
                 trade = trades[name]
-                yield MeasuredFigure(
-                    FigureKey(together, method, None, metric), _of_curve(trade, metric), trade.examples, trade.failed
-                )
-
-
-def _of_curve(trade: Trade, metric: str) -> Figure | None:
-    if metric == AREA:
-        return trade.area
-    return next((reach.removed for reach in trade.reach if removed_at(reach.tolerance) == metric), None)
+                figures = {AREA: trade.area} | {removed_at(each.tolerance): each.removed for each in trade.reach}
+                key = FigureKey(together, method, None, metric)
+                yield MeasuredFigure(key, figures.get(metric), trade.examples, trade.failed)
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -168,7 +157,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
     columns = [
         Column("keep", lambda row: row["keep"]),
         Column("paper", lambda row: _number(row["paper"], row["metric"])),
-        Column("measured (95 %)", lambda row: _with_interval(row["figure"], row["metric"])),
+        Column("measured (95 %)", _measured),
         Column("examples", lambda row: row["examples"], rank=1),
     ]
     table = Table("", columns, fold=True)
@@ -178,12 +167,10 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _with_interval(figure: Mapping[str, float | None] | None, metric: str) -> str:
-    if figure is None:
+def _measured(row: Mapping[str, Any]) -> str:
+    if (figure := row["figure"]) is None:
         return ""
-    value, low, high = figure["value"], figure["low"], figure["high"]
-    assert value is not None
-    return with_interval(value, low, high, lambda number: _number(number, metric))
+    return with_interval(figure["value"], figure["low"], figure["high"], lambda value: _number(value, row["metric"]))
 
 
 def _number(value: float | None, metric: str) -> str:

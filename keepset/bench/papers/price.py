@@ -124,16 +124,13 @@ def _of_sweep(sweep: Sweep, size: ModelSize) -> Price:
         answer = sweep.answer_tokens.get(name, task.answer)
         for length in (task.prompt,) if task.prompt else sweep.lengths:
             asked = task.tasks * examples
-            passes = 1 + sum("kvcompose" in text or "kvzip" in text for text in map(_text, lines))
+            texts = [line.candidate.text for line in lines]
+            passes = 1 + sum("kvcompose" in text or "kvzip" in text for text in texts)
             total += _priced(size, asked * passes, length, 0, 0, 0)
             for line in lines:
                 entries = _entries(line, length, answer)
                 total += _priced(size, 0, 0, asked, answer, entries, batch=1 if sweep.alone else BATCH)
     return total
-
-
-def _text(line: SweepLine) -> str:
-    return line.candidate.text
 
 
 def _entries(line: SweepLine, prompt: int, answer: int) -> float:

@@ -19,7 +19,6 @@ from ray.exceptions import RayError, RayTaskError
 
 from keepset import models
 from keepset.bench.record import Record
-from keepset.bench.sweep.prompts import Mode
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Group, Skipped, portion_of, work
@@ -37,18 +36,13 @@ MakeRunner = Callable[[], Runner]
 
 @dataclass(frozen=True)
 class RunnerSource:
-    """Makes a `Runner` in a worker: the model's source and the runner's options."""
+    """Makes a `Runner` in a worker, of the model's source and the runner's options by name."""
 
     source: models.Source
-    mode: Mode
-    chat: bool
-    temperature: float
-    alone: bool = False
+    options: tuple[tuple[str, Any], ...]
 
     def __call__(self) -> Runner:
-        model, tokenizer = models.load(*self.source)
-        options: dict[str, Any] = {"mode": self.mode, "chat": self.chat, "temperature": self.temperature}
-        return Runner(model, tokenizer, **options, alone=self.alone)
+        return Runner(*models.load(*self.source), **dict(self.options))
 
 
 def run(

@@ -146,7 +146,9 @@ def test_a_real_model_gives_the_same_cells_as_without_ray(embedded: Any, tmp_pat
     todo = candidates(Recipe.parse_list("knorm, snapkv(window=8)"), [Budget(0.5)])
     asked = SweepGrid(find(["needle"], TaskSettings(lengths=(256,))), [0], {"needle@256": todo}, 3)
     asking = {"mode": "agnostic", "chat": True, "temperature": 0.0}
-    assert run(tmp_path / "ray.sqlite", RunnerSource(models.Source(folder), **asking), asked, tokenizer) == 9
+    assert (
+        run(tmp_path / "ray.sqlite", RunnerSource(models.Source(folder), tuple(asking.items())), asked, tokenizer) == 9
+    )
     with Store.begin(tmp_path / "local.sqlite", "model", CONFIGURATION) as store:
         groups = asked.groups(store, tokenizer)
         assert sweep.run(store, groups, Runner(model, tokenizer, **asking), lambda: None) == []
