@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,11 @@ def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
     return [Instance(kind, {}, pair, index) for index, pair in enumerate(arguments)]
 
 
+@cache
+def harness_says(folder: str, tasks: Path, batch_size: int) -> Any:
+    return evaluate(hf_lm(folder, device="cpu", batch_size=batch_size), tasks, "choose", "write")
+
+
 PAIRS = [
     (context, choice)
     for context, choices in zip(["", *CONTEXTS], [["A", "abc"], *CHOICES], strict=True)
@@ -117,7 +122,7 @@ PAIRS = [
 def test_with_everything_kept_the_harness_says_what_it_says_of_its_own_model(
     folder: str, tasks: Path, batch_size: int, recipe: str
 ) -> None:
-    own = evaluate(hf_lm(folder, device="cpu", batch_size=batch_size), tasks, "choose", "write")
+    own = harness_says(folder, tasks, batch_size)
     ours = evaluate(keepset_lm(folder, recipe, device="cpu", batch_size=batch_size), tasks, "choose", "write")
     assert ours["results"] == own["results"]
     assert answers(ours, "write") == answers(own, "write")

@@ -16,6 +16,7 @@ from keepset.offline.calibrate import measure
 from tests.cli.conftest import Run
 
 SMALL = ("--tokens", "300", "--length", "100", "--gate-steps", "1", "--text", "text")
+GATELESS = ("--gate-steps", "0")
 
 
 def provenance(path: Path) -> Any:
@@ -43,7 +44,7 @@ def test_writes_a_file_that_recipes_can_name(run: Run, tiny_folder: Path) -> Non
 
 @pytest.mark.usefixtures("text", "tiny")
 def test_gates_can_be_left_out(run: Run) -> None:
-    assert run("calibrate", "--out", "a", "--gate-steps", "0", *SMALL[:4], *SMALL[6:]).code == 0
+    assert run("calibrate", "--out", "a", *SMALL, *GATELESS).code == 0
     assert load("a").retrieval == {} and "gates" not in provenance(Path("a"))
     done = run("generate", "Hello", "--recipe", "duo_attention(stats='a', keep=100)")
     assert (done.code, done.out) == (2, "") and "'a' do not say which heads retrieve" in done.err
@@ -77,21 +78,22 @@ def test_imports_what_others_have_published(run: Run, tiny_folder: Path) -> None
 @pytest.mark.full
 @pytest.mark.usefixtures("text", "tiny")
 def test_essays_unless_texts_are_given(run: Run) -> None:
-    assert run("calibrate", "--out", "a", "--tokens", "64", "--length", "32").code == 0
+    assert run("calibrate", "--out", "a", *SMALL[:4], *GATELESS).code == 0
     Path("other").write_text(texts.essay()[3000:5000], encoding="utf-8")
-    assert run("calibrate", "--out", "b", *SMALL).code == 0
-    assert run("calibrate", "--out", "c", *SMALL, "--text", "other").code == 0
+    assert run("calibrate", "--out", "b", *SMALL, *GATELESS).code == 0
+    assert run("calibrate", "--out", "c", *SMALL, *GATELESS, "--text", "other").code == 0
     assert len({provenance(Path(name))["corpus"]["sha256"] for name in "abc"}) == 3
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("text", "tiny")
 def test_says_when_the_texts_are_shorter_than_asked(run: Run) -> None:
-    done = run("calibrate", "--out", "a", "--text", "text", "--length", "64", "--gate-steps", "0")
+    words = ("--text", "text", "--length", "64", *GATELESS)
+    done = run("calibrate", "--out", "a", *words)
     assert done.code == 0
     assert "fewer than the 16384 asked for" in done.err
     # What is left is too little for a passage.
-    done = run("calibrate", "--out", "b", "--text", "text", "--length", "64", "--tokens", "69", "--gate-steps", "0")
+    done = run("calibrate", "--out", "b", *words, "--tokens", "69")
     assert (done.code, done.err) == (0, "") and "over 64 tokens in 1 passages" in done.out
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import keepset
+from keepset import defaults
 from keepset.bench.compare.decode import DecodeComparer
 from keepset.bench.compare.prompt import PromptComparer
 from keepset.cli import checks, console
@@ -138,10 +139,11 @@ def test_row_that_fails(run: Run) -> None:
 
 @pytest.mark.full
 def test_demo(run: Run, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a shorter text than the demo's own, which `make demo` has."""
+    """With a shorter text and fewer recipes than the demo's own, which `make demo` has."""
     command = sys.modules["keepset.cli.compare"]
     monkeypatch.setattr(command, "_PROMPT_TOKENS", 320)
     monkeypatch.setattr(command, "_CONTINUATION", 8)
+    monkeypatch.setattr(defaults, "COMPARED", ("random", "kvzip"))
     done = run("demo")
     assert done.code == 0 and done.err.endswith("report: keepset-demo.html\n")
     assert "Asked after compression: What is the secret number of Oslo?" in done.out
@@ -203,10 +205,11 @@ def test_decode_what_the_model_generated(run: Run, tiny: Any) -> None:
 
 
 @pytest.mark.full
-def test_decode_runs_what_it_chooses_itself(run: Run) -> None:
+def test_decode_runs_what_it_chooses_itself(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["keepset.cli.compare"], "DECODING_BUDGETS", "128")
     done = run("compare", "--decode", "--prompt-tokens", "100", "--continuation", "70", "--json", "-")
     assert done.code == 0
-    assert [row["keep"] < 0.8 for row in load_json(done.out)["rows"]].count(True) == 9  # Of 170 tokens 128, and all.
+    assert [row["keep"] < 0.8 for row in load_json(done.out)["rows"]] == [True] * 9  # of 170 tokens 128
 
 
 # --- Ctrl-C

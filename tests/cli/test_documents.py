@@ -14,11 +14,12 @@ import pytest
 from typer.main import get_command
 
 import keepset
-from keepset import METHODS, Recipe, models
+from keepset import METHODS, Recipe, defaults, models
 from keepset.bench import latency
 from keepset.bench.compare import text_task
 from keepset.bench.tune import excerpts, space
 from keepset.cli import app
+from keepset.cli.streaming import Sampling
 from keepset.core import statistics
 from keepset.texts import essay
 from tests.cli.conftest import Run, tiny_model
@@ -72,25 +73,23 @@ def test_readmes_commands_run_as_they_stand(run: Run, embedded: Any, monkeypatch
     # Those of the embedded model have another shape.
     monkeypatch.setattr(statistics, "_offers", {})
     monkeypatch.setattr(statistics, "offer", lambda *_: None)
-    # Of tune's recipes, of its rounds and of an answer's tokens the least: the commands are what is tried.
+    # Of recipes, of tune's rounds and of an answer's tokens the least: the commands are what is tried.
+    monkeypatch.setattr(defaults, "COMPARED", ("random",))
+    monkeypatch.setattr(Sampling, "options", property(lambda self: {"do_sample": False, "max_new_tokens": 3}))
     monkeypatch.setattr(space, "scorers", lambda: Recipe.parse_list("streaming_llm, snapkv"))
     monkeypatch.setattr(space, "compositions", lambda best: [])
     monkeypatch.setattr(excerpts, "PIECES", 2)
     monkeypatch.setattr(text_task, "ANSWER_TOKENS", 2)
     monkeypatch.setattr(latency, "latency", partial(_briefly, latency.latency))
-    Path("report.txt").write_text(essay()[:6000] + " The contract ends on 31 March.", encoding="utf-8")
+    Path("report.txt").write_text(essay()[:3000] + " The contract ends on 31 March.", encoding="utf-8")
     shown = commands(README)
     assert len(shown) > 8
     for words in shown:
         if words[1] not in ("serve", "ui"):
             done = run(*words[1:])
             assert done.code == 0, (words, done.err)
-    assert {path.name for path in Path().iterdir()} >= {
-        "report.html",
-        "report.safetensors",
-        "sweep.sqlite",
-        "sweep.html",
-    }
+    written = {"report.html", "report.safetensors", "sweep.sqlite", "sweep.html"}
+    assert {path.name for path in Path().iterdir()} >= written
 
 
 def _briefly(measure: Any, model: Any, prompts: Any, recipes: Any, tokens: int, rounds: int) -> Any:

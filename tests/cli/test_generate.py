@@ -30,11 +30,11 @@ def test_streams_what_the_model_generates(run: Run, embedded: Any, monkeypatch: 
     monkeypatch.setattr(models, "load", lambda *_: embedded)
     model, tokenizer = embedded
     prompt, recipe = "Name the capital of France.", "snapkv(window=8, keep=0.5)"
-    done = run("generate", prompt, "--recipe", recipe, "--output-tokens", "8")
+    done = run("generate", prompt, "--recipe", recipe, "--output-tokens", "4")
     assert done.code == 0
 
     ids = encode(tokenizer, "", prompt)
-    output = generate(model, ids, keepset.Cache(model, recipe), max_new_tokens=8, eos_token_id=2)
+    output = generate(model, ids, keepset.Cache(model, recipe), max_new_tokens=4, eos_token_id=2)
     new = output.sequences[0, ids.shape[1] :]
     text = tokenizer.decode(new, skip_special_tokens=True)
     kept = int(0.5 * ids.shape[1]) / ids.shape[1]

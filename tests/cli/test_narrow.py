@@ -75,7 +75,14 @@ def sweep(tmp_path: Path) -> None:
         ("compare", *TEXT, "100", "--continuation", "8", "--recipes", LONG),
         ("compare", *TEXT, "60", "--continuation", "40", "--decode", "--every", "16", "--recipes", DECODING),
         pytest.param(
-            ("trace", "Go on.", "--recipe", DECODING.split("), s", maxsplit=1)[0] + ", every=16)"),
+            (
+                "trace",
+                "Go on.",
+                "--recipe",
+                DECODING.split("), s", maxsplit=1)[0] + ", every=16)",
+                "--output-tokens",
+                "40",
+            ),
             marks=pytest.mark.full,
         ),
         pytest.param(

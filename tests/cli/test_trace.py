@@ -131,18 +131,6 @@ def test_nothing_compressed(run: Run, tiny: Any) -> None:
     assert done.code == 0 and "Nothing was compressed" in done.out
 
 
-@pytest.mark.parametrize(
-    ("words", "because"),
-    [
-        (["--layers", "2"], "layer 2 is not compressed; there are 0, 1."),
-        (["--output-tokens", "3000"], "do not fit the model's context of 2048"),
-    ],
-)
-def test_refused_by_the_model(run: Run, tiny: Any, words: list[str], because: str) -> None:
-    done = run("trace", "Go on.", "--recipe", RECIPE, *words)
-    assert (done.code, done.out) == (2, "") and because in done.err
-
-
 def test_every_column_is_explained(run: Run, tiny: Any) -> None:
     """In the help, and below the table on a terminal."""
     from keepset.bench.report.trace import events_table

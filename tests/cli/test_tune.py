@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from keepset import texts
-from keepset.bench.tune import space
+from keepset.bench.tune import excerpts, space
 from keepset.bench.tune import tune as module
 from keepset.cli import console
 from keepset.recipe import Recipe
@@ -52,10 +52,11 @@ def test_json_and_report(run: Run) -> None:
 @pytest.mark.usefixtures("small")
 def test_table_with_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ANSWER_TOKENS", 1)
+    monkeypatch.setattr(excerpts, "PIECES", 6)
     done = run(*TUNE, "--budget", "64", "--retrieval", "--seed", "3")
     assert done.code == 0
     first, second, header, *rows = done.out.splitlines()
-    assert first.startswith(f"{MODEL}, keep=64: 16 pieces of ") and "found" in header
+    assert first.startswith(f"{MODEL}, keep=64: 6 pieces of ") and "found" in header
     assert second.startswith("Found of 4 facts in each piece by the full cache: 0% (0%..")  # of a random model
     assert {row.split()[0] for row in rows[:3]} == {"streaming_llm(keep=64)", "tova(keep=64)", "knorm(keep=64)"}
     assert "There is no file 'absent'" in rows[3]
@@ -64,7 +65,8 @@ def test_table_with_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("small")
-def test_several_texts_and_the_same_seed_twice(run: Run) -> None:
+def test_several_texts_and_the_same_seed_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(excerpts, "PIECES", 4)
     Path("other").write_text(texts.essay("worked")[5000:8000], encoding="utf-8")
     results = [load_json(run(*TUNE, "--text", "other", "--budget", "0.3", "--json", "-").out) for _ in range(2)]
     rows = [[{k: v for k, v in row.items() if "seconds" not in k} for row in each["rows"]] for each in results]

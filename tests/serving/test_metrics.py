@@ -41,9 +41,12 @@ def test_several_servers_show_what_all_processes_counted(monkeypatch: pytest.Mon
     """By the files of Prometheus' client, which outlive who wrote them."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.delenv(stats.FOLDER, raising=False)
-    for counted in ("events=2, entries_kept=640.0", "events=5, blocks_freed=3"):
-        program = f"from keepset.vllm import stats; stats.count({counted})"
-        subprocess.run([sys.executable, "-c", program], check=True)
+    program = (
+        "import os; from keepset.vllm import stats; child = os.fork()\n"
+        "stats.count(events=2, entries_kept=640.0) if child else stats.count(events=5, blocks_freed=3)\n"
+        "child and os.waitpid(child, 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
     shown = CollectorRegistry()
     MultiProcessCollector(shown)
     lines = generate_latest(shown).decode().splitlines()
