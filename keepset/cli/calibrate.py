@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from keepset.cli.checks import check_tensor_file, check_whole
+from keepset.cli.checks import check_length, check_tensor_file, check_whole
 from keepset.cli.console import counted, duration, load, note, progress, say
 from keepset.cli.options import Force, takes_model
-from keepset.errors import KeepsetError
-from keepset.models import Source, context_length
+from keepset.models import Source
 from keepset.texts import read
 
 if TYPE_CHECKING:
@@ -96,9 +95,7 @@ def calibrate(
     teachers = parse_teachers(teacher or [])
     texts = own_texts or (texts_to_fit() if teachers else default_texts())
     loaded, tokenizer = load(model)
-    longest = context_length(loaded)
-    if longest is not None and length > longest:
-        raise KeepsetError(f"--length {length} is more than the model's context of {longest}: use {longest} or less.")
+    check_length(loaded, "--length", length)
     artefacts = {path: read_artefact(path, loaded) for path in imports or []}
     corpus = Corpus.draw(tokenizer, texts, tokens=tokens, length=length, seed=seed)
     unfinished, began = out.with_name(f"{out.name}.unfinished"), time.monotonic()

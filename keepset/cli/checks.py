@@ -137,6 +137,13 @@ def check_fits_context(model: Any, length: int, new: int = 0) -> None:
         )
 
 
+def check_length(model: Any, option: str, length: int) -> None:
+    """Refuse an option of more tokens than the model's context takes."""
+    longest = context_length(model)
+    if longest is not None and length > longest:
+        raise KeepsetError(f"{option} {length} is more than the model's context of {longest}: use {longest} or less.")
+
+
 def parse_budgets(text: str) -> list[Budget]:
     """Return the budgets of a list such as `0.25, 512`: shares of bytes, or entries per head.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Exit, Option
 
 from keepset.cli.checks import (
+    check_least,
     check_measured,
     check_minutes,
     check_text,
@@ -196,10 +197,7 @@ def _check_budgets(decode: bool, budgets: Sequence[Budget]) -> None:
 
 
 def _check_lengths(decode: bool, **lengths: int | None) -> None:
-    for name, value in lengths.items():
-        if value is not None and value < 1:
-            option = name.replace("_", "-")
-            raise KeepsetError(f"--{option} {value} is not a number of tokens: use an integer from 1.")
+    check_least(1, **lengths)
     if not decode and (lengths["every"] is not None or lengths["generate"] is not None):
         raise KeepsetError("--every and --generate are about decoding: give --decode too, or leave them out.")
     if lengths["generate"] is not None and lengths["continuation"] is not None:

@@ -6,11 +6,11 @@ from typing import Annotated, Any
 from typer import Option
 
 from keepset.bench.report.table import Column, Table, decimals
-from keepset.cli.checks import check_writable
+from keepset.cli.checks import check_length, check_writable
 from keepset.cli.console import counted, load, output, progress, say, show_table
 from keepset.cli.options import Json, OneText, group, takes_model
 from keepset.errors import KeepsetError, RecipeError
-from keepset.models import Source, context_length
+from keepset.models import Source
 from keepset.texts import essay, read
 
 FIGURES = ("overlap", "usage", "needed", "correlation")
@@ -51,11 +51,7 @@ def gvote(
 
     loaded, tokenizer = load(model)
     ids = tokenizer(source, return_tensors="pt", verbose=False)["input_ids"][:, :prompt_tokens].to(loaded.device)
-    longest = context_length(loaded)
-    if longest is not None and ids.shape[1] > longest:
-        raise KeepsetError(
-            f"--prompt-tokens {prompt_tokens} is more than the model's context of {longest}: use {longest} or less."
-        )
+    check_length(loaded, "--prompt-tokens", ids.shape[1])
     with progress() as bar:
         layers = loaded.config.get_text_config().num_hidden_layers
         agreements = next_query(loaded, method, ids, counted(bar, "layers of two prefills", 2 * layers))

@@ -111,9 +111,8 @@ def evaluate(
     adds to a file at a time; --ray uses many machines.
     """
     began = time.monotonic()
-    check_least(1, limit=limit)
+    check_least(1, limit=limit, output_tokens=output_tokens)
     check_least(0, every=every)
-    check_least(1, output_tokens=output_tokens)
     if limit is not None and sample is not None:
         raise KeepsetError("--limit takes the first examples and --sample random ones: leave one of them out.")
     numbers, stay = parse_whole(seeds, "seeds"), _stay(always)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_fits_context, check_measured, check_writable
+from keepset.cli.checks import check_fits_context, check_least, check_measured, check_writable
 from keepset.cli.console import counted, load, note, output, progress, say, show_table, write
 from keepset.cli.options import Html, Json, takes_model
 from keepset.errors import KeepsetError
@@ -36,9 +36,7 @@ def latency(
 
     parsed = [recipe.require_budget() for recipe in Recipe.parse_list(recipes)]
     lengths = _lengths(prompt_tokens)
-    for name, value in (("--output-tokens", output_tokens), ("--rounds", rounds)):
-        if value < 1:
-            raise KeepsetError(f"{name} {value} is too few: use an integer from 1.")
+    check_least(1, output_tokens=output_tokens, rounds=rounds)
     check_writable(json_file, html)
 
     from keepset.bench.latency import Timing

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from keepset.cli.checks import check_least, check_whole
 from keepset.cli.console import beating, megabytes
 from keepset.cli.grid import sanitize
 from keepset.errors import KeepsetError
@@ -25,15 +26,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise KeepsetError(f"--output-tokens {self.tokens} is not a number of tokens: use an integer from 1.")
+        check_least(1, output_tokens=self.tokens)
         # Logits that are divided by less overflow.
         if not (self.temperature == 0 or 0.01 <= self.temperature <= 100):
             raise KeepsetError(
                 f"--temperature {self.temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
             )
-        if not 0 <= self.seed < 2**63:
-            raise KeepsetError(f"--seed {self.seed} is out of range: use an integer from 0 to {2**63 - 1}.")
+        check_whole(2**63, seed=(self.seed, 0))
 
     @property
     def options(self) -> dict[str, Any]:

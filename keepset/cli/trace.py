@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from keepset.cli.checks import check_fits_context, check_text, check_writable, note_short, parse_indices
+from keepset.cli.checks import check_fits_context, check_least, check_text, check_writable, note_short, parse_indices
 from keepset.cli.console import counted, explain, load, note, output, progress, say, say_always, show_table, write
 from keepset.cli.options import Html, Json, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.streaming import Sampling
@@ -72,8 +72,7 @@ def trace(
     check_text("The prompt", prompt)
     check_text("--problem", problem)
     sampling = Sampling(output_tokens, temperature, seed)
-    if region < 1:
-        raise KeepsetError(f"--region {region} is not a number of tokens: use an integer from 1.")
+    check_least(1, region=region)
     every_layer = layers is not None and layers.strip() == "all"
     wanted = None if layers is None or every_layer else parse_indices(layers)
     if layers is not None and not every_layer and wanted is None:

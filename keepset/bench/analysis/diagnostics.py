@@ -8,7 +8,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from keepset.core.keep_set import KeepSet
-from keepset.errors import KeepsetError
 
 REGION = 16
 """Tokens of a region: the shortest segment of AMS's Table 15."""
@@ -35,12 +34,7 @@ def wipeout_rate(snapshot: Snapshot, region: int = REGION) -> Float[Tensor, "lay
 
     The paper gives the rate and no definition. Here regions of `region` tokens are counted from the first token of the
     whole text so far, so a region that an earlier event wiped out stays wiped out. A shorter region at the end counts.
-
-    Raises:
-        KeepsetError: `region` is below 1.
     """
-    if region < 1:
-        raise KeepsetError(f"region={region} is not a number of tokens: use an integer from 1.")
     kept = snapshot.kept()
     missing = -kept.shape[-1] % region
     alive = F.pad(kept, (0, missing)).unflatten(-1, (-1, region)).any(-1).sum(-1)
@@ -105,12 +99,7 @@ def repetition_rate(ids: Int[Tensor, " tokens"], n: int = 4) -> float:
     """Return the share of a text's n-grams that have occurred in it before; 0 for a text shorter than n.
 
     Yang and Shen (AMS, Figure 4b, Table 9) give the rate without n or formula; 4 is usual for degenerate repetition.
-
-    Raises:
-        KeepsetError: `n` is below 1.
     """
-    if n < 1:
-        raise KeepsetError(f"n={n} is not a length of n-grams: use an integer from 1.")
     if ids.shape[0] < n:
         return 0.0
     grams = ids.unfold(0, n, 1)

@@ -69,14 +69,9 @@ class PromptBuilder:
         mode: what is compressed.
         chat: whether prompts are chats.
         longest: tokens that the model's context holds; None for any number.
-
-    Raises:
-        KeepsetError: prompts are to be chats, and the tokenizer has no template.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, mode: Mode, chat: bool, longest: int | None) -> None:
-        if chat and not tokenizer.chat_template:
-            raise KeepsetError("The model has no chat template: evaluate it without one.")
         self._tokenizer, self._mode, self._longest = tokenizer, mode, longest
         self._special = not chat
         self._before, self._after = chat_frame(tokenizer) if chat else ("", "")

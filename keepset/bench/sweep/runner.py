@@ -61,9 +61,6 @@ class Runner:
         chat: whether prompts are chats.
         temperature: 0 for greedy decoding, or 0.01 to 100.
         alone: whether answers are decoded one by one, so that seconds and memory are each answer's own.
-
-    Raises:
-        KeepsetError: the temperature is out of range.
     """
 
     def __init__(
@@ -76,11 +73,6 @@ class Runner:
         temperature: float = 0.0,
         alone: bool = False,
     ) -> None:
-        # Divided by less, logits overflow.
-        if not (temperature == 0 or 0.01 <= temperature <= 100):
-            raise KeepsetError(
-                f"A temperature of {temperature} is out of range: use 0 for greedy decoding, or 0.01 to 100."
-            )
         longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         prompts = partial(PromptBuilder, tokenizer, mode=mode, longest=longest)
         self._mode, self._verbatim = mode, prompts(chat=False)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepset import KeepSet, KeepsetError
+from keepset import KeepSet
 from keepset.bench.analysis.diagnostics import (
     Snapshot,
     by_depth,
@@ -145,12 +145,3 @@ def test_repetition_is_the_share_of_ngrams_that_occurred_before(ids: list[int], 
     assert repetition_rate(torch.tensor(ids, dtype=torch.long), n) == pytest.approx(expected)
     if n == 4:
         assert repetition_rate(torch.tensor(ids, dtype=torch.long)) == pytest.approx(expected)
-
-
-def test_refusals() -> None:
-    one = Event([[[{0}]]], [1]).snapshot
-    for region in (0, -1):
-        with pytest.raises(KeepsetError, match=f"region={region} is not a number of tokens"):
-            wipeout_rate(one, region)
-    with pytest.raises(KeepsetError, match="n=0 is not a length of n-grams"):
-        repetition_rate(torch.tensor([7, 8]), 0)

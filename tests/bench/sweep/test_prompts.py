@@ -140,7 +140,6 @@ def test_the_longest_question_says_what_a_context_may_be_and_so_do_choices() -> 
         (example(" ", WHAT), dict(mode="task"), "Example one has no context that could be compressed before"),
         (example("a", WHAT, Question("", "x")), dict(mode="task"), "Example one has no question that could be told"),
         (example("a", Question("", 0, choices=("b", ""))), {}, "The choice '' has no tokens"),
-        (example("a", WHAT), dict(chat=True), "The model has no chat template"),
     ],
 )
 def test_what_cannot_be_asked_is_one_sentence(of: Example, options: dict[str, Any], sentence: str) -> None:

@@ -678,12 +678,6 @@ def test_whatever_happens_no_hook_stays_on_the_model(text: str, call: int) -> No
     assert hooks_on(model) == before
 
 
-@pytest.mark.parametrize("temperature", [-1.0, 0.001, 101.0, float("nan")])
-def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
-    with pytest.raises(KeepsetError, match="is out of range: use 0 for greedy decoding"):
-        run(parsed(), temperature=temperature)
-
-
 def test_tables_are_not_judged_by_what_they_were_compiled_from(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(recipe: Recipe, text: str) -> None:
         assert text == CONTEXT + " Who?" + "\nWhat is said?" + " A"
