@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from keepset.bench.generation import Answer, StopCriterion, Stream, picker, step
 from keepset.bench.tasks.task import Generation
 from keepset.hf.cache import Cache
-from tests.bench.sweep.asked import scripted, watched
-from tests.bench.sweep.letters import letters
+from tests.bench.sweep.asked import letters, scripted, watched
 from tests.hf.models import prompt, tiny
 from tests.tiers import examples
 

@@ -14,9 +14,8 @@ from transformers import AutoTokenizer
 
 import keepset
 from keepset import KeepsetError
-from tests.bench.harness import WITH_HARNESS
-from tests.bench.sweep.asked import watched
-from tests.bench.sweep.letters import letters
+from tests.bench.sweep.asked import letters, watched
+from tests.bench.tasks.scaffold import WITH_HARNESS
 from tests.hf.models import tiny
 
 pytestmark = WITH_HARNESS

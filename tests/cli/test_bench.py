@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from keepset.serving import command as commands
 from keepset.serving import prompts, start_checks
 from keepset.serving.prompts import TextSource
-from tests.bench.sweep.letters import letters
+from tests.bench.sweep.asked import letters
 from tests.cli.conftest import Forked, Run
 from tests.serving.conftest import bench, fake
 from tests.serving.fake_vllm import Fake

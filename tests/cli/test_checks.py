@@ -30,8 +30,3 @@ def test_what_is_no_budget(budget: str) -> None:
 @pytest.mark.parametrize("text", ["", "1,", "-1", "1.5", "٣", "1 2", "9" * 10])
 def test_what_is_no_list_of_indices(text: str) -> None:
     assert parse_indices(text) is None
-
-
-def test_what_is_no_list_of_whole_numbers() -> None:
-    with pytest.raises(KeepsetError, match=r"^--seeds '1,x' is no list of whole numbers: write them as 1,2,3.$"):
-        parse_whole("1,x", "seeds")

@@ -47,12 +47,16 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_FEW", 1)
 
 
-def test_json(run: Run) -> None:
-    done = run(*COMPARE, "--json", "-", "--html", "page.html")
-    assert (done.code, done.err) == (0, "report: page.html\n")
+def figures() -> Any:
+    return load_json(Path("figures").read_text(encoding="utf-8"))
+
+
+def test_figures_page_and_table(run: Run) -> None:
+    done = run(*COMPARE, "--json", "figures", "--html", "page.html")
+    assert (done.code, done.err) == (0, "figures: figures\nreport: page.html\n")
     page = Path("page.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and all(text in page for text in CANONICAL)
-    comparison = load_json(done.out)
+    comparison = figures()
     assert comparison["model"] == "SmolLM2-135M-Instruct"
     assert comparison["tokens"] == 200 and comparison["continuation_tokens"] == 16
     assert comparison["needle"] is None
@@ -79,6 +83,19 @@ def test_json(run: Run) -> None:
         assert 0 < row["select_seconds"] < row["prefill_seconds"] - row["prefill_seconds_full"] + 1e-9
         assert row["decode_tokens_per_second"] > 0
         assert str(keepset.Recipe.parse(row["recipe"])) == row["recipe"]
+    # The best first under each budget, and a conclusion.
+    first, header, full_cache, *lines, last = done.out.splitlines()
+    assert first == "SmolLM2-135M-Instruct: 200 tokens of prompt, 16 after it."
+    assert header.split() == ["recipe", "MB", "of", "16-bit", "KL", "top-1", "prefill"]
+    assert full_cache.split() == ["full", "cache", "0.1", "100.0%", "0.000", "100%", "x1.00"]
+    assert [lines[0].strip(), lines[4].strip()] == BUDGETS
+    for budget, shown in zip(BUDGETS, (lines[1:4], lines[5:]), strict=True):
+        order = sorted((row for row in comparison["rows"] if row["requested"] == budget), key=lambda row: row["kl"])
+        assert all(line.strip().startswith(f"{row['method']} ") for line, row in zip(shown, order, strict=True))
+        assert [line.split()[-3] for line in shown] == [f"{row['kl']:.3f}" for row in order]
+        shares = [f"{row['share']:.1%}" for row in order]
+        assert [line.split()[-4] for line in shown] == shares
+    assert last == "Nothing can be concluded from a text of 200 tokens: give one of at least 256."
 
 
 @pytest.mark.parametrize(
@@ -100,30 +117,12 @@ def test_json_with_a_question(run: Run, words: list[str]) -> None:
     assert row["needle_found"] is answered
 
 
-def test_table_has_the_best_first_and_a_conclusion(run: Run) -> None:
-    done = run(*COMPARE, "--json", "figures")
-    assert (done.code, done.err) == (0, "figures: figures\n")
-    first, header, full, *rows, last = done.out.splitlines()
-    assert first == "SmolLM2-135M-Instruct: 200 tokens of prompt, 16 after it."
-    assert header.split() == ["recipe", "MB", "of", "16-bit", "KL", "top-1", "prefill"]
-    assert full.split() == ["full", "cache", "0.1", "100.0%", "0.000", "100%", "x1.00"]
-    assert [rows[0].strip(), rows[4].strip()] == BUDGETS
-    figures = load_json(Path("figures").read_text(encoding="utf-8"))["rows"]
-    for budget, shown in zip(BUDGETS, (rows[1:4], rows[5:]), strict=True):
-        order = sorted((row for row in figures if row["requested"] == budget), key=lambda row: row["kl"])
-        assert all(line.strip().startswith(f"{row['method']} ") for line, row in zip(shown, order, strict=True))
-        assert [line.split()[-3] for line in shown] == [f"{row['kl']:.3f}" for row in order]
-        shares = [f"{row['share']:.1%}" for row in order]
-        assert [line.split()[-4] for line in shown] == shares
-    assert last == "Nothing can be concluded from a text of 200 tokens: give one of at least 256."
-
-
 def test_row_that_fails(run: Run) -> None:
     words = ["compare", "--text", "text", "--prompt-tokens", "200", "--continuation", "16", "--budgets", "0.5,8"]
     recipes = ["--recipes", "tova, snapkv, tova(keep=30, every=8)"]
     done = run(*words, *recipes, "--json", "figures")
     assert (done.code, done.err) == (1, "figures: figures\n")
-    rows = load_json(Path("figures").read_text(encoding="utf-8"))["rows"]
+    rows = figures()["rows"]
     grid = [f"{name}({budget})" for name in ("tova", "snapkv") for budget in ("bytes=0.5", "keep=8")]
     assert [row["recipe"] for row in rows] == [*grid, "tova(keep=30, every=8)"]
     for row in rows[:3]:
@@ -159,7 +158,7 @@ DECODE += ("--recipes", "tova, knorm(keep=30, every=7)")
 
 
 @pytest.mark.full
-def test_decode_json(run: Run) -> None:
+def test_decode_figures(run: Run) -> None:
     done = run(*DECODE, "--continuation", "300", "--budgets", "20,40", "--every", "16", "--json", "-")
     assert (done.code, done.err) == (0, "")
     comparison = load_json(done.out)

@@ -17,6 +17,7 @@ from keepset.cli import console
 from keepset.cli.compare import print_table
 from keepset.cli.grid import sanitize
 from keepset.cli.streaming import Streamer
+from keepset.recipe import Recipe
 from keepset.texts import Needle
 from tests.cli.conftest import Run
 
@@ -61,6 +62,32 @@ def test_table_is_text(terminal: io.StringIO) -> None:
     assert any(line.startswith(f"  a({HARMLESS})") for line in lines)
     assert f"b({HARMLESS}): No {HARMLESS}." in lines
     assert f"So it is: {HARMLESS}." in lines
+
+
+ALWAYS = "always keeps the newest 64"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "length", "said"),
+    [
+        ("knorm(keep=0.5, short=256)", 255, "The prompt stays whole: it has 255 tokens, and short=256 is more."),
+        ("snapkv(keep=0.25)", 64, f"The prompt stays whole: it has 64 tokens, and snapkv(keep=0.25) {ALWAYS}."),
+        ("snapkv(keep=0.05)", 700, f"More than the budget stays: snapkv(keep=0.05) {ALWAYS} of 700 tokens (9%)."),
+        ("snapkv(bytes=0.05)", 700, f"More than the budget stays: snapkv(bytes=0.05) {ALWAYS} of 700 tokens (9%)."),
+        ("snapkv(keep=64)", 700, f"Nothing is chosen: snapkv(keep=64) {ALWAYS}, which is the whole budget."),
+        *(
+            (recipe, 700, "")
+            for recipe in ("knorm(keep=0.05)", "snapkv(keep=65)", "snapkv(keep=0.1)", "snapkv(keep=1.0)")
+        ),
+    ],
+)
+def test_what_always_stays_is_said(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, recipe: str, length: int, said: str
+) -> None:
+    notes = list[str]()
+    monkeypatch.setattr(console, "note", notes.append)
+    console.say_always(Recipe.parse(recipe), tiny[0], length)
+    assert [note.removesuffix(" Give a larger one.") for note in notes] == ([said] if said else [])
 
 
 def test_a_terminal_is_told_at_once_that_something_is_under_way(

@@ -15,12 +15,11 @@ from tests.cli.conftest import Run
 FIGURES = ["overlap", "usage", "needed", "correlation"]
 
 
-def test_json(run: Run, tiny: Any, text: Path) -> None:
-    done = run(
-        "diagnose", "gvote", "--recipe", "gvote(future=3)", "--text", "text", "--prompt-tokens", "60", "--json", "-"
-    )
-    assert (done.code, done.err) == (0, "")
-    result = json.loads(done.out)
+def test_figures_and_table(run: Run, tiny: Any, text: Path) -> None:
+    words = ("--recipe", "gvote(future=3)", "--text", "text", "--prompt-tokens", "60", "--json", "figures")
+    done = run("diagnose", "gvote", *words)
+    assert (done.code, done.err) == (0, "figures: figures\n")
+    result = json.loads(Path("figures").read_text())
     paper = {"overlap": 0.929, "usage": 0.594, "needed": 0.4, "correlation": 0.7759}
     assert (result["recipe"], result["tokens"], result["paper"]) == ("gvote(future=3)", 60, paper)
     ids = tiny[1](text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][:, :60]
@@ -30,14 +29,8 @@ def test_json(run: Run, tiny: Any, text: Path) -> None:
         numbers = torch.stack([getattr(each, name).double() for each in agreements.values()])
         torch.testing.assert_close(torch.tensor([layer[name] for layer in result["layers"]]).double(), numbers)
         assert result["mean"][name] == pytest.approx(float(numbers.mean()))
-
-
-def test_table(run: Run, tiny: Any, text: Path) -> None:
-    done = run("diagnose", "gvote", "--text", "text", "--prompt-tokens", "60")
-    assert (done.code, done.err) == (0, "")
     first, header, *rows, mean, paper = done.out.partition("\noverlap: ")[0].splitlines()
-    assert first == "SmolLM2-135M-Instruct, gvote: 60 tokens, the last one masked." and "overlap" in header
-    result = json.loads(run("diagnose", "gvote", "--text", "text", "--prompt-tokens", "60", "--json", "-").out)
+    assert first == "SmolLM2-135M-Instruct, gvote(future=3): 60 tokens, the last one masked." and "overlap" in header
     for row, layer in zip(rows, result["layers"], strict=True):
         number, overlap, heads, usage, uses, needed, correlation = row.split()
         assert number == str(layer["layer"])

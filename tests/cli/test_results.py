@@ -51,40 +51,6 @@ def lines_of(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_what_events_do_to_a_text(run: Run, tmp_path: Path) -> None:
-    events = dict(wipeout=0.113, middle=0.25, iou=0.219, iou_early=0.164, iou_late=0.244, repetition=0.2158)
-    made = [*cells(FULL, [1.0]), *cells("tova(keep=0.5)", [0.0], **events), *cells(FULL, [1.0], task="other")]
-    write(made, tmp_path / "x.sqlite")
-    lines = lines_of(run("results", str(tmp_path / "x.sqlite")).out)
-    start = next(index for index, line in enumerate(lines) if line[:2] == ["tokens", "repetition"])
-    assert [line for line in lines[start + 1 :] if line][:3] == [
-        ["qa"],
-        ["full", "cache", "8", "0.0%"],
-        ["tova(keep=0.5)", "8", "21.6%", "11.3%", "25.0%", "21.9%", "16.4%,", "24.4%"],
-    ]
-
-
-def test_peaks_of_memory_where_a_device_tells_them(run: Run, tmp_path: Path) -> None:
-    peaks = [
-        replace(each, figures={**each.figures, "peak_bytes": peak})
-        for each, peak in zip(cells("tova(keep=0.5)", [0.0, 1.0], batch=2.5), (3_000_000, 5_000_000), strict=True)
-        if each.error is None
-    ]
-    write([*cells(FULL, [1.0, 1.0], peak_bytes=9_400_000, batch=8.0), *peaks], tmp_path / "x.sqlite")
-    shown = run("results", str(tmp_path / "x.sqlite"), "--csv", "x.csv").out
-    lines = lines_of(shown)
-    start = lines.index(["peak", "memory", "side", "by", "side"])
-    assert [line for line in lines[start + 1 :] if line][:3] == [
-        ["qa"],
-        ["full", "cache", "9", "MB", "8.0"],
-        ["tova(keep=0.5)", "4", "MB", "2.5"],
-    ]
-    with Path("x.csv").open() as file:
-        assert [row["peak_bytes"] for row in csv.DictReader(file)] == ["9400000.0", "4000000.0"]
-    write(cells(FULL, [1.0]), tmp_path / "y.sqlite")
-    assert "peak" not in run("results", str(tmp_path / "y.sqlite")).out
-
-
 def test_by_a_fact(run: Run, tmp_path: Path) -> None:
     levels = {"0": 1, "1": 5, "2": 5}
     made = [replace(each, facts={"level": levels[each.example]}) for each in cells(FULL, [1.0, 0.0, 1.0])]
@@ -117,14 +83,6 @@ def test_table(run: Run, sweep: Path) -> None:
     # Of the two examples that have all budgets: means 1, 1, 0.5.
     assert lines[trades + 2][0:2] == ["snapkv", "91.7"]
     assert lines[trades + 2][3] == "25.0%" and lines[trades + 2][4:5] == ["55.0"]
-
-
-def test_cut_contexts_and_failures_are_said(run: Run, tmp_path: Path) -> None:
-    write([cell(FULL, 1.0), replace(cell(FULL, 1.0, "1"), facts={"cut": 7})], tmp_path / "cut.sqlite")
-    assert "qa, 1 contexts cut to what the model takes" in run("results", "cut.sqlite").out
-    made = [*cells(FULL, [1.0] * 2), *cells("tova(keep=0.5)", [1.0, None]), *cells("tova(keep=0.25)", [1.0, 1.0])]
-    write(made, tmp_path / "some.sqlite")
-    assert "failures, counted as not answered: 1" in run("results", "some.sqlite").out
 
 
 def test_baseline(run: Run, sweep: Path) -> None:

@@ -144,8 +144,5 @@ def test_every_column_is_explained(run: Run, tiny: Any) -> None:
 
 
 def test_a_budget_that_always_stays_is_said_to_choose_nothing(run: Run, tiny: Any, text: Path) -> None:
-    words = ("--text", "text", "--output-tokens", "2", "--json", "-")
-    for recipe, chosen in (("snapkv(window=8, keep=8, every=8)", False), ("snapkv(window=8, keep=9, every=8)", True)):
-        done = run("trace", "Go on.", "--recipe", recipe, *words)
-        said = f"Nothing is chosen: {recipe} always keeps the newest 8, which is the whole budget. Give a larger one.\n"
-        assert done.err == ("" if chosen else said)
+    words = ("--text", "text", "--output-tokens", "2", "--recipe", "snapkv(window=8, keep=8, every=8)")
+    assert run("trace", "Go on.", *words).err.startswith("Nothing is chosen: snapkv(window=8, keep=8, every=8) always")

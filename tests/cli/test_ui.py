@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,16 +36,20 @@ WISH = {
 }
 
 
-@pytest.fixture
-def server(tiny_pair: tuple[Any, Any]) -> Iterator[PlaygroundServer]:
-    facts = {"model": EVIL, "text": WISH["text"], "question": WISH["question"], "recipes": [WISH["recipe"]]}
-    facts |= {"methods": ["knorm", "random"]}
-    with PlaygroundServer(0, Playground(*tiny_pair, None), facts) as made:
+def running(playground: Playground, facts: dict[str, Any]) -> Iterator[PlaygroundServer]:
+    with PlaygroundServer(0, playground, facts) as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield made
         made.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def server(tiny_pair: tuple[Any, Any]) -> Iterator[PlaygroundServer]:
+    facts = {"model": EVIL, "text": WISH["text"], "question": WISH["question"], "recipes": [WISH["recipe"]]}
+    facts |= {"methods": ["knorm", "random"]}
+    yield from running(Playground(*tiny_pair, None), facts)
 
 
 def post(server: PlaygroundServer, body: Any, path: str = "/run", **headers: str) -> tuple[int, str]:
@@ -104,12 +109,7 @@ def seeing() -> Iterator[PlaygroundServer]:
     made = Playground(model, tokenizer, str(folder()), models.load_processor(model))
     facts = {"model": "m", "text": "", "question": "", "recipes": [WISH["recipe"]], "methods": []}
     facts["image"] = IMAGE_BYTES
-    with PlaygroundServer(0, made, facts) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    yield from running(made, facts)
 
 
 SEEN = {
@@ -253,9 +253,9 @@ def test_the_playground_offers_the_recipes_of_compare(run: Run, tiny: Any, monke
     assert given[0]["recipes"] == [str(recipe) for recipe in offered_recipes(tiny[0])]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("viewport", [{"width": 1280, "height": 900}, {"width": 390, "height": 844}])
-def test_in_chromium(server: PlaygroundServer, viewport: dict[str, int]) -> None:
+@contextmanager
+def opened(server: PlaygroundServer, **viewport: int) -> Iterator[Any]:
+    """Its page in Chromium; nothing may have complained."""
     if CHROMIUM is None or importlib.util.find_spec("playwright") is None:
         pytest.skip("needs the playwright package and an installed Chromium")
     from playwright.sync_api import sync_playwright
@@ -267,6 +267,15 @@ def test_in_chromium(server: PlaygroundServer, viewport: dict[str, int]) -> None
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.goto(f"http://{HOST}:{server.port}")
+        yield page
+        browser.close()
+    assert complaints == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_in_chromium(server: PlaygroundServer, width: int, height: int) -> None:
+    with opened(server, width=width, height=height) as page:
         assert page.locator("h1").text_content() == EVIL
         page.locator("#run").click()
         page.locator("#status", has_text="Done.").wait_for()
@@ -289,31 +298,19 @@ def test_in_chromium(server: PlaygroundServer, viewport: dict[str, int]) -> None
         page.select_option("#recipes", label="Write your own …")
         page.locator("#recipe").fill("snapkv(keep=0.5)")
         assert page.locator("#budget").is_disabled()
-        assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
         page.locator("#recipe").fill("nonsense")
         assert page.locator("#budget").is_enabled()
         page.locator("#run").click()
         page.locator("#status.failed", has_text="There is no method 'nonsense'").wait_for()
         assert page.evaluate("window.pwned") is None
-        browser.close()
-    assert complaints == []
 
 
 @pytest.mark.full
 def test_a_browser_sends_an_image_and_draws_its_patches(seeing: PlaygroundServer, tmp_path: Path) -> None:
-    if CHROMIUM is None or importlib.util.find_spec("playwright") is None:
-        pytest.skip("needs the playwright package and an installed Chromium")
-    from playwright.sync_api import sync_playwright
-
     (tmp_path / "evil.svg").write_text(EVIL, encoding="utf-8")
     (tmp_path / "large.png").write_bytes(bytes(IMAGE_BYTES + 1))
-    complaints: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(f"http://{HOST}:{seeing.port}")
+    with opened(seeing, width=1280, height=720) as page:
         page.locator("#input").fill(SEEN["text"])
         page.locator("#image").set_input_files(picture(tmp_path / "image.png"))
         page.locator("#run").click()
@@ -327,5 +324,3 @@ def test_a_browser_sends_an_image_and_draws_its_patches(seeing: PlaygroundServer
         page.locator("#run").click()
         page.locator("#status", has_text="Done.").wait_for()
         assert page.locator("#text .patch").count() == 0
-        browser.close()
-    assert complaints == []

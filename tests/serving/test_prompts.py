@@ -11,7 +11,7 @@ from keepset import models
 from keepset.errors import KeepsetError
 from keepset.serving.load import Load
 from keepset.serving.prompts import LoadPrompts, TextSource, make_prompts, text_source
-from tests.bench.sweep.letters import letters
+from tests.bench.sweep.asked import letters
 
 
 @pytest.fixture(scope="module")

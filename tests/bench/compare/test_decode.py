@@ -18,7 +18,7 @@ from keepset.bench.compare import decode
 from keepset.bench.compare.decode import DecodeComparer, feed_slices
 from keepset.core.budget import Budget
 from keepset.hf.store import SLACK
-from tests.bench.compare.naive import best, divergence
+from tests.bench.compare.test_prompt import best, divergence
 from tests.hf.models import prompt, tiny
 
 BEFORE, AFTER = 40, 75

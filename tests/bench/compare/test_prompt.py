@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from statistics import fmean
 from typing import Any
@@ -20,7 +21,6 @@ from keepset.bench.compare.text_task import ANSWER_TOKENS, TextTask
 from keepset.bench.record import Record
 from keepset.core.budget import Budget
 from keepset.texts import Needle
-from tests.bench.compare.naive import best, divergence
 from tests.hf.models import full, generate, prompt, recipe, tiny
 
 LENGTH, AFTER = 60, 20
@@ -29,6 +29,15 @@ EVERY = [
     *(keepset.Recipe.parse(recipe(method, keep)) for method in keepset.METHODS for keep in (15, 0.4)),
     *map(keepset.Recipe.parse, COMPOSED),
 ]
+
+
+def divergence(step: Sequence[float], other: Sequence[float]) -> float:
+    """KL in nats of two rows of log-probabilities."""
+    return sum(math.exp(p) * (p - q) for p, q in zip(step, other, strict=True))
+
+
+def best(step: Sequence[float]) -> int:
+    return max(range(len(step)), key=step.__getitem__)
 
 
 def log_probabilities(logits: list[float]) -> list[float]:

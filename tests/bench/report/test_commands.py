@@ -106,10 +106,10 @@ def test_results_say_areas_and_what_can_go() -> None:
 
 def test_results_say_what_events_do_what_memory_peaks_at_and_what_was_cut() -> None:
     assert not any(section.get("id") in ("events", "peaks") for section in sections(results_page()))
-    events = {"wipeout": 0.113, "middle": 0.25, "iou": 0.219}
+    events = {"wipeout": 0.113, "middle": 0.25, "iou": 0.219, "iou_early": 0.164, "iou_late": 0.244}
     cut = replace(cell(FULL, 1.0, "1", peak_bytes=9_400_000, batch=8.0), facts={"cut": 7})
     page = results_page([cut, *cells("tova(keep=0.5)", [0.0], **events)])
-    assert rows(page, "events")[2][-3:] == ["11.3%", "25.0%", "21.9%"]
+    assert rows(page, "events")[2][-4:] == ["11.3%", "25.0%", "21.9%", "16.4%, 24.4%"]
     assert rows(page, "peaks")[1:] == [[FULL, "9 MB", "8.0"]]
     assert "Of 1 examples the context was cut in its middle" in notes(page)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from keepset import KeepsetError
 from keepset.bench.sweep.prompts import EvalPrompt, PromptBuilder, TokenizedQuestion
 from keepset.bench.tasks.task import Example, Question
-from tests.bench.sweep.letters import CHAT, letters
+from tests.bench.sweep.asked import CHAT, letters
 
 PLAIN, TALKS, BEGINS = letters(), letters(CHAT), letters()
 BEGINS.add_bos_token = True

@@ -21,8 +21,7 @@ from keepset.bench.record import FULL, Record
 from keepset.bench.sweep.runner import EvalRequest, Runner
 from keepset.bench.tasks.task import Example, Question
 from keepset.hf.prompt_session import Recorder
-from tests.bench.sweep.asked import Exact, scripted, timeless, watched
-from tests.bench.sweep.letters import CHAT, letters
+from tests.bench.sweep.asked import CHAT, Exact, letters, scripted, timeless, watched
 from tests.hf.models import hooks_on, tiny
 
 TOKENIZER = letters(CHAT)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Task, TaskSettings
+
+# It takes many seconds to import: a test that needs it imports it itself.
+WITH_HARNESS = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("lm_eval", "jieba", "fuzzywuzzy", "rouge")),
+    reason='pip install "keepset[eval]"',
+)
 
 
 def make_task(name: str, data: Path | None = None, length: int = 4096) -> Task:

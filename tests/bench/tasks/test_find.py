@@ -12,7 +12,7 @@ import pytest
 from keepset import KeepsetError
 from keepset.bench.tasks.find import check_names, find
 from keepset.bench.tasks.task import TaskSettings
-from tests.bench.harness import WITH_HARNESS
+from tests.bench.tasks.scaffold import WITH_HARNESS
 
 pytestmark = WITH_HARNESS
 

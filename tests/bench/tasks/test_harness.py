@@ -17,8 +17,7 @@ import pytest
 from keepset import KeepsetError
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Generation, Reply, TaskSettings
-from tests.bench.harness import WITH_HARNESS
-from tests.bench.tasks.scaffold import examples_of, make_task, prompt_of, write_items
+from tests.bench.tasks.scaffold import WITH_HARNESS, examples_of, make_task, prompt_of, write_items
 
 pytestmark = WITH_HARNESS
 

@@ -13,8 +13,7 @@ from keepset import KeepsetError
 from keepset.bench.tasks import longbench, longbench2
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Question, Task, TaskSettings
-from tests.bench.harness import WITH_HARNESS
-from tests.bench.tasks.scaffold import examples_of, make_task, write_items
+from tests.bench.tasks.scaffold import WITH_HARNESS, examples_of, make_task, write_items
 
 pytestmark = WITH_HARNESS
 

@@ -19,8 +19,7 @@ from keepset.bench.tasks.data import seeded
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.ruler_prompts import FrequentWords
 from keepset.bench.tasks.task import Example, Question, Task, TaskSettings
-from tests.bench.harness import WITH_HARNESS
-from tests.bench.tasks.scaffold import examples_of, make_task, prompt_of, write_items
+from tests.bench.tasks.scaffold import WITH_HARNESS, examples_of, make_task, prompt_of, write_items
 
 pytestmark = WITH_HARNESS
 
