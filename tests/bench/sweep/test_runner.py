@@ -357,7 +357,7 @@ def all_timeless(cells: dict[str, Record]) -> dict[str, Record]:
 def test_of_many_examples_side_by_side_cells_are_those_of_each_alone(
     monkeypatch: pytest.MonkeyPatch, text: str, architecture: str, temperature: float
 ) -> None:
-    model, each = tiny(architecture), asked(text, Exact(24, tuple("abcdef"), decodes=True))
+    model, each = tiny(architecture), asked(text, Exact(16, tuple("abcdef"), decodes=True))
     expected = one_by_one(each, model, temperature=temperature)
     monkeypatch.setattr("keepset.bench.sweep.runner.MOST", 3)  # so that some begin while others go on
     with watched(model) as calls:
