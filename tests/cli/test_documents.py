@@ -165,20 +165,6 @@ def test_the_conclusions_figures_stand_in_those_tables() -> None:
     assert not set(FIGURE.findall(concluded)) - set(FIGURE.findall(tables))
 
 
-def test_readme_says_model_task_number_interval_and_rival() -> None:
-    text = sections(README)["Figures"]
-    for words in (
-        "SmolLM2-135M",
-        "Twelve essays",
-        "asked as a chat",
-        "interval of 95 %",
-        "`kvzip`",
-        "full cache",
-        "a tie",
-    ):
-        assert words in " ".join(text.split()), words
-
-
 @pytest.mark.parametrize("name", ["README.md", "docs/gpu.md", "docs/serving.md"])
 def test_what_has_not_run_on_a_gpu_stands_at_the_top(name: str) -> None:
     top = text_of(ROOT / name)[:600]

@@ -173,8 +173,6 @@ def test_a_server_computes_in_the_precision_of_its_contexts(
     [
         (["--recipe", "snapvk"], "did you mean 'snapkv'?"),
         (["--recipe", "snapkv"], "does not say how much to keep"),
-        (["m", "--additional-config", '{"keepset": "x"}'], "give the recipe with --recipe only"),
-        (["m", "--recipe", "tova(keep=9)", "--additional-config", "{"], "is no JSON object"),
         (["m", "--recipe", "compilerkv(tables='t', keep=90)"], "There is no file 't' with tables"),
         (["m", "--recipe", "qfilter(stats='absent', keep=9)"], "There is no file 'absent' with statistics"),
         (["./absent"], "'./absent' is neither an existing folder nor the name of a model"),
