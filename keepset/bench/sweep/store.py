@@ -111,7 +111,9 @@ class Store:
 
     def __exit__(self, error: object, *_: object) -> None:
         """Close the file, and remove it if it was begun for nothing: an error came before its first cell."""
-        is_left = self._is_new and error is not None and not self.done()
+        is_left = False
+        with suppress(KeepsetError):
+            is_left = self._is_new and error is not None and not self.done()
         self.close()
         if is_left:
             for suffix in ("", "-wal", "-shm"):
