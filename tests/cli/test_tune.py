@@ -66,7 +66,7 @@ def test_table_with_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("small")
 def test_several_texts_and_the_same_seed_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(excerpts, "PIECES", 4)
+    monkeypatch.setattr(excerpts, "PIECES", 3)  # of four places
     Path("other").write_text(texts.essay("worked")[5000:8000], encoding="utf-8")
     results = [load_json(run(*TUNE, "--text", "other", "--budget", "0.3", "--json", "-").out) for _ in range(2)]
     rows = [[{k: v for k, v in row.items() if "seconds" not in k} for row in each["rows"]] for each in results]
