@@ -35,8 +35,12 @@ def follow_layouts(
     lost: Int[Tensor, " 1"],
     block_size: int,
     layout: PageLayout,
+    drafts: int = 0,
 ) -> Int[Tensor, " rows"]:
     """Move each request's layout to the page of its newest token, and return that page; on a GPU in one launch.
+
+    If the newest tokens are drafts, it is filed under each page that may hold the newest of those that are not taken
+    back.
 
     Args:
         filed: layouts of all requests; written to.
@@ -45,22 +49,26 @@ def follow_layouts(
         required: nonzero if a layout of the request with `before` tokens must be filed; others have none.
         lost: set to 1 if a required layout is missing.
         layout: contiguous; row by row the layout found, zero if none was filed; written to. Rows beyond stay unchanged.
+        drafts: how many of a request's newest tokens may be taken back after a step, at most.
     """
     if uses_triton(block_table.device):
         from keepset.kernels.triton import paged  # loads Triton
 
         with launched_on(block_table.device):
-            return paged.follow(filed, block_table, before, after, required, lost, block_size, layout)
+            return paged.follow(filed, block_table, before, after, required, lost, block_size, layout, drafts)
     row = torch.arange(len(before), device=before.device)
     old = block_table[row, (before - 1).clamp(min=0) // block_size].long()
-    pages = block_table[row, (after - 1) // block_size].long()
-    known = required.bool() & (filed.tokens[old] == before)
+    had = filed.tokens[old]
+    known = required.bool() & (had - drafts <= before) & (before <= had)
     lost |= (required.bool() & ~known).any()
     for part, rows in zip(filed.layout, layout, strict=True):
         rows[: len(row)] = part[old].where(known.view(-1, *(1,) * (part.ndim - 1)), 0)
-        part[pages] = rows[: len(row)]
-    filed.tokens[pages] = after.to(filed.tokens.dtype)
-    return pages
+    for taken_back in range(0, drafts + block_size, block_size):
+        pages = block_table[row, (after - 1 - taken_back).maximum(before) // block_size].long()
+        for part, rows in zip(filed.layout, layout, strict=True):
+            part[pages] = rows[: len(row)]
+        filed.tokens[pages] = after.to(filed.tokens.dtype)
+    return block_table[row, (after - 1) // block_size].long()
 
 
 def paged_attention(

@@ -109,6 +109,14 @@ class EvictionSchedule:
         event = self.next_event(prompt, length)
         return None if event is None or not self.due(prompt, event - 1, event) else event
 
+    def draftable(self, prompt: int, length: int) -> int | None:
+        """Return up to how many tokens a request may be drafted after `length` tokens; None if there is no limit.
+
+        Drafted tokens may be taken back, so none of them brings an event due.
+        """
+        event = self.next_event(prompt, length)
+        return None if event is None else event - 1
+
     def dropped(self, prompt: int, length: int) -> int:
         """Return how many entries each KV head has lost, on average, once `length` tokens were processed.
 

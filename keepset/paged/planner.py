@@ -49,6 +49,8 @@ class Planner:
         blocks: blocks of the whole pool.
         emptied_blocks: is told of events whose counts come from the data.
         replays: whether graphs of steps that only decode are replayed: then all of these steps do the same.
+        drafts: how many of a request's newest tokens may be taken back after a step, at most. None of them reaches an
+            event (`EvictionSchedule.draftable`).
 
     Attributes:
         schedule, recording, layers: as given.
@@ -64,9 +66,11 @@ class Planner:
         blocks: int,
         emptied_blocks: EmptiedBlocks,
         replays: bool = False,
+        drafts: int = 0,
     ) -> None:
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
-        self.requests = RequestTable(len(layers), schedule.kv_heads, schedule.block_size, blocks, max_requests)
+        shape = len(layers), schedule.kv_heads, schedule.block_size
+        self.requests = RequestTable(*shape, blocks, max_requests, drafts)
         self._recording_plan = RecordingPlanner(schedule, recording, len(layers), self.requests)
         group = PageGroup(range(len(layers)), len(layers), blocks)
         self._tables: BlockTables

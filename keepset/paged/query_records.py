@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Accumulators
@@ -30,6 +30,7 @@ class QueryRecord:
         shares: pages of its prompt that other requests may have, too, until its first event.
         own: whether its sums are in private columns, because another request with an open window has a page of it.
         held: how many of its newest queries are held back, because they came behind an event of their own step.
+        drafted: the queries of its newest step if some may be taken back; None if all are recorded.
         chunks: for each layer what was collected of its prompt, if the recipe looks at whole prompts.
         prompt_tokens: how many of the prompt's first tokens were collected.
     """
@@ -43,8 +44,13 @@ class QueryRecord:
     shares: Sequence[int] = ()
     own: bool = False
     held: int = 0
+    drafted: DraftedTokens | None = None
     chunks: list[Accumulators] = field(default_factory=list)
     prompt_tokens: int = 0
+
+    def goes_on_at(self, tokens: int) -> bool:
+        """Return whether a request that has so many tokens now may be the one that was recorded last."""
+        return self.length == tokens if self.drafted is None else tokens - 1 in self.drafted.positions
 
     def aim(self, point: int, begins: int) -> None:
         """Start the sums of the event at `point`, unless they have begun.
@@ -55,6 +61,20 @@ class QueryRecord:
         """
         if self.point != point:
             self.point, self.added, self.written, self.held = point, begins, 0, 0
+
+
+class DraftedTokens(NamedTuple):
+    """The newest tokens of a request, of which the next step says how many are left.
+
+    Attributes:
+        queries: their queries, among those of other requests.
+        first: the first of them there.
+        positions: their positions.
+    """
+
+    queries: DraftedQueries
+    first: int
+    positions: range
 
 
 def slots_for(requests: int) -> int:
@@ -165,6 +185,47 @@ class QueryCapture:
         """Write them to the rings of these layers."""
         assert queries is not None
         group.ring.record(places, queries[:, self.queries], self.slots, self.places)
+
+
+@dataclass(eq=False)
+class DraftedQueries:
+    """Copies some of a step's queries, until the next step says which of their tokens were taken back.
+
+    Attributes:
+        queries: which of the step's queries they are.
+    """
+
+    queries: Int[Tensor, " n"]
+    _copies: dict[int, Tensor] = field(default_factory=dict)
+    reads_entries: ClassVar[bool] = False
+
+    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
+        """Copy them in each of these layers."""
+        assert queries is not None
+        self._copies.update(zip(places, queries[:, self.queries], strict=True))
+
+    def of_layer(self, place: int) -> Float[Tensor, "n query_heads head_dim"]:
+        """Return the queries of the layer at this place of the group."""
+        return self._copies[place]
+
+
+@dataclass(frozen=True)
+class AcceptedQueries:
+    """Writes queries of drafted tokens that were not taken back to the rings.
+
+    Attributes:
+        drafted: has the queries.
+        capture: which of them they are, and where they belong.
+    """
+
+    drafted: DraftedQueries
+    capture: QueryCapture
+    reads_entries: ClassVar[bool] = False
+
+    def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
+        """Write them to the rings of these layers."""
+        for place in places:
+            self.capture.run(group, range(place, place + 1), self.drafted.of_layer(place)[None])
 
 
 @dataclass

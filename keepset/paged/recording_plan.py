@@ -13,7 +13,17 @@ from torch import Tensor
 from keepset.core.feature import Accumulators
 from keepset.kernels.paged_arguments import EntriesInPages
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.query_records import HeldQueries, LateCapture, PromptChunk, QueryAddition, QueryCapture, QueryRecord
+from keepset.paged.query_records import (
+    AcceptedQueries,
+    DraftedQueries,
+    DraftedTokens,
+    HeldQueries,
+    LateCapture,
+    PromptChunk,
+    QueryAddition,
+    QueryCapture,
+    QueryRecord,
+)
 from keepset.paged.request_table import RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recording.features import Recording
@@ -63,11 +73,42 @@ class _Step:
         # Queries that are recorded before the events and after them: number in the step, slot, place in the slot.
         self._early: list[tuple[int, int, int]] = []
         self._late: list[tuple[int, int, int]] = []
+        # Queries of tokens that were drafted for the step before and not taken back, with what has them; and those of
+        # this step of which some may be taken back.
+        self._accepted: defaultdict[DraftedQueries, list[tuple[int, int, int]]] = defaultdict(list)
+        self._drafted: list[tuple[QueryRecord, ScheduledRequest]] = []
         # Queries in rings that are added up, before and after this step's queries are recorded.
         self._flushed: list[_Waiting] = []
         self._ringed: list[_Waiting] = []
         # Queries in rings that could still wait.
         self._patient: list[tuple[ScheduledRequest, QueryRecord, int, int]] = []
+
+    def accept(self, request: ScheduledRequest, record: QueryRecord, begins: int) -> None:
+        """Plan to record what was not taken back of the tokens that were drafted for the step before.
+
+        Args:
+            request: the request.
+            record: what is recorded of it.
+            begins: position of the first query that is recorded.
+        """
+        if (drafted := record.drafted) is None:
+            return
+        size = self._recording.size
+        for position in range(max(drafted.positions.start, begins, request.before - size), request.before):
+            index = drafted.first + position - drafted.positions.start
+            self._accepted[drafted.queries].append((index, record.slot, position % size))
+        record.drafted = None
+
+    def draft(self, request: ScheduledRequest, record: QueryRecord, point: int) -> None:
+        """Plan a step of which some tokens may be taken back: its queries are recorded in the next step.
+
+        Args:
+            request: the request.
+            record: what is recorded of it.
+            point: tokens at the event whose window these tokens are in.
+        """
+        self._drafted.append((record, request))
+        self.window(request, record, point, request.before, request.before, request.before)
 
     def window(
         self, request: ScheduledRequest, record: QueryRecord, point: int, first: int, stop: int, begins: int
@@ -82,15 +123,15 @@ class _Step:
             stop: position after the last of them.
             begins: position at which the window begins.
         """
-        recording, behind = self._recording, first > request.before
+        recording, room, behind = self._recording, self._recording.room, first > request.before
         offset = request.first_query - request.before
         record.aim(point, max(0, point - recording.summed(point == request.prompt)))
         begin, number = record.added, stop - record.added
-        if number > recording.waiting and behind:
+        if number > room and behind:
             # The event moves entries before these queries can be added up, so they are held back for the next step.
             self._held.append(HeldQueries(record.slot, offset + begin, offset + stop))
             record.held = number
-        elif number > recording.waiting:
+        elif number > room:
             if begin < first:
                 waiting = self._taken(request, record, begin, first)
                 if record.held:
@@ -101,7 +142,7 @@ class _Step:
             new = self._taken(request, record, max(begin, first), stop)
             self._added.append(self._additions([new], stop - new.begin, first_query=offset + new.begin))
         elif number > 0 and not behind:
-            if number == recording.waiting or stop == point:
+            if number >= recording.waiting or stop == point:
                 self._ringed.append(self._taken(request, record, begin, stop))
             else:
                 self._patient.append((request, record, begin, stop))
@@ -113,9 +154,13 @@ class _Step:
         """Fill the plan's lists of operations, in the order in which they run."""
         if self._ringed:  # If some must be added up, all are; from then on they fall due in the same steps.
             self._ringed += [self._taken(*one) for one in self._patient]
-        early, late = self._capture(self._early), self._capture(self._late)
+        early, late, drafted = self._capture(self._early), self._capture(self._late), self._copy_drafted()
         late_captures = [] if late is None else [LateCapture(late)]
         plan.in_layers = [
+            *(
+                AcceptedQueries(of, QueryCapture(*self._batch.tensor(where).unbind(1)))
+                for of, where in self._accepted.items()
+            ),
             *self.chunks,
             *self._taken_up,
             *self._from_rings(self._flushed),
@@ -123,13 +168,16 @@ class _Step:
             *self._held,
             *([] if early is None else [early]),
             *late_captures,
+            *([] if drafted is None else [drafted]),
         ]
         plan.before_events = [*self._from_rings(self._ringed)]
         plan.after_events = [*late_captures]
 
     def _taken(self, request: ScheduledRequest, record: QueryRecord, begin: int, stop: int) -> _Waiting:
         """Return queries that are added up from now on; after that, all entries have a number."""
-        waiting = _Waiting(request, record, begin, stop, record.point, request.after - record.written)
+        # Entries of drafts that were taken back have no number, or zero, which is also that of those in their places.
+        unwritten = max(request.after - record.written, 0)
+        waiting = _Waiting(request, record, begin, stop, record.point, unwritten)
         record.added, record.written = stop, request.after
         return waiting
 
@@ -138,7 +186,7 @@ class _Step:
         groups: defaultdict[bool, list[_Waiting]] = defaultdict(list)
         for each in waiting:
             groups[each.ends_prompt].append(each)
-        return [self._additions(group, self._recording.waiting) for group in groups.values()]
+        return [self._additions(group, self._recording.room) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
         """Return the addition of the `number` queries before each `stop`; those before `begin` do not count."""
@@ -162,6 +210,17 @@ class _Step:
             entries,
             **source,
         )
+
+    def _copy_drafted(self) -> DraftedQueries | None:
+        """Return the operation that copies queries of which some may be taken back, or None if there are none."""
+        if not self._drafted:
+            return None
+        index = [query for _, request in self._drafted for query in range(request.first_query, request.end_query)]
+        drafted, first = DraftedQueries(self._batch.tensor(index)), 0
+        for record, request in self._drafted:
+            record.drafted = DraftedTokens(drafted, first, range(request.before, request.after))
+            first += request.after - request.before
+        return drafted
 
     def _capture(self, places: list[tuple[int, int, int]]) -> QueryCapture | None:
         """Return the operation that records queries, or None if there are none."""
@@ -214,11 +273,11 @@ class RecordingPlanner:
         for (request, event, upcoming, _), record in zip(windows, records, strict=True):
             prompt, before, after = request.prompt, request.before, request.after
             self._by_row[request.row] = record
-            if request.own is not None or not self._schedule.shares(prompt, before):
-                record.shares, record.own = (), False
-            elif request.row in opening:
-                record.shares = opening[request.row]
-                record.own = self._shares_pages(record)
+            self._note_shared(request, record, opening)
+            step.accept(request, record, self._begins(prompt, event or upcoming or 0))
+            if upcoming is not None and self._is_drafted(request, event):
+                step.draft(request, record, upcoming)
+                continue
             if event:
                 step.window(request, record, event, before, event, self._begins(prompt, event))
             if upcoming is not None:
@@ -228,6 +287,13 @@ class RecordingPlanner:
             if self._collects and before < prompt:
                 step.chunks.append(self._chunk(request, record, batch.block_table[request.row]))
         step.finish(plan)
+
+    def _is_drafted(self, request: ScheduledRequest, event: int) -> bool:
+        """Return whether some of a step's tokens may be taken back; those of prompts and those that end at events are
+        not.
+        """
+        new = request.after - request.before
+        return not event and 1 < new <= 1 + self._recording.drafts and request.after > request.prompt
 
     def _follow(
         self, batch: StepBatch, recorded: dict[int, tuple[ScheduledRequest, int]]
@@ -241,6 +307,14 @@ class RecordingPlanner:
         self._ended = []
         opening = {row: leading for row, (one, _) in recorded.items() if (leading := self._may_share(one))}
         return self._table.records(batch, {row: start for row, (_, start) in recorded.items()}, opening)
+
+    def _note_shared(self, request: ScheduledRequest, record: QueryRecord, opening: dict[int, list[int]]) -> None:
+        """Note which pages of a request others may have, too; `opening` has them of those whose first window opens."""
+        if request.own is not None or not self._schedule.shares(request.prompt, request.before):
+            record.shares, record.own = (), False
+        elif request.row in opening:
+            record.shares = opening[request.row]
+            record.own = self._shares_pages(record)
 
     def _shares_pages(self, record: QueryRecord) -> bool:
         """Return whether a page of this request is another's, too, whose sums lie at the page's slots."""

@@ -51,15 +51,16 @@ class RequestState:
     """Everything that the host knows of one request.
 
     Attributes:
-        page: the page that holds its newest token, or is to hold its first.
-        tokens: tokens that it has had.
+        page: the page that holds its newest token that is not taken back, or is to hold its first.
+        least, most: tokens that it has had. If the newest are drafts, it is known at the next step how many are left.
         prompt: tokens of its prompt, as the engine says; None before its first step.
         overrides: what holds for it instead.
         record: how far its queries are recorded.
     """
 
     page: int
-    tokens: int
+    least: int
+    most: int
     prompt: int | None = None
     overrides: RequestOverrides | None = None
     record: QueryRecord | None = None
@@ -73,10 +74,14 @@ class RequestTable:
         block_size: tokens per page.
         blocks: pages of the whole pool.
         max_requests: requests that run at once, at most.
+        drafts: how many of a request's newest tokens may be taken back after a step, at most.
     """
 
-    def __init__(self, layers: int, kv_heads: int, block_size: int, blocks: int, max_requests: int) -> None:
+    def __init__(
+        self, layers: int, kv_heads: int, block_size: int, blocks: int, max_requests: int, drafts: int = 0
+    ) -> None:
         self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
+        self._drafts = drafts
         self._states: OrderedDict[int, RequestState] = OrderedDict()  # the most recently moved is last
         self._moved: dict[int, RequestState] = {}  # in this step, by row
         self._free_slots = list(reversed(range(slots_for(max_requests))))
@@ -94,7 +99,7 @@ class RequestTable:
             overrides: what holds for it in place of what the engine says.
         """
         self._forget(page)
-        self._states[page] = RequestState(page, tokens, overrides=overrides)
+        self._states[page] = RequestState(page, tokens, tokens, overrides=overrides)
 
     def end(self, names: Collection[str]) -> None:
         """Forget the requests of these names that have overrides: they have ended, or start again."""
@@ -135,7 +140,7 @@ class RequestTable:
         records = []
         for request in recorded:
             state = self._moved[request.row]
-            if state.record is not None and state.record.length != request.before:
+            if state.record is not None and not state.record.goes_on_at(request.before):
                 self._close(state)  # there is a gap
             if state.record is None:
                 state.record = QueryRecord(self._new_slot(), starts[request.row], request.before)
@@ -173,43 +178,56 @@ class RequestTable:
         requests = [request for request in requests if request.row not in self._moved]
         old, new, asked = self._read_pages(batch, requests, leading or {})
         # All states are claimed before any is forgotten.
-        going_on = [self._claim(page, request) for page, request in zip(old, requests, strict=True)]
+        going_on = [self._claim(pages, request) for pages, request in zip(old, requests, strict=True)]
         for page in new:
             self._forget(page)
         for page, request, state in zip(new, requests, going_on, strict=True):
+            least, most = self._least(request), request.after
             if state is None:
-                self._moved[request.row] = RequestState(page, request.after, request.prompt)
+                self._moved[request.row] = RequestState(page, least, most, request.prompt)
                 continue
-            state.page, state.tokens, state.prompt = page, request.after, request.prompt
+            state.page, state.least, state.most, state.prompt = page, least, most, request.prompt
             self._states[page] = self._moved[request.row] = state
         return asked
 
+    def _least(self, request: ScheduledRequest) -> int:
+        """Return how many tokens a request has at least after the step, whatever is taken back."""
+        is_prompt = request.after - request.before > 1 + self._drafts
+        return request.after if is_prompt else request.before + 1
+
     def _read_pages(
         self, batch: StepBatch, requests: Sequence[ScheduledRequest], leading: Mapping[int, int]
-    ) -> tuple[list[int], list[int], dict[int, list[int]]]:
-        """Return the pages of requests' newest tokens before and after the step, and leading pages by row."""
+    ) -> tuple[list[list[int]], list[int], dict[int, list[int]]]:
+        """Return where requests' states may be filed, the oldest page first, where they are filed from now on, and
+        leading pages by row.
+        """
         if not (requests or leading):
             return [], [], {}
-        size, table = self._block_size, batch.block_table
-        columns = [[max(tokens - 1, 0) // size for tokens in (each.before, each.after)] for each in requests]
-        places = batch.tensor([(each.row, *pair) for each, pair in zip(requests, columns, strict=True)]).view(-1, 3)
-        pages, width = table[places[:, :1], places[:, 1:]].flatten(), max(leading.values(), default=0)
+        size, table, width = self._block_size, batch.block_table, max(leading.values(), default=0)
+        # Every page that may hold the newest token of those that were not taken back, and the page from now on.
+        back = [min(tokens, self._drafts) for tokens in reversed(range(0, self._drafts + size, size))]
+        newest = [(*(one.before - tokens for tokens in back), self._least(one)) for one in requests]
+        columns = [[max(tokens - 1, 0) // size for tokens in each] for each in newest]
+        places = batch.tensor([(one.row, *own) for one, own in zip(requests, columns, strict=True)])
+        each = len(back) + 1
+        places = places.view(-1, each + 1)
+        pages = table[places[:, :1], places[:, 1:]].flatten()
         if leading:
             pages = torch.cat((pages, table[batch.tensor(list(leading)), :width].flatten()))
         known = pages.tolist()  # the one thing that the host does not know
-        asked = {}
-        for place, (row, number) in enumerate(leading.items()):
-            first = 2 * len(requests) + place * width
-            asked[row] = known[first : first + number]
-        newest = known[: 2 * len(requests)]
-        return newest[::2], newest[1::2], asked
+        end = each * len(requests)
+        own = [known[first : first + each] for first in range(0, end, each)]
+        asked = {row: known[end + place * width :][:number] for place, (row, number) in enumerate(leading.items())}
+        return [pages[:-1] for pages in own], [pages[-1] for pages in own], asked
 
-    def _claim(self, page: int, request: ScheduledRequest) -> RequestState | None:
-        state = self._states.get(page)
-        # A request that begins behind another's pages may find that one's state there.
-        if state is None or state.tokens != request.before or state.prompt not in (None, request.prompt):
-            return None
-        return self._states.pop(page)
+    def _claim(self, pages: Sequence[int], request: ScheduledRequest) -> RequestState | None:
+        for page in pages:
+            state = self._states.get(page)
+            # A request that begins behind another's pages may find that one's state there.
+            is_own = state is not None and state.least <= request.before <= state.most
+            if state is not None and is_own and state.prompt in (None, request.prompt):
+                return self._states.pop(page)
+        return None
 
     def _forget(self, page: int) -> None:
         if (state := self._states.pop(page, None)) is not None:
@@ -265,7 +283,8 @@ class RequestTable:
         """
         device = block_table.device
         filed, lost = self._layouts_on(device), self._lost.on(device)
-        pages = follow_layouts(filed, block_table, before, after, required, lost, self._block_size, layout)
+        step = block_table, before, after, required
+        pages = follow_layouts(filed, *step, lost, self._block_size, layout, self._drafts)
         self._lost.check()
         return pages
 

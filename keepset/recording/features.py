@@ -82,21 +82,25 @@ class Recording(RecordedFeatures):
     """The recorded features of a runtime that allocates all memory before any request comes: a slot for each.
 
     Attributes:
-        waiting: queries that wait to be added up, at most.
+        waiting: queries that wait to be added up, at most, unless they were drafted.
         group: query heads that share a KV head.
+        drafts: how many of a request's newest tokens may be taken back after a step, at most. The others of such a step
+            come to the queries that wait together.
     """
 
     waiting: int
     group: int
+    drafts: int = 0
 
     @classmethod
-    def of_recipe(cls, recipe: Recipe, group: int, head_dim: int, itemsize: int) -> Recording:
+    def of_recipe(cls, recipe: Recipe, group: int, head_dim: int, itemsize: int, drafts: int = 0) -> Recording:
         """Return what a recipe records. Moments that would weigh more than their queries are made at the event.
 
         Args:
             recipe: the recipe that is executed.
             group: query heads that share a KV head.
             itemsize: bytes of a number.
+            drafts: how many of a request's newest tokens may be taken back after a step, at most.
         """
         every, keep = recipe.schedule.every, recipe.budget.keep
         needed = RecordedFeatures.of(recipe.method.traits.needs, every)
@@ -106,7 +110,8 @@ class Recording(RecordedFeatures):
         heavy = max(moments_nbytes(1, head_dim) // (head_dim * itemsize), waiting)
         moments = tuple(feature for feature in needed.moments if needed.window(feature) > heavy)
         held = [needed.window(feature) for feature in needed.moments if feature not in moments]
-        return cls(needed.sums, moments, max([needed.newest, *held]), every, waiting, group)
+        drafts = 0 if every is None else drafts
+        return cls(needed.sums, moments, max([needed.newest, *held]), every, waiting, group, drafts)
 
     def __bool__(self) -> bool:
         """Return whether queries are looked at at all."""
@@ -115,4 +120,9 @@ class Recording(RecordedFeatures):
     @property
     def size(self) -> int:
         """The number of queries in a slot."""
-        return max(self.newest, self.waiting if self.sums or self.moments else 0)
+        return max(self.newest, self.room if self.sums or self.moments else 0)
+
+    @property
+    def room(self) -> int:
+        """The number of queries that can wait in a slot."""
+        return self.waiting + self.drafts

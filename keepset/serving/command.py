@@ -64,6 +64,7 @@ def default_for(model: str | None, options: Sequence[str], contexts: bool = Fals
     limits = EngineLimits(
         several_gpus=any(option(options, name) not in (None, "1") for name in _GPUS),
         drafts=any(has_option(options, name) for name in _DRAFTS),
+        ahead=not has_option(options, "--no-async-scheduling"),
         cache_dtype=option(options, "--kv-cache-dtype") or INT8,
         latents=config.get("kv_lora_rank") is not None,
         one_rotation=not config or one_rotation(config),

@@ -65,6 +65,7 @@ BORROWED: dict[str, tuple[str, ...]] = {
     _MANAGER + "pop_blocks_for_free": ("request_id",),
     _MANAGER + "cache_blocks": ("request", "num_tokens"),
     _MANAGER + "find_longest_cache_hit": ("max_length", "kv_cache_spec"),
+    _MANAGER + "new_step_starts": (),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.allocate_slots": ("request", "num_new_tokens"),
     "vllm.v1.request.Request.update_block_hashes": (),
     "vllm.v1.kv_cache_interface.KVCacheConfig.needs_kv_cache_zeroing": (),
@@ -289,12 +290,17 @@ def all_layers(config: VllmConfig, layer_ids: tuple[int, ...]) -> tuple[int, ...
     return tuple(range(config.model_config.get_total_num_hidden_layers()))
 
 
+def drafted_tokens(config: VllmConfig) -> int:
+    """Return how many tokens of a request are drafted for a step, at most."""
+    drafts = config.speculative_config
+    return 0 if drafts is None else int(drafts.num_speculative_tokens)
+
+
 def captured_tokens(config: VllmConfig) -> int:
     """Return the most tokens of a step whose attention a CUDA graph may hold; 0 if none does."""
     compilation = config.compilation_config
     mode, most = compilation.cudagraph_mode, compilation.max_cudagraph_capture_size or 0
     if not mode or not mode.has_full_cudagraphs():
         return 0
-    drafted = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
-    decoding = config.scheduler_config.max_num_seqs * (1 + drafted)
+    decoding = config.scheduler_config.max_num_seqs * (1 + drafted_tokens(config))
     return most if mode.mixed_mode() == CUDAGraphMode.FULL else min(most, decoding)

@@ -34,6 +34,7 @@ from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.paged.request_table import RequestKey, RequestOverrides
 from keepset.recipe import Recipe
 from keepset.vllm import stats
+from keepset.vllm.compat import drafted_tokens
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.recipe_support import rotates
@@ -197,6 +198,8 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         """Note the options of a request. If they cannot be granted, this request ends with an error, and no other."""
         shared = None if self._recipe is None else self._recipe.located(())
         known = self._known[request.request_id] = KnownRequest(request, shared)
+        if drafted_tokens(self._vllm_config):
+            self._managers[0].watch_drafts(request)
         try:
             options = self._options(request)
             known.ticket = options.ticket

@@ -32,7 +32,14 @@ from keepset.recipe import Recipe
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing
 from keepset.vllm import stats
-from keepset.vllm.compat import all_layers, ask_for_prompt_lengths, attention_layers, captured_tokens, layer_specs
+from keepset.vllm.compat import (
+    all_layers,
+    ask_for_prompt_lengths,
+    attention_layers,
+    captured_tokens,
+    drafted_tokens,
+    layer_specs,
+)
 from keepset.vllm.formats import ROW_SCALES, check_rows
 from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.packed_layouts import PACKED, check_packed, packed_slots
@@ -163,7 +170,8 @@ class EngineContext:
     def recording(self) -> Recording:
         """The queries that layers record, and what is made of them."""
         _, head_dim, dtype = self._queries
-        return Recording.of_recipe(self.recipe, self._layer.num_queries_per_kv, head_dim, dtype.itemsize)
+        drafts = drafted_tokens(self.config)
+        return Recording.of_recipe(self.recipe, self._layer.num_queries_per_kv, head_dim, dtype.itemsize, drafts)
 
     @cached_property
     def _queries(self) -> tuple[int, int, torch.dtype]:

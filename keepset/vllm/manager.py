@@ -88,6 +88,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._prefixes: dict[Any, ContextPlacement] = kv_cache_spec.contexts
         self._coming: tuple[str, RunningRequest] | None = None
         self._own: dict[str, OwnSchedule] = {}
+        self._drafting: dict[str, Request] = {}
         self._reserved: dict[str, KVCacheBlock] = {}
 
     def schedule_of(self, request_id: str) -> EvictionSchedule:
@@ -102,6 +103,20 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             recipe: its recipe, with the same method as the engine's; None if it is never compressed.
         """
         self._own[request_id] = OwnSchedule(self.schedule.with_recipe(recipe))
+
+    def watch_drafts(self, request: Request) -> None:
+        """Have a new request's drafts end before its events; one manager does so for all groups of layers."""
+        self._drafting[request.request_id] = request
+
+    def new_step_starts(self) -> None:
+        """Leave out drafts that would bring an event due: they may be taken back."""
+        super().new_step_starts()
+        for name, request in self._drafting.items():
+            if request.spec_token_ids:
+                schedule, known = self.schedule_of(name), request.num_tokens
+                most = schedule.draftable(request.num_prompt_tokens, request.num_computed_tokens)
+                if most is not None:
+                    request.spec_token_ids = request.spec_token_ids[: max(most - known, 0)]
 
     def due(self, request: Request, before: int, after: int) -> int:
         """Return the event that a step from `before` to `after` tokens brings a request; 0 if it brings none.
@@ -228,6 +243,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     def forget(self, request_id: str) -> None:
         """Forget a request for good, and its context once no other request has it."""
+        self._drafting.pop(request_id, None)
         own = self._own.pop(request_id, None)
         first = None if own is None else own.first_hash
         if first is not None and all(first != other.first_hash for other in self._own.values()):

@@ -22,7 +22,7 @@ from keepset.paged.layer_group import LayerGroup
 from keepset.paged.planner import Planner
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.vllm import stats
-from keepset.vllm.compat import PromptLengths, captured_tokens, lengths_on_host
+from keepset.vllm.compat import PromptLengths, captured_tokens, drafted_tokens, lengths_on_host
 from keepset.vllm.engine_context import EngineContext, PlannedStep, active, check_model
 from keepset.vllm.query_projection import find_rotation
 from keepset.vllm.spec import KeepSpec
@@ -146,6 +146,7 @@ class KeepBuilder:
             vllm_config.cache_config.num_gpu_blocks or 0,
             context.emptied_blocks,
             replays=captured_tokens(vllm_config) > 0,
+            drafts=drafted_tokens(vllm_config),
         )
         self._group = layer_group(context, planner, layer_names)
         context.add(self._group, layer_names)

@@ -18,6 +18,13 @@ _OF_BITS = {8: INT8, 4: INT4}
 """The `kv_cache_dtype` that a recipe quantized(...) asks for, by its bits."""
 
 
+COUNTED_AHEAD = (
+    "the scheduler runs ahead, and counts drafts before it is known which are taken back; set async_scheduling=False "
+    "(--no-async-scheduling)."
+)
+"""Why some recipes are not served with drafts."""
+
+
 @dataclass(frozen=True)
 class EngineLimits:
     """What decides which steps of a recipe an engine can serve.
@@ -25,6 +32,7 @@ class EngineLimits:
     Attributes:
         several_gpus: whether the model is divided over several GPUs.
         drafts: whether tokens are drafted, and may be taken back.
+        ahead: whether the scheduler runs ahead of the steps (asynchronous scheduling).
         cache_dtype: vLLM's name of the cache's type.
         connector: whether a KV connector tells the scheduler how much was dropped.
         contexts: whether requests share contexts, so that all layers must keep as many entries.
@@ -34,6 +42,7 @@ class EngineLimits:
 
     several_gpus: bool = False
     drafts: bool = False
+    ahead: bool = False
     cache_dtype: str = INT8
     connector: bool = True
     contexts: bool = False
@@ -61,11 +70,10 @@ def unserved(traits: Traits, limits: EngineLimits) -> Iterator[str]:
     """
     if limits.several_gpus and traits.across_layers:
         yield "it compares all heads of all layers, of which each of several GPUs holds a part; use one GPU."
-    if limits.drafts and (table_per_head(traits) or limits.contexts):
-        yield (
-            "speculative decoding takes tokens back, by which heads that keep different entries would lose their "
-            "pages; leave it out, or use a recipe whose heads keep equally many and no contexts."
-        )
+    if limits.drafts and limits.contexts:
+        yield "speculative decoding takes tokens back, which requests with contexts do not; leave one of them out."
+    if limits.drafts and limits.ahead and table_per_head(traits):
+        yield COUNTED_AHEAD
     if limits.contexts and not (traits.fixed_total and traits.equal_layers):
         yield (
             "requests share contexts as they share prefixes, for which all layers must keep as many entries, whatever "

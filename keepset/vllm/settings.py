@@ -146,6 +146,7 @@ def limits_of(config: VllmConfig) -> EngineLimits:
     return EngineLimits(
         several_gpus=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
         drafts=config.speculative_config is not None,
+        ahead=bool(config.scheduler_config.async_scheduling),
         cache_dtype=config.cache_config.cache_dtype,
         connector=has_connector(config, CONNECTOR),
         contexts=contexts_of(config) is not None,

@@ -30,7 +30,7 @@ from keepset.vllm.compat import SUPPORTED, changed
 from keepset.vllm.engine_args import serve_options
 from keepset.vllm.formats import LAYER_SCALES, ROW_SCALES, WHOLE, packed_otherwise
 from keepset.vllm.packed_layouts import PACKED, TURBOQUANT
-from keepset.vllm.recipe_support import INT4, lacking, objections, rotates, unserved
+from keepset.vllm.recipe_support import COUNTED_AHEAD, INT4, lacking, objections, rotates, unserved
 from keepset.vllm.settings import (
     BESIDE,
     BESIDE_MODULE,
@@ -297,14 +297,14 @@ def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Drafts can be taken back if only the prompt was compressed: drafted tokens come after it."""
-    drafts = config.speculative_config
+    """Drafts may be taken back, so they end before an event, and only the next step says what is left of them."""
+    drafts, every = config.speculative_config, recipe.schedule.every
     if drafts is None:
         return
-    if recipe.schedule.every is not None:
-        yield "speculative decoding takes tokens back that every= has compressed; leave one of them out."
-    elif not by_head(config, recipe) and drafts.method not in (served := ("ngram", "suffix", *LAYERS_THAT_DRAFT)):
+    if drafts.method not in (served := ("ngram", "suffix", *LAYERS_THAT_DRAFT)):
         yield f"drafts by {drafts.method} are not served; use {', '.join(served)}."
+    elif config.scheduler_config.async_scheduling and every is not None and not by_head(config, recipe):
+        yield COUNTED_AHEAD
     elif drafts.method in LAYERS_THAT_DRAFT and (
         config.model_config.is_multimodal_model or config.model_config.use_mla
     ):
@@ -332,6 +332,8 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if contexts_of(config) is None and caches_prefixes and not one_table(recipe):
         yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
     told = has_connector(config, CONNECTOR) or has_connector(config, CONTEXT_CONNECTOR)
+    if not told and config.speculative_config is not None and recipe.schedule.every is not None:
+        yield "drafts must end before events, for which a KV connector knows the requests; none is given."
     if not told and config.model_config.is_multimodal_model:
         if recipe.budget.kinds:
             yield "where images are differs from request to request, which a KV connector tells; none is given."

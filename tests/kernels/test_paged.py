@@ -13,8 +13,8 @@ from torch import Tensor
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.paged import append_to_pages, paged_attention, shift_step
-from keepset.kernels.paged_arguments import PagedTokens
+from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
+from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.softmax import Softmax
 from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
 from tests.kernels.test_attention import TOLERANCE, seeded
@@ -345,3 +345,22 @@ def test_tables_are_shifted_by_what_was_dropped(implementation: str, size: int) 
     for row, (_, after, gone) in enumerate(rows):
         blocks = -(-(after - gone) // size)
         assert torch.equal(left_table[row, :blocks], table[row, gone // size : gone // size + blocks])
+
+
+@pytest.mark.parametrize("taken_back", range(7))
+def test_layouts_are_found_again_after_drafts_were_taken_back(implementation: str, taken_back: int) -> None:
+    """Of 7 new tokens in three pages of two requests; the other one's were all right."""
+    filed, rows = (FiledLayouts.empty(number, 3, 2, torch.device("cpu")) for number in (12, 2))
+    for part in filed.layout:
+        part.copy_(torch.arange(part.numel()).view(part.shape))
+    filed.tokens.fill_(7)
+    expected = [part[[5, 9]].clone() for part in filed.layout]
+    table, lost = torch.tensor([[4, 5, 6, 7], [8, 9, 10, 11]]), torch.zeros(1, dtype=torch.int32)
+    left = 14 - taken_back
+    for before, after, pages in ((7, 7), (14, 14), [7, 11]), ((left, 14), (left + 1, 15), [4 + left // 4, 11]):
+        step = torch.tensor([before, after, (1, 1)])
+        assert follow_layouts(filed, table, *step, lost, 4, rows.layout, 6).tolist() == pages
+        assert all(torch.equal(part, own) for part, own in zip(rows.layout, expected, strict=True))
+    assert not lost
+    follow_layouts(filed, table, *torch.tensor([(7, 7), (8, 8), (1, 1)]), lost, 4, rows.layout, 6)
+    assert lost

@@ -7,6 +7,7 @@ head of each layer would see by a list of its entries alone. Pages that are free
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -72,6 +73,13 @@ class Request:
     gone: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     events: list[int] = field(default_factory=list)
 
+    def take_back(self, drafts: int) -> None:
+        """Take back the newest tokens."""
+        self.length -= drafts
+        for heads in self.kept.values():
+            for head in heads:
+                del head[len(head) - drafts :]
+
     def restart(self) -> Request:
         """The request after a preemption."""
         return Request(self.number, self.prompt)
@@ -80,12 +88,13 @@ class Request:
 class Group:
     """Layers that share block tables."""
 
-    def __init__(self, recipe: Recipe, leader: int, freed: EmptiedBlocks, caches: dict[int, Tensor]):
+    def __init__(self, recipe: Recipe, leader: int, freed: EmptiedBlocks, caches: dict[int, Tensor], drafts: int):
         self.leader = leader
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
         self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, DIM, BLOCK)
-        recording = Recording.of_recipe(recipe, GROUP, DIM, 4)
-        planner = Planner(self.schedule, recording, self.layers, REQUESTS, len(caches[leader]), freed)
+        recording = Recording.of_recipe(recipe, GROUP, DIM, 4, drafts)
+        blocks = len(caches[leader])
+        planner = Planner(self.schedule, recording, self.layers, REQUESTS, blocks, freed, drafts=drafts)
         shape = len(self.layers), slots_for(REQUESTS), KV_HEADS * GROUP, DIM
         self.ring = QueryRing(recording, *shape, torch.float32, caches[leader].device)
         self.caches = [caches[layer] for layer in self.layers]
@@ -95,9 +104,9 @@ class Group:
 
 
 class Engine:
-    """One recipe's."""
+    """One recipe's, which may take back so many `drafts` of a step."""
 
-    def __init__(self, recipe: str, blocks: int) -> None:
+    def __init__(self, recipe: str, blocks: int, drafts: int = 0) -> None:
         self.recipe = Recipe.parse(recipe)
         self._freed = EmptiedBlocks()
         self.events = EventQueue(self._freed)
@@ -105,16 +114,19 @@ class Engine:
         leaders = sorted({group_leader(self.recipe, layer, LAYERS) for layer in LAYERS})
         caches = torch.full((len(LAYERS), blocks, KV_HEADS, BLOCK, 2 * DIM), POISON)
         by_layer = dict(zip(LAYERS, caches, strict=True))
-        self.groups = [Group(self.recipe, leader, self._freed, by_layer) for leader in leaders]
+        self.groups = [Group(self.recipe, leader, self._freed, by_layer, drafts) for leader in leaders]
         self.pages = {
             layer: pages for group in self.groups for layer, pages in zip(group.layers, group.pages, strict=True)
         }
         self._caches = caches
         self.free = list(range(1, blocks))  # block 0 is nobody's
 
-    def step(self, tokens: dict[int, int], running: dict[int, Request]) -> None:
-        """So many new tokens for these requests, in this order."""
-        requests = [running[number] for number in tokens]
+    def step(self, tokens: dict[int, int], running: dict[int, Request], wrong: Mapping[int, int] | None = None) -> None:
+        """So many new tokens for these requests, in this order; the newest ones may be wrong drafts.
+
+        These are taken back after the step. Nobody is told before the next one.
+        """
+        requests, wrong = [running[number] for number in tokens], wrong or {}
         plans = [(group, self._plan(group, requests, tokens)) for group in self.groups]
         # From here on somebody else may write to what is free, and not before.
         self._caches[:, self._emptied] = POISON
@@ -123,19 +135,26 @@ class Engine:
             request.length += tokens[request.number]
         for group, (batch, plan) in plans:
             for place, layer in enumerate(group.layers):
-                queries = self._attend(group, layer, place, batch, plan, requests, tokens)
+                queries = self._attend(group, layer, place, batch, plan, requests, tokens, wrong)
                 group.paged.record(range(place, place + 1), plan, queries[None])
         for request in requests:
-            self._compress(request, tokens[request.number])
+            taken_back = wrong.get(request.number, 0)
+            request.take_back(taken_back)
+            self._compress(request, tokens[request.number] - taken_back)
         pages = {
-            request.blocks[group.leader][(request.length - 1) // BLOCK]: (str(request.number), 0, group.leader)
+            request.blocks[group.leader][(request.length - 1) // BLOCK]: (
+                str(request.number),
+                request.recomputed,
+                group.leader,
+            )
             for request in requests
             for group in self.groups
         }
         self._freed.expect(pages)
-        for (name, _, leader), blocks in self._freed.drain().items():
-            if int(name) in running:
-                self._release(running[int(name)].blocks[leader], blocks)
+        for (name, recomputed, leader), blocks in self._freed.drain().items():
+            request = running.get(int(name))
+            if request is not None and request.recomputed == recomputed:  # it was not preempted since
+                self._release(request.blocks[leader], blocks)
 
     def leave(self, request: Request) -> None:
         """Free a request's blocks."""
@@ -185,13 +204,17 @@ class Engine:
         plan: StepPlan,
         requests: list[Request],
         tokens: dict[int, int],
+        wrong: Mapping[int, int],
     ) -> Tensor:
         """Writes and attends as told; returns the step's queries."""
         spans = [(request, request.length - tokens[request.number], request.length) for request in requests]
+        right = torch.cat(
+            [torch.arange(first, end) < end - wrong.get(request.number, 0) for request, first, end in spans]
+        )
         keys, values, queries = (
-            torch.cat(
-                [numbers(request.number, layer)[part][:, first:end] for request, first, end in spans], 1
-            ).transpose(0, 1)
+            torch.cat([numbers(request.number, layer)[part][:, first:end] for request, first, end in spans], 1)
+            .transpose(0, 1)
+            .where(right[:, None, None], POISON)
             for part in range(3)
         )
         pages, heads = self.pages[layer], torch.arange(KV_HEADS)
@@ -217,7 +240,7 @@ class Engine:
             paged_attention(queries, group.caches, place, ragged.tokens, layout, Softmax(SCALING), output, bias)
             if bias is None:  # which no engine's own kernel adds
                 self._check_heads_as_requests(PerHeadSequences(ragged), place, pages, queries, output)
-        torch.testing.assert_close(output, torch.cat([expected(layer, *span) for span in spans]))
+        torch.testing.assert_close(output[right], torch.cat([expected(layer, *span) for span in spans])[right])
         return queries
 
     def _check_heads_as_requests(

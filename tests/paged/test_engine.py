@@ -7,6 +7,7 @@ import random
 import pytest
 
 from keepset import Recipe
+from keepset.paged.eviction_schedule import EvictionSchedule
 from tests.paged.engine import BLOCK, Engine, Request
 
 RECIPES = [
@@ -50,8 +51,20 @@ BLOCKS = 200
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", [*RECIPES, *(pytest.param(one, marks=pytest.mark.full) for one in FURTHER)])
 def test_requests_come_run_are_preempted_and_go(recipe: str, seed: int) -> None:
-    draw, engine = random.Random(f"{recipe} {seed}"), Engine(recipe, BLOCKS)
-    running: dict[int, Request] = {}
+    assert run(recipe, f"{recipe} {seed}") == 0
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("drafts", [1, 3, 2 * BLOCK + 1])
+@pytest.mark.parametrize("recipe", [*RECIPES[3:], *(pytest.param(one, marks=pytest.mark.full) for one in FURTHER)])
+def test_drafts_that_are_taken_back_are_nowhere(recipe: str, drafts: int) -> None:
+    assert run(recipe, f"{recipe} {drafts}", drafts) > 0
+
+
+def run(recipe: str, seed: str, drafts: int = 0) -> int:
+    """Run requests to their ends, and return how many drafts were taken back."""
+    draw, engine, taken_back = random.Random(seed), Engine(recipe, BLOCKS, drafts), 0
+    schedule, running = engine.groups[0].schedule, {}  # type: ignore[var-annotated]
     events = 0
     for step in range(56):
         if step % 7 == 0 and step // 7 < len(PROMPTS):
@@ -62,7 +75,11 @@ def test_requests_come_run_are_preempted_and_go(recipe: str, seed: int) -> None:
         draw.shuffle(order)
         if len(order) > 1 and draw.random() < 0.1:
             order.pop()
-        engine.step({number: tokens(running[number], draw) for number in order}, running)
+        new = {number: tokens(running[number], draw, schedule, drafts) for number in order}
+        after_prompt = [number for number in order if is_drafted(running[number], new[number])]
+        wrong = {number: draw.randrange(new[number]) for number in after_prompt}
+        engine.step(new, running, wrong)
+        taken_back += sum(wrong.values())
         for number, request in list(running.items()):
             if step in (13, 25) and number == 0:
                 engine.leave(request)
@@ -75,11 +92,21 @@ def test_requests_come_run_are_preempted_and_go(recipe: str, seed: int) -> None:
         engine.leave(request)
     assert events > 0
     assert sorted(engine.free) == list(range(1, BLOCKS))
+    return taken_back
 
 
-def tokens(request: Request, draw: random.Random) -> int:
-    """A chunk of what is to be computed again or for the first time, or the next token."""
-    return max(1, min(draw.randint(1, 11), max(request.prompt, request.recomputed) - request.length))
+def is_drafted(request: Request, new: int) -> bool:
+    """Whether the newest of so many new tokens are drafts."""
+    return new > 1 and request.length >= max(request.prompt, request.recomputed)
+
+
+def tokens(request: Request, draw: random.Random, schedule: EvictionSchedule, drafts: int) -> int:
+    """A chunk of what is to be computed again or for the first time, or the next token and drafts."""
+    if (left := max(request.prompt, request.recomputed) - request.length) > 0:
+        return min(draw.randint(1, 11), left)
+    most = schedule.draftable(request.prompt, request.length)
+    room = drafts if most is None else min(drafts, max(most - request.length - 1, 0))
+    return 1 + draw.randint(0, room)
 
 
 @pytest.mark.parametrize("recipe", [BEHIND[0], *(pytest.param(one, marks=pytest.mark.full) for one in BEHIND[1:])])

@@ -25,8 +25,8 @@ WINDOW, SIZE, PROMPT = 6, 4, 7
 RECORDING = Recording.of_recipe(Recipe.of(Loud(window=WINDOW), keep=10), 1, 1, 4)
 
 
-def table_of(running: int = 8) -> RequestTable:
-    return RequestTable(1, 2, SIZE, 200, running)
+def table_of(running: int = 8, drafts: int = 0) -> RequestTable:
+    return RequestTable(1, 2, SIZE, 200, running, drafts)
 
 
 def batch_of(requests: Sequence[tuple[Sequence[int], int, int]], prompts: Sequence[int] = ()) -> StepBatch:
@@ -62,6 +62,23 @@ def test_overrides_follow_their_request_and_nobody_else() -> None:
     assert overridden(table, ([3, 6, 1], 8, 9)) == [False]
     table.end({"a"})
     assert overridden(table, ([7, 8, 2], 9, 10), ([4, 9, 11], 8, 9)) == [False, True]
+
+
+@pytest.mark.parametrize("taken_back", range(7))
+def test_a_request_is_found_again_after_drafts_were_taken_back(taken_back: int) -> None:
+    """Its newest tokens lie in three pages; in the last of them another request had as many tokens before it ended."""
+    table, rows = table_of(drafts=6), FiledLayouts.empty(1, 1, 2, torch.device("cpu")).layout
+    counts, length, zero = torch.tensor([[[3, 3]]]), torch.tensor([[7]]), torch.tensor([[0]])
+    table.file_layout(5, PageLayout(counts, length, zero, zero))
+    for page, name, tokens in ((5, "own", 7), (7, "ended", 15 - taken_back)):
+        table.begin(page, tokens, RequestOverrides(name, after_context=name == "own"))
+    pages = [4, 5, 6, 7]
+    for before, after in (7, 14), (14 - taken_back, 15 - taken_back):
+        assert overridden(table, (pages, before, after)) == [True]
+        step = torch.tensor([pages]), torch.tensor([before]), torch.tensor([after]), torch.tensor([1])
+        assert table.move_layouts(*step, rows).tolist() == [pages[(after - 1) // SIZE]]
+        assert rows.counts.tolist() == counts.tolist()
+    assert overridden(table, (pages, 7, 8)) == [False]  # who had fewer before
 
 
 def test_who_was_not_compressed_has_no_layout_of_anothers() -> None:

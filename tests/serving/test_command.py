@@ -84,6 +84,7 @@ def test_the_embedded_models_statistics_are_named(
         (["--tensor_parallel_size=2"], "llama", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
         (["-pp", "2"], "llama", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
         (["--speculative-config", "{}"], "unheard-of", "quantized(prompt_queries, bytes=0.25, short=256)", "pool"),
+        (["--speculative-config", "{}", "--no-async-scheduling"], "llama", ANSWERED_AT_ONCE, ""),
         (["--kv-cache-dtype", "fp8"], "unheard-of", "pool(prompt_queries, bytes=0.25, short=256)", "quantized"),
         ([], "gemma3_text", "quantized(pool(snapkv), bytes=0.25, short=256)", "prompt_queries"),
         ([], "deepseek_v3", "pool(prompt_queries, bytes=0.25, short=256)", "quantized"),

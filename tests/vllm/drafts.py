@@ -91,3 +91,26 @@ def teach_mtp(folder: Path, answers: Sequence[Sequence[int]]) -> None:
     own["model.layers.3.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     own["model.layers.3.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights | own, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def without_drafts(steps: Sequence[tuple[int, int]], prompt: int, answered: int, most: int) -> list[tuple[int, int]]:
+    """Return the steps of a request (first token, number of tokens) in which it would have had the same tokens.
+
+    Args:
+        steps: the steps that it had, whose newest tokens may have been taken back.
+        prompt: tokens of its prompt.
+        answered: tokens of its answer.
+        most: how many tokens are drafted for a step, at most.
+    """
+    taken: list[tuple[int, int]] = []
+    for place, (start, number) in enumerate(steps):
+        # The next step of the answer says how many tokens were known by then, also after a preemption.
+        later = [next_one for next_one, some in steps[place + 1 :] if next_one >= prompt and some <= 1 + most]
+        if start < prompt or number > 1 + most:
+            taken.append((start, number))
+            continue
+        end = later[0] if later else prompt + answered - 1
+        is_next = place + 1 < len(steps) and steps[place + 1][0] == end
+        kept = end - start if is_next or not later else end - 1 - start
+        taken += [(start + more, 1) for more in range(kept)]
+    return taken

@@ -1,4 +1,4 @@
-"""Engines in several processes, ranks that share heads, drafts, and a scheduler that runs ahead."""
+"""Engines in several processes, ranks that share heads, and a scheduler that runs ahead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from keepset import Recipe
-from tests.vllm.compared import IDS, NO_BINDING, asks, networks_file, run_in
+from tests.vllm.compared import NO_BINDING, asks, networks_file, run_in
 from tests.vllm.conftest import TINY
 from tests.vllm.engine import Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle
@@ -61,17 +61,6 @@ def test_parts_in_other_processes(tiny: Path, tiny_oracle: Oracle, tmp_path: Pat
     assert apart.stats["events"] > 0 and apart.stats["blocks_freed"] > 0
     for recipe, each in zip(shared_by, shared, strict=True):
         assert each.stats["events"] == check(tiny_oracle, recipe, ASKS, each)
-
-
-def test_drafts_that_are_taken_back(tiny: Path, tiny_oracle: Oracle) -> None:
-    """After the prompt nothing is compressed, so that tokens and entries are those without drafts."""
-    some, recipe = [Ask(IDS[:60] * 4, 60), Ask(IDS[100:130] * 9, 40)], "snapkv(window=16, keep=96)"
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    (drafted,) = run(Scenario(recipe, some, engine=engine(tiny, speculative_config=drafts)))
-    check(tiny_oracle, recipe, some, drafted)
-    taken = [tokens for log in drafted.log for _, start, tokens in log if start >= 270]
-    assert max(taken) > 1  # some were drafted
-    assert any(len(log) < len(whole(ask)) for ask, log in zip(some, drafted.log, strict=True))  # and some were right
 
 
 def test_a_scheduler_that_runs_ahead(tiny: Path, tiny_oracle: Oracle) -> None:

@@ -57,7 +57,7 @@ def config(**changes: Any) -> Any:
     parts: dict[str, dict[str, Any]] = {
         "parallel_config": dict.fromkeys(ONE, 1) | {"world_size": 1, "use_ubatching": False, "enable_dbo": False},
         "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True, "kv_cache_dtype_skip_layers": []},
-        "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
+        "scheduler_config": {"disable_hybrid_kv_cache_manager": False, "async_scheduling": False},
         "model_config": dict.fromkeys(OTHER_MODELS, False)
         | {"runner_type": "generate", "enforce_eager": True, "uses_mrope": False}
         | {"hf_text_config": LlamaConfig(), "using_transformers_backend": lambda: False},
@@ -123,12 +123,18 @@ CONTEXTS: dict[str, Any] = {
 """A configuration with contexts, whose heads may differ under any recipe."""
 
 REFUSED = [
-    ("snapkv(keep=256, every=64)", {"speculative_config": NGRAM}, "speculative decoding takes tokens back that every="),
-    (RAGGED, {"speculative_config": NGRAM}, "speculative decoding takes tokens back, by which heads that keep"),
+    *(
+        (recipe, {"speculative_config": NGRAM, "scheduler_config__async_scheduling": True}, "the scheduler runs ahead")
+        for recipe in ("snapkv(keep=256, every=64)", RAGGED)
+    ),
     (
-        UNIFORM,
-        {"speculative_config": SimpleNamespace(method="draft_model")},
-        "drafts by draft_model are not served; use",
+        "snapkv(window=8, keep=256, every=64)",
+        {"speculative_config": NGRAM},
+        "drafts must end before events, for which a KV",
+    ),
+    *(
+        (UNIFORM, {"speculative_config": SimpleNamespace(method=method)}, f"drafts by {method} are not served; use")
+        for method in ("draft_model", "medusa", "mlp_speculator", "custom_class", "ngram_gpu", "dflash", "dspark")
     ),
     (
         UNIFORM,
@@ -203,7 +209,11 @@ REFUSED = [
             ),
         )
     ),
-    (UNIFORM, CONTEXTS | {"speculative_config": NGRAM}, "speculative decoding takes tokens back, by which heads"),
+    (
+        UNIFORM,
+        CONTEXTS | {"speculative_config": NGRAM},
+        "speculative decoding takes tokens back, which requests with contexts",
+    ),
     (
         "pyramid(snapkv, keep=128)",
         {},
@@ -577,7 +587,11 @@ def test_no_recipe_is_no_recipe(additional: Any) -> None:
     [
         ({}, ANSWERED_AT_ONCE),
         ({"parallel_config__tensor_parallel_size": 2}, "quantized(prompt_queries, bytes=0.25, short=256)"),
-        ({"speculative_config": NGRAM}, "quantized(prompt_queries, bytes=0.25, short=256)"),
+        ({"speculative_config": NGRAM}, ANSWERED_AT_ONCE),
+        (
+            {"speculative_config": NGRAM, "scheduler_config__async_scheduling": True},
+            "quantized(prompt_queries, bytes=0.25, short=256)",
+        ),
         ({"cache_config__cache_dtype": "auto"}, "pool(prompt_queries, bytes=0.25, short=256)"),
         ({"kv_transfer_config": None}, "quantized(prompt_queries, bytes=0.25, short=256)"),
         (CONTEXTS | {"cache_config__enable_prefix_caching": True}, "quantized(prompt_queries, bytes=0.25, short=256)"),

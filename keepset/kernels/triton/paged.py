@@ -78,13 +78,13 @@ def append(keys, values, cache, tokens, layout, format) -> None:
     )  # fmt: skip
 
 
-def follow(filed, block_table, before, after, required, lost, block_size, layout) -> Int[Tensor, " rows"]:
+def follow(filed, block_table, before, after, required, lost, block_size, layout, drafts) -> Int[Tensor, " rows"]:
     """Compute `keepset.kernels.paged.follow_layouts`."""
     rows, (_, layers, heads) = len(before), filed.layout.counts.shape
     pages = torch.empty(rows, dtype=torch.int64, device=block_table.device)
     _follow[(rows,)](
         block_table, before, after, required, *filed.layout, filed.tokens, *layout, pages, lost, block_table.stride(0),
-        COUNTS=layers * heads, LAYERS=layers, SIZE=block_size, BLOCK=128, num_warps=1,
+        COUNTS=layers * heads, LAYERS=layers, SIZE=block_size, DRAFTS=drafts, BLOCK=128, num_warps=1,
     )  # fmt: skip
     return pages
 
@@ -307,36 +307,42 @@ def _append_to_pages(
 def _follow(
     block_table, before, after, required, filed_counts, filed_lengths, filed_firsts, filed_shares, filed_tokens,
     counts, lengths, firsts, shares, pages, lost, table_row,
-    COUNTS: tl.constexpr, LAYERS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    COUNTS: tl.constexpr, LAYERS: tl.constexpr, SIZE: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move the layout of one request; one program for each."""
     row = tl.program_id(0).to(tl.int64)
-    had, has = tl.load(before + row), tl.load(after + row)
-    old = tl.load(block_table + row * table_row + tl.maximum(had - 1, 0) // SIZE).to(tl.int64)
-    page = tl.load(block_table + row * table_row + (has - 1) // SIZE).to(tl.int64)
-    must = tl.load(required + row) != 0
-    known = must & (tl.load(filed_tokens + old) == had)
+    had, has, blocks = tl.load(before + row), tl.load(after + row), block_table + row * table_row
+    old = tl.load(blocks + tl.maximum(had - 1, 0) // SIZE).to(tl.int64)
+    must, tokens = tl.load(required + row) != 0, tl.load(filed_tokens + old)
+    known = must & (tokens - DRAFTS <= had) & (had <= tokens)
     some = tl.arange(0, BLOCK)
     for offset in tl.static_range(0, COUNTS, BLOCK):
         index = offset + some
         count = tl.load(filed_counts + old * COUNTS + index, mask=index < tl.where(known, COUNTS, 0), other=0)
-        tl.store(filed_counts + page * COUNTS + index, count, mask=index < COUNTS)
         tl.store(counts + row * COUNTS + index, count, mask=index < COUNTS)
+        for taken_back in tl.static_range(0, DRAFTS + SIZE, SIZE):
+            page = tl.load(blocks + tl.maximum(has - 1 - taken_back, had) // SIZE).to(tl.int64)
+            tl.store(filed_counts + page * COUNTS + index, count, mask=index < COUNTS)
     for offset in tl.static_range(0, LAYERS, BLOCK):
         index = offset + some
-        there, mine = old * LAYERS + index, page * LAYERS + index
+        there = old * LAYERS + index
         length = tl.load(filed_lengths + there, mask=index < tl.where(known, LAYERS, 0), other=0)
         first = tl.load(filed_firsts + there, mask=index < tl.where(known, LAYERS, 0), other=0)
         shared = tl.load(filed_shares + there, mask=index < tl.where(known, LAYERS, 0), other=0)
-        tl.store(filed_lengths + mine, length, mask=index < LAYERS)
-        tl.store(filed_firsts + mine, first, mask=index < LAYERS)
-        tl.store(filed_shares + mine, shared, mask=index < LAYERS)
         tl.store(lengths + row * LAYERS + index, length, mask=index < LAYERS)
         tl.store(firsts + row * LAYERS + index, first, mask=index < LAYERS)
         tl.store(shares + row * LAYERS + index, shared, mask=index < LAYERS)
+        for taken_back in tl.static_range(0, DRAFTS + SIZE, SIZE):
+            page = tl.load(blocks + tl.maximum(has - 1 - taken_back, had) // SIZE).to(tl.int64)
+            mine = page * LAYERS + index
+            tl.store(filed_lengths + mine, length, mask=index < LAYERS)
+            tl.store(filed_firsts + mine, first, mask=index < LAYERS)
+            tl.store(filed_shares + mine, shared, mask=index < LAYERS)
     tl.debug_barrier()  # all threads have read what was filed before it is overwritten
-    tl.store(filed_tokens + page, has.to(tl.int32))
-    tl.store(pages + row, page)
+    for taken_back in tl.static_range(0, DRAFTS + SIZE, SIZE):
+        page = tl.load(blocks + tl.maximum(has - 1 - taken_back, had) // SIZE)
+        tl.store(filed_tokens + page, has.to(tl.int32))
+    tl.store(pages + row, tl.load(blocks + (has - 1) // SIZE).to(tl.int64))
     if must & ~known:
         tl.store(lost, 1)
 
