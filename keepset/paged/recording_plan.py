@@ -139,8 +139,9 @@ class _Step:
                     record.held = 0
                 else:
                     self._flushed.append(waiting)
-            new = self._taken(request, record, max(begin, first), stop)
-            self._added.append(self._additions([new], stop - new.begin, first_query=offset + new.begin))
+            if stop > first:  # else all of this step may be taken back
+                new = self._taken(request, record, max(begin, first), stop)
+                self._added.append(self._additions([new], stop - new.begin, first_query=offset + new.begin))
         elif number > 0 and not behind:
             if number >= recording.waiting or stop == point:
                 self._ringed.append(self._taken(request, record, begin, stop))
