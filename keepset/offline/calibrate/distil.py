@@ -1,7 +1,8 @@
 """Networks that tell a teacher's score of an entry from its key and value, fitted over passages (`distilled`).
 
-Every passage is prefilled once for all teachers. A fixed number of its entries is kept: keys before rotation, values,
-and what the teachers say, so memory does not grow with the texts. Then all heads' networks are fitted side by side.
+Every passage is prefilled once for all teachers. The same share of each passage's entries is kept: keys before
+rotation, values, and what the teachers say. The share is such that memory does not grow with the texts. Then all heads'
+networks are fitted side by side.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import cycle
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -35,16 +37,16 @@ from keepset.offline.calibrate.corpus import SHORTEST, Corpus
 from keepset.offline.calibrate.measure import SKIP
 from keepset.recipe import Recipe
 
-WIDTH, ROWS, STEPS, BATCH = 64, 24576, 500, 512
-"""Numbers of the hidden layer, entries of each head that are fitted to, steps, and entries of a step."""
+WIDTH, ROWS, STEPS, BATCH = 64, 49152, 500, 512
+"""Numbers of the hidden layer, most entries of each head that are fitted to, steps, and entries of a step."""
 _RATE, _DECAY, _FLOOR = 2e-3, 0.05, 5e-3
 """AdamW's learning rate and weight decay; the share of a passage's mean score that is added before the logarithm."""
 _RIDGE = 1.0
 """What is added to the diagonal of the least squares' equations, of inputs that have variance 1."""
 _DEVIATION = 32.0
 """The same for how a length of text differs from all of them: few entries of a length say little."""
-_LENGTHS = 3
-"""Passages are cut to a half, a quarter ... of their length in turn, so many lengths with the whole."""
+_HALVINGS = (0, 0, 0, 1, 0, 0, 0, 2)
+"""How often passages are halved, in turn. Most are whole: networks are best at the length that most entries are of."""
 _HELD_OUT = 8
 """One of this many passages is not fitted to: it says how well the networks rank."""
 _HEADS_AT_ONCE, _ENTRIES_AT_ONCE = 128, 4096
@@ -115,13 +117,13 @@ def with_predictors(
     methods = parse_teachers(teachers)
     passages = cut_passages(corpus)
     held = max(1, len(passages) // _HELD_OUT) if len(passages) > 1 else 0
-    each = max(1, ROWS // max(1, len(passages) - held))
-    key = _key(statistics, corpus, teachers, each)
+    share = min(1.0, ROWS / sum(map(len, passages[: len(passages) - held])))
+    key = _key(statistics, corpus, teachers, share)
     parts: list[Samples] = []
     for number, passage in enumerate(passages):
         part = _kept(folder, key, number)
         if part is None:
-            part = _sampled(model, statistics, passage, methods, each, corpus.seed + number)
+            part = _sampled(model, statistics, passage, methods, share, corpus.seed + number)
             _keep(folder, key, number, part)
         parts.append(part)
         on_passage()
@@ -145,23 +147,23 @@ def with_predictors(
 
 
 def cut_passages(corpus: Corpus) -> list[Int[Tensor, " _"]]:
-    """Return the passages, in turn whole, the first half of one and the first quarter, so that lengths differ.
+    """Return the passages, most of them whole, of others the first half or the first quarter, so that lengths differ.
 
     Args:
         corpus: the passages; none is cut to fewer than `SHORTEST` tokens.
     """
-    halvings = enumerate(corpus.passages)
-    return [passage[: max(len(passage) >> number % _LENGTHS, SHORTEST)] for number, passage in halvings]
+    halvings = zip(corpus.passages, cycle(_HALVINGS))
+    return [passage[: max(len(passage) >> times, SHORTEST)] for passage, times in halvings]
 
 
 def _sampled(
-    model: PreTrainedModel, statistics: Statistics, ids: Tensor, teachers: Sequence[Method], count: int, seed: int
+    model: PreTrainedModel, statistics: Statistics, ids: Tensor, teachers: Sequence[Method], share: float, seed: int
 ) -> Samples:
-    """Return some entries of one passage; the first, which always stay, are left out."""
+    """Return a share of the entries of one passage; the first, which always stay, are left out."""
     needs = reduce(or_, (teacher.traits.needs for teacher in teachers), Needs())
     recorder = Recorder(model, needs).prefill(ids.to(model.device)[None])
     order = torch.randperm(len(ids) - SKIP, generator=torch.Generator().manual_seed(seed))
-    places = SKIP + order[:count].sort().values
+    places = SKIP + order[: math.ceil(share * len(order))].sort().values
     wanted = torch.stack([_wanted(teacher, recorder.observations) for teacher in teachers]).mean(0)
     inputs = [_inputs(each, statistics.layers[each.layer], places) for each in recorder.observations]
     if not wanted.isfinite().all():
@@ -351,13 +353,13 @@ def _together(parts: Sequence[Samples]) -> Samples:
     return Samples(inputs, wanted, ages, lengths)
 
 
-def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], each: int) -> str:
+def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], share: float) -> str:
     """Return a text that differs where a passage's part would."""
     settings: Mapping[str, Any] = {
         "model": statistics.provenance["model"],
-        "corpus": [corpus.sha256, corpus.seed, [len(passage) for passage in corpus.passages], _LENGTHS],
+        "corpus": [corpus.sha256, corpus.seed, [len(passage) for passage in corpus.passages], _HALVINGS],
         "teachers": list(teachers),
-        "entries": each,
+        "share": share,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
