@@ -53,8 +53,8 @@ def default_recipe(model: str, called: str, otherwise: str) -> Default:
 def lack_of_networks(called: str) -> str:
     """Return that there are no networks for a model, and how they are made: a sentence without its capital letter."""
     return (
-        f"there are no networks for {called}: `keepset calibrate --model {called} --teacher reread --out "
-        "stats.safetensors` makes them, and distilled(stats='stats.safetensors') names them."
+        f"there are no networks for {called}: `keepset calibrate --model {called} --teacher reread --teacher "
+        "prompt_queries --out stats.safetensors` makes them, and distilled(stats='stats.safetensors') names them."
     )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import replace
+from hashlib import sha256
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,8 @@ EMBEDDED = "SmolLM2-135M-Instruct"
 
 # The number is the version of the conversion: raise it with every change to the files that are written.
 _FOLDER = f"{EMBEDDED}-1"
+_CALIBRATED = Path(__file__).parent / "offline" / "calibrate"
+_GATES, _NETWORKS = _CALIBRATED / "embedded_gates.json", _CALIBRATED / "embedded_networks.safetensors"
 _UNFINISHED = ".unfinished"
 _MEGABYTES = 600
 _HOUR = 3600
@@ -209,7 +212,13 @@ def statistics_path() -> Path:
     """Return where the file of the embedded model's statistics is, or will be."""
     from keepset.core.statistics import FORMAT
 
-    return _home() / f"{_FOLDER}-statistics-{FORMAT}.safetensors"
+    return _home() / f"{_FOLDER}-statistics-{FORMAT}-{_digest_of_parts()}.safetensors"
+
+
+@functools.cache
+def _digest_of_parts() -> str:
+    """Return a digest of what comes with keepset, so that a file made of older networks is not used."""
+    return sha256(b"".join(path.read_bytes() for path in (_GATES, _NETWORKS))).hexdigest()[:8]
 
 
 def embedded_statistics() -> Path:
@@ -235,10 +244,9 @@ def _with_embedded_parts(measured: "Statistics") -> "Statistics":
 
     from keepset.core.predictor import PREDICTOR_FIELDS, Predictor
 
-    folder = Path(__file__).parent / "offline" / "calibrate"
-    trained = json.loads((folder / "embedded_gates.json").read_text("utf-8"))
+    trained = json.loads(_GATES.read_text("utf-8"))
     gates = {index: torch.tensor(trained["retrieval"][index]) for index in measured.layers}
-    with safe_open(folder / "embedded_networks.safetensors", "pt") as file:
+    with safe_open(_NETWORKS, "pt") as file:
         networks = {
             index: Predictor(**{name: file.get_tensor(f"{index}.{name}").float() for name in PREDICTOR_FIELDS})
             for index in measured.layers

@@ -46,7 +46,7 @@ def calibrate(
         Option(
             metavar="<recipe>",
             help="A recipe whose scores the networks of `distilled` learn, such as reread; may be given several times, "
-            "for their mean. [default: no networks]",
+            "for the mean of their logarithms. [default: no networks]",
         ),
     ] = None,
     imports: Annotated[
@@ -68,9 +68,9 @@ def calibrate(
     duo_attention needs to know which heads retrieve. Gates between full and streaming attention are trained on
     passkeys that are hidden in the texts.
 
-    distilled needs networks that were fitted to another method's scores: --teacher reread, with --length as long as
-    the texts that you compress, and --tokens 49152 or more. Some passages are cut to a half or a quarter of that
-    length. What each passage gave is kept in a folder beside the file until all is done, so an interrupted command goes
+    distilled needs networks that were fitted to other methods' scores: --teacher reread --teacher prompt_queries, with
+    --length as long as the texts that you compress, and --tokens 65536 or more. One passage of four is cut to a half or
+    a quarter of that length. What each passage gave is kept in a folder beside the file until all is done, so an interrupted command goes
     on where it was.
 
     kvzap and fast_kvzip need modules that their authors have published: --import. A .pt file is read without running

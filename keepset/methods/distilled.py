@@ -25,8 +25,8 @@ _WORTH = "worth"
 class Distilled(Method):
     """Scores an entry by a network that was fitted to another method's scores of such entries.
 
-    `keepset calibrate --teacher reread` fits one small network per KV head. It reads the entry's key before rotation
-    and its value, and nothing else: no query, no hidden state. So it takes one pass, and an entry goes through its
+    `keepset calibrate --teacher reread --teacher prompt_queries` fits one small network per KV head to the mean of both
+    teachers' logarithms. It reads the entry's key before rotation and its value, and nothing else: no query, no hidden state. So it takes one pass, and an entry goes through its
     network once, when the first event looks at it. What it says is remembered, 4 bytes an entry. Only what the distance
     from the end of the text is worth to the head changes as the text grows: a number of a table over distances and
     lengths, a factor of the score.

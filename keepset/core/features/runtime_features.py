@@ -143,7 +143,7 @@ class ModelStatistics(Feature[Statistics]):
         if self.predictors and not measured.predictors:
             raise KeepsetError(
                 f"The statistics {measured.name!r} hold no networks for distilled: make them again with keepset "
-                "calibrate --teacher reread."
+                "calibrate --teacher reread --teacher prompt_queries."
             )
         if self.modules and self.modules not in measured.hidden:
             raise KeepsetError(

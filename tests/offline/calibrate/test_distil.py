@@ -91,8 +91,21 @@ def test_a_file_holds_what_was_fitted(measured: Statistics, tmp_path: Path) -> N
     read = load(str(tmp_path / "stats.safetensors"))
     assert equal(read, fitted)
     assert read.provenance["predictors"]["teachers"] == ["knorm"]
-    # Seven of eight passages, whole, by half and by quarter but not below 16 tokens, without the first four tokens.
-    assert read.provenance["predictors"]["entries"] == 3 * 56 + 2 * 26 + 2 * 12
+    # Seven of eight passages, one of them by half, without the first four tokens.
+    assert read.provenance["predictors"]["entries"] == 6 * 56 + 26
+
+
+def test_lengths_differ_and_most_are_whole() -> None:
+    lengths = [len(passage) for passage in distil.cut_passages(CORPUS)]
+    assert lengths == [60, 60, 60, 30, 60, 60, 60, 16], "a quarter would be fewer than 16"
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_entries_do_not_grow_with_the_texts(measured: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of each passage, however long it is."""
+    monkeypatch.setattr(distil, "ROWS", 130)  # of 390 tokens that are fitted to
+    fitted = with_predictors(measured, tiny(MODEL), CORPUS, ["knorm"], width=3)
+    assert fitted.provenance["predictors"]["entries"] == 6 * 19 + 9
 
 
 def test_folding_scales_changes_nothing() -> None:
