@@ -70,8 +70,8 @@ def calibrate(
 
     distilled needs networks that were fitted to other methods' scores: --teacher reread --teacher prompt_queries, with
     --length as long as the texts that you compress, and --tokens 65536 or more. One passage of four is cut to a half or
-    a quarter of that length. What each passage gave is kept in a folder beside the file until all is done, so an interrupted command goes
-    on where it was.
+    a quarter of that length. What each passage gave is kept in a folder beside the file until all is done, so an
+    interrupted command goes on where it was.
 
     kvzap and fast_kvzip need modules that their authors have published: --import. A .pt file is read without running
     what it says.

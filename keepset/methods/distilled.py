@@ -26,10 +26,10 @@ class Distilled(Method):
     """Scores an entry by a network that was fitted to another method's scores of such entries.
 
     `keepset calibrate --teacher reread --teacher prompt_queries` fits one small network per KV head to the mean of both
-    teachers' logarithms. It reads the entry's key before rotation and its value, and nothing else: no query, no hidden state. So it takes one pass, and an entry goes through its
-    network once, when the first event looks at it. What it says is remembered, 4 bytes an entry. Only what the distance
-    from the end of the text is worth to the head changes as the text grows: a number of a table over distances and
-    lengths, a factor of the score.
+    teachers' logarithms. It reads the entry's key before rotation and its value, and nothing else: no query, no hidden
+    state. So it takes one pass, and an entry goes through its network once, when the first event looks at it. What it
+    says is remembered, 4 bytes an entry. Only what the distance from the end of the text is worth to the head changes
+    as the text grows: a number of a table over distances and lengths, a factor of the score.
     The method is keepset's own; KVzap (arXiv:2601.07891) fits such networks to the hidden states that enter attention.
 
     With a `threshold`, entries with a lower score go, whatever their number, and `keep` is a cap. A score is relative:
