@@ -88,12 +88,11 @@ class _Step:
 
         Args:
             request: the request.
-            record: what is recorded of it.
+            record: what is recorded of it, with drafted tokens.
             begins: position of the first query that is recorded.
         """
-        if (drafted := record.drafted) is None:
-            return
-        size = self._recording.size
+        drafted, size = record.drafted, self._recording.size
+        assert drafted is not None
         for position in range(max(drafted.positions.start, begins, request.before - size), request.before):
             index = drafted.first + position - drafted.positions.start
             self._accepted[drafted.queries].append((index, record.slot, position % size))
@@ -275,7 +274,8 @@ class RecordingPlanner:
             prompt, before, after = request.prompt, request.before, request.after
             self._by_row[request.row] = record
             self._note_shared(request, record, opening)
-            step.accept(request, record, self._begins(prompt, event or upcoming or 0))
+            if record.drafted is not None:
+                step.accept(request, record, self._begins(prompt, event or upcoming or 0))
             if upcoming is not None and self._is_drafted(request, event):
                 step.draft(request, record, upcoming)
                 continue

@@ -192,9 +192,10 @@ def turboquant(kind: str, head_dim: int, device: str) -> tuple[int, int, Tensor,
         device: where keys and values are read.
     """
     config = resolve_name(_TURBOQUANT + "config.TurboQuantConfig").from_cache_dtype(kind, head_dim)
-    bits, none = config.key_quant_bits, torch.empty(0, device=device)
+    bits = config.key_quant_bits
     if bits == 8:
-        return bits, config.value_quant_bits, none, none, False, bool(resolve_name(_EXPONENTS)())
+        no_centroids, no_rotation = torch.empty(0, device=device), torch.empty(0, 0, device=device)
+        return bits, config.value_quant_bits, no_centroids, no_rotation, False, bool(resolve_name(_EXPONENTS)())
     centroids = resolve_name(_TURBOQUANT + "centroids.get_centroids")(head_dim, bits).to(device)
     rotation = resolve_name(_ROTATION)(head_dim, device)
     return bits, config.value_quant_bits, centroids, rotation, config.norm_correction, False
