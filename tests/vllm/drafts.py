@@ -82,7 +82,8 @@ def save_with_mtp(folder: Path) -> Path:
 
 def teach_mtp(folder: Path, answers: Sequence[Sequence[int]]) -> None:
     """Make the layer that drafts right for a part of these answers."""
-    weights = {name: weight for name, weight in load_file(folder / "model.safetensors").items() if ".3." not in name}
+    saved = load_file(folder / "model.safetensors")
+    weights = {name: weight for name, weight in saved.items() if not name.startswith("model.layers.3.")}
     own, hidden = _layer(weights, "model.layers.2.", "model.layers.3."), SHAPE["hidden_size"]
     after = 5 * _after(weights, answers, unit=True) if answers else torch.zeros(hidden, hidden)
     own["model.layers.3.eh_proj.weight"] = torch.cat([after, torch.zeros_like(after)], 1)
