@@ -26,7 +26,8 @@ from tests.methods.naive import Shape, random_statistics
 TAKEN = "No recipe is named, so the default is taken: "
 ADVICE = (
     r"here are no networks for SmolLM2-135M-Instruct: `keepset calibrate --model SmolLM2-135M-Instruct --teacher "
-    r"reread --teacher prompt_queries --out stats\.safetensors` makes them, and distilled\(stats='stats\.safetensors'\) names them\."
+    r"reread --teacher prompt_queries --out stats\.safetensors` makes them, and "
+    r"distilled\(stats='stats\.safetensors'\) names them\."
 )
 COMMANDS = {
     "generate": ("generate", "Go on.", "--text", "text", "--output-tokens", "2"),
