@@ -1,5 +1,5 @@
 # First of all: only what is imported of keepset after this line is checked while it runs.
-from tests import on_gpu, tiers, typecheck
+from tests import lifetime, on_gpu, tiers, typecheck
 
 if tiers.TYPECHECK:
     typecheck.install()
@@ -14,6 +14,7 @@ import pytest
 if TYPE_CHECKING:  # the process that only divides the tests among others need not wait for them
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+lifetime.begin()
 if on_gpu.GPU:
     on_gpu.start()
 else:

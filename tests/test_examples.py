@@ -19,7 +19,7 @@ import pytest
 from keepset import models, registry
 from tests import tiers
 from tests.cli.conftest import tiny_model
-from tests.vllm.engine import SPARING
+from tests.vllm.processes import SPARING
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = {
@@ -98,12 +98,13 @@ def test_a_server_is_asked_with_the_openai_client(monkeypatch: pytest.MonkeyPatc
     from keepset.recipe import Recipe
     from keepset.serving.command import command
     from keepset.serving.server import ServerProcess, free_port
+    from tests.vllm.serve import forked
 
     port, example = free_port(), EXAMPLES / "serve_with_vllm.py"
     [recipe] = re.findall(r'keepset serve --recipe "(.+)"', example.read_text(encoding="utf-8"))
     sparing = ["--port", str(port), "--max-model-len", "512", "--block-size", "32", "--num-gpu-blocks-override", "256"]
     options = [*sparing, "--dtype", "float32", "--enforce-eager"]
-    with ServerProcess(command(None, Recipe.parse(recipe), options), port) as server:
+    with ServerProcess(forked(command(None, Recipe.parse(recipe), options)), port) as server:
         server.wait(300)
         done = subprocess.run(
             [sys.executable, str(example)],

@@ -12,6 +12,7 @@ from keepset.serving.prompts import LoadPrompts
 from keepset.serving.server import ServerError
 from keepset.serving.vllm_bench import Measured, measure
 from tests.serving.fake_vllm import Fake
+from tests.vllm.serve import forked
 
 LOAD = Load(requests=6, prompt_tokens=4, output_tokens=4, concurrency=2)
 PROMPTS = LoadPrompts("warm up", [], [f"number {index}" for index in range(6)])
@@ -42,8 +43,12 @@ def test_a_load_is_measured(fake: Fake) -> None:
 
 
 @pytest.mark.full
-def test_vllms_own_program_takes_these_options_and_writes_these_names(fake: Fake) -> None:
+def test_vllms_own_program_takes_these_options_and_writes_these_names(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed")
+    command = vllm_bench._command
+    monkeypatch.setattr(vllm_bench, "_command", lambda *args: forked(command(*args)))
     fake.first = 0.5
     check(fake, *put(fake))
     assert all(each["ignore_eos"] and each["temperature"] == 0 and each["stream"] for each in fake.asked[1:])

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
 from keepset.models import embedded_folder
 from keepset.recipe import Recipe
 from tests.paged.methods import registered
-
-ROOT = Path(__file__).parents[2]
+from tests.vllm import processes
+from tests.vllm.processes import SPARING
 
 BLOCK = 32
-SPARING = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or it would take as many threads as there are cores after all
-    "TORCH_COMPILE_DISABLE": "1",  # vLLM would compile one small function in each rank, for as long as all else
-}
-"""What vLLM's processes are told of this machine."""
 SIGNING = {"KEEPSET_SIGNING_KEY": "5" * 64}
 """What engines have whose requests are signed."""
 
@@ -185,55 +174,15 @@ def raw(*scenarios: Scenario, env: dict[str, str] | None = None) -> list[Any]:
             "answer": str(answered),
         }
         (runner_v2,) = {scenario.runner_v2 for scenario in scenarios}
-        code = _Server.get(runner_v2).do(job)
+        plain = {name: value for name, value in os.environ.items() if name != "KEEPSET_STATS_DIR"}
+        told = plain | SPARING | SIGNING | processes.own_environment(runner_v2)
+        code = processes.run(work, job, log=job["log"], env=told, runner_v2=runner_v2)
         assert code == 0 and answered.is_file(), log.read_text()[-12000:]
         return json.loads(answered.read_text())
 
 
-class _Server:
-    """The process that runs this one's engines, see `tests.vllm.server`."""
+def work(job: dict[str, Any]) -> None:
+    """Run a job, in its process."""
+    from tests.vllm.job import answer
 
-    _running: ClassVar[dict[bool, _Server]] = {}
-
-    def __init__(self, runner_v2: bool) -> None:
-        self._runner_v2 = runner_v2
-        more = {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner_v2)), "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
-        if runner_v2:  # and so in the processes that an engine starts, see `tests.vllm.interpreted`
-            more["TRITON_INTERPRET"] = "1"
-        environment = os.environ | SPARING | SIGNING | more
-        environment.pop("KEEPSET_STATS_DIR", None)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm.server"],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    @classmethod
-    def get(cls, runner_v2: bool) -> _Server:
-        """The one that is running with this model runner, or a new one."""
-        if runner_v2 not in cls._running:
-            cls._running[runner_v2] = cls(runner_v2)
-            atexit.register(cls._running[runner_v2].stop)
-        return cls._running[runner_v2]
-
-    def do(self, job: dict[str, Any]) -> int:
-        """Runs a job; its exit code."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None
-        try:
-            print(json.dumps(job), file=stdin, flush=True)
-            return int(stdout.readline())
-        except BaseException:  # a test that took too long, for one
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        """Ends it, and the engines that it runs."""
-        _Server._running.pop(self._runner_v2, None)
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+    answer(job)

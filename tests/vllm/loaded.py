@@ -18,7 +18,7 @@ import gc
 
 from vllm import LLM, SamplingParams  # noqa: F401
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-from vllm.model_executor.models import llama  # noqa: F401
+from vllm.model_executor.models import llama, registry  # noqa: F401
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends import cpu_attn  # noqa: F401
 from vllm.v1.engine import core
@@ -40,6 +40,8 @@ def wait(condition: SpinCondition, timeout_ms: int | None = None) -> None:
 
 
 SpinCondition.wait = wait  # type: ignore[method-assign]
+# It looks at the class of each kind of model in a process of its own, which would import vLLM for it.
+registry._run_in_subprocess = lambda look: look()
 # A search through all names of all modules for kernels to replace.
 CpuPlatform.register_triton_kernel_overrides()
 CpuPlatform.register_triton_kernel_overrides = lambda _: None

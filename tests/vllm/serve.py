@@ -1,34 +1,35 @@
-"""A vLLM server whose processes are forks of one that has imported vLLM: `python -m tests.vllm.serve MODULE OPTIONS`.
+"""A program of vLLM's whose processes are forks of one that has imported vLLM: `python -m tests.vllm.serve WORDS`.
 
-As the module it starts three, each of which would import for as long as all that is asked of it here takes.
+On its own a server starts three, each of which would import for as long as all that is asked of it here takes.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
-from pathlib import Path
 
 from tests.vllm import processes
 
-ROOT = Path(__file__).parents[2]
-
 
 def work(words: list[str]) -> None:
-    """The module, in its process."""
-    sys.argv = words
-    runpy.run_module(words[0], run_name="__main__")
+    """Do what Python does with these words, in its process."""
+    kind, what, *rest = words
+    sys.argv = [what, *rest]
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__")
+    else:
+        exec(compile(what, "-c", "exec"), {"__name__": "__main__"})
 
 
 def forked(command: list[str]) -> list[str]:
-    """The command of a server, `python -P -m MODULE OPTIONS`, to be run so."""
-    python, _, _, *words = command
-    return ["env", f"PYTHONPATH={ROOT}", python, "-m", "tests.vllm.serve", *words]
+    """The words of a program, `python -P -m MODULE OPTIONS` or `python -P -c CODE OPTIONS`, to be run so."""
+    python, _, *words = command
+    return ["env", f"PYTHONPATH={processes.ROOT}", python, "-m", "tests.vllm.serve", *words]
 
 
 def main() -> None:
-    processes.make_ready()
-    sys.exit(processes.run(work, sys.argv[1:], log="/dev/stderr"))
+    sys.exit(processes.run(work, sys.argv[1:], log="/dev/stderr", env=os.environ))
 
 
 if __name__ == "__main__":

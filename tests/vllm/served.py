@@ -17,7 +17,7 @@ from keepset.models import embedded_folder
 from keepset.recipe import Recipe
 from keepset.serving.command import command
 from keepset.serving.server import ServerProcess, free_port
-from tests.vllm.engine import SPARING
+from tests.vllm.processes import SPARING
 from tests.vllm.serve import forked
 
 OPTIONS = ["--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from keepset.serving.server import free_port
-from tests.vllm.engine import ROOT, SPARING
+from tests.vllm.processes import ROOT, SPARING
 from tests.vllm.served import OPTIONS
 
 pytestmark = pytest.mark.full
