@@ -67,7 +67,7 @@ def default_methods(model: str) -> list[Recipe]:
     from keepset.recipe import Recipe
 
     texts = [NETWORKS] if has_networks(model) else [ASKED_LATER, ANSWERED_AT_ONCE]
-    return [Recipe.of(Recipe.parse(text).without_budget().method) for text in texts]
+    return [Recipe.of(Recipe.parse(text).with_budget().method) for text in texts]
 
 
 def has_networks(model: str) -> bool:

@@ -234,6 +234,9 @@ def embedded_statistics() -> Path:
         logger.warning("keepset: measuring the embedded model's statistics, once, into %s", path)
         model, tokenizer = load()
         save(_with_embedded_parts(measure(model, default_corpus(tokenizer))), path)
+        for older in path.parent.glob(f"{_FOLDER}-statistics-*.safetensors"):
+            if older != path:
+                older.unlink(missing_ok=True)
     return path
 
 

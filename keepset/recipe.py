@@ -154,24 +154,8 @@ class Recipe:
         method = _before_budget(self.method, vars(self.budget))
         return _short_text(method, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
-    def with_keep(self, keep: int | float) -> Recipe:
-        """Return the same recipe with this `keep`, and without `bytes`.
-
-        Raises:
-            BudgetError: if it does not suit the recipe.
-        """
-        return self.with_budget(keep=keep)
-
-    def with_bytes(self, share: float) -> Recipe:
-        """Return the same recipe with this `Budget.bytes`, and without `keep`.
-
-        Raises:
-            BudgetError: if it does not suit the recipe.
-        """
-        return self.with_budget(bytes=share)
-
     def with_budget(self, keep: int | float | None = None, bytes: float | None = None) -> Recipe:
-        """Return the same recipe with this `Budget.keep` and `bytes`, of which one at least is None.
+        """Return the same recipe with this `Budget.keep` or `bytes`; with neither, the common name of all budgets.
 
         Raises:
             BudgetError: if it does not suit the recipe.
@@ -200,14 +184,10 @@ class Recipe:
         """
         return replace(self, budget=self.budget.located(None if images is None else [images]))
 
-    def without_budget(self) -> Recipe:
-        """Return the same recipe without its `keep` or `bytes`, as a common name for different budgets."""
-        return self.with_budget()
-
     @property
     def advice(self) -> str:
         """Return a sentence on what to write instead if this is a method whose bare defaults do badly; else ""."""
-        if not self.method.advice or self.without_budget() != Recipe.of(type(self.method)()):
+        if not self.method.advice or self.with_budget() != Recipe.of(type(self.method)()):
             return ""
         return f"{self.method.name} {self.method.advice}."
 
@@ -241,7 +221,7 @@ class Recipe:
             if self.schedule.every is not None:
                 raise BudgetError(f"{self} does not say how much to keep: write {entries}.")
             raise BudgetError(
-                f"{self} does not say how much to keep: write {self.with_bytes(0.25)}, a share of a full 16-bit "
+                f"{self} does not say how much to keep: write {self.with_budget(bytes=0.25)}, a share of a full 16-bit "
                 f"cache's bytes, or {entries}, entries per KV head."
             )
         return self

@@ -55,7 +55,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
 
 
 def with_keep(text: str, keep: int | float) -> Recipe:
-    return Recipe.parse(text).with_keep(keep)
+    return Recipe.parse(text).with_budget(keep=keep)
 
 
 # --- the guide itself

@@ -301,7 +301,10 @@ def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
     monkeypatch.setattr(models, "_with_embedded_parts", lambda measured: measured)  # the tiny model has other heads
     monkeypatch.setattr(corpus, "TOKENS", 64)
     home.mkdir()
+    older = home / models.statistics_path().name.replace(models._digest_of_parts(), "12345678")
+    older.touch()
     path = models.embedded_statistics()
+    assert not older.exists()
     assert path.parent == home and len(statistics.load(str(path)).layers) == 1
     assert caplog.messages == [f"keepset: measuring the embedded model's statistics, once, into {path}"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]  # which Python shows on standard error

@@ -214,8 +214,8 @@ def test_canonical_text(text: str, canonical: str) -> None:
 
 def test_keep_can_be_replaced() -> None:
     recipe = Recipe.parse("streaming_llm(sinks=2, keep=0.5)")
-    assert str(recipe.with_keep(64)) == "streaming_llm(keep=64, sinks=2)"
-    assert str(recipe.without_budget()) == "streaming_llm(sinks=2)"
+    assert str(recipe.with_budget(keep=64)) == "streaming_llm(keep=64, sinks=2)"
+    assert str(recipe.with_budget()) == "streaming_llm(sinks=2)"
 
 
 def test_text_with_another_keep_need_not_suit_the_recipe() -> None:
@@ -502,13 +502,14 @@ def test_select_needs_a_budget() -> None:
 
 def test_what_follows_from_a_recipe_is_checked_too() -> None:
     recipe = Recipe.parse("knorm(every=8, keep=1)")
-    assert str(recipe.without_budget()) == "knorm(every=8)"
-    assert str(recipe.with_keep(7)) == "knorm(keep=7, every=8)"
+    assert str(recipe.with_budget()) == "knorm(every=8)"
+    assert str(recipe.with_budget(keep=7)) == "knorm(keep=7, every=8)"
     share = Recipe.parse("knorm(bytes=0.5, sinks=3)")
-    assert str(share.without_budget()) == "knorm(sinks=3)" and str(share.with_keep(7)) == "knorm(keep=7, sinks=3)"
-    assert share.with_bytes(0.5) == share == Recipe.parse("knorm(sinks=3)").with_keep(3).with_bytes(0.5)
+    assert str(share.with_budget()) == "knorm(sinks=3)" and str(share.with_budget(keep=7)) == "knorm(keep=7, sinks=3)"
+    whole = Recipe.parse("knorm(sinks=3)").with_budget(keep=3)
+    assert share.with_budget(bytes=0.5) == share == whole.with_budget(bytes=0.5)
     with pytest.raises(KeepsetError, match="a share of what is left"):
-        recipe.with_keep(0.5)
+        recipe.with_budget(keep=0.5)
     with pytest.raises(KeepsetError, match="a share of what is left"):
         Recipe.of(Knorm(), keep=0.5, every=8)
 

@@ -184,7 +184,7 @@ def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: i
     every, repeats = (256, 5) if bench.on_gpu else (3, 1)
     part = f"{name}: a token after {keep} + {every} entries"
     whole, recipe = recipe.format(stats=stats), recipe.format(stats="...")
-    text = f"{keepset.Recipe.parse(whole).with_keep(keep)}"[:-1] + f", every={every})"
+    text = f"{keepset.Recipe.parse(whole).with_budget(keep=keep)}"[:-1] + f", every={every})"
     ids = _ids(bench, model, 1, keep + every)
 
     @torch.no_grad()
@@ -209,7 +209,7 @@ def _prefill(
 ) -> None:
     part = f"{name}: prefill of {tokens}"
     repeats = 3 if bench.on_gpu and tokens <= 32768 else 1
-    texts = [str(keepset.Recipe.parse(recipe.format(stats=stats)).with_keep(0.25)) for recipe in recipes]
+    texts = [str(keepset.Recipe.parse(recipe.format(stats=stats)).with_budget(keep=0.25)) for recipe in recipes]
     for recipe in (None, *texts):
         if bench.on_gpu:
             torch.cuda.reset_peak_memory_stats()

@@ -42,7 +42,7 @@ class Candidate:
             always: least numbers of the first and of the newest tokens that stay; see `Recipe.with_always`.
         """
         budget = budget or recipe.budget
-        method, requested = recipe.without_budget(), text_of(budget)
+        method, requested = recipe.with_budget(), text_of(budget)
         try:
             if every is not None:
                 method = replace(method, schedule=replace(recipe.schedule, every=every))

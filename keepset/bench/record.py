@@ -110,11 +110,7 @@ class Record:
             TypeError, KeyError: the data are no record.
         """
         own = {**data}
-        outcome, requested = own.pop("outcome"), own["requested"]
-        if isinstance(
-            requested, int | float
-        ):  # as files had it when a budget was a number of entries or a share of them
-            own["requested"] = None if own["recipe"] == FULL else f"keep={requested!r}"
+        outcome = own.pop("outcome")
         if outcome is None:
             return cls(**own)
         outcome = {**outcome}

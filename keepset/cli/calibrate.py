@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
@@ -111,7 +112,8 @@ def calibrate(
         statistics = measure(loaded, corpus, counted(bar, "passages", len(corpus.passages)))
         if teacher:
             passages = len(corpus.passages)
-            passes = sum(2.5 if each.traits.needs.of(SecondPass) else 1.1 for each in teachers)
+            needs = reduce(or_, (each.traits.needs for each in teachers))  # one prefill serves all teachers
+            passes = 2.5 if needs.of(SecondPass) else 1.1
             share = sum(map(len, cut_passages(corpus))) / corpus.tokens
             seconds = (time.monotonic() - began) * passes * share
             note(f"{', '.join(teacher)} over {passages} passages: {duration(seconds)}; the fit comes after it.")

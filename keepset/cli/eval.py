@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from keepset.bench.record import Record
     from keepset.bench.sweep.sweep import Cost
     from keepset.bench.tasks.task import Task
+    from keepset.core.budget import Budget
 
 RECIPES = "snapkv, adakv(expected_attention), kvzip"
 BUDGETS = "0.5,0.25"
@@ -137,8 +138,9 @@ def evaluate(
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     each = _EVERY if every is None else every
-    note_few_entries([] if budgets is None else parse_budgets(budgets))
-    candidates = {task.name: _candidates(task, recipes, budgets, each, stay, not no_baselines) for task in chosen}
+    given = None if budgets is None else parse_budgets(budgets)
+    note_few_entries(given or [])
+    candidates = {task.name: _candidates(task, recipes, given, each, stay, not no_baselines) for task in chosen}
     if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
         limit = _GENERATED
     grid = SweepGrid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
@@ -156,7 +158,12 @@ def evaluate(
 
 
 def _candidates(
-    task: Task, recipes: str | None, budgets: str | None, every: int, always: tuple[int, int], baselines: bool
+    task: Task,
+    recipes: str | None,
+    given: Sequence[Budget] | None,
+    every: int,
+    always: tuple[int, int],
+    baselines: bool,
 ) -> Sequence[Candidate]:
     """Return a task's candidates: the full cache, the recipes, and baselines under the same budgets."""
     from keepset.bench.candidate import candidates
@@ -165,7 +172,8 @@ def _candidates(
 
     interval = (every or None) if task.decodes else None
     requested = Recipe.parse_list((DECODING if interval else RECIPES) if recipes is None else recipes)
-    given = parse_budgets((DECODING_BUDGETS if interval else BUDGETS) if budgets is None else budgets)
+    if given is None:
+        given = parse_budgets(DECODING_BUDGETS if interval else BUDGETS)
     open_ended = [recipe for recipe in requested if not recipe.budget.is_given and recipe.method.traits.needs_budget]
     of_recipes = [recipe.budget for recipe in requested if recipe.budget.is_given]
     named = [Budget(budget.keep, bytes=budget.bytes) for budget in of_recipes]

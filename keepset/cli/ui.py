@@ -83,6 +83,7 @@ def _methods(model: Any) -> list[str]:
             continue
         with suppress(KeepsetError):  # such as a method whose networks nobody has made for this model
             recipe = Recipe.parse(name)
-            Cache(model, recipe.with_bytes(0.25) if recipe.method.traits.needs_budget else recipe).stop_watching()
+            recipe = recipe.with_budget(bytes=0.25) if recipe.method.traits.needs_budget else recipe
+            Cache(model, recipe).stop_watching()
             names.append(name)
     return names

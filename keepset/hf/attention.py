@@ -173,6 +173,11 @@ class AttentionInput:
         return None if self.real is None else self.real.mask
 
     @property
+    def real_indices(self) -> list[Int[Tensor, " _"]] | None:
+        """Indices of each request's tokens that are not padding; None if all are real."""
+        return None if self.real is None else self.real.indices
+
+    @property
     def causal(self) -> bool:
         """Return whether no token sees a later one."""
         return self.mask is None or not self.mask.shows_later

@@ -112,8 +112,7 @@ class LayerState(LogicalLayer):
         """
         self.logical = new.end
         if new.batched is None and self.store is not None:
-            real = None if new.real is None else new.real.indices
-            self.store.append(new.key, new.value, new.positions, real, self._room(new.start))
+            self.store.append(new.key, new.value, new.positions, new.real_indices, self._room(new.start))
         output = self._attended(new) if new.batched is None else new.batched.output
         if self.readers:
             self._read_by = [new]
@@ -168,11 +167,12 @@ class LayerState(LogicalLayer):
             if self.decoding is not None:
                 self.decoding.recorder.record(new, None, self.decoding.next)
             return new if new.end >= self.prompt.length else None
-        up_to_event = None
-        if self.decoding is not None and self.store is not None:
-            self._write_scores(new)
-            if self.decoding.looks_at(new):
-                up_to_event, self.after_event = self.decoding.add(new, self.store)
+        if self.decoding is None or self.store is None:
+            return None
+        _write_scores(new, self.store)
+        if not self.decoding.looks_at(new):
+            return None
+        up_to_event, self.after_event = self.decoding.add(new, self.store)
         return up_to_event
 
     def observe(
@@ -232,10 +232,10 @@ class LayerState(LogicalLayer):
         """Store the tokens after an event, which it did not look at."""
         if self.after_event is not None:
             assert self.store is not None
-            after, real = self.after_event, None if self.after_event.real is None else self.after_event.real.indices
-            self.store.append(after.key, after.value, after.positions, real)
-            self._write_scores(after)
+            after = self.after_event
+            self.store.append(after.key, after.value, after.positions, after.real_indices)
             if self.decoding is not None:
+                _write_scores(after, self.store)
                 self.decoding.recorder.record(after, self.store, self.decoding.next)
             self.after_event = None
 
@@ -272,13 +272,6 @@ class LayerState(LogicalLayer):
         copied.prompt = None if self.prompt is None else self.prompt.fork()
         copied.decoding = None if self.decoding is None else self.decoding.fork()
         return copied
-
-    def _write_scores(self, new: AttentionInput) -> None:
-        """Write what was told of tokens that were just stored to columns of their entries, if a later event asks."""
-        if self.decoding is None or self.store is None:
-            return
-        for feature, scores in new.entry_scores.items():
-            self.store.write_newest(feature.column, scores, None if new.real is None else new.real.indices)
 
     def _room(self, start: int) -> int:
         """Return the number of tokens from a logical length to the next event; 0 if there is none."""
@@ -466,15 +459,21 @@ class DecodingPhase:
 def _packed(new: AttentionInput, store_type: type[EntryStore]) -> EntryStore:
     """Return a store of all tokens that are not padding."""
     batch, kv_heads, n, _ = new.key.shape
-    rows = [torch.arange(n, device=new.key.device)] * batch if new.real is None else new.real.indices
+    rows = new.real_indices or [torch.arange(n, device=new.key.device)] * batch
     positions = new.positions.int()[:, None].expand(-1, kv_heads, -1)
     keys, values = store_type.stored(new.key, new.value)
     columns = {"keys": keys, "values": values, "positions": positions}
     return store_type.packed_by(columns, [row for row in rows for _ in range(kv_heads)])
 
 
+def _write_scores(new: AttentionInput, store: EntryStore) -> None:
+    """Write what was told of tokens that were just stored to columns of their entries."""
+    for feature, scores in new.entry_scores.items():
+        store.write_newest(feature.column, scores, new.real_indices)
+
+
 def _entry_rows(new: AttentionInput, store: EntryStore | None) -> RequestKeys:
     """Return every request's keys without holes, and which of a chunk's queries are real."""
     keys, counts = (new.key, new.counts) if store is None else (store.keys, store.counts[:: store.kv_heads])
-    own = [slice(None)] * len(keys) if new.real is None else new.real.indices
+    own = new.real_indices or [slice(None)] * len(keys)
     return [(row[:, :count], real) for row, count, real in zip(keys, counts, own, strict=True)]

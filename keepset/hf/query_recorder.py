@@ -48,7 +48,7 @@ class QueryRecorder:
 
     def __init__(self, needs: Needs, every: int) -> None:
         self._features, self._every = RecordedFeatures.of(needs, every), every
-        self.reach = self._features.reach()
+        self.reach, self._summed = self._features.reach(), self._features.summed()
         self.window, self.moments, self.added_up_to = QueryWindow(), dict[QueryMoments, Moments](), 0
         self._lengths: Int[Tensor, " batch"] | None = None
         """Tokens of each request at `added_up_to`; None if all have as many."""
@@ -68,7 +68,7 @@ class QueryRecorder:
         if first >= forward.length:
             return
         new = forward.tokens(slice(first, None)) if first else forward
-        begins = point - self._features.summed()
+        begins = point - self._summed
         if begins < new.end:
             assert store is not None
             few, limit = self._limits(new, store)
@@ -113,7 +113,7 @@ class QueryRecorder:
 
     def can_take_back(self, end: int, point: int) -> bool:
         """Return whether the newest queries can be forgotten: those in the sums only if all queries in the sums are."""
-        return end >= self.added_up_to or end <= point - self._features.summed()
+        return end >= self.added_up_to or end <= point - self._summed
 
     def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
         """Forget the newest queries: `end` is the logical length that is left, `lengths` the tokens of each request."""
@@ -161,8 +161,7 @@ class QueryRecorder:
         for number, feature in enumerate(self._features.moments):
             if parts := part(f"moments.{number}."):
                 self.moments[feature] = Moments.of(parts, feature.full)
-        summed = self._features.summed()
-        waiting = end - max(self.added_up_to, point - summed) if summed else 0
+        waiting = end - max(self.added_up_to, point - self._summed) if self._summed else 0
         if self.window.size < (min(waiting, 1) if self.window.holes else waiting):
             raise ValueError
 

@@ -441,7 +441,7 @@ class EntryStore:
             self._count(-removed[0])
             for name in self._columns.keys() - set(_ENTRIES):
                 for run in self._runs:
-                    run.behind(self._columns[name], removed[0]).zero_()
+                    run.places(self._columns[name], run.count, removed[0]).zero_()
             return
         self._rebuild([(head, count - removed[head // self.kv_heads]) for head, count in enumerate(self.counts)])
 

@@ -66,7 +66,7 @@ def _write(
             lost.append(rows - store.format.dequantize(stored, factor))
     for run in store.runs:
         for flat, rows in columns:
-            run.behind(flat, at.shape[1]).copy_(rows[run.first : run.first + run.heads])
+            run.places(flat, run.count, at.shape[1]).copy_(rows[run.first : run.first + run.heads])
     if store.residual is not None:
         lost_keys, lost_values = lost
         _write(store.residual, lost_keys, lost_values, at)

@@ -34,18 +34,15 @@ class HeadRun:
 
     def view(self, flat: Shaped[Tensor, " places *rest"]) -> Shaped[Tensor, "heads entries *rest"]:
         """Return this run's entries of a flat tensor, without a copy."""
-        return self._places(flat, 0, self.count)
+        return self.places(flat, 0, self.count)
 
     def at(self, head: int) -> int:
         """Return the place of a head's first entry."""
         return self.start + (head - self.first) * self.capacity
 
-    def behind(self, flat: Shaped[Tensor, " places *rest"], n: int) -> Shaped[Tensor, "heads n *rest"]:
-        """Return the `n` free places after each head's entries, without a copy."""
-        return self._places(flat, self.count, n)
-
-    def _places(self, flat: Shaped[Tensor, " places *rest"], first: int, n: int) -> Shaped[Tensor, "heads n *rest"]:
-        """Return `n` places of each head from its `first` on; one call, since every token of every layer makes some."""
+    def places(self, flat: Shaped[Tensor, " places *rest"], first: int, n: int) -> Shaped[Tensor, "heads n *rest"]:
+        """Return `n` places of each head from its `first` on, without a copy; those from `count` on are free."""
+        # One call of PyTorch, since every token of every layer makes some.
         place, *rest = flat.stride()
         begin = flat.storage_offset() + (self.start + first) * place
         return flat.as_strided((self.heads, n, *flat.shape[1:]), (self.capacity * place, place, *rest), begin)

@@ -10,19 +10,18 @@ from torch import Tensor
 
 from keepset.core.feature import Needs
 from keepset.core.features.runtime_features import ModelStatistics
-from keepset.core.keep_set import LayerKeepSet
-from keepset.core.method import Method, parameter
+from keepset.core.method import parameter
 from keepset.core.observation import Observation
-from keepset.core.select import Ranking
 from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
+from keepset.methods.fitted import ThresholdScorer
 
 _WORTH = "worth"
 """The name of what is remembered: the score without what the age is worth. An entry that was not scored has 0."""
 
 
 @dataclass(frozen=True)
-class Distilled(Method):
+class Distilled(ThresholdScorer):
     """Scores an entry by a network that was fitted to another method's scores of such entries.
 
     `keepset calibrate --teacher reread --teacher prompt_queries` fits one small network per KV head to the mean of both
@@ -62,10 +61,6 @@ class Distilled(Method):
             counts_from_data=not budget,
         )
 
-    @property
-    def chooses(self) -> bool:
-        return self.threshold != 0
-
     def score(self, observation: Observation) -> Scores:
         networks = self._statistics.networks(observation)
         return observation.predicted(networks, observation.state.get(_WORTH)) * self._by_age(observation)
@@ -84,6 +79,3 @@ class Distilled(Method):
             return measured.by_age(lengths[:, None, None] - observation.positions, lengths).exp()
 
         return observation.once((self, "age"), make)
-
-    def choose(self, ranking: Ranking) -> LayerKeepSet:
-        return ranking.best_from(self.threshold) if self.threshold else ranking.best()

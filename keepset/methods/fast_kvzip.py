@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
-
 from keepset.core.feature import Needs
-from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.hidden_predictor import HiddenGate
-from keepset.core.method import Method, parameter
-from keepset.core.observation import Observation
-from keepset.core.shapes import Scores
+from keepset.core.method import parameter
 from keepset.core.traits import Traits
+from keepset.methods.fitted import HiddenStateScorer
 
 
 @dataclass(frozen=True)
-class FastKVzip(Method):
+class FastKVzip(HiddenStateScorer):
     """Scores an entry by a gate on the hidden state that enters its layer (Kim et al. 2026, arXiv:2601.17668).
 
     A gate compares one low-dimensional key of the token's with a few keys that it has learnt, by a few queries of the
@@ -36,6 +31,7 @@ class FastKVzip(Method):
     name = "fast_kvzip"
     advice = "is meant to share one budget over all heads of all layers: pool(fast_kvzip)"
     paper = "arXiv:2601.17668"
+    network = HiddenGate
 
     stats: str = parameter("")
 
@@ -43,13 +39,3 @@ class FastKVzip(Method):
     def traits(self) -> Traits:
         needs = Needs(self._scores.statistics, self._scores)
         return Traits(needs=needs, sinks=4, recent=128, state_names=(self._scores.column,))
-
-    @property
-    def _scores(self) -> HiddenScores:
-        return HiddenScores(self.stats, HiddenGate.kind)
-
-    def score(self, observation: Observation) -> Scores:
-        return observation[self._scores]
-
-    def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
-        return {self._scores.column: scores.where(observation.valid, 0)}

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor
-
 from keepset.core.feature import Needs
-from keepset.core.features.hidden_scores import HiddenScores
 from keepset.core.hidden_predictor import HiddenNetwork
-from keepset.core.keep_set import LayerKeepSet
-from keepset.core.method import Method, parameter
-from keepset.core.observation import Observation
-from keepset.core.select import Ranking
-from keepset.core.shapes import Scores
+from keepset.core.method import parameter
 from keepset.core.traits import Traits
+from keepset.methods.fitted import HiddenStateScorer, ThresholdScorer
 
 
 @dataclass(frozen=True)
-class KVzap(Method):
+class KVzap(HiddenStateScorer, ThresholdScorer):
     """Scores an entry by a module on the hidden state that enters its layer (Jegou and Jeblick 2026, arXiv:2601.07891).
 
     Each layer has one linear map, or two with GELU between them, from a token's hidden state to one number per KV head:
@@ -40,6 +33,7 @@ class KVzap(Method):
 
     name = "kvzap"
     paper = "arXiv:2601.07891"
+    network = HiddenNetwork
 
     threshold: float = parameter(0.0, maximum=0.0)
     stats: str = parameter("")
@@ -55,20 +49,3 @@ class KVzap(Method):
             needs_budget=budget,
             counts_from_data=not budget,
         )
-
-    @property
-    def _scores(self) -> HiddenScores:
-        return HiddenScores(self.stats, HiddenNetwork.kind)
-
-    @property
-    def chooses(self) -> bool:
-        return self.threshold != 0
-
-    def score(self, observation: Observation) -> Scores:
-        return observation[self._scores]
-
-    def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
-        return {self._scores.column: scores.where(observation.valid, 0)}
-
-    def choose(self, ranking: Ranking) -> LayerKeepSet:
-        return ranking.best_from(self.threshold) if self.threshold else ranking.best()

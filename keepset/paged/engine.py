@@ -6,6 +6,7 @@ vLLM's adapter (`keepset.vllm`) is written against them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -15,6 +16,24 @@ from torch import Tensor
 from keepset.core.shapes import HiddenStates, Queries
 from keepset.kernels.page_format import RowFormat
 from keepset.paged.step import StepBatch, StepPlan
+
+
+@dataclass(frozen=True)
+class EngineSize:
+    """Numbers that an engine fixes when it starts.
+
+    Attributes:
+        max_requests: requests that run at once, at most.
+        blocks: blocks of the whole pool.
+        drafts: how many of a request's newest tokens may be taken back after a step, at most. None of them reaches an
+            event (`EvictionSchedule.draftable`).
+        replays: whether graphs of steps that only decode are replayed: then all of these steps do the same.
+    """
+
+    max_requests: int
+    blocks: int
+    drafts: int = 0
+    replays: bool = False
 
 
 @runtime_checkable

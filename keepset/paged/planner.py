@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.paged.block_tables import BlockTables, EqualHeadTables
+from keepset.paged.engine import EngineSize
 from keepset.paged.eviction_event import EvictionEvent, batches_of_similar_length
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.ragged_heads import RaggedHeadTables, RaggedPages
@@ -45,12 +46,8 @@ class Planner:
         schedule: when the group's requests are compressed.
         recording: what is recorded of queries for that.
         layers: the group's layers, by their indices in the model.
-        max_requests: requests that run at once, at most.
-        blocks: blocks of the whole pool.
+        size: numbers that the engine fixes when it starts.
         emptied_blocks: is told of events whose counts come from the data.
-        replays: whether graphs of steps that only decode are replayed: then all of these steps do the same.
-        drafts: how many of a request's newest tokens may be taken back after a step, at most. None of them reaches an
-            event (`EvictionSchedule.draftable`).
 
     Attributes:
         schedule, recording, layers: as given.
@@ -62,22 +59,18 @@ class Planner:
         schedule: EvictionSchedule,
         recording: Recording,
         layers: Sequence[int],
-        max_requests: int,
-        blocks: int,
+        size: EngineSize,
         emptied_blocks: EmptiedBlocks,
-        replays: bool = False,
-        drafts: int = 0,
     ) -> None:
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
-        shape = len(layers), schedule.kv_heads, schedule.block_size
-        self.requests = RequestTable(*shape, blocks, max_requests, drafts)
+        self.requests = RequestTable(len(layers), schedule.kv_heads, schedule.block_size, size)
         self._recording_plan = RecordingPlanner(schedule, recording, len(layers), self.requests)
-        group = PageGroup(range(len(layers)), len(layers), blocks)
+        group = PageGroup(range(len(layers)), len(layers), size.blocks)
         self._tables: BlockTables
         if schedule.ragged:
-            self._tables = RaggedHeadTables(schedule, self.requests, group, max_requests, emptied_blocks, replays)
+            self._tables = RaggedHeadTables(schedule, self.requests, group, size, emptied_blocks)
         else:
-            self._tables = EqualHeadTables(schedule, group, max_requests)
+            self._tables = EqualHeadTables(schedule, group, size.max_requests)
 
     def begin(self, name: str, page: int, layout: PageLayout, recipe: Recipe | None, prompt: int) -> None:
         """File a request that begins with a context.

@@ -17,6 +17,7 @@ from keepset.kernels.dispatch import AsyncHostCopy
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import EntriesInPages, FiledLayouts, PagedTokens
 from keepset.paged.block_tables import BlockTables
+from keepset.paged.engine import EngineSize
 from keepset.paged.eviction_event import EventPages, OccupiedPages, PageAssignment
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.request_table import EmptiedBlocks, RequestTable
@@ -130,13 +131,11 @@ class RaggedHeadTables(BlockTables):
         schedule: EvictionSchedule,
         table: RequestTable,
         group: PageGroup,
-        max_requests: int,
+        size: EngineSize,
         emptied_blocks: EmptiedBlocks,
-        replays: bool = False,
     ) -> None:
         super().__init__(schedule)
-        self._table, self._group, self._max_requests = table, group, max_requests
-        self._emptied_blocks, self._replays = emptied_blocks, replays
+        self._table, self._group, self._size, self._emptied_blocks = table, group, size, emptied_blocks
         self._rows: PageLayout | None = None
         self._is_steady = False
 
@@ -152,7 +151,7 @@ class RaggedHeadTables(BlockTables):
 
     def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
         if not batch.requests:
-            if self._replays and batch.max_query_len == 1:
+            if self._size.replays and batch.max_query_len == 1:
                 filled, width = batch.block_table.shape
                 plan.ragged = self._captured(self._each_row(batch, filled, width * self.schedule.block_size))
             return
@@ -285,7 +284,7 @@ class RaggedHeadTables(BlockTables):
     def _room(self, rows: int, device: torch.device) -> PageLayout:
         """Return room for the layouts of a step's requests, which is the same in every step."""
         if self._rows is None or len(self._rows.length) < rows:
-            most = max(rows, self._max_requests)
+            most = max(rows, self._size.max_requests)
             self._rows = FiledLayouts.empty(most, self._group.layers, self.schedule.kv_heads, device).layout
         return self._rows
 
@@ -304,7 +303,7 @@ class RaggedHeadTables(BlockTables):
         requests = batch.requests
         longest = max(request.after for request in requests)
         single = all(request.end_query - request.first_query == 1 for request in requests)
-        if single and (self._replays or any(compressed)):
+        if single and (self._size.replays or any(compressed)):
             return self._each_row(batch, len(requests), longest), False
         if not any(compressed):
             return None, True

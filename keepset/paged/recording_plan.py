@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -30,6 +31,18 @@ from keepset.recording.features import Recording
 
 LocateEntries = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[], EntriesInPages]]
 """Return a function that says, once the step is planned, where these requests' entries lie before the step's events."""
+
+
+class _Window(NamedTuple):
+    """The queries that one event looks at.
+
+    Attributes:
+        point: tokens at the event.
+        begins: position of the first query.
+    """
+
+    point: int
+    begins: int
 
 
 @dataclass(frozen=True)
@@ -257,44 +270,57 @@ class RecordingPlanner:
         """
         if not self._records:
             return
-        windows = []
+        windows: dict[int, list[_Window]] = {}
+        starts: dict[int, tuple[ScheduledRequest, int]] = {}
         for request in batch.requests:
-            schedule = request.own or self._schedule
-            prompt, before, after = request.prompt, request.before, request.after
-            event, upcoming = schedule.due(prompt, before, after), schedule.upcoming(prompt, after)
-            if upcoming is not None and self._begins(prompt, upcoming) >= after:
-                upcoming = None
-            if event or upcoming is not None:
-                windows.append((request, event, upcoming, max(before, self._begins(prompt, event or upcoming or 0))))
-            elif self._collects and before < prompt and schedule.upcoming(prompt, before) is not None:
-                windows.append((request, event, upcoming, before))
+            own = windows[request.row] = self._windows(request)
+            if own or self._collects_of(request):
+                begins = own[0].begins if own else 0
+                starts[request.row] = request, max(request.before, begins)
         step, self._by_row = _Step(batch, self._recording, entries), {}
-        records, opening = self._follow(batch, {request.row: (request, start) for request, _, _, start in windows})
-        for (request, event, upcoming, _), record in zip(windows, records, strict=True):
-            prompt, before, after = request.prompt, request.before, request.after
+        records, opening = self._follow(batch, starts)
+        for (request, _), record in zip(starts.values(), records, strict=True):
             self._by_row[request.row] = record
             self._note_shared(request, record, opening)
+            own = windows[request.row]
             if record.drafted is not None:
-                step.accept(request, record, self._begins(prompt, event or upcoming or 0))
-            if upcoming is not None and self._is_drafted(request, event):
-                step.draft(request, record, upcoming)
+                step.accept(request, record, own[0].begins if own else 0)
+            if own and self._is_drafted(request, own):
+                step.draft(request, record, own[0].point)
                 continue
-            if event:
-                step.window(request, record, event, before, event, self._begins(prompt, event))
-            if upcoming is not None:
-                step.window(request, record, upcoming, max(event, before), after, self._begins(prompt, upcoming))
-            elif event:
+            first = request.before
+            for point, begins in own:
+                stop = min(point, request.after)
+                step.window(request, record, point, first, stop, begins)
+                first = stop
+            if own and own[-1].point <= request.after:
                 self._ended.append(record)
-            if self._collects and before < prompt:
+            if self._collects and request.before < request.prompt:
                 step.chunks.append(self._chunk(request, record, batch.block_table[request.row]))
         step.finish(plan)
 
-    def _is_drafted(self, request: ScheduledRequest, event: int) -> bool:
+    def _windows(self, request: ScheduledRequest) -> list[_Window]:
+        """Return the windows of a step's tokens: that of its event, if it has one, and the one behind it, if it opens.
+
+        The window of an event comes even if no query is in it.
+        """
+        schedule, prompt, after = request.own or self._schedule, request.prompt, request.after
+        points = schedule.due(prompt, request.before, after), schedule.upcoming(prompt, after)
+        windows = [_Window(point, self._begins(prompt, point)) for point in points if point]
+        return [window for window in windows if window.point <= after or window.begins < after]
+
+    def _collects_of(self, request: ScheduledRequest) -> bool:
+        """Return whether a request's prompt goes on, and is collected for an event."""
+        schedule, prompt, before = request.own or self._schedule, request.prompt, request.before
+        return self._collects and before < prompt and schedule.upcoming(prompt, before) is not None
+
+    def _is_drafted(self, request: ScheduledRequest, windows: Sequence[_Window]) -> bool:
         """Return whether some of a step's tokens may be taken back; those of prompts and those that end at events are
         not.
         """
         new = request.after - request.before
-        return not event and 1 < new <= 1 + self._recording.drafts and request.after > request.prompt
+        reaches_event = windows[0].point <= request.after
+        return not reaches_event and 1 < new <= 1 + self._recording.drafts and request.after > request.prompt
 
     def _follow(
         self, batch: StepBatch, recorded: dict[int, tuple[ScheduledRequest, int]]

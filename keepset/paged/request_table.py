@@ -24,6 +24,7 @@ from keepset.kernels.dispatch import AsyncHostCopy
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged import follow_layouts
 from keepset.kernels.paged_arguments import FiledLayouts
+from keepset.paged.engine import EngineSize
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.query_records import QueryRecord, slots_for
 from keepset.paged.step import ScheduledRequest, StepBatch
@@ -72,19 +73,15 @@ class RequestTable:
     Args:
         layers, kv_heads: of the group, in this process.
         block_size: tokens per page.
-        blocks: pages of the whole pool.
-        max_requests: requests that run at once, at most.
-        drafts: how many of a request's newest tokens may be taken back after a step, at most.
+        size: numbers that the engine fixes when it starts.
     """
 
-    def __init__(
-        self, layers: int, kv_heads: int, block_size: int, blocks: int, max_requests: int, drafts: int = 0
-    ) -> None:
-        self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, blocks
-        self._drafts = drafts
+    def __init__(self, layers: int, kv_heads: int, block_size: int, size: EngineSize) -> None:
+        self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, size.blocks
+        self._drafts = size.drafts
         self._states: OrderedDict[int, RequestState] = OrderedDict()  # the most recently moved is last
         self._moved: dict[int, RequestState] = {}  # in this step, by row
-        self._free_slots = list(reversed(range(slots_for(max_requests))))
+        self._free_slots = list(reversed(range(slots_for(size.max_requests))))
         self._layouts: FiledLayouts | None = None
         self._lost = _LostFlag()
 

@@ -82,7 +82,7 @@ class RunRequest:
                 raise KeepsetError(
                     f"The budget {text!r} is no number: use a share of bytes such as 0.25, or entries per head."
                 ) from None
-            recipe = recipe.with_keep(number) if isinstance(number, int) else recipe.with_bytes(number)
+            recipe = recipe.with_budget(keep=number) if isinstance(number, int) else recipe.with_budget(bytes=number)
         return recipe.require_budget()
 
 

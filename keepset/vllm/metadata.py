@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from keepset.core.statistics import HeadShare
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.softmax import Softmax
-from keepset.paged.engine import Pages, StepAdapter
+from keepset.paged.engine import EngineSize, Pages, StepAdapter
 from keepset.paged.eviction_schedule import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.planner import Planner
@@ -138,16 +138,14 @@ class KeepBuilder:
                 raise UnsupportedEngineError(f"This vLLM asks for layers' caches in an unknown order ({name}).")
         self._context, self._adapter = context, MetadataAdapter()
         self._places = {name: place for place, name in enumerate(layer_names)}
-        planner = Planner(
-            kv_cache_spec.schedule,
-            context.recording,
-            [context.layers[name] for name in layer_names],
+        size = EngineSize(
             vllm_config.scheduler_config.max_num_seqs,
             vllm_config.cache_config.num_gpu_blocks or 0,
-            context.emptied_blocks,
-            replays=captured_tokens(vllm_config) > 0,
             drafts=drafted_tokens(vllm_config),
+            replays=captured_tokens(vllm_config) > 0,
         )
+        layers = [context.layers[name] for name in layer_names]
+        planner = Planner(kv_cache_spec.schedule, context.recording, layers, size, context.emptied_blocks)
         self._group = layer_group(context, planner, layer_names)
         context.add(self._group, layer_names)
 

@@ -56,11 +56,12 @@ def test_the_budget_says_how_many_bits() -> None:
 
 
 def test_another_budget_says_it_anew() -> None:
-    low, high = keepset.Recipe.parse("quantized(knorm)").with_bytes(0.01), 0.5
-    assert low.method.bits == 4 and low.with_bytes(high).method.bits == 8 and low.with_keep(12).method.bits == 8
-    assert str(low.without_budget()) == "quantized(knorm)" and low.with_bytes(high).with_bytes(0.01) == low
-    told = keepset.Recipe.parse("quantized(knorm, bits=8)").with_bytes(0.01)
-    assert told.method.bits == 8 and str(told.without_budget()) == "quantized(knorm, bits=8)"
+    low, high = keepset.Recipe.parse("quantized(knorm)").with_budget(bytes=0.01), 0.5
+    assert low.method.bits == 4
+    assert low.with_budget(bytes=high).method.bits == low.with_budget(keep=12).method.bits == 8
+    assert str(low.with_budget()) == "quantized(knorm)" and low.with_budget(bytes=high).with_budget(bytes=0.01) == low
+    told = keepset.Recipe.parse("quantized(knorm, bits=8)").with_budget(bytes=0.01)
+    assert told.method.bits == 8 and str(told.with_budget()) == "quantized(knorm, bits=8)"
     assert low.budget_of_sizes([(64, 64)]).keep > 1.7 * told.budget_of_sizes([(64, 64)]).keep
 
 

@@ -125,7 +125,7 @@ def test_comparisons_have_the_defaults_among_the_others(
     done = run("compare", "--text", "text", *words)
     rows = [row["recipe"] for row in json.loads(done.out)["rows"]]
     methods = [Recipe.of(Recipe.parse(recipe).method) for recipe in recipes]
-    pairs = [(str(method.with_bytes(0.25)), str(method.with_keep(20))) for method in methods]
+    pairs = [(str(method.with_budget(bytes=0.25)), str(method.with_budget(keep=20))) for method in methods]
     assert rows == [*(each for pair in pairs for each in pair), "random(bytes=0.25)", "random(keep=20)"]
     assert bool(done.err) == (fixture == "tiny")
 

@@ -19,6 +19,7 @@ from keepset.bench.sweep.store import Store
 from keepset.bench.tasks import find as finding
 from keepset.bench.tasks.task import Example, Task, TaskSettings
 from keepset.cli import eval as command
+from keepset.cli.checks import parse_budgets
 from tests.bench.sweep.sweeping import Counting, cell
 from tests.cli.conftest import Forked, Run, check_refused
 
@@ -101,7 +102,9 @@ def test_needles_under_a_real_model(run: Run, tiny: Any) -> None:
     again = [
         made
         for example in task.examples(tiny[1], limit=2, seed=0)
-        for made in by_itself.run(task, example, command._candidates(task, NEEDLE[-3], NEEDLE[-1], 64, (0, 0), True), 0)
+        for made in by_itself.run(
+            task, example, command._candidates(task, NEEDLE[-3], parse_budgets(NEEDLE[-1]), 64, (0, 0), True), 0
+        )
     ]
     kept = {(each.example, each.recipe): each for each in cells if each.task == "needle@300"}
     assert len(again) == len(kept) == 14

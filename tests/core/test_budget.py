@@ -84,7 +84,7 @@ def test_a_share_of_bytes_is_rounded_down_exactly(length: int, part: int, sizes:
         "quantized(match(knorm))": few + 4 + 4 + 4,
         "match(knorm, biases=False)": 2 * numbers + 4,
     }[text]
-    budget = Recipe.parse(text).with_bytes(part / 1000).budget_of_sizes([sizes])
+    budget = Recipe.parse(text).with_budget(bytes=part / 1000).budget_of_sizes([sizes])
     (quotas,) = budget.quotas(observation(length).sizes).tolist()
     assert quotas == [min(max(1, math.floor(length * Fraction(part, 1000) * 2 * numbers / entry)), length)] * 2
 

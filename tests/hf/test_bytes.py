@@ -41,7 +41,7 @@ def model_of(architecture: str, dtype: torch.dtype) -> Any:
 def compressed(text: str, share: float, architecture: str, length: int, dtype: torch.dtype) -> keepset.Cache:
     named = text.replace("FILE", str(statistics(architecture))) if "FILE" in text else text
     model = model_of(architecture, dtype)
-    cache = keepset.Cache(model, keepset.Recipe.parse(named).with_bytes(share))
+    cache = keepset.Cache(model, keepset.Recipe.parse(named).with_budget(bytes=share))
     with torch.no_grad():
         model(prompt(1, length), past_key_values=cache, logits_to_keep=1)
     return cache
@@ -131,7 +131,7 @@ def test_a_cache_says_its_share_of_a_full_16_bit_cache(text: str) -> None:
     """Also on a model of 32 bits, with padding, and after tokens that came later."""
     model, (ids, mask) = model_of("llama", torch.float32), padded_prompt([0, 11], 40)
     named = text.replace("FILE", str(statistics("llama")))
-    cache = keepset.Cache(model, keepset.Recipe.parse(named).with_bytes(0.4))
+    cache = keepset.Cache(model, keepset.Recipe.parse(named).with_budget(bytes=0.4))
     feed(model, cache, ids, mask)
     for more, tokens in ((0, 40 + 29), (3, 43 + 32)):
         if more:

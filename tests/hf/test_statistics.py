@@ -102,7 +102,7 @@ def test_qfilter_scores_keys_after_rotation() -> None:
 
 @pytest.mark.parametrize("method", ["qfilter", "triattention", "adakv(qfilter)", "adakv(triattention)"])
 def test_while_decoding_what_there_is_stays_within_the_budget(method: str) -> None:
-    recipe = keepset.Recipe.parse(method).with_keep(16)
+    recipe = keepset.Recipe.parse(method).with_budget(keep=16)
     text = str(recipe).removesuffix(")") + ", recent=2, every=5)"
     ids, mask = padded_prompt([0, 9], 30)
     past = keepset.Cache(tiny("llama"), text)

@@ -221,7 +221,7 @@ def test_a_channel_that_does_not_vary_counts_as_zero() -> None:
 
 @pytest.mark.parametrize(("text", "sets"), [("tova", 1), ("rpc(window=5)", 3), ("rpc(window=5, aggregation='all')", 1)])
 def test_heads_share_one_set_where_their_attention_is_averaged(text: str, sets: int) -> None:
-    recipe = Recipe.parse(text).with_keep(20)
+    recipe = Recipe.parse(text).with_budget(keep=20)
     heads = heads_of(recipe.method, observe(Shape((40,), 3, 2, 4, 4), window=5), recipe.budget)
     assert len({tuple(head) for head in heads}) == sets
 

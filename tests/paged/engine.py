@@ -19,6 +19,7 @@ from keepset.core.features.window import WindowAttention
 from keepset.core.observation import BIAS
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
+from keepset.paged.engine import EngineSize
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.eviction_schedule import EvictionSchedule, group_leader
 from keepset.paged.layer_group import LayerGroup
@@ -93,8 +94,8 @@ class Group:
         self.layers = [layer for layer in LAYERS if group_leader(recipe, layer, LAYERS) == leader]
         self.schedule = EvictionSchedule(recipe, leader, LAYERS, KV_HEADS, DIM, BLOCK)
         recording = Recording.of_recipe(recipe, GROUP, DIM, 4, drafts)
-        blocks = len(caches[leader])
-        planner = Planner(self.schedule, recording, self.layers, REQUESTS, blocks, freed, drafts=drafts)
+        size = EngineSize(REQUESTS, len(caches[leader]), drafts)
+        planner = Planner(self.schedule, recording, self.layers, size, freed)
         shape = len(self.layers), slots_for(REQUESTS), KV_HEADS * GROUP, DIM
         self.ring = QueryRing(recording, *shape, torch.float32, caches[leader].device)
         self.caches = [caches[layer] for layer in self.layers]

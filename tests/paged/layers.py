@@ -17,7 +17,7 @@ from keepset.core.rope import RotaryTable
 from keepset.kernels import page_entries
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.softmax import Softmax
-from keepset.paged.engine import QueryProjection
+from keepset.paged.engine import EngineSize, QueryProjection
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
@@ -48,7 +48,7 @@ def planner_of(
     parsed = Recipe.parse(recipe) if isinstance(recipe, str) else recipe
     schedule = EvictionSchedule(parsed, 0, tuple(range(layers)), kv_heads, head_dim, block_size)
     recording = Recording.of_recipe(parsed, group, head_dim, itemsize)
-    return Planner(schedule, recording, range(layers), requests, blocks, EmptiedBlocks())
+    return Planner(schedule, recording, range(layers), EngineSize(requests, blocks), EmptiedBlocks())
 
 
 def layer_group(

@@ -13,6 +13,7 @@ from keepset import Recipe
 from keepset.kernels import page_layout
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
+from keepset.paged.engine import EngineSize
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.ragged_heads import PerHeadSequences, RaggedHeadTables
 from keepset.paged.request_table import EmptiedBlocks, RequestTable
@@ -26,8 +27,9 @@ WIDTH = 16
 def tables_of(layers: int, kv_heads: int, block_size: int, blocks: int, requests: int) -> RaggedHeadTables:
     recipe = Recipe.parse("adakv(knorm, keep=8)")
     schedule = EvictionSchedule(recipe, 0, tuple(range(layers)), kv_heads, 4, block_size)
-    table = RequestTable(layers, kv_heads, block_size, blocks, requests)
-    return RaggedHeadTables(schedule, table, PageGroup(range(layers), layers, blocks), requests, EmptiedBlocks())
+    size = EngineSize(requests, blocks)
+    table = RequestTable(layers, kv_heads, block_size, size)
+    return RaggedHeadTables(schedule, table, PageGroup(range(layers), layers, blocks), size, EmptiedBlocks())
 
 
 class Batch:

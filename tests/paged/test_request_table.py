@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from keepset import Recipe
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import FiledLayouts
+from keepset.paged.engine import EngineSize
 from keepset.paged.query_records import QueryRecord, slots_for
 from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch
@@ -26,7 +27,7 @@ RECORDING = Recording.of_recipe(Recipe.of(Loud(window=WINDOW), keep=10), 1, 1, 4
 
 
 def table_of(running: int = 8, drafts: int = 0) -> RequestTable:
-    return RequestTable(1, 2, SIZE, 200, running, drafts)
+    return RequestTable(1, 2, SIZE, EngineSize(running, 200, drafts))
 
 
 def batch_of(requests: Sequence[tuple[Sequence[int], int, int]], prompts: Sequence[int] = ()) -> StepBatch:

@@ -26,13 +26,9 @@ GroupKey = tuple[str, int, str]
 
 FORMAT = 4
 """The file's version: raise it with every change to its tables or to `Record`. Recipes are written in full."""
-READABLE = (3, 4)
-"""The versions that this one reads and adds to. Files of version 3 have one more table, which is not used."""
 _PATIENCE = 60.0
 """Seconds to wait where another program holds the database."""
 _APPLICATION = 0x6B705357
-_FORMER = {"--answer-tokens": "--output-tokens"}
-"""The options that had another name when some files were begun."""
 _ADVICE = "name another with --out"
 _TABLES = """
 CREATE TABLE sweep (model TEXT NOT NULL, configuration TEXT NOT NULL);
@@ -200,7 +196,7 @@ class Store:
 
     def _read(self) -> None:
         version = self._database.execute("PRAGMA user_version").fetchone()[0]
-        if version not in READABLE:
+        if version != FORMAT:
             raise CorruptFileError(
                 f"{str(self.path)!r} is of another version of keepset (format {version}, this one's is {FORMAT}): "
                 f"use that version, or {_ADVICE}."
@@ -209,7 +205,7 @@ class Store:
             raise _no_sweep(self.path)
         try:
             self.model, text = self._database.execute("SELECT model, configuration FROM sweep").fetchone()
-            self.configuration = {_FORMER.get(name, name): value for name, value in json.loads(text).items()}
+            self.configuration = json.loads(text)
         except (ValueError, TypeError):
             raise _no_sweep(self.path) from None
 

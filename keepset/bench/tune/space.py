@@ -60,7 +60,7 @@ def compositions(best: Sequence[Recipe]) -> list[Recipe]:
             composed[type(scorer)] = recipes
         if len(composed) == COMPOSED:
             break
-    return [recipe for recipes in composed.values() for recipe in recipes if recipe.without_budget() not in named]
+    return [recipe for recipes in composed.values() for recipe in recipes if recipe.with_budget() not in named]
 
 
 def composed_at_most() -> int:

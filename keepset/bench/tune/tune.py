@@ -49,7 +49,7 @@ class Measurer:
             self.full_found[number] = self._ask(piece, full.cache)
         del full
         for recipe in recipes:
-            record = Record(str(recipe), str(recipe.without_budget()))
+            record = Record(str(recipe), str(recipe.with_budget()))
             try:
                 prompt = session.compress(recipe)
                 self._check_share(recipe, prompt.event.kept / prompt.event.entries, prompt.cache.share, piece)

@@ -127,7 +127,7 @@ def test_the_full_cache(expected: Naive) -> None:
 @pytest.mark.parametrize("method", ["tova", "adakv(snapkv(window=5))", "expected_attention(future=16)"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3", "lfm2"])
 def test_what_holds_everything_differs_in_nothing(architecture: str, method: str) -> None:
-    recipe = keepset.Recipe.parse(method).with_keep(BEFORE + AFTER)
+    recipe = keepset.Recipe.parse(method).with_budget(keep=BEFORE + AFTER)
     (row,) = comparer(architecture).run(grid([recipe], [], 16))
     assert row.error is None and row.figures["keep"] == 1.0 and row.figures["top1"] == 1.0
     assert abs(row.figures["kl"]) < 1e-6 and abs(row.figures["nll_delta"]) < 1e-5

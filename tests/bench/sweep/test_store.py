@@ -243,33 +243,14 @@ def test_a_cell_that_is_none_is_refused(path: Path, text: str) -> None:
         assert NO_SWEEP in refusal(opened.cells)
 
 
-def test_files_of_the_version_before_are_gone_on_with_and_others_refused(path: Path) -> None:
+def test_files_of_other_versions_are_refused(path: Path) -> None:
     put(path, cell())
-    with begin(path) as opened:
-        opened._database.execute("PRAGMA user_version = 3")
-        opened._database.execute("CREATE TABLE claims (task TEXT, token TEXT NOT NULL)")
-        opened._database.execute("INSERT INTO claims VALUES ('gsm8k', 'of a process that is gone')")
-    put(path, cell("tova"))
-    assert read(path) == [cell(), cell("tova")]
-    for version in (1, 2, 7):
+    for version in (1, 3, 7):
         with sqlite3.connect(path) as database:
             database.execute(f"PRAGMA user_version = {version}")
         database.close()
         said = f"is of another version of keepset (format {version}, this one's is 4)"
         assert said in refusal(begin, path) and said in refusal(Store.open, path)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "number", "budget"), [("knorm", 0.5, "keep=0.5"), ("tova", 512, "keep=512"), (FULL, 1.0, None)]
-)
-def test_budgets_that_were_written_as_numbers_are_read(
-    path: Path, recipe: str, number: float, budget: str | None
-) -> None:
-    put(path, cell(recipe))
-    with begin(path) as opened:
-        ((text,),) = opened._database.execute("SELECT cell FROM cells").fetchall()
-        opened._database.execute("UPDATE cells SET cell = ?", [json.dumps({**json.loads(text), "requested": number})])
-    assert read(path) == [cell(recipe, requested=budget)]
 
 
 def test_a_full_disk_is_said_and_what_is_there_is_kept(path: Path) -> None:

@@ -57,7 +57,7 @@ def test_one_budget_for_all_but_those_that_take_none(budget: Budget) -> None:
     assert {recipe.method.name for recipe in fitting if not recipe.budget.is_given} == {"gvote"}
     for recipe, why in unfit.items():
         with pytest.raises(KeepsetError) as caught:
-            recipe.with_keep(40)
+            recipe.with_budget(keep=40)
         assert why == str(caught.value)
     assert bool(unfit) == (budget.keep == 40)
 
