@@ -16,7 +16,7 @@ from torch import Tensor
 from keepset.core.hidden_predictor import PREDICTOR_KINDS, HiddenPredictor
 from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, interpolated
 from keepset.core.shapes import Rows
-from keepset.core.tensor_file import TensorFile
+from keepset.core.tensor_file import TensorFile, below
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 from keepset.kernels.predictor import Networks, turns_of
@@ -360,10 +360,8 @@ def _hidden(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[str, dict[
     found = {}
     for kind, module in PREDICTOR_KINDS.items():
         prefixes = {index: f"layers.{index}.{kind}." for index in layers}
-        named = {
-            index: {place.removeprefix(prefix): place for place in file.layout if place.startswith(prefix)}
-            for index, prefix in prefixes.items()
-        }
+        places = {place: place for place in file.layout}
+        named = {index: below(prefix, places) for index, prefix in prefixes.items()}
         if not any(named.values()):
             continue
         found[kind] = {

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import torch
@@ -137,6 +137,14 @@ class TensorLocation(NamedTuple):
     shape: tuple[int, ...]
     start: int
     end: int
+
+
+Part = TypeVar("Part")
+
+
+def below(prefix: str, named: Mapping[str, Part]) -> dict[str, Part]:
+    """Return what has a name that begins with a prefix, by its name without it."""
+    return {name.removeprefix(prefix): part for name, part in named.items() if name.startswith(prefix)}
 
 
 class TensorReader:

@@ -7,13 +7,15 @@ other cache it does what it did.
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any, Self, TypeGuard
 
+import numpy as np
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationMixin
@@ -84,6 +86,36 @@ class ToldTokens(KnownTokens):
 
     def rows(self, rows: Int[Tensor, " rows"]) -> ToldTokens:
         return replace(self, ids=self.ids[rows.to(self.ids.device)])
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    """Return the bytes that a text's digest is made of."""
+    return np.asarray(tokens, dtype="<i8").tobytes()
+
+
+def text_digest(tokens: Sequence[int]) -> str:
+    """Return the digest that a file has of a text's tokens."""
+    return hashlib.sha256(token_bytes(tokens)).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class SavedText(KnownTokens):
+    """A text of which a file has the digest and the number of tokens."""
+
+    digest: str
+    given: int
+
+    def first_other(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None) -> int | None:
+        if real is not None:  # padding may be any token, and the digest is of one
+            return None
+        texts = ids[:, : self.given].tolist()
+        return None if all(text_digest(text) == self.digest for text in texts) else 0
+
+    def first(self, length: int) -> SavedText | None:
+        return self if length >= self.given else None
+
+    def rows(self, rows: Int[Tensor, " rows"]) -> SavedText:
+        return self
 
 
 class KnowsText:

@@ -14,6 +14,7 @@ from keepset.core.accumulator import Chunk
 from keepset.core.feature import Feature, Needs
 from keepset.core.features.moments import QueryMoments
 from keepset.core.features.window import WindowAttention, WindowSums
+from keepset.core.tensor_file import below
 from keepset.hf.attention import AttentionInput
 from keepset.hf.store import EntryStore
 from keepset.kernels.moments import Moments
@@ -151,15 +152,11 @@ class QueryRecorder:
 
     def restore(self, tensors: Mapping[str, Tensor], end: int, point: int) -> None:
         """Take over the `tensors` of another recorder, of a cache of the logical length `end`."""
-
-        def part(prefix: str) -> dict[str, Tensor]:
-            return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-
         self.added_up_to, self._lengths = int(tensors.get("added_up", 0)), tensors.get("added")
-        if recorded := part("recorded."):
+        if recorded := below("recorded.", tensors):
             self.window = QueryWindow([recorded], bool(tensors["holes"]))
         for number, feature in enumerate(self._features.moments):
-            if parts := part(f"moments.{number}."):
+            if parts := below(f"moments.{number}.", tensors):
                 self.moments[feature] = Moments.of(parts, feature.full)
         waiting = end - max(self.added_up_to, point - self._summed) if self._summed else 0
         if self.window.size < (min(waiting, 1) if self.window.holes else waiting):

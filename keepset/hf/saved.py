@@ -13,34 +13,26 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
 
 import keepset
 from keepset.core.budget import Ranges
 from keepset.core.files import quoted
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
 from keepset.core.tensor_file import TensorFile, TensorLocation, TensorReader
-from keepset.errors import KeepsetError, RecipeError, UnsupportedModelError
-from keepset.hf import saved_schema
+from keepset.errors import KeepsetError, RecipeError
+from keepset.hf import saved_layers, saved_schema
 from keepset.hf.fingerprint import difference, fingerprint
 from keepset.hf.images import image_token_ids
-from keepset.hf.known_text import KnownTokens
-from keepset.hf.layer import DecodingPhase, LayerState
+from keepset.hf.known_text import SavedText, text_digest
+from keepset.hf.layer import DecodingPhase
 from keepset.hf.observed_cache import ObservedCache
-from keepset.hf.other_layers import own_layers, restore_states, states, states_of_a_token
 from keepset.hf.progress import Event, Progress
 from keepset.hf.saved_schema import FIGURES, LAYER, STATE
 from keepset.hf.store import RESIDUAL
@@ -152,7 +144,7 @@ class Saved(NamedTuple):
                 kept.decoding = DecodingPhase(cache.needs, cache.schedule.every, self.next_event)
         try:
             for layer, tensors in zip(cache.layers, self.layers, strict=True):
-                _restore(layer, tensors, self.progress.logical)
+                saved_layers.restore(layer, tensors, self.progress.logical)
         except ValueError:
             raise _FILE.corrupt(self.path) from None
 
@@ -198,7 +190,7 @@ def save(
     if isinstance(offsets := cache.position_offsets, Tensor) and bool(offsets.any()):
         tensors["offsets"] = offsets
     for index, layer in enumerate(cache.layers):
-        tensors |= {f"{LAYER}{index}.{name}": tensor for name, tensor in _tensors_of(layer).items()}
+        tensors |= {f"{LAYER}{index}.{name}": tensor for name, tensor in saved_layers.tensors_of(layer).items()}
     for kept in [] if keep_set is None else map(keep_set.layer, keep_set.layers):
         tensors[f"{LAYER}{kept.layer}.kept.positions"] = kept.packed_positions
         tensors[f"{LAYER}{kept.layer}.kept.counts"] = kept.counts
@@ -215,7 +207,7 @@ def save(
     if event is not None:
         metadata["event"] = {figure: getattr(event, figure) for figure in FIGURES}
     if tokens is not None:
-        metadata |= {"text": _text_digest(tokens), "opening": list(tokens[:opening]), "joint": list(joint)}
+        metadata |= {"text": text_digest(tokens), "opening": list(tokens[:opening]), "joint": list(joint)}
     _write(path, metadata, tensors)
 
 
@@ -250,7 +242,7 @@ def save_entries(
         "next_event": None if every is None else length + every,
     }
     metadata = _metadata(recipe, model, fingerprint, come_to, len(layers))
-    _write(path, {**metadata, "text": _text_digest(tokens), "opening": [], "joint": []}, tensors)
+    _write(path, {**metadata, "text": text_digest(tokens), "opening": [], "joint": []}, tensors)
 
 
 def _metadata(
@@ -267,15 +259,6 @@ def _metadata(
         "layers": layers,
         "event": None,
     }
-
-
-def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the bytes that a text's digest is made of."""
-    return np.asarray(tokens, dtype="<i8").tobytes()
-
-
-def _text_digest(tokens: Sequence[int]) -> str:
-    return hashlib.sha256(token_bytes(tokens)).hexdigest()
 
 
 def header(path: Path) -> Header:
@@ -363,7 +346,10 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
             if "counts" in layer:
                 _counts(file, metadata, index, requests["lengths"])
             saved_schema.check_layer(layer, requests["lengths"], metadata["progress"]["logical"])
-    layers = _with_states(path, layers, model)
+    try:
+        layers = saved_layers.with_states(layers, model)
+    except ValueError:
+        raise _FILE.corrupt(path) from None
     devices = _devices(model)
     layers = [
         {name: tensor.to(devices.get(index, model.device)) for name, tensor in layer.items()}
@@ -374,7 +360,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
     next_event = numbers.pop("next_event")
     tokens, prompts = (requests[name].tolist() for name in ("lengths", "prompts"))
     on_device: dict[str, Any] = {_REQUESTS[name]: tensor.to(device) for name, tensor in requests.items()}
-    known = _SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
+    known = SavedText(metadata["text"], numbers["logical"]) if "text" in metadata else None
     progress = Progress(**numbers, **on_device, tokens=tokens, prompt_tokens=prompts, known=known, images=images)
     newest = None if event is None else Event(keep_set=_keep_set(layers), **event)
     return Saved(path, recipe, progress, newest, next_event, offsets, layers)
@@ -391,90 +377,6 @@ def _images(
         for row, first, end in rows.tolist():
             found[row].append((first, end))
     return tuple(map(tuple, found)) if image_token_ids(model.config) else None
-
-
-def _with_states(path: Path, layers: list[dict[str, Tensor]], model: PreTrainedModel) -> list[dict[str, Tensor]]:
-    """Return the layers with states in the model's precision. Those of other sizes than the model's are damage."""
-    held = [_without(layer, STATE) for layer in layers]
-    own = own_layers(model.config.get_text_config(decoder=True), type(model).__name__)
-    if not any(held) and not any(isinstance(layer, LinearAttentionLayer) for layer in own):
-        return layers
-    models = states_of_a_token(model)
-    try:
-        saved_schema.check_states(held, models)
-    except ValueError:
-        raise _FILE.corrupt(path) from None
-    return [
-        {**layer, **{f"{STATE}{name}": state.to(like[name].dtype) for name, state in own_states.items()}}
-        for layer, own_states, like in zip(layers, held, models, strict=True)
-    ]
-
-
-@dataclass(frozen=True, eq=False)
-class _SavedText(KnownTokens):
-    """A text of which a file has the digest and the number of tokens."""
-
-    digest: str
-    given: int
-
-    def first_other(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None) -> int | None:
-        if real is not None:  # padding may be any token, and the digest is of one
-            return None
-        texts = ids[:, : self.given].tolist()
-        return None if all(_text_digest(text) == self.digest for text in texts) else 0
-
-    def first(self, length: int) -> _SavedText | None:
-        return self if length >= self.given else None
-
-    def rows(self, rows: Int[Tensor, " rows"]) -> _SavedText:
-        return self
-
-
-def _tensors_of(layer: Any) -> dict[str, Tensor]:
-    """Return all that a layer of a cache holds."""
-    held: dict[str, Tensor] = {}
-    if isinstance(layer, LinearAttentionLayer):
-        held = {f"{STATE}{name}": state for name, state in states(layer).items()}
-        if type(layer) is LinearAttentionLayer:
-            return held
-    if isinstance(layer, LayerState):
-        assert layer.store is not None
-        held |= {f"columns.{name}": column for name, column in layer.store.packed.items()}
-        if layer.decoding is not None:
-            held |= {f"passing.{name}": tensor for name, tensor in layer.decoding.recorder.tensors.items()}
-        return held | {"counts": torch.tensor(layer.store.counts).view(layer.store.batch, layer.store.kv_heads)}
-    windows = DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer
-    if type(layer) in windows and layer.keys is not None and layer.values is not None:
-        # What lies before the window is there only while a draft may be taken back.
-        first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
-        return held | {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
-    raise UnsupportedModelError(
-        f"The model has a {type(layer).__name__} among the layers of its cache, and keepset saves only those of keys "
-        "and values, sliding windows and recurrent states: this context cannot be saved."
-    )
-
-
-def _restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
-    """Put into an empty layer of a cache what another one held; raise ValueError if it is of another kind."""
-    given = {
-        "counts": isinstance(layer, LayerState),
-        "keys": isinstance(layer, DynamicSlidingWindowLayer) and not isinstance(layer, LayerState),
-    }
-    if any((name in tensors) != expected for name, expected in given.items()):
-        raise ValueError
-    held = _without(tensors, STATE)
-    if held and not isinstance(layer, LinearAttentionLayer):
-        raise ValueError
-    if isinstance(layer, LinearAttentionLayer):
-        restore_states(layer, held)
-    if isinstance(layer, LayerState):
-        layer.store, layer.logical = layer.store_type.of(_without(tensors, "columns."), tensors["counts"]), logical
-        if layer.decoding is not None:
-            layer.decoding.recorder.restore(_without(tensors, "passing."), logical, layer.decoding.next)
-    elif "keys" in tensors:
-        layer.lazy_initialization(tensors["keys"], tensors["values"])
-        layer.keys, layer.values = tensors["keys"], tensors["values"]
-        layer.cumulative_length = logical
 
 
 _REQUESTS = {"lengths": "lengths", "prompts": "prompts", "seen": "valid"}
@@ -497,10 +399,6 @@ def _part(file: TensorReader, metadata: Mapping[str, Any], prefix: str) -> dict[
     """Read the tensors whose names begin with a prefix, by names without it."""
     names = [name for name in file.layout if name.startswith(prefix)]
     return {name.removeprefix(prefix): _read(file, metadata, name) for name in names}
-
-
-def _without(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _devices(model: PreTrainedModel) -> dict[int, torch.device]:

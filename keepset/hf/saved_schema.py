@@ -18,7 +18,7 @@ from torch import Tensor
 
 from keepset.core.features.runtime_features import QuantizedEntries
 from keepset.core.features.window import WindowAttention
-from keepset.core.tensor_file import TensorLocation, is_count
+from keepset.core.tensor_file import TensorLocation, below, is_count
 from keepset.hf.store import RESIDUAL
 from keepset.kernels.entry_format import format_of
 from keepset.kernels.moments import NAMES as MOMENTS
@@ -188,8 +188,8 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
     """Check a compressed layer's types and shapes."""
     rows, heads = _of(tensors, "counts", torch.int64)
     _require(rows == requests and heads > 0)
-    columns = {name.removeprefix("columns."): each for name, each in tensors.items() if name.startswith("columns.")}
-    residual = {name.removeprefix(RESIDUAL): each for name, each in columns.items() if name.startswith(RESIDUAL)}
+    columns = below("columns.", tensors)
+    residual = below(RESIDUAL, columns)
     columns = {name: each for name, each in columns.items() if not name.startswith(RESIDUAL)}
     _check_columns(columns)
     keys = columns["keys"]

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.paged.block_tables import BlockTables, EqualHeadTables
+from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.engine import EngineSize
 from keepset.paged.eviction_event import EvictionEvent, batches_of_similar_length
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.ragged_heads import RaggedHeadTables, RaggedPages
+from keepset.paged.ragged_heads import RaggedHeadTables
+from keepset.paged.ragged_pages import RaggedPages
 from keepset.paged.recording_plan import RecordingPlanner
-from keepset.paged.request_table import EmptiedBlocks, RequestOverrides, RequestTable
+from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recipe import Recipe
 from keepset.recording.features import Recording
@@ -63,12 +65,12 @@ class Planner:
         emptied_blocks: EmptiedBlocks,
     ) -> None:
         self.schedule, self.recording, self.layers = schedule, recording, tuple(layers)
-        self.requests = RequestTable(len(layers), schedule.kv_heads, schedule.block_size, size)
+        self.requests = RequestTable(schedule.block_size, size)
         self._recording_plan = RecordingPlanner(schedule, recording, len(layers), self.requests)
         group = PageGroup(range(len(layers)), len(layers), size.blocks)
         self._tables: BlockTables
         if schedule.ragged:
-            self._tables = RaggedHeadTables(schedule, self.requests, group, size, emptied_blocks)
+            self._tables = RaggedHeadTables(schedule, group, size, emptied_blocks)
         else:
             self._tables = EqualHeadTables(schedule, group, size.max_requests)
 

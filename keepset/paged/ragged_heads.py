@@ -4,120 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property, partial
-from typing import NamedTuple
+from functools import cache, partial
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from keepset.core.keep_set import LazyHostInts
-from keepset.kernels import page_layout
-from keepset.kernels.dispatch import AsyncHostCopy
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import EntriesInPages, FiledLayouts, PagedTokens
 from keepset.paged.block_tables import BlockTables
+from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.engine import EngineSize
-from keepset.paged.eviction_event import EventPages, OccupiedPages, PageAssignment
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.request_table import EmptiedBlocks, RequestTable
+from keepset.paged.layout_table import LayoutTable
+from keepset.paged.ragged_pages import RaggedEventPages, RaggedPages
 from keepset.paged.step import RaggedStep, ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 _NO_SLOT = -1
 """A slot that nothing is written to: engines fill their steps up with it."""
-
-
-class RaggedPages:
-    """The pages of some requests whose heads have different numbers of entries.
-
-    The copy of the heads' sizes to the host begins at once. The host waits for it when somebody asks for a size.
-
-    Args:
-        entries: where the entries lie.
-        group: the layers.
-        block_size: tokens per page.
-    """
-
-    def __init__(self, entries: EntriesInPages, group: PageGroup, block_size: int) -> None:
-        self._entries, self._group, self._block_size = entries, group, block_size
-        heads = page_layout.entries(entries.layout, entries.lengths).transpose(0, 1)
-        self._copy = AsyncHostCopy(torch.stack((heads.amax(-1), heads.sum(-1))))
-
-    @cached_property
-    def _sizes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The entries of the largest head, and those of all heads, by layer and row."""
-        largest, total = self._copy.tolist()
-        return largest, total
-
-    @property
-    def width(self) -> int:
-        """The number of entries of the largest head."""
-        return self._largest(range(self._group.layers))
-
-    def _largest(self, places: range) -> int:
-        return max(max(self._sizes[0][place]) for place in places)
-
-    def held(self, places: range) -> Sequence[int]:
-        """Return the number of entries of each request in each layer, layer after layer."""
-        return [entries for place in places for entries in self._sizes[1][place]]
-
-    def occupied(self, places: range) -> OccupiedPages:
-        """Return where the entries lie in these layers."""
-        some = self._entries.of_layers(places)
-        entries = page_layout.entries(some.layout, some.lengths)
-        pages = -(-self._largest(places) // self._block_size)
-        group = self._group._replace(places=places)
-        tables = page_layout.tables(some.layout, entries, some.block_table, self._block_size, pages, group)
-        tables = page_layout.to_group_pages(tables.transpose(0, 1), group, entries.shape[-1])
-        parts = tables, some.packed.transpose(0, 1), entries.transpose(0, 1)
-        return OccupiedPages(*(part.flatten(0, 1) for part in parts))
-
-
-class RaggedEventPages(RaggedPages, EventPages):
-    """The pages of an event's requests.
-
-    Args:
-        entries: where the entries lie before the event.
-        group: the layers.
-        block_size: tokens per page.
-        filed: the layouts of all requests, of which the event writes some anew.
-        pages: the page that each request's layout is filed under.
-        first: the first block of each request that the scheduler will not free; None if it does not know. Then what
-            stays takes the last blocks that it fits in.
-    """
-
-    def __init__(
-        self,
-        entries: EntriesInPages,
-        group: PageGroup,
-        block_size: int,
-        filed: FiledLayouts,
-        pages: Int[Tensor, " rows"],
-        first: Int[Tensor, " rows"] | None,
-    ) -> None:
-        super().__init__(entries, group, block_size)
-        self._filed, self._pages, self._first = filed.layout, pages, first
-
-    def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
-        size, table, layers = self._block_size, self._entries.block_table, slice(places.start, places.stop)
-        counts = counts.unflatten(0, (len(places), -1)).transpose(0, 1)
-        lengths = self._entries.lengths[:, None].expand(counts.shape[:2])
-        last = -(-lengths // size) - page_layout.blocks_needed(counts, lengths, size)
-        first = last if self._first is None else self._first[:, None].expand_as(last)
-        fits = (first <= last) & (first >= self._entries.layout.first[:, layers])
-        counts = counts.where(fits[..., None], 0)
-
-        def take(most: int) -> Tensor:
-            layout = PageLayout(counts, lengths, first, torch.zeros_like(first))
-            for part, now in zip(self._filed, layout, strict=True):
-                in_layers = part[:, layers]
-                fit = fits.view(*fits.shape, *[1] * (now.ndim - 2))
-                in_layers[self._pages] = now.to(part.dtype).where(fit, in_layers[self._pages])
-            group = self._group._replace(places=places)
-            tables = page_layout.tables(layout, counts, table, size, -(-most // size)).transpose(0, 1)
-            return page_layout.to_group_pages(tables, group, counts.shape[-1]).flatten(0, 1)
-
-        return PageAssignment(LazyHostInts(fits.t().long()), take)
 
 
 class RaggedHeadTables(BlockTables):
@@ -129,13 +33,13 @@ class RaggedHeadTables(BlockTables):
     def __init__(
         self,
         schedule: EvictionSchedule,
-        table: RequestTable,
         group: PageGroup,
         size: EngineSize,
         emptied_blocks: EmptiedBlocks,
     ) -> None:
         super().__init__(schedule)
-        self._table, self._group, self._size, self._emptied_blocks = table, group, size, emptied_blocks
+        self._group, self._size, self._emptied_blocks = group, size, emptied_blocks
+        self._table = LayoutTable(group.layers, schedule.kv_heads, schedule.block_size, size)
         self._rows: PageLayout | None = None
         self._is_steady = False
 
@@ -146,7 +50,7 @@ class RaggedHeadTables(BlockTables):
             page: the page.
             layout: the layout, as its only row.
         """
-        self._table.file_layout(page, layout)
+        self._table.file(page, layout)
         self._is_steady = False
 
     def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
@@ -205,7 +109,7 @@ class RaggedHeadTables(BlockTables):
             self.step = replace(self.step, lengths=after, tokens=tokens)
             return self.step
         room = self._room(len(before), device)
-        pages = self._table.move_layouts(block_table, before, after, compressed, room)
+        pages = self._table.move(block_table, before, after, compressed, room)
         self._is_steady = False
         if tokens is None and not needed:
             return None
@@ -251,7 +155,7 @@ class RaggedHeadTables(BlockTables):
             first: as for `RaggedEventPages`.
         """
         entries, size = self._entries(rows, block_table, longest), self.schedule.block_size
-        return RaggedEventPages(entries, self._group, size, self._table.layouts, self.step.pages[rows], first)
+        return RaggedEventPages(entries, self._group, size, self._table.filed, self.step.pages[rows], first)
 
     def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
         """Return where the entries of a request lie that has ended, after its last event.
@@ -263,7 +167,7 @@ class RaggedHeadTables(BlockTables):
         Raises:
             RuntimeError: it is not known any more.
         """
-        layout = self._table.layout_at(blocks[(length - 1) // self.schedule.block_size], length)
+        layout = self._table.at(blocks[(length - 1) // self.schedule.block_size], length)
         table, lengths = (torch.tensor(numbers, device=layout.counts.device) for numbers in ([blocks], [length]))
         entries = EntriesInPages(layout, table, lengths, layout.counts, length)
         return RaggedPages(entries, self._group, self.schedule.block_size)
@@ -329,89 +233,3 @@ class RaggedHeadTables(BlockTables):
         lengths = batch.seq_lens - batch.tensor(dropped).to(batch.seq_lens)
         longest = max(request.after - dropped[request.row] for request in batch.requests)
         plan.shifted = ShiftedBatch(batch.block_table, lengths, longest, dropped)
-
-
-class PerHeadBatch(NamedTuple):
-    """One layer's tokens. Each KV head of each token is a request of its own, with one KV head and one query.
-
-    Attributes:
-        seq_lens: entries of each request.
-        block_table: sub-pages of each, numbered through the caches of all layers that share the engine's block table.
-        query_start_loc: the first query of each, and the end of the last one's.
-        slot_mapping: the slot of each new entry in these sub-pages.
-    """
-
-    seq_lens: Int[Tensor, " tokens_heads"]
-    block_table: Int[Tensor, "tokens_heads pages"]
-    query_start_loc: Int[Tensor, " tokens_heads_plus_1"]
-    slot_mapping: Int[Tensor, " tokens_heads"]
-
-
-class PerHeadSequences:
-    """The `PerHeadBatch` of every layer of a group, made for all of them at once."""
-
-    def __init__(self, step: RaggedStep) -> None:
-        tokens = step.tokens
-        assert tokens is not None
-        self._places = tokens.places
-        rows, lengths = tokens.rows, tokens.lengths.long()
-        layout = step.layout if rows is None else PageLayout(*(part[rows] for part in step.layout))
-        entries, size = page_layout.entries(layout, lengths), step.block_size
-        if step.tables is None:
-            # Tables reach as far as a request's newest block: until that is full, no other is needed.
-            coming = entries + (-lengths % size)[:, None, None]
-            blocks = tokens.block_table[: len(lengths)] if rows is None else tokens.block_table[rows]
-            step.tables = page_layout.tables(layout, coming, blocks, size, -(-int(coming.max()) // size), step.group)
-        n, layers, heads, pages = step.tables.shape
-        before = torch.arange(layers, device=lengths.device)[:, None] * (step.group.blocks * heads)
-        every = torch.arange(n, device=lengths.device)
-        slots = page_layout.slots(layout, step.tables, lengths - 1, every, size)
-        starts = torch.arange(n * heads + 1, device=lengths.device, dtype=torch.int32)
-        # Contiguous, because kernels walk them by address; of a single head the transposed ones would not be.
-        slots = (slots + before * size).contiguous()
-        tables = step.tables.transpose(0, 1).reshape(layers, n * heads, pages)
-        tables = ((tables + before[..., None]) % (layers * step.group.blocks * heads)).int().contiguous()
-        lengths = entries.transpose(0, 1).reshape(layers, -1).int().contiguous()
-        self._batches = [
-            PerHeadBatch(seq_lens, table, starts, own)
-            for seq_lens, table, own in zip(lengths, tables, slots, strict=True)
-        ]
-
-    def batch(self, place: int) -> PerHeadBatch:
-        """Return the batch of the layer at this place of the group."""
-        return self._batches[place]
-
-    def split(self, rows: Float[Tensor, "n heads dim"], kv_heads: int) -> Float[Tensor, "tokens_heads group dim"]:
-        """Return queries, keys or values of the step as those of the heads' requests.
-
-        Args:
-            rows: the step's queries, keys or values.
-            kv_heads: KV heads of a layer.
-        """
-        own = rows[: len(self._batches[0].seq_lens) // kv_heads] if self._places is None else rows[self._places]
-        return own.reshape(len(own) * kv_heads, -1, own.shape[-1])
-
-    def output_buffer(
-        self, output: Float[Tensor, "n query_heads dim"], kv_heads: int
-    ) -> Float[Tensor, "tokens_heads group dim"]:
-        """Return a tensor for the attention of the heads' requests: a view of `output` if it can be one.
-
-        Args:
-            output: the tensor for the step's attention.
-            kv_heads: KV heads of a layer.
-        """
-        if self._places is None:
-            return self.split(output, kv_heads)
-        return output.new_empty(len(self._places) * kv_heads, output.shape[1] // kv_heads, output.shape[2])
-
-    def merge(
-        self, attended: Float[Tensor, "tokens_heads group dim"], output: Float[Tensor, "n query_heads dim"]
-    ) -> None:
-        """Write the attention of the heads' requests to its places in the step's output, unless it is a view of that.
-
-        Args:
-            attended: the attention of the heads' requests.
-            output: the tensor for the step's attention.
-        """
-        if self._places is not None:
-            output[self._places] = attended.view(-1, *output.shape[1:])

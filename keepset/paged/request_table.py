@@ -5,9 +5,8 @@ a request's state is filed under that page, and moved to the new one in every st
 reused pages cannot confuse it. A request that ends leaves its state behind, which is forgotten when another request
 writes to the page.
 
-There are two parts. The layouts of heads of different lengths are on the device and are moved there, without a host
-sync. Everything else is on the host, which has to wait for the device to learn page ids. So it asks only for those of
-requests whose state matters in the step.
+This is on the host, which has to wait for the device to learn page ids. So it asks only for those of requests whose
+state matters in the step. The layouts of heads of different lengths are on the device (`LayoutTable`).
 """
 
 from __future__ import annotations
@@ -17,13 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
-from keepset.kernels.dispatch import AsyncHostCopy
-from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.paged import follow_layouts
-from keepset.kernels.paged_arguments import FiledLayouts
 from keepset.paged.engine import EngineSize
 from keepset.paged.eviction_schedule import EvictionSchedule
 from keepset.paged.query_records import QueryRecord, slots_for
@@ -71,21 +64,15 @@ class RequestTable:
     """The states of the requests of one group of layers.
 
     Args:
-        layers, kv_heads: of the group, in this process.
         block_size: tokens per page.
         size: numbers that the engine fixes when it starts.
     """
 
-    def __init__(self, layers: int, kv_heads: int, block_size: int, size: EngineSize) -> None:
-        self._layers, self._kv_heads, self._block_size, self._blocks = layers, kv_heads, block_size, size.blocks
-        self._drafts = size.drafts
+    def __init__(self, block_size: int, size: EngineSize) -> None:
+        self._block_size, self._drafts = block_size, size.drafts
         self._states: OrderedDict[int, RequestState] = OrderedDict()  # the most recently moved is last
         self._moved: dict[int, RequestState] = {}  # in this step, by row
         self._free_slots = list(reversed(range(slots_for(size.max_requests))))
-        self._layouts: FiledLayouts | None = None
-        self._lost = _LostFlag()
-
-    # --- the host's part
 
     def begin(self, page: int, tokens: int, overrides: RequestOverrides) -> None:
         """File a request that begins.
@@ -239,154 +226,3 @@ class RequestTable:
         if not self._free_slots:  # take the slot of the least recently moved: more slots are open than requests run
             self._forget(next(page for page, state in self._states.items() if state.record is not None))
         return self._free_slots.pop()
-
-    # --- the device's part
-
-    def file_layout(self, page: int, layout: PageLayout) -> None:
-        """File the layout of one request, once all events that are due are over.
-
-        Args:
-            page: the page that holds the request's newest token.
-            layout: the layout, as its only row.
-        """
-        filed = self._layouts_on(layout.counts.device)
-        for part, now in zip(filed.layout, layout, strict=True):
-            part[page] = now[0].to(part)
-        filed.tokens[page] = int(layout.length[0, 0])
-
-    def move_layouts(
-        self,
-        block_table: Int[Tensor, "rows width"],
-        before: Int[Tensor, " rows"],
-        after: Int[Tensor, " rows"],
-        required: Int[Tensor, " rows"],
-        layout: PageLayout,
-    ) -> Int[Tensor, " rows"]:
-        """Move the layouts of a step's requests to the pages of their newest tokens, without a host sync.
-
-        Args:
-            block_table: the engine's block table.
-            before: tokens of each request before the step.
-            after: tokens of each request after the step.
-            required: 1 for requests that must have a layout.
-            layout: is filled with the layouts, row by row; with zeros for requests that have none and need none.
-
-        Returns:
-            The pages.
-
-        Raises:
-            RuntimeError: a request is not where it was left. A GPU says so some steps later, because waiting for it
-                would take longer than the step's planning.
-        """
-        device = block_table.device
-        filed, lost = self._layouts_on(device), self._lost.on(device)
-        step = block_table, before, after, required
-        pages = follow_layouts(filed, *step, lost, self._block_size, layout, self._drafts)
-        self._lost.check()
-        return pages
-
-    def note_tokens(self, pages: Int[Tensor, " rows"], tokens: Int[Tensor, " rows"]) -> None:
-        """Note how many tokens requests have, whose newest tokens are in the same pages as before.
-
-        Args:
-            pages: the pages.
-            tokens: tokens of each request.
-        """
-        self.layouts.tokens[pages] = tokens.int()
-
-    def layout_at(self, page: int, tokens: int) -> PageLayout:
-        """Return the layout of a request, as its only row.
-
-        Args:
-            page: the page that holds the request's newest token.
-            tokens: tokens of the request.
-
-        Raises:
-            RuntimeError: it is not known any more.
-        """
-        filed = self._layouts
-        if filed is None or filed.tokens[page] != tokens:
-            raise RuntimeError("keepset lost the page tables of a request that has ended.")
-        return PageLayout(*(part[page][None].long() for part in filed.layout))
-
-    def unused_blocks(self, pages: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-        """Return how many leading blocks no layer uses any more, of the requests with their newest tokens here."""
-        return self.layouts.layout.first[pages].amin(1)
-
-    @property
-    def layouts(self) -> FiledLayouts:
-        """The layouts of all requests, once a step was planned."""
-        assert self._layouts is not None
-        return self._layouts
-
-    def _layouts_on(self, device: torch.device) -> FiledLayouts:
-        if self._layouts is None:
-            self._layouts = FiledLayouts.empty(self._blocks, self._layers, self._kv_heads, device)
-        return self._layouts
-
-
-class _LostFlag:
-    """Set on the device once a request's layout was not where it must be; the host learns of it without waiting."""
-
-    def __init__(self) -> None:
-        self._device_flag: Int[Tensor, " 1"] | None = None
-        self._host_flag: Int[Tensor, " 1"]
-
-    def on(self, device: torch.device) -> Int[Tensor, " 1"]:
-        """Return the device's flag."""
-        if self._device_flag is None:
-            self._device_flag = torch.zeros(1, dtype=torch.int32, device=device)
-            self._host_flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        return self._device_flag
-
-    def check(self) -> None:
-        """Raise RuntimeError if the flag is known to be set; on a GPU that is what it was at the call before."""
-        assert self._device_flag is not None
-        if self._device_flag.device.type == "cpu":
-            self._host_flag = self._device_flag
-        if self._host_flag[0]:
-            raise RuntimeError("keepset lost the page tables of a request that was compressed.")
-        self._host_flag.copy_(self._device_flag, non_blocking=True)
-
-
-RequestKey = tuple[str, int, int]
-"""A request's id, how often it was preempted, and a group of layers."""
-
-
-class EmptiedBlocks:
-    """Counts of freed blocks, in a process that computes, for recipes whose counts depend on the data."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[RequestTable, Int[Tensor, " rows"], AsyncHostCopy]] = []
-        self._keys: dict[int, RequestKey] = {}
-        self._emptied: list[tuple[list[RequestKey | None], AsyncHostCopy]] = []
-
-    def add(self, table: RequestTable, pages: Int[Tensor, " rows"]) -> None:
-        """Note an event that follows the step which is planned.
-
-        Args:
-            table: has the requests.
-            pages: the pages that hold the requests' newest tokens.
-        """
-        self._events.append((table, pages, AsyncHostCopy(pages)))
-
-    def expect(self, keys: Mapping[int, RequestKey]) -> None:
-        """Note whose newest tokens are in which pages; called between the plan of a step and that of the next.
-
-        Args:
-            keys: the requests, by the page of their newest token.
-        """
-        self._keys |= keys
-
-    def settle(self) -> None:
-        """Ask how many blocks the events have emptied, now that all of them are over."""
-        for table, pages, copy in self._events:
-            whose = [self._keys.get(page) for page in copy.tolist()]
-            self._emptied.append((whose, AsyncHostCopy(table.unused_blocks(pages))))
-        self._events, self._keys = [], {}
-
-    def drain(self) -> dict[RequestKey, int]:
-        """Return the leading blocks that are empty, of the requests whose events are over since the last call."""
-        emptied, self._emptied = self._emptied, []
-        numbers = [zip(whose, copy.tolist(), strict=True) for whose, copy in emptied]
-        return {key: blocks for event in numbers for key, blocks in event if key is not None}

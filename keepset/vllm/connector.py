@@ -31,7 +31,8 @@ from vllm.v1.request import Request
 
 from keepset.core.budget import Budget, Ranges, runs
 from keepset.errors import KeepsetError, UnsupportedEngineError
-from keepset.paged.request_table import RequestKey, RequestOverrides
+from keepset.paged.emptied_blocks import RequestKey
+from keepset.paged.request_table import RequestOverrides
 from keepset.recipe import Recipe
 from keepset.vllm import stats
 from keepset.vllm.compat import drafted_tokens

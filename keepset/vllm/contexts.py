@@ -18,6 +18,7 @@ from torch import Tensor
 from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.fingerprint import difference, make, stored_weights
+from keepset.hf.known_text import text_digest, token_bytes
 from keepset.recipe import Recipe
 from keepset.vllm.owned_contexts import SUFFIX, OwnedContexts
 from keepset.vllm.settings import is_compressed, recipe_of
@@ -145,7 +146,7 @@ class ContextLibrary:
             KeepsetError: nothing is left to compute, or with the context it is too long for this server.
         """
         longest, opening = self._model.max_model_len, context.contents.opening
-        begins = bool(context.contents.text) and _digest(prompt[: context.tokens]) == context.contents.text
+        begins = bool(context.contents.text) and text_digest(prompt[: context.tokens]) == context.contents.text
         if begins:
             question = list(prompt[context.tokens :])
         elif context.owner:
@@ -174,7 +175,7 @@ class ContextLibrary:
         fitting = [each for each in self.all(owner) if each.contents.text and each.tokens < len(tokens)]
         longest, text, done = None, hashlib.sha256(), 0
         for context in sorted(fitting, key=lambda context: context.tokens):
-            text.update(saved.token_bytes(tokens[done : context.tokens]))
+            text.update(token_bytes(tokens[done : context.tokens]))
             done = context.tokens
             if text.hexdigest() == context.contents.text and context.path.is_file():
                 longest = context
@@ -294,7 +295,3 @@ class ContextLibrary:
 
 def _is_name(name: str) -> bool:
     return Path(name).name == name and "\0" not in name
-
-
-def _digest(tokens: Sequence[int]) -> str:
-    return hashlib.sha256(saved.token_bytes(tokens)).hexdigest()

@@ -20,13 +20,13 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
+from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.entry_columns import columns_of
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.eviction_schedule import group_leader
 from keepset.paged.layer_group import LayerGroup
+from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.query_records import slots_for
-from keepset.paged.ragged_heads import PerHeadSequences
-from keepset.paged.request_table import EmptiedBlocks
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.recording.features import Recording

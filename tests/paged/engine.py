@@ -19,15 +19,15 @@ from keepset.core.features.window import WindowAttention
 from keepset.core.observation import BIAS
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
+from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.engine import EngineSize
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.eviction_schedule import EvictionSchedule, group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.pages import StridedPages
+from keepset.paged.per_head import PerHeadSequences
 from keepset.paged.planner import Planner
 from keepset.paged.query_records import slots_for
-from keepset.paged.ragged_heads import PerHeadSequences
-from keepset.paged.request_table import EmptiedBlocks
 from keepset.paged.step import ScheduledRequest, StepBatch, StepPlan
 from keepset.recording.features import Recording
 from keepset.recording.ring import QueryRing

@@ -16,10 +16,10 @@ from keepset.core.statistics import save
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.predictor import entry_scores
 from keepset.paged import event_execution
+from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.event_execution import EventQueue
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.query_records import QueryAddition
-from keepset.paged.request_table import EmptiedBlocks
 from keepset.paged.step import StepPlan
 from tests.kernels.quantised import format_of, meant, random_rows
 from tests.methods.naive import Shape, random_statistics

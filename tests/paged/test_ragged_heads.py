@@ -13,10 +13,11 @@ from keepset import Recipe
 from keepset.kernels import page_layout
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
+from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.engine import EngineSize
 from keepset.paged.eviction_schedule import EvictionSchedule
-from keepset.paged.ragged_heads import PerHeadSequences, RaggedHeadTables
-from keepset.paged.request_table import EmptiedBlocks, RequestTable
+from keepset.paged.per_head import PerHeadSequences
+from keepset.paged.ragged_heads import RaggedHeadTables
 from keepset.paged.step import RaggedStep
 from tests.paged.allocator import POISON, Row
 from tests.tiers import examples
@@ -28,8 +29,7 @@ def tables_of(layers: int, kv_heads: int, block_size: int, blocks: int, requests
     recipe = Recipe.parse("adakv(knorm, keep=8)")
     schedule = EvictionSchedule(recipe, 0, tuple(range(layers)), kv_heads, 4, block_size)
     size = EngineSize(requests, blocks)
-    table = RequestTable(layers, kv_heads, block_size, size)
-    return RaggedHeadTables(schedule, table, PageGroup(range(layers), layers, blocks), size, EmptiedBlocks())
+    return RaggedHeadTables(schedule, PageGroup(range(layers), layers, blocks), size, EmptiedBlocks())
 
 
 class Batch:

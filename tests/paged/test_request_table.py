@@ -14,6 +14,7 @@ from keepset import Recipe
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import FiledLayouts
 from keepset.paged.engine import EngineSize
+from keepset.paged.layout_table import LayoutTable
 from keepset.paged.query_records import QueryRecord, slots_for
 from keepset.paged.request_table import RequestOverrides, RequestTable
 from keepset.paged.step import ScheduledRequest, StepBatch
@@ -27,7 +28,11 @@ RECORDING = Recording.of_recipe(Recipe.of(Loud(window=WINDOW), keep=10), 1, 1, 4
 
 
 def table_of(running: int = 8, drafts: int = 0) -> RequestTable:
-    return RequestTable(1, 2, SIZE, EngineSize(running, 200, drafts))
+    return RequestTable(SIZE, EngineSize(running, 200, drafts))
+
+
+def layouts_of(drafts: int = 0) -> LayoutTable:
+    return LayoutTable(1, 2, SIZE, EngineSize(8, 200, drafts))
 
 
 def batch_of(requests: Sequence[tuple[Sequence[int], int, int]], prompts: Sequence[int] = ()) -> StepBatch:
@@ -68,40 +73,40 @@ def test_overrides_follow_their_request_and_nobody_else() -> None:
 @pytest.mark.parametrize("taken_back", range(7))
 def test_a_request_is_found_again_after_drafts_were_taken_back(taken_back: int) -> None:
     """Its newest tokens lie in three pages; in the last of them another request had as many tokens before it ended."""
-    table, rows = table_of(drafts=6), FiledLayouts.empty(1, 1, 2, torch.device("cpu")).layout
+    table, layouts, rows = table_of(drafts=6), layouts_of(6), FiledLayouts.empty(1, 1, 2, torch.device("cpu")).layout
     counts, length, zero = torch.tensor([[[3, 3]]]), torch.tensor([[7]]), torch.tensor([[0]])
-    table.file_layout(5, PageLayout(counts, length, zero, zero))
+    layouts.file(5, PageLayout(counts, length, zero, zero))
     for page, name, tokens in ((5, "own", 7), (7, "ended", 15 - taken_back)):
         table.begin(page, tokens, RequestOverrides(name, after_context=name == "own"))
     pages = [4, 5, 6, 7]
     for before, after in (7, 14), (14 - taken_back, 15 - taken_back):
         assert overridden(table, (pages, before, after)) == [True]
         step = torch.tensor([pages]), torch.tensor([before]), torch.tensor([after]), torch.tensor([1])
-        assert table.move_layouts(*step, rows).tolist() == [pages[(after - 1) // SIZE]]
+        assert layouts.move(*step, rows).tolist() == [pages[(after - 1) // SIZE]]
         assert rows.counts.tolist() == counts.tolist()
     assert overridden(table, (pages, 7, 8)) == [False]  # who had fewer before
 
 
 def test_who_was_not_compressed_has_no_layout_of_anothers() -> None:
     """A page that a prompt ran over keeps what was filed there; who begins behind it as a prefix must not find that."""
-    table, rows = table_of(), FiledLayouts.empty(2, 1, 2, torch.device("cpu")).layout
+    layouts, rows = layouts_of(), FiledLayouts.empty(2, 1, 2, torch.device("cpu")).layout
     counts, length, zero = torch.tensor([[[3, 3]]]), torch.tensor([[8]]), torch.tensor([[0]])
-    table.file_layout(7, PageLayout(counts, length, zero, zero))
+    layouts.file(7, PageLayout(counts, length, zero, zero))
     before = torch.tensor([8, 8])
-    table.move_layouts(torch.tensor([[3, 7, 2], [3, 7, 4]]), before, before + 1, torch.tensor([0, 1]), rows)
+    layouts.move(torch.tensor([[3, 7, 2], [3, 7, 4]]), before, before + 1, torch.tensor([0, 1]), rows)
     assert rows.counts.tolist() == [[[0, 0]], [[3, 3]]]
     with pytest.raises(RuntimeError, match="lost the page tables"):
-        table.layout_at(4, 8)  # where it has 9 tokens
-    assert table.layout_at(4, 9).counts.tolist() == counts.tolist()
+        layouts.at(4, 8)  # where it has 9 tokens
+    assert layouts.at(4, 9).counts.tolist() == counts.tolist()
 
 
 def test_a_layout_that_is_not_where_it_was_left_is_an_error() -> None:
-    table, rows = table_of(), FiledLayouts.empty(1, 1, 2, torch.device("cpu")).layout
+    layouts, rows = layouts_of(), FiledLayouts.empty(1, 1, 2, torch.device("cpu")).layout
     before = torch.tensor([8])
     with pytest.raises(RuntimeError, match="lost the page tables"):
-        table.layout_at(7, 8)
+        layouts.at(7, 8)
     with pytest.raises(RuntimeError, match="lost the page tables"):
-        table.move_layouts(torch.tensor([[3, 7, 2]]), before, before + 1, torch.tensor([1]), rows)
+        layouts.move(torch.tensor([[3, 7, 2]]), before, before + 1, torch.tensor([1]), rows)
 
 
 # --- records

@@ -153,8 +153,13 @@ def _number(page, kept, start, later, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _locate(page, kept, start, later, first_block, shared, layer, layers, HEADS: tl.constexpr):
-    """Return each page's number, its index in the block table, and the layer in whose cache it lies."""
+def _find(
+    entry, stored, kind, addresses, table, kept, start, later, first_block, shared, layer, layers,
+    cache_block, cache_head, cache_entry, slot_layer,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, EIGHT: tl.constexpr,
+):  # fmt: skip
+    """Return where the numbers of a head's entries lie, and the entries' slots."""
+    page = entry // SIZE
     number = _number(page, kept, start, later, HEADS)
     index, holder = first_block + number // HEADS, page * 0 + layer
     if shared > 0:
@@ -163,7 +168,14 @@ def _locate(page, kept, start, later, first_block, shared, layer, layers, HEADS:
         number = tl.where(elsewhere, number + shared - 1, number)
         index = tl.where(elsewhere, number // (HEADS * layers), index)
         holder = tl.where(elsewhere, number // HEADS % layers, holder)
-    return number, index, holder
+    block = tl.load(table + index, mask=stored, other=0).to(tl.int64)
+    at = block * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
+    numbers = tl.load(addresses + holder).to(kind.dtype)
+    if ALIGNED:
+        numbers = tl.multiple_of(numbers, 16)
+    if EIGHT:
+        at = tl.multiple_of(at, 8)
+    return numbers + at, holder.to(tl.int64) * slot_layer + (block * HEADS + number % HEADS) * SIZE + entry % SIZE
 
 
 @triton.jit(do_not_specialize=["layer", "outputs"])
@@ -214,16 +226,10 @@ def _attend_pages(
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         entry = offset + tl.arange(0, BLOCK)
         stored = entry < entries
-        page = entry // SIZE
-        number, index, holder = _locate(page, kept, start, later, first_block, shared, layer, layers, HEADS)
-        block = tl.load(table + index, mask=stored, other=0).to(tl.int64)
-        at = block * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
-        numbers = tl.load(caches + holder).to(cache.dtype)
-        if ALIGNED:
-            numbers = tl.multiple_of(numbers, 16)
-        if EIGHT:
-            at = tl.multiple_of(at, 8)
-        numbers += at
+        numbers, slot = _find(
+            entry, stored, cache, caches, table, kept, start, later, first_block, shared, layer, layers,
+            cache_block, cache_head, cache_entry, bias_layer, HEADS, SIZE, ALIGNED, EIGHT,
+        )  # fmt: skip
         k = load_numbers(numbers[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
         if FORMAT == 4:
             k -= load_zeros(numbers, stored, HEAD_DIM)[None, :]
@@ -233,7 +239,6 @@ def _attend_pages(
         if CAPPED:
             logits = capped(logits, cap)
         if BIASED:
-            slot = holder.to(tl.int64) * bias_layer + (block * HEADS + number % HEADS) * SIZE + entry % SIZE
             # Entries since the event have no bias.
             logits += tl.load(bias + slot, mask=stored & (entry < count), other=0.0).to(tl.float32)[None, :]
         logits = tl.where(stored[None, :], logits, float("-inf"))

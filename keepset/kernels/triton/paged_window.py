@@ -13,7 +13,7 @@ from keepset.kernels.page_format import layer_scales
 from keepset.kernels.paged_arguments import ColumnTarget
 from keepset.kernels.softmax import GroupReduction
 from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros
-from keepset.kernels.triton.paged import _dealt_to, _locate
+from keepset.kernels.triton.paged import _dealt_to, _find
 from keepset.kernels.triton.softmax import (
     LEAST_PART,
     PROGRAMS_PER_PROCESSOR,
@@ -133,16 +133,10 @@ def _logits(
         scaling *= tl.load(key_scales + layer)
     last = tl.load(last_visible + row * n + token, mask=exists, other=-1)
     stored = entry < entries
-    page = entry // SIZE
-    number, index, holder = _locate(page, pages, start, later, first_block, shared, first + layer, layers, HEADS)
-    of_page = tl.load(table + index, mask=stored, other=0).to(tl.int64)
-    at = of_page * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
-    keys = tl.load(addresses + holder).to(kind.dtype)
-    if ALIGNED:
-        keys = tl.multiple_of(keys, 16)
-    if EIGHT:
-        at = tl.multiple_of(at, 8)
-    keys += at
+    keys, slot = _find(
+        entry, stored, kind, addresses, table, pages, start, later, first_block, shared, first + layer, layers,
+        cache_block, cache_head, cache_entry, slot_layer, HEADS, SIZE, ALIGNED, EIGHT,
+    )  # fmt: skip
     k = load_numbers(keys[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
     if FORMAT == 4:
         k -= load_zeros(keys, stored, HEAD_DIM)[None, :]
@@ -150,7 +144,6 @@ def _logits(
     factor = scaling
     if OWN_SCALES:
         factor = scaling * load_scales(keys, stored, HEAD_DIM, FORMAT)[None, :]
-    slot = holder.to(tl.int64) * slot_layer + (of_page * HEADS + number % HEADS) * SIZE + entry % SIZE
     # Entries since the event lie one distance before their positions; kept ones are taken to lie just before them.
     position = entry + length - entries
     if PLACED:

@@ -1,0 +1,137 @@
+"""`LayoutTable`: the layouts of heads of different lengths, filed by the pages that hold requests' newest tokens.
+
+They are on the device and are moved there, without a host sync. `RequestTable` files in the same way what is on the
+host.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from keepset.kernels.page_layout import PageLayout
+from keepset.kernels.paged import follow_layouts
+from keepset.kernels.paged_arguments import FiledLayouts
+from keepset.paged.engine import EngineSize
+
+
+class LayoutTable:
+    """The layouts of the requests of one group of layers.
+
+    Args:
+        layers, kv_heads: of the group, in this process.
+        block_size: tokens per page.
+        size: numbers that the engine fixes when it starts.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, block_size: int, size: EngineSize) -> None:
+        self._shape, self._block_size, self._drafts = (size.blocks, layers, kv_heads), block_size, size.drafts
+        self._layouts: FiledLayouts | None = None
+        self._lost = _LostFlag()
+
+    def file(self, page: int, layout: PageLayout) -> None:
+        """File the layout of one request, once all events that are due are over.
+
+        Args:
+            page: the page that holds the request's newest token.
+            layout: the layout, as its only row.
+        """
+        filed = self._on(layout.counts.device)
+        for part, now in zip(filed.layout, layout, strict=True):
+            part[page] = now[0].to(part)
+        filed.tokens[page] = int(layout.length[0, 0])
+
+    def move(
+        self,
+        block_table: Int[Tensor, "rows width"],
+        before: Int[Tensor, " rows"],
+        after: Int[Tensor, " rows"],
+        required: Int[Tensor, " rows"],
+        layout: PageLayout,
+    ) -> Int[Tensor, " rows"]:
+        """Move the layouts of a step's requests to the pages of their newest tokens, without a host sync.
+
+        Args:
+            block_table: the engine's block table.
+            before: tokens of each request before the step.
+            after: tokens of each request after the step.
+            required: 1 for requests that must have a layout.
+            layout: is filled with the layouts, row by row; with zeros for requests that have none and need none.
+
+        Returns:
+            The pages.
+
+        Raises:
+            RuntimeError: a request is not where it was left. A GPU says so some steps later, because waiting for it
+                would take longer than the step's planning.
+        """
+        device = block_table.device
+        filed, lost = self._on(device), self._lost.on(device)
+        step = block_table, before, after, required
+        pages = follow_layouts(filed, *step, lost, self._block_size, layout, self._drafts)
+        self._lost.check()
+        return pages
+
+    def note_tokens(self, pages: Int[Tensor, " rows"], tokens: Int[Tensor, " rows"]) -> None:
+        """Note how many tokens requests have, whose newest tokens are in the same pages as before.
+
+        Args:
+            pages: the pages.
+            tokens: tokens of each request.
+        """
+        self.filed.tokens[pages] = tokens.int()
+
+    def at(self, page: int, tokens: int) -> PageLayout:
+        """Return the layout of a request, as its only row.
+
+        Args:
+            page: the page that holds the request's newest token.
+            tokens: tokens of the request.
+
+        Raises:
+            RuntimeError: it is not known any more.
+        """
+        filed = self._layouts
+        if filed is None or filed.tokens[page] != tokens:
+            raise RuntimeError("keepset lost the page tables of a request that has ended.")
+        return PageLayout(*(part[page][None].long() for part in filed.layout))
+
+    def unused_blocks(self, pages: Int[Tensor, " rows"]) -> Int[Tensor, " rows"]:
+        """Return how many leading blocks no layer uses any more, of the requests with their newest tokens here."""
+        return self.filed.layout.first[pages].amin(1)
+
+    @property
+    def filed(self) -> FiledLayouts:
+        """The layouts of all requests, once a step was planned."""
+        assert self._layouts is not None
+        return self._layouts
+
+    def _on(self, device: torch.device) -> FiledLayouts:
+        if self._layouts is None:
+            self._layouts = FiledLayouts.empty(*self._shape, device)
+        return self._layouts
+
+
+class _LostFlag:
+    """Set on the device once a request's layout was not where it must be; the host learns of it without waiting."""
+
+    def __init__(self) -> None:
+        self._device_flag: Int[Tensor, " 1"] | None = None
+        self._host_flag: Int[Tensor, " 1"]
+
+    def on(self, device: torch.device) -> Int[Tensor, " 1"]:
+        """Return the device's flag."""
+        if self._device_flag is None:
+            self._device_flag = torch.zeros(1, dtype=torch.int32, device=device)
+            self._host_flag = torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        return self._device_flag
+
+    def check(self) -> None:
+        """Raise RuntimeError if the flag is known to be set; on a GPU that is what it was at the call before."""
+        assert self._device_flag is not None
+        if self._device_flag.device.type == "cpu":
+            self._host_flag = self._device_flag
+        if self._host_flag[0]:
+            raise RuntimeError("keepset lost the page tables of a request that was compressed.")
+        self._host_flag.copy_(self._device_flag, non_blocking=True)
