@@ -117,21 +117,15 @@ def _print(console: Console, text: str, style: str | None = None) -> None:
 
 def output(result: Any, json_file: Path | None, print_tables: Callable[[], None]) -> None:
     """Print a result as tables and write it as JSON, or print only the JSON if the file is `-`."""
-    # JSON has no word for NaN or infinity.
-    text = json.dumps(_plain(result), indent=2, allow_nan=False) if json_file is not None else ""
+    if json_file is None:
+        print_tables()
+        return
+    text = json.dumps(page.finite(result, lambda number: None), indent=2, allow_nan=False)
     if json_file == STANDARD_OUTPUT:
         print(text)
         return
     print_tables()
     write(json_file, lambda: f"{text}\n", "figures")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write(path: Path | None, content: Callable[[], str], described: str | None = "report") -> None:
@@ -311,18 +305,18 @@ def counted(
     return lambda count=1: bar.advance(number, count)
 
 
-def foretold(advance: Callable[..., None], what: str, total: int, after: int = 1) -> Callable[..., None]:
-    """Return `advance` with a note on how long the rest will take; steps up to `after` include what is done once."""
+def foretold(advance: Callable[..., None], what: str, total: int) -> Callable[..., None]:
+    """Return `advance` with a note on how long the rest will take; the first step includes what is done once."""
     began, first, done, estimated = 0.0, 0, 0, False
 
     def step(count: int = 1) -> None:
         nonlocal began, first, done, estimated
         advance(count)
         done, now = done + count, time.perf_counter()
-        if not first and done >= after:
+        if not first:
             # From here on every step is typical.
             began, first = now, done
-        elif first and not estimated and (done - first >= _TRIED or now - began >= _LONG):
+        elif not estimated and (done - first >= _TRIED or now - began >= _LONG):
             estimated, left = True, (now - began) / (done - first) * (total - done)
             if left >= _LONG:
                 note(f"{what}: {duration(left)} from here on")

@@ -359,10 +359,12 @@ class Cache(ObservedCache):
             if method.traits.across_layers:
                 keep_set.count()
             keep_set = unstacked(keep_set, group)
+            records = []
             for observation in members:
-                self.managed_layers[observation.layer].keep(observation, keep_set.layer(observation.layer))
-            kept = [keep_set.layer(observation.layer).to_record() for observation in members]
-            parts.append((kept, sum(counts), nbytes, time.perf_counter() - start))
+                kept = keep_set.layer(observation.layer)
+                self.managed_layers[observation.layer].keep(observation, kept)
+                records.append(kept.to_record())
+            parts.append((records, sum(counts), nbytes, time.perf_counter() - start))
             if self.observer is not None:
                 for observation in members:
                     self.observer(observation, budget, keep_set)

@@ -121,6 +121,8 @@ def layers_of(observation: Observation) -> Sequence[Observation]:
 
 def unstacked(keep_set: KeepSet, observations: Sequence[Observation]) -> KeepSet:
     """Return a KeepSet with a part for every layer of the observations that a method was given."""
+    if not any(isinstance(each, LayerStack) for each in observations):
+        return keep_set
     parts: list[LayerKeepSet] = []
     for each in observations:
         kept = keep_set.layer(each.layer_ids[0])

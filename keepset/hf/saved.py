@@ -427,10 +427,10 @@ def _counts(
     """Read how many entries the heads of a layer have."""
     counts = _read(file, metadata, f"{LAYER}{layer}.counts")
     columns = f"{LAYER}{layer}.columns."
-    saved_schema.check_counts(counts, lengths, file.layout[f"{columns}keys"])
+    saved_schema.check_counts(counts, lengths[:, None], file.layout[f"{columns}keys"])
     if f"{columns}{RESIDUAL}counts" in file:
         residual = _read(file, metadata, f"{columns}{RESIDUAL}counts")
-        saved_schema.check_residual(residual, counts, file.layout[f"{columns}{RESIDUAL}keys"])
+        saved_schema.check_counts(residual, counts, file.layout[f"{columns}{RESIDUAL}keys"])
     return counts
 
 

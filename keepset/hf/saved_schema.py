@@ -114,17 +114,10 @@ def check_images(images: Int[Tensor, "images 3"], lengths: Int[Tensor, " request
 
 
 def check_counts(
-    counts: Int[Tensor, "requests kv_heads"], lengths: Int[Tensor, " requests"], keys: TensorLocation
+    counts: Int[Tensor, "requests kv_heads"], most: Int[Tensor, "requests _"], keys: TensorLocation
 ) -> None:
-    """Check how many entries each head of a layer has; `keys` are in the file."""
-    _require(bool(((counts >= 0) & (counts <= lengths[:, None])).all()) and int(counts.sum()) == keys.shape[0])
-
-
-def check_residual(
-    residual: Int[Tensor, "requests kv_heads"], counts: Int[Tensor, "requests kv_heads"], keys: TensorLocation
-) -> None:
-    """Check how many entries of each head of a layer have a residual, whose `keys` are in the file."""
-    _require(bool(((residual >= 0) & (residual <= counts)).all()) and int(residual.sum()) == keys.shape[0])
+    """Check how many entries each head of a layer has, or how many of them a residual; their `keys` are in the file."""
+    _require(bool(((counts >= 0) & (counts <= most)).all()) and int(counts.sum()) == keys.shape[0])
 
 
 def check_positions(

@@ -41,12 +41,13 @@ from keepset.vllm.compat import (
     layer_specs,
 )
 from keepset.vllm.formats import ROW_SCALES, check_rows
+from keepset.vllm.layer_validation import check_layer, check_layers, check_spec, leaves_alone
 from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.packed_layouts import PACKED, check_packed, packed_slots
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
-from keepset.vllm.validation import LAYERS_THAT_DRAFT, check, check_layer, check_layers, check_spec, leaves_alone
+from keepset.vllm.validation import LAYERS_THAT_DRAFT, check
 
 logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers alone
 

@@ -168,7 +168,7 @@ def test_what_stays_as_it_is_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -
             made.append(batch.rows[0].length)
         return original(layout, *args)
 
-    monkeypatch.setattr("keepset.paged.ragged_heads.page_layout.tables", tables)
+    monkeypatch.setattr("keepset.paged.per_head.page_layout.tables", tables)
     batch = compressed(2, 2, 3, 4)
     made.clear()
     for _ in range(10):

@@ -19,7 +19,7 @@ import platform
 import secrets
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
@@ -199,18 +199,21 @@ def script_json(value: Any) -> str:
 
     Numbers that JSON has no words for become the strings "NaN", "Infinity" and "-Infinity".
     """
-    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+
+    def word(number: float) -> str:
+        return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+    text = json.dumps(finite(value, word), allow_nan=False, separators=(",", ":"))
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any, word: Callable[[float], str | None]) -> Any:
+    """Return a value for JSON, which has no words for NaN and infinity: `word` returns what stands for them."""
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item, word) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+        return [finite(item, word) for item in value]
+    return word(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def asset(name: str) -> str:
