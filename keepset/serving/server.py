@@ -6,7 +6,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Self
 
@@ -37,19 +37,23 @@ def free_port() -> int:
 
 
 class LoggedProcess:
-    """A process that runs within a `with` block. Messages call it by its name."""
+    """A process that runs within a `with` block; an environment is added to this process's.
+
+    Messages call it by its name.
+    """
 
     _process: subprocess.Popen[bytes]
     _log: IO[bytes]
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
-        self.name, self._command = name, command
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.name, self._command, self._environment = name, command, environment or {}
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
         # In a session of its own Ctrl-C does not reach it.
         self._process = start(
             self._command,
+            env={**os.environ, **self._environment},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
