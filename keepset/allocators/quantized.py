@@ -19,11 +19,11 @@ class Quantized(PostProcessor):
     """Stores what stays, and all tokens after it, in 8 or 4 bits a number, with a scale for each key and value.
 
     It is the last step of a recipe, also around `match`: `quantized(match(reread), keep=0.5)`. Every key and every
-    value has a scale of its own. In 8 bits its numbers are multiples of the scale. In 4 bits they are mixed by an
-    orthogonal matrix first and put on the levels of a normal distribution (`kernels/entry_format.py`). New tokens then
-    have a residual of 4 bits for what the rounding has lost, which the next event drops. From the second event on, the
-    methods inside see rounded entries. `keep` counts entries as always. `int8(...)` is another spelling of
-    `quantized(..., bits=8)`.
+    value is mixed by an orthogonal matrix and has a scale of its own (`kernels/entry_format.py`). In 8 bits its mixed
+    numbers are rounded to multiples of the scale, in 4 bits to the levels of a normal distribution. In 4 bits new
+    tokens have a residual of 4 bits more for what the rounding has lost, which the next event drops. From the second
+    event on, the methods inside see rounded entries. `keep` counts entries as always. `int8(...)` is another spelling
+    of `quantized(..., bits=8)`.
 
     Attributes:
         bits: of each number of a key or value; None for what suits the budget: 4 below `bytes=0.075`, else 8.

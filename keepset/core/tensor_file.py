@@ -36,11 +36,12 @@ class TensorFile:
 
     Attributes:
         metadata: the name of the JSON object.
-        version: the version of the format.
+        version: the version of the format that is written.
         foreign: the sentence for a file of another kind.
         other: the sentence for a file of another format, `{found}`.
         damaged: the sentence for a file that does not hold what it should.
         unreadable: the sentence for what is no file of tensors; `foreign` by default.
+        earlier: earlier versions that are read as well; whoever reads them makes of them what is written today.
     """
 
     metadata: str
@@ -49,6 +50,7 @@ class TensorFile:
     other: str
     damaged: str
     unreadable: str = ""
+    earlier: tuple[int, ...] = ()
 
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a file whole or not at all; an existing one is replaced once everything is written.
@@ -102,7 +104,7 @@ class TensorFile:
                 raise refused(self.foreign)
             try:
                 metadata = parse_json(tensors.metadata[self.metadata])
-                if metadata["format"] != self.version:
+                if metadata["format"] not in (self.version, *self.earlier):
                     raise refused(self.other, shortened(metadata["format"]))
                 yield tensors, metadata
             except KeepsetError:

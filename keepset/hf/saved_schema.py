@@ -36,6 +36,8 @@ _MAX_TOKEN_ID = 2**31
 _MAX_LENGTH = 2**26
 """Most tokens of a context. Their attention mask alone takes half a gigabyte."""
 _MAX_LAYERS = 100_000
+_MAX_ROW = 4096
+"""Most numbers of a key or value in few bits. The matrix that mixes them has their square."""
 _STATE = re.compile(r"(convolution|recurrent)\.(0|[1-9]\d?)")
 """Names of a layer's states: their kind, and a number for layers that have several."""
 _RECORDER_TENSORS = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added|added_up")
@@ -218,7 +220,9 @@ def _check_columns(columns: Mapping[str, TensorLocation]) -> None:
     keys, values = columns["keys"], columns["values"]
     _require(len(keys.shape) == len(values.shape) == 2 and keys.dtype == values.dtype)
     _require(columns["positions"].dtype == torch.int32 and len(columns["positions"].shape) == 1)
-    is_coded = format_of(keys.dtype) is not None
+    format = format_of(keys.dtype)
+    is_coded = format is not None
+    _require(format is None or max(format.size(each.shape[1]) for each in (keys, values)) <= _MAX_ROW)
     _require((columns.keys() & _SCALES) == (_SCALES if is_coded else set()))
     _require(is_coded or keys.dtype.is_floating_point)
     for name in columns.keys() - _ENTRIES - _SCALES:

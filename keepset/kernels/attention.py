@@ -36,10 +36,9 @@ def append_entries(
         from keepset.kernels.triton import attention, four_bits  # loads Triton
 
         with launched_on(keys.device):
-            if format and format.refined:
-                four_bits.append(stores, format.mix(keys), format.mix(values), positions)
-            else:
-                attention.append(stores, keys, values, positions)
+            rows = (format.mix(keys), format.mix(values)) if format else (keys, values)
+            append = four_bits.append if format and format.refined else attention.append
+            append(stores, *rows, positions)
         return
     first = 0
     at = positions[:, None].expand(-1, keys.shape[1], -1).flatten(0, 1)
@@ -102,9 +101,10 @@ def ragged_attention(
         from keepset.kernels.triton import attention, four_bits  # loads Triton
 
         with launched_on(queries.device):
-            if format and format.refined:
-                return format.unmix(four_bits.ragged_attention(format.mix(queries), stores, softmax, query_positions))
-            return attention.ragged_attention(queries, stores, softmax, query_positions)
+            if not format:
+                return attention.ragged_attention(queries, stores, softmax, query_positions)
+            attend = four_bits.ragged_attention if format.refined else attention.ragged_attention
+            return format.unmix(attend(format.mix(queries), stores, softmax, query_positions))
     if format:
         queries = format.mix(queries)
     batch, query_heads, n, head_dim = queries.shape

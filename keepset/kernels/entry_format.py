@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from jaxtyping import Float, Int8, Shaped, UInt8
 from torch import Tensor
 
 from keepset.kernels.dispatch import upload
+from keepset.kernels.mixing import Mixing, mixing_of_stores
 
 
 class EntryFormat(ABC):
@@ -53,11 +53,11 @@ class EntryFormat(ABC):
 
     def mix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
         """Return rows, or queries, with their numbers mixed."""
-        return rows
+        return _mixing(rows).mixed(rows)
 
     def unmix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
         """Return what `mix` was given."""
-        return rows
+        return _mixing(rows).unmixed(rows)
 
     def rounded(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
         """Return rows as they are read once they are stored, in one layer."""
@@ -65,7 +65,7 @@ class EntryFormat(ABC):
 
 
 class EightBits(EntryFormat):
-    """Multiples of a scale, which is a 127th of the row's largest number.
+    """Multiples of a scale, which is a 127th of the mixed row's largest number.
 
     scale = max(|row|) / 127     integers = round(row / scale)
 
@@ -125,12 +125,6 @@ class FourBits(EntryFormat):
         pairs = _pairs(scale.device, scale.dtype).index_select(0, rows.int().flatten())
         return pairs.view(rows.shape).view(scale.dtype).mul_(scale[..., None])
 
-    def mix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
-        return _product(rows, transposed=True)
-
-    def unmix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
-        return _product(rows, transposed=False)
-
 
 LARGEST = 127
 """The 8-bit integer for a row's largest magnitude."""
@@ -170,33 +164,6 @@ _TWICE = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
 """By the bytes of a number, a type that has as many as two of them."""
 
 
-def _product(rows: Float[Tensor, "*places dim"], transposed: bool) -> Float[Tensor, "*places dim"]:
-    """Return each row times the matrix of `mixing`, computed in float32 or wider and in the rows' dtype."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    matrix = _matrix(rows.shape[-1], rows.device, dtype)
-    return (rows.to(dtype) @ (matrix.T if transposed else matrix)).to(rows.dtype)
-
-
-@cache
-def _matrix(size: int, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "size size"]:
-    with torch.inference_mode(False):
-        return upload(mixing(size).to(dtype), device)
-
-
-def mixing(size: int) -> Float[Tensor, "size size"]:
-    """Return the orthogonal matrix that mixes rows of so many numbers, in float64.
-
-    Its columns have random signs, which are the same for ever. For a power of two it is a Hadamard matrix. Other sizes
-    are a power of two times an odd number, and the matrix is the Kronecker product of a Hadamard matrix and a discrete
-    cosine transform of that odd size, so that every number is spread over the whole row.
-    """
-    power = size & -size
-    odd = size // power
-    at = torch.arange(odd, dtype=torch.float64)
-    matrix = torch.cos(math.pi / odd * at[:, None] * (at + 0.5)) * math.sqrt(2 / odd)
-    matrix[0] = math.sqrt(1 / odd)
-    step = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) * math.sqrt(0.5)
-    for _ in range(power.bit_length() - 1):
-        matrix = torch.kron(step, matrix)
-    digest = hashlib.shake_256(b"keepset").digest(size)
-    return matrix * torch.tensor([1.0 if byte & 1 else -1.0 for byte in digest], dtype=torch.float64)
+def _mixing(rows: Float[Tensor, "*places dim"]) -> Mixing:
+    """Return what mixes such rows, in float32 or wider."""
+    return mixing_of_stores(rows.shape[-1], rows.device, torch.promote_types(rows.dtype, torch.float32))

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Int8, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import CACHE_BLOCK, block_size
+from keepset.kernels.mixing import Mixing
 
 SCALE_BYTES = 4
 """Bytes of a scale, which is a float32."""
@@ -23,32 +23,6 @@ LEVELS = 15
 """The largest number of 4 bits."""
 _ZERO = 15
 """The lowest bits of a scale, which in 4 bits are the number that stands for zero."""
-
-
-class Mixing(NamedTuple):
-    """An orthogonal matrix, up to a factor, by which rows are mixed before they are rounded.
-
-    Products of keys with queries stay as they are if both are mixed.
-
-    Attributes:
-        mix: a key or value `x` is stored as `x @ mix`.
-        unmix: the inverse of `mix`, its transpose up to a factor.
-    """
-
-    mix: Float[Tensor, "head_dim head_dim"]
-    unmix: Float[Tensor, "head_dim head_dim"]
-
-    def mixed(self, rows: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
-        """Return keys or values as they are rounded, in their own type."""
-        return (rows.float() @ self.mix).to(rows.dtype)
-
-    def mixed_queries(self, queries: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
-        """Return queries whose products with mixed keys are those with the keys themselves, in their own type."""
-        return (queries.float() @ self.unmix.T).to(queries.dtype)
-
-    def unmixed(self, rows: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
-        """Return what mixed rows, or sums of them, stand for, in their own type."""
-        return (rows.float() @ self.unmix).to(rows.dtype)
 
 
 class RowFormat(ABC):
@@ -68,8 +42,9 @@ class PageFormat(RowFormat):
     """How a quantised cache holds an entry's key, and in the same way its value.
 
     A row is what is stored of one key or one value: its numbers, and right behind them its scale, unless the layer has
-    one scale for all keys and one for all values. What a row stands for is `numbers * scale`. In 4 bits it is
-    `((numbers - zero) * scale) @ mixing.unmix`, where the lowest bits of the scale are the row's `zero`.
+    one scale for all keys and one for all values. What a row stands for is `numbers * scale`, and in 4 bits
+    `(numbers - zero) * scale`, where the lowest bits of the scale are the row's `zero`. Of mixed rows it is the product
+    of this with `mixing.unmix`.
 
     Attributes:
         numbers: the type of the stored numbers: int8, a float of 8 bits, or `FOUR_BITS`.
@@ -77,7 +52,7 @@ class PageFormat(RowFormat):
         dtype: the type that keys and values are read as.
         key_scale, value_scale: the layer's scales; None if each row has its own. They are looked up whenever rows are
             read or written.
-        mixing: how rows of 4 bits are mixed; None for others.
+        mixing: how rows are mixed, those of 4 bits always; None if they are not.
     """
 
     numbers: torch.dtype
@@ -110,7 +85,7 @@ class PageFormat(RowFormat):
     def parts(self, rows: Shaped[Tensor, "*places row"]) -> tuple[Float[Tensor, "*places head_dim"], Tensor | None]:
         """Return the stored numbers of rows in float32, and the rows' scales; None if these are the layer's.
 
-        Numbers of 4 bits are returned less their row's zero, and are still mixed.
+        Numbers of 4 bits are returned less their row's zero. Mixed rows stay mixed.
 
         Args:
             rows: as they are stored; the numbers of each are contiguous.
@@ -157,8 +132,9 @@ class PageFormat(RowFormat):
 
             scale = max(max(|row|) / largest, 1e-6)     stored = round(row / scale)
 
-        Integers are rounded half away from zero, floats of 8 bits to even. A row with NaN or infinity that has a scale
-        of its own gets NaN as scale, and is NaN as a whole when it is read. In 4 bits rows are mixed first:
+        If the format mixes rows, they are mixed first. Integers are rounded half away from zero, floats of 8 bits to
+        even. A row with NaN or infinity that has a scale of its own gets NaN as scale, and is NaN as a whole when it is
+        read. In 4 bits:
 
             scale = max((max(row) - min(row)) / 15, 1e-6)     zero = round(-min(row) / scale)
             stored = round(row / scale + zero), within 0 and 15, as zero is
@@ -167,9 +143,9 @@ class PageFormat(RowFormat):
             numbers: keys or values.
             scale: the rows' scale if it is their layer's.
         """
-        if self.mixing is not None:
-            return self._encode_mixed(self.mixing.mixed(numbers).float())
-        whole = numbers.float()
+        whole = numbers.float() if self.mixing is None else self.mixing.mixed(numbers).float()
+        if self.numbers == FOUR_BITS:
+            return self._encode_halves(whole)
         rows = torch.empty(len(whole), self.row_bytes, dtype=torch.uint8, device=whole.device)
         largest = largest_number(self.numbers)
         if scale is None:
@@ -184,7 +160,7 @@ class PageFormat(RowFormat):
         rows[:, : self.head_dim] = steps.clamp_(-largest, largest).to(self.numbers).view(torch.uint8)
         return rows
 
-    def _encode_mixed(self, mixed: Float[Tensor, "n head_dim"]) -> Shaped[Tensor, "n row"]:
+    def _encode_halves(self, mixed: Float[Tensor, "n head_dim"]) -> Shaped[Tensor, "n row"]:
         """Return mixed rows in 4 bits."""
         rows = torch.empty(len(mixed), self.row_bytes, dtype=torch.uint8, device=mixed.device)
         least, largest = mixed.amin(-1), mixed.amax(-1)

@@ -100,6 +100,8 @@ def add_received(
 
         if packed.format and packed.format.refined:
             packed = packed.whole()
+        elif packed.format:
+            queries = packed.format.mix(queries)
         with launched_on(packed.keys.device):
             return window.add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_of)
     if packed.format:

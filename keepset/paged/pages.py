@@ -205,19 +205,14 @@ class PagedEntries:
     ) -> Scores | None:
         """Return the scores of the first entries, read where they lie; None where pages have to be copied for that.
 
-        Mixed rows have to: a network reads keys before rotation.
-
         Args:
             positions, new, networks, known: as in `entry_scores_in_pages`.
         """
         pages = self.pages
         if not isinstance(pages, StridedPages) or not uses_triton(pages.device) or pages.value_dim != pages.head_dim:
             return None
-        formats = written(self._formats)
-        if formats and formats[0].mixing is not None:
-            return None
         where = pages.caches, pages.place, self._subpages
-        return entry_scores_in_pages(*where, positions, new, networks, known, formats)
+        return entry_scores_in_pages(*where, positions, new, networks, known, written(self._formats))
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
         """Return the keys and values of some entries, as they are stored.

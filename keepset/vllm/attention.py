@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.forward_context import get_forward_context
 
 from keepset.errors import UnsupportedEngineError
+from keepset.kernels.mixing import Mixing
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import LayerAdapter, Pages
@@ -18,7 +19,7 @@ from keepset.paged.pages import StridedPages
 from keepset.paged.scattered_pages import ScatteredPages
 from keepset.vllm.compat import fill_scales, softcap_of
 from keepset.vllm.engine_context import PlannedStep, active
-from keepset.vllm.formats import format_of
+from keepset.vllm.formats import format_of, own_mixing
 from keepset.vllm.packed_layouts import PACKED, packed_format, parts_of
 
 
@@ -129,6 +130,16 @@ class CompressedAttentionImpl(CompressedImpl):
             return ScatteredPages([parts_of(layer, cache) for cache in caches], place, packed_format(layer, dtype))
         return StridedPages(caches, place, format_of(layer, dtype))
 
+    def mixing(self, layer: Any) -> Mixing | None:
+        """Return how to mix what vLLM's backend is given, where pages hold mixed rows; None if it is not mixed.
+
+        Attention of mixed queries, keys and values is attention as it would be, but mixed.
+
+        Args:
+            layer: vLLM's layer.
+        """
+        return own_mixing(layer.kv_cache_dtype, self.head_size)
+
     def write_plain(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Write entries as vLLM's backend does it.
 
@@ -138,6 +149,8 @@ class CompressedAttentionImpl(CompressedImpl):
             kv_cache: a cache like the layer's.
             slots: the slot of each token.
         """
+        if (mixing := self.mixing(layer)) is not None:
+            key, value = mixing.mixed(key), mixing.mixed(value)
         super().do_kv_cache_update(layer, key, value, kv_cache, slots)  # type: ignore[misc]
 
     def do_kv_cache_update(
@@ -230,7 +243,12 @@ class CompressedAttentionImpl(CompressedImpl):
         step = self._context.step(layer.layer_name, attn_metadata)
         ragged = None if step is None else step.plan.ragged
         if ragged is None or ragged.others:
-            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
+            # Without metadata too, when vLLM measures how much memory a step takes.
+            mixing = self.mixing(layer)
+            own = query if mixing is None else mixing.mixed_queries(query)
+            super().forward(layer, own, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
+            if mixing is not None:
+                output.copy_(mixing.unmixed(output))
         if step is not None and ragged is not None:
             self.attend_ragged(layer, step, self._whole(layer, query), kv_cache, output)
         self.record(layer, step, query)

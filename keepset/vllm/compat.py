@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request
 
 from keepset.errors import UnsupportedEngineError
-from keepset.kernels.page_format import Mixing
+from keepset.kernels.mixing import Mixing
 
 SUPPORTED = ("0.32", "0.33")
 """The vLLM versions that keepset is tested with. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""

@@ -207,6 +207,9 @@ def _biases(
 class RowsMixin(CompressedAttentionImpl):
     """A mixin for layers on CPUs whose cache is quantised."""
 
+    def mixing(self, layer: Any) -> None:
+        """Return None: `RowsImpl` mixes by the pages' format."""
+
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         per_head, place, pages = step.per_head, step.places[layer.layer_name], self.pages(layer, kv_cache)
         keys, values = (per_head.split(rows, self.num_kv_heads)[:, 0] for rows in (key, value))

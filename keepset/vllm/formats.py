@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
 from keepset.errors import UnsupportedEngineError
+from keepset.kernels.mixing import Mixing, mixing_of_stores
 from keepset.kernels.page_format import FOUR_BITS, SCALE_BYTES, PageFormat
 from keepset.vllm.compat import mixing_of, write_rows
 from keepset.vllm.packed_layouts import kind_of, packed_slots
@@ -49,7 +50,7 @@ def format_of(layer: Any, dtype: torch.dtype) -> PageFormat | None:
 
 
 def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Have vLLM write a few entries with scales of their own, and read them as keepset does.
+    """Have vLLM write a few entries with scales of their own, mixed as they will be, and read them as keepset does.
 
     Args:
         kind: vLLM's name of the cache's type.
@@ -64,7 +65,9 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
     cache = cache if kind == INT8 else cache.view(torch.uint8)
     numbers = torch.randn(2, 3, kv_heads, head_dim, generator=draw).to(device, dtype)
     slots = torch.tensor([size + 1, 5, 2], device=device)
-    write_rows(kind, numbers[0], numbers[1], cache, slots)
+    own = own_mixing(kind, head_dim)
+    new = numbers if own is None else own.mixed(numbers)
+    write_rows(kind, new[0], new[1], cache, slots)
     rows = cache[slots // size, :, slots % size].chunk(2, -1)
     for part, right in zip(rows, numbers, strict=True):
         off, whole = format.decode(part).float() - right.float(), right.float()
@@ -89,7 +92,18 @@ def row_format(kind: str, head_dim: int, dtype: torch.dtype) -> PageFormat:
     """Return how a cache is read and written in which each key and each value has a scale."""
     if kind == INT4:
         return PageFormat(FOUR_BITS, head_dim, dtype, mixing=mixing_of(head_dim, current_platform.device_type))
-    return PageFormat(torch.int8 if kind == INT8 else current_platform.fp8_dtype(), head_dim, dtype)
+    numbers = torch.int8 if kind == INT8 else current_platform.fp8_dtype()
+    return PageFormat(numbers, head_dim, dtype, mixing=own_mixing(kind, head_dim))
+
+
+def own_mixing(kind: str, head_dim: int) -> Mixing | None:
+    """Return how keepset mixes rows of a cache before vLLM sees them; None if it does not. Those of 4 bits vLLM mixes.
+
+    Args:
+        kind: vLLM's name of the cache's type.
+        head_dim: numbers of a key.
+    """
+    return mixing_of_stores(head_dim, current_platform.device_type) if kind == INT8 else None
 
 
 def with_row_scales(spec: AttentionSpec) -> AttentionSpec:

@@ -21,9 +21,10 @@ from keepset.kernels import dispatch
 from keepset.kernels.attention import append_entries, pack_entries, ragged_attention
 from keepset.kernels.columns import attention_columns
 from keepset.kernels.entry_format import FORMATS
+from keepset.kernels.mixing import Mixing
 from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
-from keepset.kernels.page_format import FOUR_BITS, Mixing, PageFormat
+from keepset.kernels.page_format import FOUR_BITS, PageFormat
 from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
@@ -129,11 +130,11 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
     columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
     scale, rows = torch.ones(()), torch.zeros(BLOCKS, kv_heads, SIZE, 2 * head_dim + 8, dtype=torch.int8)
-    int8, fp8 = PageFormat(torch.int8, head_dim, dtype), PageFormat(torch.float8_e4m3fn, head_dim, dtype, scale, scale)
-    eight_bits = [([rows] * LAYERS, int8), ([rows[..., :-8].contiguous()] * LAYERS, fp8)] if quantised else []
-    mixing, halves = torch.eye(head_dim), rows[..., : head_dim + 8].contiguous()
-    int4 = PageFormat(FOUR_BITS, head_dim, dtype, mixing=Mixing(mixing, mixing))
-    few_bits = [*eight_bits, ([halves] * LAYERS, int4)] if quantised else []
+    mixing, halves = Mixing(torch.eye(head_dim), torch.eye(head_dim)), rows[..., : head_dim + 8].contiguous()
+    int8, int4 = (PageFormat(kind, head_dim, dtype, mixing=mixing) for kind in (torch.int8, FOUR_BITS))
+    fp8 = PageFormat(torch.float8_e4m3fn, head_dim, dtype, scale, scale)
+    stored = (rows, int8), (rows[..., :-8].contiguous(), fp8), (halves, int4)
+    few_bits = [([one] * LAYERS, format) for one, format in stored] if quantised else []
     for own, format in [(caches, None), *few_bits]:
         append_to_pages(keys, keys, own[0], tokens, one, format)
         for softmax, bias in (Softmax(1.5), columns), (Softmax(1.5, 9.0, torch.zeros(kv_heads * group)), None):
@@ -160,7 +161,7 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     positions = torch.arange(long // SIZE * SIZE).expand(2 * LAYERS, kv_heads, -1)
     for known in torch.zeros(positions.shape), None:
         entry_scores_in_pages(caches, 0, subpages.long(), positions, positions > 40, networks, known)
-    for own_caches, format in eight_bits:
+    for own_caches, format in few_bits:
         pages = own_caches, 0, subpages.long()
         entry_scores_in_pages(*pages, positions, positions > 40, networks, None, [format] * LAYERS)
     slots = torch.arange(48)

@@ -8,7 +8,9 @@ import struct
 import torch
 from torch import Tensor
 
-from keepset.kernels.page_format import Mixing, PageFormat
+from keepset.kernels.mixing import Mixing
+from keepset.kernels.page_format import PageFormat
+from tests.kernels.few_bits import matrix
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The types of numbers of 8 bits, by name."""
@@ -18,8 +20,9 @@ INT4 = "int4"
 
 def format_of(kind: str, head_dim: int, dtype: torch.dtype, scales: tuple[float, float] | None = None) -> PageFormat:
     """A format; with the two scales of a layer, or with a scale for each row."""
-    if kind == INT4:
-        return PageFormat(torch.uint8, head_dim, dtype, mixing=mixing_of(head_dim))
+    if kind in MIXINGS:
+        numbers = torch.uint8 if kind == INT4 else torch.int8
+        return PageFormat(numbers, head_dim, dtype, mixing=MIXINGS[kind](head_dim))
     factors = () if scales is None else (torch.tensor(scale) for scale in scales)
     return PageFormat(KINDS[kind], head_dim, dtype, *factors)
 
@@ -34,6 +37,16 @@ def mixing_of(head_dim: int) -> Mixing:
             parity = ((row & column) % size).bit_count() + int(signs[row % size])
             matrix[row, column] = -1.0 if parity % 2 else 1.0
     return Mixing(matrix, matrix.T / size)
+
+
+def mixing_of_stores(head_dim: int) -> Mixing:
+    """The matrix of rows in 8 bits, by its formula."""
+    whole = matrix(head_dim).float()
+    return Mixing(whole.T, whole)
+
+
+MIXINGS = {"int8": mixing_of_stores, INT4: mixing_of}
+"""The matrices of kinds whose rows are mixed."""
 
 
 def number_of(byte: int, kind: str) -> float:
@@ -61,26 +74,31 @@ def meant(rows: Tensor, kind: str, head_dim: int, scale: float | None = None) ->
     """What rows stand for, in float64."""
     flat = rows.contiguous().view(torch.uint8).reshape(-1, rows.shape[-1])
     if kind == INT4:
-        return _mixed_meant(flat, head_dim).view(*rows.shape[:-1], head_dim)
+        return _unmixed(_halves(flat, head_dim), INT4).view(*rows.shape[:-1], head_dim)
     numbers = _NUMBERS[kind][flat[:, :head_dim].long()].double()
     if scale is None:
         own = [struct.unpack("f", bytes(row))[0] for row in flat[:, head_dim:].tolist()]
         numbers *= torch.tensor(own, dtype=torch.float64)[:, None]
     else:
         numbers *= float(torch.tensor(scale))  # which is a float32
-    return numbers.view(*rows.shape[:-1], head_dim)
+    return (_unmixed(numbers, kind) if kind in MIXINGS else numbers).view(*rows.shape[:-1], head_dim)
 
 
-def _mixed_meant(rows: Tensor, head_dim: int) -> Tensor:
-    """What rows of 4 bits stand for: the first number of a byte is its lower half, and the scale hides the zero."""
-    unmix, read = mixing_of(head_dim).unmix.double(), torch.zeros(len(rows), head_dim, dtype=torch.float64)
+def _unmixed(rows: Tensor, kind: str) -> Tensor:
+    """What mixed rows stand for, number after number, so that a row means the same wherever it is."""
+    unmix, read = MIXINGS[kind](rows.shape[1]).unmix.double(), torch.zeros_like(rows)
+    for i, column in enumerate(rows.T):
+        read += column[:, None] * unmix[i]
+    return read
+
+
+def _halves(rows: Tensor, head_dim: int) -> Tensor:
+    """The numbers of rows of 4 bits: the first of a byte is its lower half, and the scale hides the zero."""
     bits = [struct.unpack("I", bytes(row))[0] for row in rows[:, head_dim // 2 :].tolist()]
     zero = torch.tensor([each % 16 for each in bits])
     scale = torch.tensor([struct.unpack("f", struct.pack("I", each - each % 16))[0] for each in bits]).double()
-    for i in range(head_dim):  # one after another, so that a row means the same wherever it is
-        number = (rows[:, i // 2].long() // (16 if i % 2 else 1) % 16 - zero) * scale
-        read += number[:, None] * unmix[i]
-    return read
+    numbers = [(rows[:, i // 2].long() // (16 if i % 2 else 1) % 16 - zero) * scale for i in range(head_dim)]
+    return torch.stack(numbers, -1)
 
 
 def random_rows(*places: int, kind: str, head_dim: int, own_scales: bool, draw: torch.Generator) -> Tensor:
@@ -97,9 +115,8 @@ def random_rows(*places: int, kind: str, head_dim: int, own_scales: bool, draw: 
     return torch.cat([rows, scales.view(torch.uint8)], -1)
 
 
-FORMATS = [("int8", None), ("fp8", None), ("fp8", (0.01, 0.02)), ("fp8_e5m2", (1e-4, 5e-5))]
-"""Kinds of numbers of 8 bits, and the scales of a layer's keys and values; None where each row has its own."""
-ALL_FORMATS = [*FORMATS, (INT4, None)]
+ALL_FORMATS = [("int8", None), ("fp8", None), ("fp8", (0.01, 0.02)), ("fp8_e5m2", (1e-4, 5e-5)), (INT4, None)]
+"""Kinds of numbers, and the scales of a layer's keys and values; None where each row has its own."""
 
 
 def quantised(

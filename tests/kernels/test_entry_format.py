@@ -9,8 +9,9 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from keepset.kernels.entry_format import FORMATS, LEVELS, format_of, mixing
-from tests.kernels.four_bits import matrix, meant, rounded
+from keepset.kernels.entry_format import FORMATS, LEVELS, format_of
+from keepset.kernels.mixing import mixing
+from tests.kernels.few_bits import matrix, meant, rounded
 
 EIGHT, FOUR = FORMATS[8], FORMATS[4]
 ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
@@ -77,9 +78,9 @@ def test_a_row_is_mixed_by_an_orthogonal_matrix_that_never_changes(size: int) ->
     torch.testing.assert_close(mixing(size), matrix(size))
     torch.testing.assert_close(mixing(size) @ mixing(size).T, torch.eye(size, dtype=torch.float64))
     rows = draws(3, size)
-    torch.testing.assert_close(FOUR.mix(rows).double(), rows.double() @ matrix(size).T, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(FOUR.unmix(FOUR.mix(rows)), rows, rtol=1e-5, atol=1e-5)
-    assert EIGHT.mix(rows) is rows and EIGHT.unmix(rows) is rows
+    for format in FORMATS.values():
+        torch.testing.assert_close(format.mix(rows).double(), rows.double() @ matrix(size).T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(format.unmix(format.mix(rows)), rows, rtol=1e-5, atol=1e-5)
     # A single number is spread over the whole row.
     if size > 2:
         assert mixing(size).abs().max() <= math.sqrt(2 / (size & -size))

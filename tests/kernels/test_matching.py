@@ -15,7 +15,7 @@ from keepset.kernels import matching
 from keepset.kernels.entry_format import FORMATS
 from keepset.kernels.matching import FitProblem, match_attention
 from keepset.kernels.softmax import Softmax
-from tests.kernels.four_bits import matrix, rounded
+from tests.kernels.few_bits import matrix, rounded
 from tests.kernels.test_attention import attention_of, seeded
 
 PLAIN = Softmax(0.4)

@@ -12,7 +12,7 @@ from torch import Tensor
 from keepset.kernels import predictor
 from keepset.kernels.page_entries import _table, read_pages
 from keepset.kernels.predictor import SMALLEST, Networks, entry_scores, entry_scores_in_pages, turns_of
-from tests.kernels.quantised import FORMATS, quantised
+from tests.kernels.quantised import ALL_FORMATS, quantised
 
 LAYERS, ROWS, HEADS, LONGEST = 2, 2, 3, 2**17
 TOLERANCE = dict(rtol=2e-4, atol=0.0)
@@ -97,7 +97,8 @@ def test_scores_are_the_formulas(
 @pytest.mark.parametrize(
     ("head_dim", "size", "dtype", "kind", "scales"),
     [(5, 4, torch.float32, "", None), (80, 16, torch.bfloat16, "", None)]
-    + [(12, 4, torch.float32, *each) for each in FORMATS],
+    + [(12, 4, torch.float32, *each) for each in ALL_FORMATS]
+    + [(40, 16, torch.float32, kind, None) for kind in ("int8", "int4")],
 )
 def test_scores_of_pages_are_those_of_stores(
     triton_interpreted: None,

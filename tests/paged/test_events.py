@@ -205,10 +205,16 @@ def test_fitted_values_are_rounded_once(kind: str, per_layer: bool) -> None:
     for layer, how in enumerate(formats):
         scale = None if how.value_scale is None else how.value_scale.expand(int(changed[layer].sum()))
         rounded = how.decode(how.encode(fitted[layer][changed[layer]], scale), scale)
-        # Mixed rows are read in float32, and here in float64: of what is fitted to them the fifth digit differs, which
-        # in 4 bits is a thousandth of a step.
-        atol = 0.0 if how.mixing is None else 1e-4
-        torch.testing.assert_close(values[layer][changed[layer]], rounded, rtol=0, atol=atol)
+        found = values[layer][changed[layer]]
+        # Mixed rows are read in float32, and here in float64: of what is fitted to them the fifth digit differs. In 8
+        # bits it decides between two steps that are as near, and in 4 bits it is a thousandth of a step.
+        if kind == "int8":
+            assert how.mixing is not None
+            right, found = (how.mixing.mixed(rows) for rows in (fitted[layer][changed[layer]], found))
+            assert ((found - right).abs() <= 0.51 / 127 * right.abs().amax(-1, keepdim=True)).all()
+        else:
+            atol = 0.0 if how.mixing is None else 1e-4
+            torch.testing.assert_close(found, rounded, rtol=0, atol=atol)
 
 
 def test_a_fit_goes_by_keys_of_four_bits_as_they_are() -> None:

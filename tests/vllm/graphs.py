@@ -250,5 +250,6 @@ def use(backend: str | None, runner_v2: bool) -> None:
     else:
         places += [(flash_attn, "_FA4_DENSE_ATTENTION_KERNEL"), (flash_attn, "reshape_and_cache_flash")]
         places += [(triton_attn, "unified_attention"), (triton_attn, "triton_reshape_and_cache_flash")]
+        places += [(triton_attn, "triton_reshape_and_cache_flash_per_token_head_quant")]
     for module, name in places:
         setattr(module, name, _noted(getattr(module, name)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -84,7 +85,8 @@ def test_rows_are_those_that_vllm_writes(vllms_kernels: None, kind: str, dtype: 
         values[0] = compat.mixing_of(head_dim, "cpu").mix.T.sum(0) * 4  # all of it is far from zero when it is mixed
     keys[2] = 0.0
     slots = torch.tensor([17, 3, 40, -1, 0])
-    compat.write_rows(kind, keys, values, cache, slots)
+    spread = formats.own_mixing(kind, head_dim)
+    compat.write_rows(kind, *((keys, values) if spread is None else map(spread.mixed, (keys, values))), cache, slots)
     own, real = torch.zeros_like(cache), slots >= 0
     rows = how.encode_entries(keys[real].flatten(0, 1), values[real].flatten(0, 1))
     of_heads = ((slots[real] // size)[:, None] * 2 + torch.arange(2)) * size + (slots[real] % size)[:, None]
@@ -95,10 +97,11 @@ def test_rows_are_those_that_vllm_writes(vllms_kernels: None, kind: str, dtype: 
     formats.check_rows(kind, 2, head_dim, dtype, CPU)
 
 
-@pytest.mark.parametrize("fault", ["scales first", "values first", "another scale", "rotated"])
+@pytest.mark.parametrize("fault", ["scales first", "values first", "another scale", "rotated", "mixed twice"])
 def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     def write(kind: str, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         how: Any = formats.row_format(kind, 64, torch.float32)
+        how = how if fault == "mixed twice" else replace(how, mixing=None)
         if fault == "values first":
             keys, values = values, keys
         rows = [part.clone() for part in how.encode_entries(keys, values)]

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
+from tests.kernels.few_bits import matrix
 from tests.vllm.compared import CHUNKED, IDS, answers_of, asks, check_oracle, check_transformers, full, result
 from tests.vllm.engine import BLOCK, Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle
@@ -33,15 +34,19 @@ MORE = [(INT4, EQUAL), (INT8, MOMENTS), (FP8, RAGGED), ("fp8", RAGGED)]
 FITTED = "int8(match(adakv(snapkv(window=8)), window=8), keep=40, every=12)"
 FITTED_ONCE = "int8(match(snapkv(window=8), biases=False), bytes=0.2)"
 SOME = [*asks((130, 90, 200), 30), Ask(IDS[700:701], 30)]
+FITTED_TO = [*(Ask(IDS[11 + 173 * i : 141 + 173 * i], 30) for i in range(3)), Ask(IDS[700:701], 30)]
+"""Prompts in whose keys and values no number is so near to the middle of two steps that vLLM's own rounding decides."""
 TURMOIL = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
 
 
 def rounded(numbers: Tensor, kind: str) -> Tensor:
     """What a cache of a kind holds of keys or values, `[..., head_dim]`."""
     if kind == INT8:
-        step = (numbers.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-6)
-        steps = numbers * (1 / step)
-        return (steps.abs() + 0.5).floor() * steps.sign() * step
+        spread = matrix(numbers.shape[-1]).float()
+        mixed = numbers @ spread.T
+        step = (mixed.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-6)
+        steps = mixed * (1 / step)
+        return ((steps.abs() + 0.5).floor() * steps.sign() * step) @ spread
     if kind == FP8:
         step = (numbers.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-6)
         return (numbers * (1 / step)).to(torch.float8_e4m3fn).float() * step
@@ -56,15 +61,15 @@ def rounded_to_four_bits(numbers: Tensor) -> Tensor:
 
     dim = numbers.shape[-1]
     parities = [[(i & j).bit_count() % 2 for j in range(dim)] for i in range(dim)]
-    matrix = _get_rht_signs(dim, 0, torch.device("cpu"))[:, None] * (1 - 2 * torch.tensor(parities).float())
-    mixed = numbers @ matrix
+    spread = _get_rht_signs(dim, 0, torch.device("cpu"))[:, None] * (1 - 2 * torch.tensor(parities).float())
+    mixed = numbers @ spread
     least, most = mixed.amin(-1, keepdim=True), mixed.amax(-1, keepdim=True)
     step = ((most - least) / 15).clamp(min=1e-6)
     zero = (-least / step + 0.5).floor().clamp(0, 15)
     levels = (mixed * (1 / step) + zero + 0.5).floor().clamp(0, 15)
     mantissa, exponent = torch.frexp(step)
     stored = torch.ldexp((mantissa * 2**20).floor() / 2**20, exponent)  # its last four bits hold the zero
-    return ((levels - zero) * stored) @ matrix.T / dim
+    return ((levels - zero) * stored) @ spread.T / dim
 
 
 class Rounding(Oracle):
@@ -104,8 +109,11 @@ def answers(tiny: Path, request: pytest.FixtureRequest) -> dict[tuple[str, str],
     """What engines did, one after another in one process; those of the full tier only there."""
     engine: dict[str, Any] = {"model": str(tiny), "max_num_seqs": 8, "max_model_len": 512, **CHUNKED}
     whole = request.config.getoption("--full")
-    cases = [*CASES, (INT8, FITTED), *([*MORE, (INT8, FITTED_ONCE)] if whole else [])]
-    scenarios = {case: Scenario(case[1], SOME, engine=engine | {"kv_cache_dtype": case[0]}) for case in cases}
+    cases = {case: SOME for case in [*CASES, *(MORE if whole else [])]}
+    cases |= {(INT8, recipe): FITTED_TO for recipe in (FITTED, *([FITTED_ONCE] if whole else []))}
+    scenarios = {
+        case: Scenario(case[1], some, engine=engine | {"kv_cache_dtype": case[0]}) for case, some in cases.items()
+    }
     if whole:
         small = engine | {"kv_cache_dtype": INT8, "max_num_batched_tokens": 96}
         scenarios[INT8, "preempted"] = Scenario(RAGGED, TURMOIL, preempt=(14,), engine=small)
@@ -143,8 +151,23 @@ def test_fitted_values_are_rounded_once(
 ) -> None:
     """As transformers' `int8` rounds them, whose scales are the same but for the last bit."""
     engine = answer(answers, INT8, recipe)
-    check_transformers(rounding_model, recipe, SOME, engine)
+    check_transformers(rounding_model, recipe, FITTED_TO, engine)
     engine.check_nothing_left()
+
+
+@pytest.mark.full
+def test_a_backend_for_gpus_is_given_what_is_mixed_already(tiny: Path, rounding: Rounding) -> None:
+    """vLLM's backend writes and attends, called and in pretended graphs. Unmixed, it would hold others."""
+    small = {"model": str(tiny), "max_num_seqs": 8, "block_size": 16, "kv_cache_dtype": INT8, **CHUNKED}
+    results = run(
+        *(Scenario(EQUAL, SOME, engine=small, backend="TRITON_ATTN", graphs=graphs) for graphs in (False, True))
+    )
+    oracle = Rounding(rounding.model, 16)
+    oracle.kind = INT8
+    for engine in results:
+        assert engine.classes == ["TritonKeepImpl"] and all(engine.events[:3])
+        check_oracle(oracle, EQUAL, SOME, engine)
+    assert results[1].replays > 10
 
 
 @pytest.mark.full

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from keepset.kernels.page_format import layer_scales
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales
+from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros
 from keepset.kernels.triton.softmax import rows_of
 
 _WIDTH = 64
@@ -41,6 +41,7 @@ def _launch(  # type: ignore[no-untyped-def]
     layers, _, width, inputs = networks.hidden.shape
     head_dim = networks.partner.shape[1]
     known = None if known is None else known.contiguous()
+    mixing = formats[0].mixing if formats else None
     scores = torch.empty(rows, heads, entries, dtype=torch.float32, device=new.device)
     if not scores.numel():
         return scores
@@ -48,6 +49,7 @@ def _launch(  # type: ignore[no-untyped-def]
     block = rows_of(inputs_block, torch.float32)
     _entry_scores[(rows * heads, triton.cdiv(entries, block))](
         keys, values, addresses, subpages, layer_scales(formats, values=False), layer_scales(formats, values=True),
+        None if mixing is None else mixing.unmix.contiguous(),
         positions, new, known, scores, *(part.contiguous() for part in networks),
         *strides, *pool, *positions.stride(), *new.stride(), entries, rows // layers,
         0 if subpages is None else subpages.shape[2],
@@ -78,19 +80,48 @@ def _cos_and_sin(angles):
 
 
 @triton.jit
-def _unrotated(key, exists, scale, positions, partner, turns, gain, dims, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
+def _numbers(row, exists, dims, unmix, DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """Return some numbers of a block of rows, without their scales; of mixed rows what they stand for.
+
+    Args:
+        row: where each row begins.
+        dims: which numbers.
+        unmix: as `keepset.kernels.page_format.Mixing` has it; None if rows are not mixed.
+    """
+    if unmix is None:
+        numbers = load_numbers(row[:, None], dims[None, :], exists[:, None] & (dims < DIM)[None, :], FORMAT)
+        numbers = numbers.to(tl.float32)
+    else:
+        numbers = tl.zeros([row.shape[0], dims.shape[0]], tl.float32)
+        for begin in range(0, DIM, dims.shape[0]):
+            place = begin + tl.arange(0, dims.shape[0])
+            mixed = load_numbers(row[:, None], place[None, :], exists[:, None] & (place < DIM)[None, :], FORMAT)
+            if FORMAT == 4:
+                mixed -= load_zeros(row, exists, DIM)[:, None]
+            part = tl.load(
+                unmix + place[:, None] * DIM + dims[None, :],
+                mask=(place < DIM)[:, None] & (dims < DIM)[None, :], other=0.0,
+            )  # fmt: skip
+            numbers += tl.dot(mixed, part, input_precision="ieee")
+    return numbers
+
+
+@triton.jit
+def _unrotated(
+    key, exists, scale, positions, partner, turns, gain, dims, unmix, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr
+):
     """Return some numbers of a block of keys as they were before rotation.
 
     Args:
         key: where each entry's key begins.
         scale: factor of each entry's numbers.
         dims: which numbers.
+        unmix: as in `_numbers`.
     """
     real = dims < HEAD_DIM
-    other = tl.load(partner + dims, mask=real, other=0)
-    mask = exists[:, None] & real[None, :]
-    x = load_numbers(key[:, None], dims[None, :], mask, FORMAT).to(tl.float32)
-    y = load_numbers(key[:, None], other[None, :], mask, FORMAT).to(tl.float32)
+    other = tl.load(partner + dims, mask=real, other=HEAD_DIM)
+    x = _numbers(key, exists, dims, unmix, HEAD_DIM, FORMAT)
+    y = _numbers(key, exists, other, unmix, HEAD_DIM, FORMAT)
     x *= (1 / tl.load(gain + dims, mask=real, other=1.0))[None, :]
     y *= (1 / tl.load(gain + other, mask=real, other=1.0))[None, :]
     cos, sin = _cos_and_sin(positions[:, None] * tl.load(turns + dims, mask=real, other=0)[None, :])  # which wraps
@@ -100,7 +131,7 @@ def _unrotated(key, exists, scale, positions, partner, turns, gain, dims, HEAD_D
 
 @triton.jit(do_not_specialize=["first", "at_row", "at_head", "new_row", "new_head", "entries", "requests", "pages"])
 def _entry_scores(
-    keys, values, addresses, subpages, key_scales, value_scales, positions, new, known, scores,
+    keys, values, addresses, subpages, key_scales, value_scales, unmix, positions, new, known, scores,
     linear, hidden, hidden_bias, output, output_bias, partner, turns, gain,
     key_row, key_head, key_entry, value_row, value_head, value_entry, kv_heads, blocks, first, layers,
     at_row, at_head, at_entry, new_row, new_head, new_entry, entries, requests, pages,
@@ -154,7 +185,7 @@ def _entry_scores(
             sums = tl.zeros([BLOCK, WIDTH_BLOCK], tl.float32)
             for begin in range(0, HEAD_DIM, INPUTS_BLOCK):
                 dims = begin + tl.arange(0, INPUTS_BLOCK)
-                x = _unrotated(key, unknown, key_scale, at, partner, turns, gain, dims, HEAD_DIM, FORMAT)
+                x = _unrotated(key, unknown, key_scale, at, partner, turns, gain, dims, unmix, HEAD_DIM, FORMAT)
                 weights = tl.load(
                     hidden + unit[None, :] * (HEAD_DIM + VALUE_DIM) + dims[:, None],
                     mask=real[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
@@ -164,8 +195,7 @@ def _entry_scores(
                     total += tl.sum(x * tl.load(linear + dims, mask=dims < HEAD_DIM, other=0.0)[None, :], 1)
             for begin in range(0, VALUE_DIM, INPUTS_BLOCK):
                 dims = begin + tl.arange(0, INPUTS_BLOCK)
-                mask = unknown[:, None] & (dims < VALUE_DIM)[None, :]
-                x = load_numbers(value[:, None], dims[None, :], mask, FORMAT).to(tl.float32)
+                x = _numbers(value, unknown, dims, unmix, VALUE_DIM, FORMAT)
                 if FORMAT > 0:
                     x *= value_scale[:, None]
                 weights = tl.load(

@@ -1,4 +1,4 @@
-"""Entries in 4 bits as plain numbers say them, number by number: no code is shared with what is tested."""
+"""Entries in 8 and 4 bits as plain numbers say them, number by number: no code is shared with what is tested."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def matrix(size: int) -> Tensor:
         return signs[column] * (-1) ** (p & q).bit_count() / math.sqrt(power) * wave
 
     return torch.tensor([[number(row, column) for column in range(size)] for row in range(size)], dtype=torch.float64)
+
+
+def in_steps(row: Tensor) -> Tensor:
+    """What is read of a mixed row in 8 bits, in float64."""
+    step = float(row.abs().max()) / 127 or 1.0
+    return torch.tensor([round(x / step) * step for x in row.double().tolist()], dtype=torch.float64)
 
 
 def rounded(row: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""A store in 4 bits against lists of entries: what is read of it is what plain numbers say, whatever happens to it."""
+"""Stores in 8 and 4 bits against lists of entries: what is read is what plain numbers say, whatever happens to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepset.core.keep_set import HeadCounts
 from keepset.hf.store import EntryStore, widened
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.softmax import Softmax
-from tests.kernels.four_bits import matrix, rounded
+from tests.kernels.few_bits import in_steps, matrix, rounded
 
 SIZES = (6, 4)
 
@@ -23,11 +23,14 @@ class Entry:
     """A key and a value, and whether what 4 bits have lost of them is still known."""
 
     position: int
+    bits: int
     rows: tuple[Tensor, Tensor]
     is_new: bool = True
 
     def read(self, part: int) -> Tensor:
         mixed = self.rows[part].double() @ matrix(SIZES[part]).T
+        if self.bits == 8:
+            return in_steps(mixed) @ matrix(SIZES[part])
         first = rounded(mixed)
         second = rounded(mixed - first) if self.is_new else 0.0
         return (first + second) @ matrix(SIZES[part])
@@ -39,20 +42,20 @@ Heads = list[list[Entry]]
 class Walk:
     """A store of two requests with two heads each, and the entries of its four heads."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, bits: int) -> None:
         self.draw, self.torch_draw = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.position = 0
+        self.position, self.bits = 0, bits
         heads = [[self.entry() for _ in range(7)] for _ in range(4)]
         columns = {name: self.column(heads, part) for part, name in enumerate(("keys", "values"))}
         columns["positions"] = torch.tensor([[e.position for e in head] for head in heads], dtype=torch.int32)
         self.heads: Heads = []
         self.store = self.keep({name: column.unflatten(0, (2, 2)) for name, column in columns.items()}, heads, True)
-        self.store.quantize(4)
+        self.store.quantize(bits)
 
     def entry(self) -> Entry:
         key, value = (torch.randn(size, generator=self.torch_draw) for size in SIZES)
         self.position += 1
-        return Entry(self.position, (key, value))
+        return Entry(self.position, self.bits, (key, value))
 
     def column(self, heads: Heads, part: int) -> Tensor:
         return torch.stack([torch.stack([entry.rows[part] for entry in head]) for head in heads])
@@ -129,9 +132,10 @@ class Walk:
             )
 
 
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 12))])
-def test_what_is_read_is_what_plain_numbers_say(seed: int) -> None:
-    walk = Walk(seed)
+def test_what_is_read_is_what_plain_numbers_say(seed: int, bits: int) -> None:
+    walk = Walk(seed, bits)
     walk.check()
     for _ in range(6):
         walk.draw.choice([walk.append, walk.append, walk.event, walk.crop, walk.reorder, walk.copy, walk.trim])()
@@ -139,7 +143,7 @@ def test_what_is_read_is_what_plain_numbers_say(seed: int) -> None:
 
 
 def test_a_new_token_takes_what_is_said() -> None:
-    walk = Walk(0)
+    walk = Walk(0, 4)
     walk.store.trim()
     before, new = walk.store.nbytes, [[walk.entry() for _ in range(3)] for _ in range(4)]
     keys, values = (walk.column(new, part).unflatten(0, (2, 2)) for part in (0, 1))
