@@ -203,13 +203,18 @@ def source(kernel: JITFunction[Any], args: tuple[Any, ...], kwargs: dict[str, An
     return ASTSource(kernel, signature, constants, {path: each for path, each in attributes.items() if each})
 
 
-def distinct(launches: list[Launch], once: bool) -> Iterator[tuple[ASTSource, dict[str, int]]]:
-    """Each that is another program, or of each kernel the first one, and with how many warps and stages."""
-    seen = set()
+def distinct(launches: list[Launch], what: str) -> Iterator[tuple[ASTSource, dict[str, int]]]:
+    """Each that is another program, and with how many warps and stages; of each kernel only the first one for `once`.
+
+    For `tiles` it is the first one with the same sizes, by which a GPU's own instructions are chosen.
+    """
+    seen: set[tuple[object, ...]] = set()
     for kernel, args, kwargs in launches:
         made = source(kernel, args, kwargs)
-        if (what := kernel.__name__ if once else made.hash()) not in seen:
-            seen.add(what)
+        sizes = tuple(sorted((path, size) for path, size in made.constants.items() if type(size) is int and size >= 16))
+        key = {"all": (made.hash(),), "tiles": (kernel.__name__, sizes), "once": (kernel.__name__,)}[what]
+        if key not in seen:
+            seen.add(key)
             yield made, {name: kwargs[name] for name in ("num_warps", "num_stages") if name in kwargs}
 
 
@@ -218,7 +223,7 @@ if __name__ == "__main__":
     of_model = getattr(torch, dtype), int(head_dim), int(kv_heads), int(group)
     # Over quantised pages for the least of these GPUs alone: for all it would take as long as the rest.
     every = [launched(*of_model, long, quantised=capability == "80") for long in LENGTHS]
-    programs, *others = (list(distinct(launches, what == "once")) for launches in every)
+    programs, *others = (list(distinct(launches, what)) for launches in every)
     known = {made.hash() for made, _ in programs}
     for made in (made for other in others for made, _ in other if made.hash() not in known):
         print(made.fn.__name__, "anew", 0)  # another program would be compiled while a request waits

@@ -25,7 +25,7 @@ LLAMA, WIDEST = ("bfloat16", "128", "8", "4"), ("float32", "256", "8", "8")
     ("model", "capability", "most", "variants"),
     [
         pytest.param(LLAMA, 80, 99, "all", id="80"),
-        pytest.param(LLAMA, 90, 227, "all", id="90"),
+        pytest.param(LLAMA, 90, 227, "tiles", id="90"),
         pytest.param(LLAMA, 100, 227, "once", id="100"),
         pytest.param(WIDEST, 80, 99, "once", id="widest"),
     ],

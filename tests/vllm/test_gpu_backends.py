@@ -76,10 +76,10 @@ def test_replayed_steps_are_the_reference(
 
 def test_ragged_heads_by_keepsets_own_kernels(tiny: Path, tiny_oracle: Oracle, tiny_model: PreTrainedModel) -> None:
     """In Triton's interpreter, one at a time and beside prompts, after events and before, and preempted once."""
-    some = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
+    some = [Ask(IDS[200 * i : 200 * i + n], 14, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (100, 7)])]
     small: dict[str, Any] = engine(tiny, max_num_batched_tokens=96, block_size=16)
     plain, fitted = run(
-        Scenario(RAGGED, some, preempt=(14,), engine=small, backend="FLASH_ATTN", triton=True),
+        Scenario(RAGGED, some, preempt=(10,), engine=small, backend="FLASH_ATTN", triton=True),
         Scenario(BIASED, some, engine=small, backend="FLASH_ATTN", triton=True),
     )
     for each in (plain, fitted):
