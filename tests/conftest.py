@@ -6,6 +6,7 @@ if tiers.TYPECHECK:
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,6 @@ else:
 
 pytest_plugins = ["tests.kernels.interpreter"]
 
-ONLY_FULL = pytest.StashKey[set[pytest.Item]]()
 FILE = pytest.StashKey[Path]()
 """Of the newest test."""
 
@@ -44,9 +44,14 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return "\npytestmark = pytest.mark.full\n" in collection_path.read_text(encoding="utf-8") or None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    yield
+    tiers.narrow(metafunc)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    only_full = config.stash[ONLY_FULL] = tiers.of_full_tier(items)
-    left_out = tiers.of_no_tier(items) | (set() if tiers.FULL else only_full)
+    left_out = set() if tiers.FULL else {item for item in items if item.get_closest_marker("full")}
     for name in ("papers", "contract"):
         asked = config.getoption(f"--{name}")
         left_out = left_out | {item for item in items if asked is not bool(item.get_closest_marker(name))}
@@ -62,7 +67,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.path != item.config.stash.get(FILE, None):
         item.config.stash[FILE] = item.path
         leave_to_themselves()
-    typecheck.begin_test(checks="cross" not in item.keywords or item not in item.config.stash[ONLY_FULL])
+    typecheck.begin_test(checks=not {"cross", "full"} <= {mark.name for mark in item.iter_markers()})
 
 
 def leave_to_themselves() -> None:

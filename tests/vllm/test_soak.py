@@ -194,7 +194,7 @@ def test_branches_leave_what_they_share_alone(tiny: Path, tiny_model: PreTrained
             assert going_on(tiny_model, path, one.ids, tokens, engine.steps_of(index)) == tokens
 
 
-LOAD = REQUESTS // 2
+LOAD = REQUESTS * 3 // 10
 LOADED = {
     "auto": "snapkv(window=8, keep=40, every=24)",
     "fp8_per_token_head": "adakv(tova, keep=64, every=48)",
