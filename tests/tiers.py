@@ -33,8 +33,8 @@ def examples(number: int, *, derandomize: bool = True, **options: Any) -> settin
 def narrow(metafunc: pytest.Metafunc) -> None:
     """Leave of a test's combinations those that this tier runs, if it is marked `cross` or `spread`.
 
-    Those that `cross` adds in the full tier are marked `full`. Others are never collected: to make all of them and leave
-    them out afterwards takes longer than to import all tests.
+    Those that `cross` adds in the full tier are marked `full`. Others are never collected: there are twice as many of
+    them as of all tests that run, and to make them takes seconds.
     """
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
     for marker, choose in ("cross", _pairwise if FULL else _diagonal), ("spread", _spread):
