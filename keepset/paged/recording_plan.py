@@ -63,30 +63,27 @@ class RecordingPlanner:
         """
         if not self._records:
             return
-        windows: dict[int, list[_Window]] = {}
-        starts: dict[int, tuple[ScheduledRequest, int]] = {}
-        for request in batch.requests:
-            own = windows[request.row] = self._windows(request)
-            if own or self._collects_of(request):
-                begins = own[0].begins if own else 0
-                starts[request.row] = request, max(request.before, begins)
-        step, self._by_row = StepRecording(batch, self._recording, entries), {}
-        records, opening = self._follow(batch, starts)
-        for (request, _), record in zip(starts.values(), records, strict=True):
+        recorded = [(request, self._windows(request)) for request in batch.requests]
+        recorded = [(request, windows) for request, windows in recorded if windows or self._is_collected(request)]
+        starts = {one.row: max(one.before, windows[0].begins if windows else 0) for one, windows in recorded}
+        leading = {one.row: pages for one, _ in recorded if (pages := self._may_share(one))}
+        self._table.close_records(self._ended)  # their events have been executed by now
+        step, self._by_row, self._ended = StepRecording(batch, self._recording, entries), {}, []
+        records, opening = self._table.records(batch, starts, leading)
+        for (request, windows), record in zip(recorded, records, strict=True):
             self._by_row[request.row] = record
             self._note_shared(request, record, opening)
-            own = windows[request.row]
             if record.drafted is not None:
-                step.accept(request, record, own[0].begins if own else 0)
-            if own and self._is_drafted(request, own):
-                step.draft(request, record, own[0].point)
+                step.accept(request, record, windows[0].begins if windows else 0)
+            if windows and self._is_drafted(request, windows):
+                step.draft(request, record, windows[0].point)
                 continue
             first = request.before
-            for point, begins in own:
+            for point, begins in windows:
                 stop = min(point, request.after)
                 step.window(request, record, point, first, stop, begins)
                 first = stop
-            if own and own[-1].point <= request.after:
+            if windows and windows[-1].point <= request.after:
                 self._ended.append(record)
             if self._collects and request.before < request.prompt:
                 step.chunks.append(self._chunk(request, record, batch.block_table[request.row]))
@@ -99,10 +96,13 @@ class RecordingPlanner:
         """
         schedule, prompt, after = request.own or self._schedule, request.prompt, request.after
         points = schedule.due(prompt, request.before, after), schedule.upcoming(prompt, after)
-        windows = [_Window(point, self._begins(prompt, point)) for point in points if point]
-        return [window for window in windows if window.point <= after or window.begins < after]
+        windows = []
+        for point in points:
+            if point and ((begins := self._begins(prompt, point)) < after or point <= after):
+                windows.append(_Window(point, begins))
+        return windows
 
-    def _collects_of(self, request: ScheduledRequest) -> bool:
+    def _is_collected(self, request: ScheduledRequest) -> bool:
         """Return whether a request's prompt goes on, and is collected for an event."""
         schedule, prompt, before = request.own or self._schedule, request.prompt, request.before
         return self._collects and before < prompt and schedule.upcoming(prompt, before) is not None
@@ -114,19 +114,6 @@ class RecordingPlanner:
         new = request.after - request.before
         reaches_event = windows[0].point <= request.after
         return not reaches_event and 1 < new <= 1 + self._recording.drafts and request.after > request.prompt
-
-    def _follow(
-        self, batch: StepBatch, recorded: dict[int, tuple[ScheduledRequest, int]]
-    ) -> tuple[list[QueryRecord], dict[int, list[int]]]:
-        """Return the records of some requests, given by row with the position from which on they are recorded.
-
-        Returns:
-            The records, and by row the pages that others may have, too, of the requests whose first window opens.
-        """
-        self._table.close_records(self._ended)  # their events have been executed by now
-        self._ended = []
-        opening = {row: leading for row, (one, _) in recorded.items() if (leading := self._may_share(one))}
-        return self._table.records(batch, {row: start for row, (_, start) in recorded.items()}, opening)
 
     def _note_shared(self, request: ScheduledRequest, record: QueryRecord, opening: dict[int, list[int]]) -> None:
         """Note which pages of a request others may have, too; `opening` has them of those whose first window opens."""
