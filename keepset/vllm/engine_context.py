@@ -26,11 +26,9 @@ from keepset.paged.event_execution import EventQueue
 from keepset.paged.eviction_schedule import group_leader
 from keepset.paged.layer_group import LayerGroup
 from keepset.paged.per_head import PerHeadSequences
-from keepset.paged.query_records import slots_for
 from keepset.paged.step import StepPlan
 from keepset.recipe import Recipe
 from keepset.recording.features import Recording
-from keepset.recording.ring import QueryRing
 from keepset.vllm import stats
 from keepset.vllm.compat import (
     all_layers,
@@ -44,6 +42,7 @@ from keepset.vllm.formats import ROW_SCALES, check_rows
 from keepset.vllm.layer_validation import check_layer, check_layers, check_spec, leaves_alone
 from keepset.vllm.memory import Shape, reserve
 from keepset.vllm.packed_layouts import PACKED, check_packed, packed_slots
+from keepset.vllm.query_buffers import QueryBuffers
 from keepset.vllm.query_projection import VLLMQueryProjection, watch_projections
 from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
@@ -106,11 +105,9 @@ class EngineContext:
         self._watch = (
             watch_projections(self.projections, needs.hidden_states) if needs.unrotated or needs.hidden_states else None
         )
-        self._ring: QueryRing | None = None
+        self._buffers: QueryBuffers | None = None
         self._reserve: Tensor | None = None
         self.block_size, self._specs_made = 0, 0
-        self._rooms: dict[str, int] = {}
-        self._tape: Tensor | None = None
         self._steps: dict[str, PlannedStep] = {}
         self._target: set[str] | None = None
 
@@ -215,14 +212,15 @@ class EngineContext:
         # Other groups of layers may have smaller blocks, as the configuration then says.
         self.block_size = spec.block_size
         ask_for_prompt_lengths(self.config)
-        if self._ring is None:  # vLLM has not measured memory yet
+        if self._buffers is None:  # vLLM has not measured memory yet
             self._check_cache(spec)
-            self._ring = self._room(len(layer_ids))
-            longest, (_, head_dim, dtype) = self.config.model_config.max_model_len, self._queries
+            requests, device = self.config.scheduler_config.max_num_seqs, current_platform.device_type
+            longest, (heads, head_dim, dtype) = self.config.model_config.max_model_len, self._queries
+            queries, tokens = (heads, head_dim, dtype, device), captured_tokens(self.config)
+            self._buffers = QueryBuffers(self.recording, len(layer_ids), requests, *queries, tokens)
             stored, bytes_read = self._stored_bytes(spec), 2 * head_dim * dtype.itemsize
             shape = Shape(len(layer_ids), spec.num_kv_heads, head_dim, stored, bytes_read, longest)
             self._reserve = reserve(self.config, self.recipe, self.recording.group, self.columns, shape)
-            self._tape = self._make_tape(len(layer_ids))
         scheduler, layers = self.config.scheduler_config, all_layers(self.config, layer_ids)
         return KeepSpec.wrap(
             check_spec(spec),
@@ -259,44 +257,16 @@ class EngineContext:
         if packed:
             check_packed(packed[0], dtype, device)
 
-    def ring(self, layers: Sequence[str]) -> QueryRing:
-        """Return the room that a group of layers, given by their names, has for queries."""
-        assert self._ring is not None
-        self._reserve = None  # vLLM has measured
-        return self._ring.part(self._room_of(layers), len(layers))
-
-    def _room(self, layers: int) -> QueryRing:
-        slots = slots_for(self.config.scheduler_config.max_num_seqs)
-        return QueryRing(self.recording, layers, slots, *self._queries, current_platform.device_type)
-
-    def _make_tape(self, layers: int) -> Tensor | None:
-        tokens, (heads, head_dim, dtype) = captured_tokens(self.config), self._queries
-        if not (tokens and self.recording):
-            return None
-        return torch.zeros(layers, tokens, heads, head_dim, dtype=dtype, device=current_platform.device_type)
-
-    def tape(self, layers: Sequence[str]) -> Tensor | None:
-        """Return where layers of these names leave their queries while a graph captures them; None if no graph does."""
-        first = self._room_of(layers)
-        return None if self._tape is None else self._tape[first : first + len(layers)]
-
-    def _room_of(self, layers: Sequence[str]) -> int:
-        """Return where the room of a group's layers begins; groups get theirs one after another."""
-        if layers[0] not in self._rooms:
-            first = len(self._rooms)
-            self._rooms |= {name: first + place for place, name in enumerate(layers)}
-        return self._rooms[layers[0]]
+    @property
+    def buffers(self) -> QueryBuffers:
+        """The buffers for queries, once vLLM has asked for the layers' kinds of cache."""
+        assert self._buffers is not None
+        return self._buffers
 
     def leave(self, layer: str, queries: Tensor) -> None:
-        """Copy the queries of a step that a graph may capture to the tape.
-
-        Args:
-            layer: the layer's name.
-            queries: its queries, after rotation; those beyond the length of the tape only pad the step.
-        """
-        if self._tape is not None:
-            tape = self._tape[self._rooms[layer]]
-            tape[: len(queries)].copy_(queries[: len(tape)])
+        """Leave the queries of a layer, given by its name, for graphs (`QueryBuffers.leave`)."""
+        if self._buffers is not None:
+            self._buffers.leave(layer, queries)
 
     def add(self, group: LayerGroup, layers: Sequence[str]) -> None:
         """Add a group of layers. It replaces an earlier group of these layers, whose cache vLLM made only to measure
@@ -309,6 +279,7 @@ class EngineContext:
         if (former := self.groups.get(layers[0])) is not None:
             self.events.steps.pop(former, None)
         self.groups[layers[0]] = group
+        self._reserve = None  # vLLM has measured
 
     def begin(self, step: PlannedStep) -> None:
         """Note the step that the next forward of a group's layers computes."""

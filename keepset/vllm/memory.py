@@ -1,7 +1,7 @@
 """Reserves the GPU memory that keepset needs once there is a cache, so that vLLM leaves room for it.
 
 vLLM measures memory before it decides how large the cache is. The room for queries is allocated by then
-(`EngineContext`). Two things come later: columns, with a number for each slot of the cache, and the workspace of
+(`QueryBuffers`). Two things come later: columns, with a number for each slot of the cache, and the workspace of
 events. While vLLM measures, as many bytes are held as these can take.
 """
 

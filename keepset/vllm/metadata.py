@@ -91,7 +91,7 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     share = HeadShare(rank, ranks, config.model_config.get_total_num_kv_heads()) if ranks > 1 else None
     count = stats.count if rank == 0 else None  # of several ranks, one counts
     pages = [partial(_pages, layer) for layer in layers]
-    ring, tape = context.ring(names), context.tape(names)
+    ring, tape = context.buffers.ring(names), context.buffers.tape(names)
     return LayerGroup(planner, pages, ring, _softmax(layers), rotary, projections, count, tape, context.columns, share)
 
 
