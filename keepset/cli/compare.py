@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
+from keepset.cli.bounded import bounded
 from keepset.cli.checks import (
     check_least,
     check_measured,
@@ -19,22 +20,9 @@ from keepset.cli.checks import (
     offered_recipes,
     parse_budgets,
 )
-from keepset.cli.console import (
-    bounded,
-    counted,
-    explain,
-    foretold,
-    load,
-    output,
-    progress,
-    say,
-    say_advice,
-    say_always,
-    say_networks,
-    show_table,
-    write,
-)
+from keepset.cli.console import counted, explain, foretold, load, output, progress, say, show_table, write
 from keepset.cli.options import Html, Images, Json, Minutes, OneText, Recipes, takes_model
+from keepset.cli.recipe_notes import say_advice, say_always, say_networks
 from keepset.errors import KeepsetError
 from keepset.images import Pictured, read_images
 from keepset.models import Source, context_length, load_processor

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from typer import Exit
 
 from keepset import models
 from keepset.bench.report import page
 from keepset.cli.grid import Grid, sanitize
 from keepset.cli.options import STANDARD_OUTPUT
-from keepset.errors import KeepsetError
+from keepset.cli.time_limit import seconds_left
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -30,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from keepset.bench.report.table import Table
-    from keepset.recipe import Recipe
 
 
 _LONG = 20
@@ -43,8 +38,6 @@ _SILENT = 30
 
 _heard = [-math.inf]
 """When something was printed last, by `time.monotonic`."""
-_ends = [math.inf]
-"""When the minutes of each block of `time_limit` are over, by `time.monotonic`; infinity outside of all."""
 _beating: list[threading.Event] = []
 """The blocks of `beating` that have begun, the outermost first."""
 
@@ -145,66 +138,6 @@ def show_table(table: Table) -> None:
             say(f"{line.name}: {line.error}", style="red")
 
 
-def say_advice(recipes: Iterable[Recipe]) -> None:
-    """Note what to write instead of recipes whose bare defaults are known to do badly."""
-    for recipe in recipes:
-        if recipe.advice:
-            note(recipe.advice)
-
-
-def say_networks(model: PreTrainedModel, called: str) -> None:
-    """Note how networks are made for a model that has none."""
-    from keepset.defaults import has_networks, lack_of_networks
-
-    if not has_networks(model.config.name_or_path or ""):
-        sentence = lack_of_networks(called)
-        note(sentence[0].upper() + sentence[1:])
-
-
-def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
-    """Note that a prompt of `length` tokens is short, or that what always stays of it fills or exceeds the budget."""
-    from keepset.hf.model_support import head_dim_of
-
-    budget = recipe.budget
-    stays, always = budget.sinks + budget.recent, _always(recipe)
-    if length < budget.short:
-        note(f"The prompt stays whole: it has {length} tokens, and short={budget.short} is more.")
-        return
-    if budget.keep == 1.0 or budget.recent_extra:
-        return
-    if stays >= length:
-        note(f"The prompt stays whole: it has {length} tokens, and {always}.")
-        return
-    share = recipe.budget_of_sizes([(head_dim_of(model),) * 2]).keep
-    if isinstance(share, float) and stays > math.floor(share * length):
-        note(f"More than the budget stays: {always} of {length} tokens ({stays / length:.0%}).")
-    elif share is not None and stays == (math.floor(share * length) if isinstance(share, float) else share):
-        note(_nothing_chosen(recipe))
-
-
-def say_of_all_prompts(recipe: Recipe) -> None:
-    """Note what `say_always` and `note_short` say of a prompt, for prompts that are not known yet: a server's."""
-    from keepset.defaults import SHORT
-
-    budget = recipe.budget
-    if budget.keep == budget.sinks + budget.recent and not budget.recent_extra:
-        note(_nothing_chosen(recipe))
-    if budget.short:
-        note(f"Prompts of fewer than {budget.short} tokens stay whole.")
-    elif budget.bytes is not None or (isinstance(budget.keep, float) and budget.keep < 1):
-        note(f"Short prompts are compressed, too, and can spare little: short={SHORT} leaves those whole.")
-
-
-def _always(recipe: Recipe) -> str:
-    """Return which tokens a recipe always keeps, as the beginning of a sentence."""
-    both = ("first", recipe.budget.sinks), ("newest", recipe.budget.recent)
-    return f"{recipe} always keeps " + " and ".join(f"the {which} {count}" for which, count in both if count)
-
-
-def _nothing_chosen(recipe: Recipe) -> str:
-    return f"Nothing is chosen: {_always(recipe)}, which is the whole budget. Give a larger one."
-
-
 @contextmanager
 def progress(description: str = "at work") -> Iterator[Progress]:
     """Show a progress bar with the time left; without a terminal note every half minute how far it has come.
@@ -278,7 +211,7 @@ def _left(task: Any) -> float | None:
     """Return the seconds that a line of a bar still takes, at most until the minutes are over; None if not known."""
     left: Callable[[], float | None] | None = task.fields.get("left")
     seconds = None if left is None else left()
-    return None if seconds is None else max(min(seconds, _ends[-1] - time.monotonic()), 0.0)
+    return None if seconds is None else max(min(seconds, seconds_left()), 0.0)
 
 
 def counted(
@@ -322,72 +255,6 @@ def foretold(advance: Callable[..., None], what: str, total: int) -> Callable[..
                 note(f"{what}: {duration(left)} from here on")
 
     return step
-
-
-class TimeUp(BaseException):
-    """Raised when the minutes of a command are over: no error, as `KeyboardInterrupt` is none."""
-
-
-@contextmanager
-def time_limit(minutes: float | None, began: float | None = None) -> Iterator[None]:
-    """Raise `TimeUp` within the block once the minutes are over, wherever the command is by then, as Ctrl-C would.
-
-    They count from `began` on, by `time.monotonic`, or from now on.
-    """
-    if minutes is None:
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise TimeUp
-
-    before = signal.signal(signal.SIGALRM, stop)
-    past = 0.0 if began is None else time.monotonic() - began
-    left = max(60 * minutes - past, 1e-3)
-    signal.setitimer(signal.ITIMER_REAL, left)
-    _ends.append(time.monotonic() + left)
-    try:
-        yield
-    finally:
-        _ends.pop()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@dataclass
-class Ending:
-    """How a command's work ended: done within its minutes, interrupted by Ctrl-C, or neither."""
-
-    minutes: float | None
-    finished: bool = False
-    interrupted: bool = False
-
-    def before(self, what: str) -> BaseException:
-        """Return what to raise if it ended before `what`, the first thing that would have been shown."""
-        if self.interrupted:
-            return KeyboardInterrupt()
-        return KeepsetError(f"--minutes {self.minutes:g} were over before {what}: give it more, or a shorter text.")
-
-    def say(self, where: str) -> None:
-        """Note where the work ended if it was not finished, and end the command after Ctrl-C."""
-        if not self.finished:
-            note(f"{'interrupted' if self.interrupted else 'stopped'} {where}")
-        if self.interrupted:
-            raise Exit(130)
-
-
-@contextmanager
-def bounded(minutes: float | None, began: float) -> Iterator[Ending]:
-    """End the block, quietly, when the minutes since `began` are over or at Ctrl-C; what it yields says which."""
-    ending = Ending(minutes)
-    try:
-        with time_limit(minutes, began):
-            yield ending
-            ending.finished = True
-    except TimeUp:
-        pass
-    except KeyboardInterrupt:
-        ending.interrupted = True
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_tensor_file, check_text, default_recipe, note_short
-from keepset.cli.console import counted, load, megabytes, note, progress, say, say_always
+from keepset.cli.console import counted, load, megabytes, note, progress, say
 from keepset.cli.options import (
     Device,
     Dtype,
@@ -21,6 +21,7 @@ from keepset.cli.options import (
     group,
     takes_model,
 )
+from keepset.cli.recipe_notes import say_always
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.defaults import ASKED_LATER, NETWORKS
 from keepset.errors import KeepsetError

@@ -6,8 +6,9 @@ from typing import Annotated
 from typer import Argument, Option
 
 from keepset.cli.checks import check_fits_context, check_text, default_recipe, note_short
-from keepset.cli.console import load, note, say, say_always
+from keepset.cli.console import load, note, say
 from keepset.cli.options import Images, OutputTokens, SamplingSeed, Temperature, takes_model
+from keepset.cli.recipe_notes import say_always
 from keepset.cli.streaming import Sampling, generate_streamed
 from keepset.defaults import ANSWERED_AT_ONCE, NETWORKS
 from keepset.images import message_inputs, read_images

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from keepset.cli.console import note, say_of_all_prompts
+from keepset.cli.console import note
+from keepset.cli.recipe_notes import say_of_all_prompts
 
 
 def serve(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from typer import Exit
 
 from keepset.cli.checks import check_measured
-from keepset.cli.console import TimeUp, counted, load, note, progress, status, time_limit
+from keepset.cli.console import counted, load, note, progress, status
+from keepset.cli.time_limit import TimeUp, time_limit
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 

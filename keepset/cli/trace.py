@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Exit, Option
 
 from keepset.cli.checks import check_fits_context, check_least, check_text, check_writable, note_short, parse_indices
-from keepset.cli.console import counted, explain, load, note, output, progress, say, say_always, show_table, write
+from keepset.cli.console import counted, explain, load, note, output, progress, say, show_table, write
 from keepset.cli.options import Html, Json, OutputTokens, SamplingSeed, Temperature, takes_model
+from keepset.cli.recipe_notes import say_always
 from keepset.cli.streaming import Sampling
 from keepset.errors import KeepsetError
 from keepset.models import Source

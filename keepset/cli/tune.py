@@ -6,16 +6,9 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from keepset.cli.bounded import bounded
 from keepset.cli.checks import check_minutes, check_whole, check_writable, note_few_entries, parse_budgets
-from keepset.cli.console import (
-    bounded,
-    load,
-    output,
-    progress,
-    say,
-    show_table,
-    write,
-)
+from keepset.cli.console import load, output, progress, say, show_table, write
 from keepset.cli.options import Html, Json, Minutes, takes_model
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import Source, context_length

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from keepset.cli.checks import offered_recipes
-from keepset.cli.console import load, note, say, say_networks
+from keepset.cli.console import load, note, say
 from keepset.cli.options import takes_model
+from keepset.cli.recipe_notes import say_networks
 from keepset.errors import KeepsetError
 from keepset.models import Source, load_processor
 from keepset.texts import NEEDLE, essay, insert

@@ -13,7 +13,7 @@ from keepset.bench.compare.prompt import PromptComparer
 from keepset.cli import checks, console
 from keepset.cli.checks import offered_recipes
 from keepset.cli.compare import BUDGETS as DEFAULT_BUDGETS
-from keepset.cli.console import TimeUp
+from keepset.cli.time_limit import TimeUp
 from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run, load_json
 

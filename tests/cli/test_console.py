@@ -13,10 +13,11 @@ from rich.console import Console
 from keepset import models
 from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import Record
-from keepset.cli import console
+from keepset.cli import console, recipe_notes
 from keepset.cli.compare import print_table
 from keepset.cli.grid import sanitize
 from keepset.cli.streaming import Streamer
+from keepset.cli.time_limit import TimeUp, time_limit
 from keepset.recipe import Recipe
 from keepset.texts import Needle
 from tests.cli.conftest import Run
@@ -85,8 +86,8 @@ def test_what_always_stays_is_said(
     tiny: Any, monkeypatch: pytest.MonkeyPatch, recipe: str, length: int, said: str
 ) -> None:
     notes = list[str]()
-    monkeypatch.setattr(console, "note", notes.append)
-    console.say_always(Recipe.parse(recipe), tiny[0], length)
+    monkeypatch.setattr(recipe_notes, "note", notes.append)
+    recipe_notes.say_always(Recipe.parse(recipe), tiny[0], length)
     assert [note.removesuffix(" Give a larger one.") for note in notes] == ([said] if said else [])
 
 
@@ -182,7 +183,7 @@ def test_how_far_a_bar_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_time_left_ends_with_the_minutes() -> None:
     with console.progress() as bar:
         console.counted(bar, "cells", 3, left=lambda: 7200.0)
-        with console.time_limit(3):
+        with time_limit(3):
             assert console.how_far(bar) == "cells: 0 of 3, about 3 minutes left"
         assert console.how_far(bar) == "cells: 0 of 3, about 2.0 hours left"
 
@@ -190,12 +191,12 @@ def test_the_time_left_ends_with_the_minutes() -> None:
 def test_minutes_end_a_command_wherever_it_is() -> None:
     """Within a step that would take long, and not after the block."""
     began = time.monotonic()
-    with pytest.raises(console.TimeUp), console.time_limit(0.05 / 60):
+    with pytest.raises(TimeUp), time_limit(0.05 / 60):
         time.sleep(30)
     assert time.monotonic() - began < 10
-    with console.time_limit(0.05 / 60):
+    with time_limit(0.05 / 60):
         pass
-    with console.time_limit(None):
+    with time_limit(None):
         time.sleep(0.1)
 
 
