@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ def meant(slots: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return keys, _numbers(levels) * _half(step) + _half(least)
 
 
+@cache
 def _rotation(dim: int) -> Tensor:
     """A Hadamard matrix of length one."""
     return torch.tensor([[1.0 - (i & j).bit_count() % 2 * 2 for j in range(dim)] for i in range(dim)]) / dim**0.5
 
 
+@cache
 def _centroids(dim: int) -> Tensor:
     from vllm.model_executor.layers.quantization.turboquant.centroids import get_centroids
 
