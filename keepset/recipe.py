@@ -206,9 +206,12 @@ class Recipe:
 
     def budget_of_sizes(self, sizes: Iterable[tuple[int, int]]) -> Budget:
         """Return what `budget_for` does, given the numbers of a key and of a value for each layer."""
+        if self.budget.bytes is None:
+            return self.budget
         sizes = tuple(sizes)
         full = sum(FULL_BYTES * (key_size + value_size) for key_size, value_size in sizes)
-        return self.budget.in_entries(full, sum(self.method.traits.entry_bytes(*each) for each in sizes))
+        stored = sum(self.method.traits.entry_bytes(*each) for each in sizes)
+        return replace(self.budget, keep=min(1.0, self.budget.bytes * full / stored), bytes=None)
 
     def require_budget(self) -> Recipe:
         """Return this recipe.

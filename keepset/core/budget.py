@@ -150,12 +150,6 @@ class Budget:
         kinds = {IMAGE: images, TEXT: [each for each in islice(texts, 0, None, 2) if each[0] < each[1]]}
         return _joined([*self.ranges, *chain.from_iterable(kinds[kind] for kind in self.kinds)])
 
-    def in_entries(self, full: int, stored: int) -> Budget:
-        """Return the same budget with `keep` in place of `bytes`, of entries of `full` and of `stored` bytes."""
-        if self.bytes is None:
-            return self
-        return replace(self, keep=min(1.0, self.bytes * full / stored), bytes=None)
-
     def quotas(self, sizes: Sizes) -> Quotas:
         """Return how many entries each KV head keeps: at least one, and all where there are fewer than asked for.
 

@@ -48,8 +48,9 @@ class QueryRecorder:
     """
 
     def __init__(self, needs: Needs, every: int) -> None:
-        self._features, self._every = RecordedFeatures.of(needs, every), every
-        self.reach, self._summed = self._features.reach(), self._features.summed()
+        features = self._features = RecordedFeatures.of(needs, every)
+        self.reach, self._summed, self._every = features.reach(), features.summed(), every
+        self._windows = {feature: features.window(feature) for feature in features.added_up}
         self.window, self.moments, self.added_up_to = QueryWindow(), dict[QueryMoments, Moments](), 0
         self._lengths: Int[Tensor, " batch"] | None = None
         """Tokens of each request at `added_up_to`; None if all have as many."""
@@ -92,8 +93,7 @@ class QueryRecorder:
     def values(self, new: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
         """Return the features of an event at the end of these tokens; window sums are taken out of `state`."""
         values: dict[Feature[Any], Any] = {
-            feature: WindowSums(state.pop(feature.column), self._features.window(feature))
-            for feature in self._features.sums
+            feature: WindowSums(state.pop(feature.column), self._windows[feature]) for feature in self._features.sums
         }
         for feature, moments in self.moments.items():
             assert new.layer_input is not None
@@ -184,8 +184,8 @@ class QueryRecorder:
     ) -> None:
         """Add up the recorded queries, which end at the logical length `end` and at `lengths` of the requests."""
         holes = self.window.holes
-        for feature in self._features.added_up:
-            begins = max(self.added_up_to, point - self._features.window(feature))
+        for feature, window in self._windows.items():
+            begins = max(self.added_up_to, point - window)
             if begins >= end:
                 continue
             waiting = self.window.newest(self.window.size if holes else end - begins)
@@ -211,7 +211,7 @@ class QueryRecorder:
         self, new: AttentionInput, feature: SummedFeature, point: int, at: Int[Tensor, "batch n"]
     ) -> Bool[Tensor, "batch n"]:
         """Return which queries, at these positions, are in a feature's window and not added up yet."""
-        window = self._features.window(feature)
+        window = self._windows[feature]
         added = at.new_full((), self.added_up_to) if self._lengths is None else self._lengths
         return at >= (_lengths_at(new, point, window, at) - window).maximum(added)[:, None]
 
