@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from keepset.kernels.dispatch import upload
+from keepset.kernels.dispatch import launched_on, upload, uses_triton
 
 
 class Mixing(NamedTuple):
@@ -29,15 +29,39 @@ class Mixing(NamedTuple):
 
     def mixed(self, rows: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
         """Return keys or values as they are rounded, in their own type."""
-        return (rows.to(self.mix.dtype) @ self.mix).to(rows.dtype)
+        return _times(rows, self.mix)
 
     def mixed_queries(self, queries: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
         """Return queries whose products with mixed keys are those with the keys themselves, in their own type."""
-        return (queries.to(self.mix.dtype) @ self.unmix.T).to(queries.dtype)
+        return _times(queries, self.unmix.T)
 
-    def unmixed(self, rows: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
-        """Return what mixed rows, or sums of them, stand for, in their own type."""
-        return (rows.to(self.mix.dtype) @ self.unmix).to(rows.dtype)
+    def unmixed(
+        self, rows: Float[Tensor, "*places head_dim"], output: Float[Tensor, "*places head_dim"] | None = None
+    ) -> Float[Tensor, "*places head_dim"]:
+        """Return what mixed rows, or sums of them, stand for, in their own type.
+
+        Args:
+            rows: mixed rows.
+            output: where the result goes, contiguous and not where the rows are; None for a new tensor.
+        """
+        return _times(rows, self.unmix, output)
+
+
+def _times(
+    rows: Float[Tensor, "*places size"],
+    matrix: Float[Tensor, "size size"],
+    output: Float[Tensor, "*places size"] | None = None,
+) -> Float[Tensor, "*places size"]:
+    """Return each row times a matrix, in the row's type; sums are in the matrix's. On a GPU this is one launch."""
+    if uses_triton(rows.device) and matrix.dtype == torch.float32:
+        from keepset.kernels.triton import mixing  # loads Triton
+
+        made = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) if output is None else output
+        with launched_on(rows.device):
+            mixing.times(rows, matrix, made)
+        return made
+    product = rows.to(matrix.dtype) @ matrix
+    return product.to(rows.dtype) if output is None else output.copy_(product)
 
 
 @cache

@@ -243,12 +243,12 @@ class CompressedAttentionImpl(CompressedImpl):
         step = self._context.step(layer.layer_name, attn_metadata)
         ragged = None if step is None else step.plan.ragged
         if ragged is None or ragged.others:
-            # Without metadata too, when vLLM measures how much memory a step takes.
-            mixing = self.mixing(layer)
-            own = query if mixing is None else mixing.mixed_queries(query)
-            super().forward(layer, own, key, value, kv_cache, attn_metadata, output, *args, **kwargs)  # type: ignore[misc]
+            mixing, mixed, attended = self.mixing(layer), query, output
+            if mixing is not None:  # without metadata too, when vLLM measures how much memory a step takes
+                mixed, attended = mixing.mixed_queries(query), torch.empty_like(output)
+            super().forward(layer, mixed, key, value, kv_cache, attn_metadata, attended, *args, **kwargs)  # type: ignore[misc]
             if mixing is not None:
-                output.copy_(mixing.unmixed(output))
+                mixing.unmixed(attended, output)
         if step is not None and ragged is not None:
             self.attend_ragged(layer, step, self._whole(layer, query), kv_cache, output)
         self.record(layer, step, query)

@@ -30,11 +30,31 @@ from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledL
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_scores, entry_scores_in_pages, turns_of
 from keepset.kernels.softmax import GroupReduction, Softmax
-from keepset.kernels.triton import attention, columns, four_bits, page_entries, paged, paged_window, predictor, window
+from keepset.kernels.triton import (
+    attention,
+    columns,
+    four_bits,
+    mixing,
+    page_entries,
+    paged,
+    paged_window,
+    predictor,
+    window,
+)
 from keepset.kernels.window import add_received
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
-_MODULES: tuple[ModuleType, ...] = (attention, columns, four_bits, page_entries, paged, paged_window, predictor, window)
+_MODULES: tuple[ModuleType, ...] = (
+    attention,
+    columns,
+    four_bits,
+    mixing,
+    page_entries,
+    paged,
+    paged_window,
+    predictor,
+    window,
+)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
