@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Two processes of one thread: with two threads each they would wait for one another most of the time.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
 
-.PHONY: setup setup-vllm demo test test-all test-gpu test-papers check docs format bench bench-gpu clean
+.PHONY: setup setup-vllm demo test test-all collect test-gpu test-papers check docs format bench bench-gpu clean
 
 setup: .venv/.ready
 
@@ -44,6 +44,10 @@ test: setup
 # Everything; by three processes, since some of them often wait: for an engine's processes, a server, a browser.
 test-all: setup-vllm
 	$(PYTEST) --full -n 3
+
+# Compiles the tests and what they import, once; the processes of test-all would each do it at the same time.
+collect: setup-vllm
+	$(BIN)/pytest --full --collect-only >/dev/null
 
 # Tables and figures of the papers on the embedded model.
 test-papers: setup

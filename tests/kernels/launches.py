@@ -157,8 +157,9 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     few_bits = [([one] * LAYERS, format) for one, format in stored] if quantised else []
     for own, format in [(caches, None), *few_bits]:
         append_to_pages(keys, keys, own[0], tokens, one, format)
-        for softmax, bias in (Softmax(1.5), columns), (Softmax(1.5, 9.0, torch.zeros(kv_heads * group)), None):
-            paged_attention(queries, own, 0, tokens, one, softmax, torch.zeros_like(queries), bias, format)
+        paged_attention(queries, own, 0, tokens, one, Softmax(1.5), torch.zeros_like(queries), columns, format)
+    capped = Softmax(1.5, 9.0, torch.zeros(kv_heads * group))  # of logits, whatever their entries are stored as
+    paged_attention(queries, caches, 0, tokens, one, capped, torch.zeros_like(queries))
     _over_latents(dtype, tokens)
     follow_layouts(filed, table, lengths, lengths, lengths, torch.zeros(1, dtype=torch.int32), SIZE, layout)
     entries = EntriesInPages(layout, table, lengths, layout.counts, long)
