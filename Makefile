@@ -9,8 +9,8 @@ BIN := .venv/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 # Modules are compiled when something imports them, and then kept, whatever the shell says: most never are.
 export PYTHONDONTWRITEBYTECODE :=
-# Two processes of one thread: with two threads each they would wait for one another most of the time.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal
+# Two processes, which tests/conftest.py gives one thread each.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
 
 .PHONY: setup setup-vllm demo test test-all collect test-gpu test-papers check docs format bench bench-gpu clean
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # the process that only divides the tests among others need n
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 lifetime.begin()
+# Read when PyTorch is first imported, here and in processes that tests start: threads over tiny tensors only wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 if on_gpu.GPU:
     on_gpu.start()
 else:
