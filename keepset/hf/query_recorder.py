@@ -166,13 +166,18 @@ class QueryRecorder:
 
     def _limits(self, new: AttentionInput, store: EntryStore) -> tuple[int, int]:
         """Return how many queries may wait; and how many while there are no moments that would weigh less."""
-        query_nbytes = sum(part.nbytes for part in (new.query, new.positions, *(new.rotation or ()))) // new.length
         if self._few is None:  # once in an interval, since its entries grow
-            self._few = max(1, min(_MOST, store.entries * store.entry_bytes // (_SHARE * query_nbytes)))
+            nbytes = self._query_nbytes(new)
+            self._few = max(1, min(_MOST, store.entries * store.entry_bytes // (_SHARE * nbytes)))
         if not self._features.moments or self.moments:
             return self._few, self._few
         requests, heads, _, head_dim = new.query.shape
-        return self._few, max(self._few, requests * moments_nbytes(heads, head_dim) // query_nbytes)
+        return self._few, max(self._few, requests * moments_nbytes(heads, head_dim) // self._query_nbytes(new))
+
+    @staticmethod
+    def _query_nbytes(new: AttentionInput) -> int:
+        """Return the bytes of a token's queries in all requests, as they are recorded."""
+        return sum(part.nbytes for part in (new.query, new.positions, *(new.rotation or ()))) // new.length
 
     def _add(self, new: AttentionInput) -> None:
         """Record queries, and their rotation if moments are made of them."""
