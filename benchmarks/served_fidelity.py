@@ -65,7 +65,7 @@ def main() -> None:
         for runtime in ("transformers", "vLLM"):
             values = kl[share, runtime] or [0.0] * len(names)
             interval = intervals.of_mean(values)
-            around = "" if interval is None else f" ({interval.low:.4f}..{interval.high:.4f})"
+            around = "" if interval is None or interval.low is None else f" ({interval.low:.4f}..{interval.high:.4f})"
             row.append(f"{sum(values) / len(values):.4f}{around}")
         rows.append(row)
     shown = RECIPE.format(stats="…", bits=args.bits, share="…")
