@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from keepset.kernels import dispatch
-from keepset.kernels.triton import attention, columns, four_bits, page_entries, paged, paged_window, predictor, window
+from keepset.kernels.triton import (
+    attention,
+    columns,
+    four_bits,
+    mixing,
+    page_entries,
+    paged,
+    paged_window,
+    predictor,
+    window,
+)
 
 _DEVICE = torch.device("meta")
 """A name that PyTorch looks for no driver of."""
@@ -31,6 +41,7 @@ _KERNELS = {
     attention: ("_attend_part", "_merge_parts", "_pack", "_append"),
     columns: ("_columns", "_log_sum_exp"),
     four_bits: ("_attend_four_bits", "_append_four_bits"),
+    mixing: ("_times",),
     window: ("_window_lse", "_add_received"),
     predictor: ("_entry_scores",),
     page_entries: ("_read_pages", "_move_entries"),

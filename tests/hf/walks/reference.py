@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from tests.hf.models import tiny, weights_of
+from tests.kernels import few_bits
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,26 @@ def feed(
 
 
 def round_to_8_bits(rows: Tensor) -> Tensor:
-    """Every row as multiples of a 127th of its largest number."""
-    step = rows.abs().amax(-1, keepdim=True) / 127
-    return torch.where(step > 0, (rows / step.clamp(min=1e-30)).round() * step, rows)
+    """Every row, mixed, as multiples of a 127th of its largest number, and mixed back."""
+    rows_mixed = _mixed(rows)
+    step = rows_mixed.abs().amax(-1, keepdim=True) / 127
+    nearest = torch.where(step > 0, (rows_mixed / step.clamp(min=1e-30)).round() * step, rows_mixed)
+    return nearest @ _matrix(rows.shape[-1]).to(rows.dtype)
+
+
+def are_nearest(stored: Tensor, rows: Tensor) -> bool:
+    """Whether what is read of stored rows is the nearest that 8 bits can say."""
+    rows_mixed = _mixed(rows)
+    step = rows_mixed.abs().amax(-1, keepdim=True) / 127
+    return bool(((_mixed(stored) - rows_mixed).abs() <= 0.51 * step + 1e-4).all())
+
+
+def _mixed(rows: Tensor) -> Tensor:
+    """Rows as they are rounded."""
+    return rows @ _matrix(rows.shape[-1]).T.to(rows.dtype)
+
+
+_matrix = cache(few_bits.matrix)
 
 
 def _as_stored(forward: _Forward, index: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,8 +136,7 @@ def _as_stored(forward: _Forward, index: int, keys: Tensor, values: Tensor) -> t
             for i in range(own.shape[1]):
                 if start + i in there:
                     other = there[start + i][part]
-                    step = own[head, i].abs().max() / 127
-                    assert bool(((other - own[head, i]).abs() <= 0.51 * step + 1e-4).all()), (
+                    assert are_nearest(other, own[head, i]), (
                         f"layer {index}, head {head}: position {start + i} is stored as another number"
                     )
                     taken[head, i] = other

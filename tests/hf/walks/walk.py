@@ -22,7 +22,7 @@ from keepset.hf.batch import can_go_together, go_together
 from keepset.hf.progress import Event
 from tests.hf.models import GREEDY, allocated
 from tests.hf.walks.draw import WHOLE, Plan, plan
-from tests.hf.walks.reference import Row, feed, reference_model, round_to_8_bits
+from tests.hf.walks.reference import Row, are_nearest, feed, reference_model, round_to_8_bits
 from tests.hf.walks.state import difference, saved_state, state
 
 _TRUE_WARNINGS = {
@@ -598,8 +598,7 @@ class Walk:
         return replace(row, layers=layers, rounded=self.rounds)
 
     def _check_rounded(self, own: Tensor, stored: Tensor) -> None:
-        step = own.abs().amax(-1, keepdim=True) / 127
-        if not bool(((own - stored).abs() <= 0.51 * step + 1e-4).all()):
+        if not are_nearest(stored, own):
             raise WalkError("what is stored in 8 bits is not the nearest number")
 
     def _always(self, row: Row, until: int, branch: Branch) -> set[int]:
