@@ -43,7 +43,7 @@ def rounded(numbers: Tensor, kind: str) -> Tensor:
     """What a cache of a kind holds of keys or values, `[..., head_dim]`."""
     if kind == INT8:
         spread = matrix(numbers.shape[-1]).float()
-        mixed = numbers @ spread.T
+        mixed = (numbers.double() @ spread.T.double()).float()
         step = (mixed.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-6)
         steps = mixed * (1 / step)
         return ((steps.abs() + 0.5).floor() * steps.sign() * step) @ spread
@@ -62,7 +62,7 @@ def rounded_to_four_bits(numbers: Tensor) -> Tensor:
     dim = numbers.shape[-1]
     parities = [[(i & j).bit_count() % 2 for j in range(dim)] for i in range(dim)]
     spread = _get_rht_signs(dim, 0, torch.device("cpu"))[:, None] * (1 - 2 * torch.tensor(parities).float())
-    mixed = numbers @ spread
+    mixed = (numbers.double() @ spread.double()).float()
     least, most = mixed.amin(-1, keepdim=True), mixed.amax(-1, keepdim=True)
     step = ((most - least) / 15).clamp(min=1e-6)
     zero = (-least / step + 0.5).floor().clamp(0, 15)
