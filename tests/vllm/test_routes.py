@@ -59,9 +59,12 @@ def apps() -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setenv(signing.SIGNING_KEY, signing.new_key())
+        level = logging.root.level
         logging.disable(logging.WARNING)
-        yield {"no key": built(), "key": built("--api-key", "one")}
+        made = {"no key": built(), "key": built("--api-key", "one")}
         logging.disable(logging.NOTSET)
+        logging.root.setLevel(level)  # what vLLM imports has raised it, and other tests look for warnings
+        yield made
 
 
 def routes(app: Any) -> list[tuple[str, str]]:
