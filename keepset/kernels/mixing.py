@@ -33,9 +33,7 @@ class Mixing(NamedTuple):
         On a CPU sums are float64, so that they are the same in every product, whatever rows it has beside: where a last
         bit decides between two steps, an engine and transformers would store different numbers.
         """
-        if uses_triton(rows.device):
-            return _times(rows, self.mix)
-        return (rows.double() @ self.mix.double()).to(rows.dtype)
+        return _times(rows, self.mix if uses_triton(rows.device) else self.mix.double())
 
     def mixed_queries(self, queries: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
         """Return queries whose products with mixed keys are those with the keys themselves, in their own type."""

@@ -86,7 +86,7 @@ def _numbers(row, exists, dims, unmix, DIM: tl.constexpr, FORMAT: tl.constexpr):
     Args:
         row: where each row begins.
         dims: which numbers.
-        unmix: as `keepset.kernels.page_format.Mixing` has it; None if rows are not mixed.
+        unmix: as `keepset.kernels.mixing.Mixing` has it; None if rows are not mixed.
     """
     if unmix is None:
         numbers = load_numbers(row[:, None], dims[None, :], exists[:, None] & (dims < DIM)[None, :], FORMAT)
