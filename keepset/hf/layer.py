@@ -112,7 +112,8 @@ class LayerState(LogicalLayer):
         """
         self.logical = new.end
         if new.batched is None and self.store is not None:
-            self.store.append(new.key, new.value, new.positions, new.real_indices, self._room(new.start))
+            room = 0 if self.decoding is None else self.decoding.next - new.start
+            self.store.append(new.key, new.value, new.positions, new.real_indices, room)
         output = self._attended(new) if new.batched is None else new.batched.output
         if self.readers:
             self._read_by = [new]
@@ -144,35 +145,30 @@ class LayerState(LogicalLayer):
         """Return the attention from new tokens, which are stored unless they are the first."""
         if self.store is None:
             return self._attend_first(new)
-        at = new.positions if new.length > 1 else None
+        at = new.positions if new.positions.shape[1] > 1 else None
         return new.finished(ragged_attention(new.query, [self.store.attended], new.softmax, at))
 
     def _up_to_event(self, new: AttentionInput) -> AttentionInput | None:
-        """Store first tokens, take in what an event looks at, and return the tokens up to the event that is reached."""
+        """Store first tokens, take in what an event looks at, and return the tokens up to the event that is reached.
+
+        No gradient flows through what is taken in, nor through an event.
+        """
         if self.store is None and (self.prompt is None or new.real is not None):
             self.store = _packed(new, self.store_type)
-        up_to_event = self._collect(new)
+        up_to_event = None
+        with torch.no_grad():
+            if self.prompt is not None:
+                self.prompt.add(new, self.store)
+                if self.decoding is not None:
+                    self.decoding.recorder.record(new, None, self.decoding.next)
+                up_to_event = new if new.end >= self.prompt.length else None
+            elif self.decoding is not None and self.store is not None:
+                if new.entry_scores:
+                    _write_scores(new, self.store)
+                if self.decoding.looks_at(new):
+                    up_to_event, self.after_event = self.decoding.add(new, self.store)
         if up_to_event is None and self.store is None:
             self.store = _packed(new, self.store_type)
-        return up_to_event
-
-    @torch.no_grad()
-    def _collect(self, new: AttentionInput) -> AttentionInput | None:
-        """Take in what an event looks at of new tokens, and return the tokens up to the event that they reach.
-
-        No gradient flows through what is collected, nor through an event.
-        """
-        if self.prompt is not None:
-            self.prompt.add(new, self.store)
-            if self.decoding is not None:
-                self.decoding.recorder.record(new, None, self.decoding.next)
-            return new if new.end >= self.prompt.length else None
-        if self.decoding is None or self.store is None:
-            return None
-        _write_scores(new, self.store)
-        if not self.decoding.looks_at(new):
-            return None
-        up_to_event, self.after_event = self.decoding.add(new, self.store)
         return up_to_event
 
     def observe(
@@ -242,7 +238,7 @@ class LayerState(LogicalLayer):
     def make_room(self, n: int) -> EntryStore:
         """Return the store with free places for `n` tokens, for a caller that stores and attends to them itself."""
         assert self.store is not None
-        self.store.make_room(n, self._room(self.logical))
+        self.store.make_room(n, 0 if self.decoding is None else self.decoding.next - self.logical)
         return self.store
 
     def can_take_back(self, removed: int) -> bool:
@@ -272,10 +268,6 @@ class LayerState(LogicalLayer):
         copied.prompt = None if self.prompt is None else self.prompt.fork()
         copied.decoding = None if self.decoding is None else self.decoding.fork()
         return copied
-
-    def _room(self, start: int) -> int:
-        """Return the number of tokens from a logical length to the next event; 0 if there is none."""
-        return 0 if self.decoding is None else self.decoding.next - start
 
     def _attend_first(self, new: AttentionInput) -> Tensor:
         """Attend from the first tokens to themselves, and keep the log-sum-exp where that saves work."""
@@ -402,7 +394,7 @@ class DecodingPhase:
 
     def looks_at(self, new: AttentionInput) -> bool:
         """Return whether the next event will look at these tokens' queries, or lies among the tokens."""
-        return new.end > self.next - self._span or (new.padded and self._newest > 0)
+        return new.end > self.next - self._span or (self._newest > 0 and new.padded)
 
     def add(self, new: AttentionInput, store: EntryStore) -> tuple[AttentionInput | None, AttentionInput | None]:
         """Take in the tokens of one forward, once its attention is done. Entries beyond an event leave the store.

@@ -301,25 +301,26 @@ class ObservedCache(TransformersCache, KnowsText):
         progress = self.progress
         assert progress is not None and progress.positions is not None
         new.positions, new.cache_valid = progress.positions.to(new.key.device), progress.valid
-        new.start, new.end = layer.logical, layer.logical + new.length
+        new.start, new.end = layer.logical, layer.logical + new.positions.shape[1]
         if self._hooks is not None and layer.looks_at(new):
             self._attach_module_input(layer, new)
         # Drafts of assisted generation that follow the prompt see what its compression has left.
         parts = (new, None) if layer.prompt is None else new.split(progress.prompt)
-        if layer.has_readers_left:  # in the forward before they attended to something else
-            raise UnsupportedModelError(
-                f"Layers of this model share the keys and values of layer {layer.index} in a way that keepset does not "
-                "see, as on several devices: put them on one device."
-            )
-        if layer.readers and parts[1] is not None:
-            raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
+        if layer.readers:
+            if layer.has_readers_left:  # in the forward before they attended to something else
+                raise UnsupportedModelError(
+                    f"Layers of this model share the keys and values of layer {layer.index} in a way that keepset does "
+                    "not see, as on several devices: put them on one device."
+                )
+            if parts[1] is not None:
+                raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
         outputs = []
         for part in filter(None, parts):
             output, up_to_event = layer.attend(part)
             outputs.append(output)
             if up_to_event is not None:
                 self._observe_event(layer, up_to_event)
-        if layer.has_readers_left:
+        if layer.readers:
             set_pending_attention(partial(self.attend_shared, layer), new.key, new.value)
         if layer.index == self.compressed_layers[-1]:
             progress.positions = None  # for a prompt this is a tensor as long as the prompt

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -57,6 +57,8 @@ class EntryStore:
     ) -> None:
         self.batch, self.kv_heads, self._columns, self._sizes = batch, kv_heads, columns, sizes
         self.residual: EntryStore | None = None
+        self._free = 0
+        """Free places behind the entries of each head."""
 
     @classmethod
     def pack(cls, columns: dict[str, Tensor], indices: Int[Tensor, " kept"], heads: HeadCounts) -> EntryStore:
@@ -155,7 +157,7 @@ class EntryStore:
 
         Those of the residual are among them, if there is one, and the `counts` of its heads.
         """
-        own = self._columns if all(run.count == run.capacity for run in self._runs) else self._packed_again()._columns
+        own = self._packed_again()._columns if self._free else self._columns
         if self.residual is None:
             return own
         counts = torch.tensor(self.residual.counts).view(self.batch, self.kv_heads)
@@ -195,9 +197,9 @@ class EntryStore:
 
     def takes(self, keys: Tensor, values: Tensor) -> bool:
         """Return whether new tokens can be added."""
-        sizes, dtype = self.heads.sizes, self._columns["keys"].dtype
-        fits = (self.kv_heads, *sizes) == (keys.shape[1], keys.shape[-1], values.shape[-1])
-        return fits and (self._format is not None or dtype == keys.dtype)
+        heads = self._own_heads
+        fits = (self.kv_heads, *heads.sizes) == (keys.shape[1], keys.shape[-1], values.shape[-1])
+        return fits and (heads.format is not None or heads.keys.dtype == keys.dtype)
 
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
         """Give every entry another value. There must be no free places."""
@@ -233,7 +235,6 @@ class EntryStore:
             real: indices of each request's tokens that are not padding; None if all are real.
             room: free places per head to allocate if the store has to grow, unless that is too many; 0 if unknown.
         """
-        self._begin_residual()
         if real is None:
             self.make_room(keys.shape[2], room)
             append_entries([self.heads], keys, values, positions)
@@ -241,6 +242,8 @@ class EntryStore:
         elif self._format is None:
             self._append_real(keys, values, positions, real)
         else:
+            if self._format.refined:
+                self._begin_residual()
             self._append_real(self._format.mix(keys), self._format.mix(values), positions, real)
 
     def _append_real(
@@ -268,32 +271,27 @@ class EntryStore:
         before = torch.arange(columns["keys"].shape[2], device=keys.device)
         heads = [(before[:count], real[head // self.kv_heads]) for head, count in enumerate(self.counts)]
         packed = EntryStore.packed_by(joined, [torch.cat([old, len(before) + added]) for old, added in heads])
-        self._columns, self._runs = packed._columns, packed._runs
+        self._columns, self._runs, self._free = packed._columns, packed._runs, 0
         self._moved()
         if self.residual is not None:
             lost_keys, lost_values = lost
             self.residual._append_real(lost_keys, lost_values, positions, real)
 
     def _begin_residual(self) -> None:
-        """Begin a residual for the tokens to come, if the format is refined."""
-        if self.residual is None and self._format is not None and self._format.refined:
+        """Begin the residual of a refined format, with the first new tokens."""
+        if self.residual is None:
             names = (*_ENTRIES, *_SCALES.values())
             nothing = {name: torch.empty_like(self._columns[name][:0]) for name in names}
             self.residual = EntryStore(self.batch, self.kv_heads, nothing, lambda: [0] * self.batch * self.kv_heads)
 
     def make_room(self, n: int, room: int = 0) -> None:
         """Make sure that every head has free places for `n` new tokens; `room` is as for `append`."""
-        self._begin_residual()
-        if self.residual is not None:
-            self.residual._grow_for(n, room)
-        self._grow_for(n, room)
-
-    def _grow_for(self, n: int, room: int) -> None:
-        for run in self._runs:
-            if run.count + n > run.capacity:
-                most = max(SLACK, max(run.count for run in self._runs) // _SHARE)
-                self._grow(max(n, min(room, most) if room else most))
-                return
+        format = self._own_heads.format
+        if format is not None and format.refined:
+            self._begin_residual()
+        for store in (self, self.residual):
+            if store is not None and store._free < n:
+                store._grow(n, room)
 
     def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, "places *rest"]:
         """Return a column to write to, made of zeros of this shape per entry if there is none."""
@@ -321,7 +319,7 @@ class EntryStore:
 
     def trim(self) -> None:
         """Free the places that hold no entry."""
-        if any(run.count < run.capacity for run in self._runs):
+        if self._free:
             self._rebuild(list(enumerate(self.counts)))
         if self.residual is not None:
             self.residual.trim()
@@ -401,16 +399,15 @@ class EntryStore:
             return torch.ones(*shape, longest, dtype=torch.bool, device=device)
         return (torch.arange(longest, device=device) < upload(self.counts, device)[:, None]).unflatten(0, shape)
 
-    def _looked_at(self, name: str) -> Tensor:
+    def _looked_at(self, name: Literal["keys", "values"]) -> Tensor:
         if self._format is None:
             return self._rectangle(self._columns[name])
         heads, size = self.heads, self.heads.sizes[name == "values"]
-        rows_of = heads.keys_of if name == "keys" else heads.values_of
         if len(self._runs) == 1:
-            return self._format.unmix(rows_of(self._runs[0])).unflatten(0, (self.batch, self.kv_heads))
+            return self._format.unmix(heads.rows(self._runs[0], name)).unflatten(0, (self.batch, self.kv_heads))
         rows = self._columns[_SCALES[name]].new_zeros(self.batch * self.kv_heads, self._longest, size)
         for run in self._runs:
-            rows[run.first : run.first + run.heads, : run.count] = rows_of(run)
+            rows[run.first : run.first + run.heads, : run.count] = heads.rows(run, name)
         return self._format.unmix(rows).unflatten(0, (self.batch, self.kv_heads))
 
     def _rectangle(self, flat: Shaped[Tensor, "places *rest"]) -> Shaped[Tensor, "batch kv_heads entries *rest"]:
@@ -438,10 +435,12 @@ class EntryStore:
             held = self.residual.counts[:: self.kv_heads]
             self.residual.crop([min(pair) for pair in zip(held, removed, strict=True)])
         if len(set(removed)) == 1:
-            self._count(-removed[0])
-            for name in self._columns.keys() - set(_ENTRIES):
-                for run in self._runs:
-                    run.places(self._columns[name], run.count, removed[0]).zero_()
+            for run in self._runs:
+                run.count -= removed[0]
+                for name in self._columns.keys() - set(_ENTRIES):
+                    run.view(self._columns[name], run.count, removed[0]).zero_()
+            self._own_heads.grown -= removed[0]
+            self._free += removed[0]
             return
         self._rebuild([(head, count - removed[head // self.kv_heads]) for head, count in enumerate(self.counts)])
 
@@ -458,8 +457,11 @@ class EntryStore:
         copy._rebuild(list(enumerate(self.counts)))
         return copy
 
-    def _grow(self, slack: int) -> None:
+    def _grow(self, n: int, room: int) -> None:
+        """Move the heads to where `n` tokens have free places; `room` is as for `append`."""
         self._moved()  # or it would hold all columns until the last is copied
+        most = max(SLACK, self._longest // _SHARE)
+        slack = max(n, min(room, most) if room else most)
         runs, start = [], 0
         for run in self._runs:
             runs.append(replace(run, start=start, capacity=run.count + slack))
@@ -470,7 +472,7 @@ class EntryStore:
             for old, new in zip(self._runs, runs, strict=True):
                 new.view(grown).copy_(old.view(flat))
             self._columns[name] = grown
-        self._runs = runs
+        self._runs, self._free = runs, slack
 
     def _moved(self) -> None:
         """Forget where heads lay, because they lie elsewhere from now on."""
@@ -478,14 +480,12 @@ class EntryStore:
 
     def count_appended(self, n: int) -> None:
         """Count `n` entries more in every head, which were written behind those of each."""
-        self._count(n)
-        if self.residual is not None:
-            self.residual._count(n)
-
-    def _count(self, n: int) -> None:
         for run in self._runs:
             run.count += n
         self._own_heads.grown += n
+        self._free -= n
+        if self.residual is not None:
+            self.residual.count_appended(n)
 
     def _rebuild(self, heads: Sequence[tuple[int, int]]) -> None:
         """Make the store consist of some heads, in this order."""
@@ -493,7 +493,7 @@ class EntryStore:
         starts = _starts(self._runs)
         for name, flat in self._columns.items():
             self._columns[name] = torch.cat([flat[starts[h] : starts[h] + count] for h, count in heads])
-        self._runs = runs_of([count for _, count in heads])
+        self._runs, self._free = runs_of([count for _, count in heads]), 0
 
 
 def _starts(runs: Sequence[HeadRun]) -> list[int]:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.packed import HeadRun, PackedHeads
+from keepset.kernels.packed import PackedHeads
 from keepset.kernels.softmax import Softmax, softmax_attention
 
 
@@ -40,13 +40,15 @@ def append_entries(
             append = four_bits.append if format and format.refined else attention.append
             append(stores, *rows, positions)
         return
-    first = 0
     at = positions[:, None].expand(-1, keys.shape[1], -1).flatten(0, 1)
-    rows = keys.flatten(0, 1), values.flatten(0, 1)
+    keys, values = keys.flatten(0, 1), values.flatten(0, 1)
+    first = 0
     for store in stores:
         own = slice(first, first + store.heads)
         first = own.stop
-        new_keys, new_values = (format.mix(part[own]) if format else part[own] for part in rows)
+        new_keys, new_values = keys[own], values[own]
+        if format:
+            new_keys, new_values = format.mix(new_keys), format.mix(new_values)
         _write(store, new_keys, new_values, at[own])
 
 
@@ -65,7 +67,7 @@ def _write(
             lost.append(rows - store.format.dequantize(stored, factor))
     for run in store.runs:
         for flat, rows in columns:
-            run.places(flat, run.count, at.shape[1]).copy_(rows[run.first : run.first + run.heads])
+            run.view(flat, run.count, at.shape[1]).copy_(rows[run.first : run.first + run.heads])
     if store.residual is not None:
         lost_keys, lost_values = lost
         _write(store.residual, lost_keys, lost_values, at)
@@ -108,42 +110,35 @@ def ragged_attention(
     if format:
         queries = format.mix(queries)
     batch, query_heads, n, head_dim = queries.shape
-    runs = _runs(stores)
-    kv_heads = runs[-1][2].stop // batch
+    kv_heads = len(stores) * stores[0].heads // batch
     group = query_heads // kv_heads
     folded = queries.reshape(batch * kv_heads, group * n, head_dim)
-    sinks = softmax.by_query_group(batch, kv_heads).sinks
-    outputs = []
-    for store, run, heads in runs:
-        mask = None
-        if query_positions is not None:
-            last_visible = query_positions.repeat_interleave(kv_heads, 0)[heads]
-            mask = run.view(store.positions)[:, None, None, :] <= last_visible[:, None, :, None]
-            mask = mask.expand(-1, group, -1, -1).flatten(1, 2)[None]
-        if store.bias is not None:
-            bias = run.view(store.bias)[None, :, None].to(queries.dtype)
-            mask = bias if mask is None else bias.where(mask, float("-inf"))
-        keys, values = store.keys_of(run)[None], store.values_of(run)[None]
-        if softmax.plain:
-            attended = F.scaled_dot_product_attention(folded[None, heads], keys, values, mask, scale=softmax.scaling)
-        else:
-            own = replace(softmax, sinks=None if sinks is None else sinks[heads].repeat_interleave(n, 1))
-            attended = softmax_attention(folded[None, heads], keys, values, own, mask)[0].transpose(1, 2).contiguous()
-        outputs.append(attended[0])
+    sinks = None if softmax.sinks is None else softmax.by_query_group(batch, kv_heads).sinks
+    outputs: list[Tensor] = []
+    first = 0
+    for store in stores:
+        for run in store.pieces:
+            heads = slice(first, first + run.heads)
+            first = heads.stop
+            mask = None
+            if query_positions is not None:
+                last_visible = query_positions.repeat_interleave(kv_heads, 0)[heads]
+                mask = run.view(store.positions)[:, None, None, :] <= last_visible[:, None, :, None]
+                mask = mask.expand(-1, group, -1, -1).flatten(1, 2)[None]
+            if store.bias is not None:
+                bias = run.view(store.bias)[None, :, None].to(queries.dtype)
+                mask = bias if mask is None else bias.where(mask, float("-inf"))
+            some, keys, values = folded[None, heads], store.rows(run, "keys")[None], store.rows(run, "values")[None]
+            if softmax.softcap is None and sinks is None:
+                attended = F.scaled_dot_product_attention(some, keys, values, mask, scale=softmax.scaling)
+            else:
+                own = replace(softmax, sinks=None if sinks is None else sinks[heads].repeat_interleave(n, 1))
+                attended = softmax_attention(some, keys, values, own, mask)[0].transpose(1, 2).contiguous()
+            outputs.append(attended[0])
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if format:
         output = format.unmix(output)
     return output.reshape(batch, query_heads, n, -1).transpose(1, 2).contiguous()
-
-
-def _runs(stores: Sequence[PackedHeads]) -> list[tuple[PackedHeads, HeadRun, slice]]:
-    """Return each run with its store and the slice of all heads that it covers."""
-    runs, first = [], 0
-    for store in stores:
-        for run in store.pieces:
-            runs.append((store, run, slice(first, first + run.heads)))
-            first += run.heads
-    return runs
 
 
 def pack_entries(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -32,16 +33,20 @@ class HeadRun:
     count: int
     capacity: int
 
-    def view(self, flat: Shaped[Tensor, " places *rest"]) -> Shaped[Tensor, "heads entries *rest"]:
-        """Return this run's entries of a flat tensor, without a copy."""
-        return self.places(flat, 0, self.count)
-
     def at(self, head: int) -> int:
         """Return the place of a head's first entry."""
         return self.start + (head - self.first) * self.capacity
 
-    def places(self, flat: Shaped[Tensor, " places *rest"], first: int, n: int) -> Shaped[Tensor, "heads n *rest"]:
-        """Return `n` places of each head from its `first` on, without a copy; those from `count` on are free."""
+    def view(
+        self, flat: Shaped[Tensor, " places *rest"], first: int = 0, n: int | None = None
+    ) -> Shaped[Tensor, "heads n *rest"]:
+        """Return places of each head in a flat tensor, without a copy.
+
+        Args:
+            first: the first of these places, counted from the head's first entry; those from `count` on are free.
+            n: how many places; None: up to the head's last entry.
+        """
+        n = self.count - first if n is None else n
         # One call of PyTorch, since every token of every layer makes some.
         place, *rest = flat.stride()
         begin = flat.storage_offset() + (self.start + first) * place
@@ -97,7 +102,7 @@ class PackedHeads:
         """Return the format of keys and values; None if they are stored as they are."""
         return format_of(self.keys.dtype)
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int]:
         """The numbers of a key and of a value."""
         key_size, value_size = self.keys.shape[1], self.values.shape[1]
@@ -116,26 +121,19 @@ class PackedHeads:
                 pieces.append(replace(run, first=run.first + i, heads=heads, start=run.start + i * run.capacity))
         return pieces
 
-    def keys_of(self, run: HeadRun) -> Float[Tensor, "heads entries head_dim"]:
-        """Return a run's keys as attention takes them: a view, or a copy if they are in few bits, and then mixed."""
-        return self._rows(run, "keys", "key_scale")
-
-    def values_of(self, run: HeadRun) -> Float[Tensor, "heads entries value_dim"]:
-        """Return a run's values, in the same way as `keys_of`."""
-        return self._rows(run, "values", "value_scale")
-
-    def _rows(self, run: HeadRun, name: str, scale: str) -> Float[Tensor, "heads entries size"]:
-        stored = run.view(getattr(self, name))
-        if self.format is None:
-            return stored
-        rows = self.format.dequantize(stored, run.view(getattr(self, scale)))
+    def rows(self, run: HeadRun, name: Literal["keys", "values"]) -> Float[Tensor, "heads entries size"]:
+        """Return a run's keys or values as attention takes them: a view, or a mixed copy if they are in few bits."""
+        stored, scale = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
+        if self.format is None or scale is None:
+            return run.view(stored)
+        rows = self.format.dequantize(run.view(stored), run.view(scale))
         for part in () if self.residual is None else self.residual.runs:
             first, last = max(run.first, part.first), min(run.first + run.heads, part.first + part.heads)
             if first < last and part.count:
                 assert self.residual is not None
                 own = replace(part, first=first, heads=last - first, start=part.at(first))
                 newest = rows[first - run.first : last - run.first, run.count - part.count :]
-                newest += self.residual._rows(own, name, scale)
+                newest += self.residual.rows(own, name)
         return rows
 
     def whole(self) -> PackedHeads:
@@ -144,8 +142,8 @@ class PackedHeads:
             return self
         rows = [torch.zeros(len(self.keys), size, dtype=self.dtype, device=self.keys.device) for size in self.sizes]
         for run in self.runs:
-            run.view(rows[0]).copy_(self.keys_of(run))
-            run.view(rows[1]).copy_(self.values_of(run))
+            run.view(rows[0]).copy_(self.rows(run, "keys"))
+            run.view(rows[1]).copy_(self.rows(run, "values"))
         keys, values = map(self.format.unmix, rows)
         return replace(self, keys=keys, values=values, key_scale=None, value_scale=None, residual=None)
 

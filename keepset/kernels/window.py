@@ -111,7 +111,7 @@ def add_received(
     softmax = softmax.by_query_group(len(queries), kv_heads)
     for run in packed.pieces:
         heads = slice(run.first, run.first + run.heads)
-        keys, positions = packed.keys_of(run), run.view(packed.positions)
+        keys, positions = packed.rows(run, "keys"), run.view(packed.positions)
         bias = None if packed.bias is None else run.view(packed.bias)
         own = softmax if softmax.sinks is None else replace(softmax, sinks=softmax.sinks[heads])
         sums = received_attention(grouped[heads], keys, positions, last[heads], own, None, sums_of, bias)

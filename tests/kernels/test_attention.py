@@ -54,7 +54,7 @@ def packed_heads(counts: list[list[int]], sizes: tuple[int, int], dtype: torch.d
     positions = torch.zeros(start, dtype=torch.int32)
     for run in runs:
         for part in (keys, values):
-            run.places(part, run.count, spare).fill_(math.nan)
+            run.view(part, run.count, spare).fill_(math.nan)
         # The first token always stays, so that every query sees something.
         for row in run.view(positions):
             later = 1 + torch.randperm(max(11, len(row)), generator=draw)
@@ -229,8 +229,8 @@ def test_grown_heads(triton_interpreted: None) -> None:
     queries = torch.randn(1, 2, 1, 8, generator=seeded(1))
     before = ragged_attention(queries, [packed], Softmax(0.3))
     for run in packed.runs:
-        run.places(packed.keys, run.count, 1).fill_(0.7)
-        run.places(packed.values, run.count, 1).fill_(0.2)
+        run.view(packed.keys, run.count, 1).fill_(0.7)
+        run.view(packed.values, run.count, 1).fill_(0.2)
         run.count += 1
     packed.grown += 1
     grown = ragged_attention(queries, [packed], Softmax(0.3))

@@ -49,7 +49,7 @@ def test_tokens_far_apart(triton_interpreted: None, monkeypatch: pytest.MonkeyPa
     add_received(right, queries, packed, 2, positions, Softmax(0.3))
     torch.testing.assert_close(column, right, rtol=1e-4, atol=1e-4)
     for run in packed.runs:
-        assert torch.equal(run.places(packed.keys, run.count, 3), new[0, run.first : run.first + run.heads])
+        assert torch.equal(run.view(packed.keys, run.count, 3), new[0, run.first : run.first + run.heads])
 
 
 def test_pages_of_a_large_pool(triton_interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
