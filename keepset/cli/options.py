@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from keepset.core.nan_scores import nan_scores_refused
 from keepset.models import Source
 
 STANDARD_OUTPUT = Path("-")
@@ -58,6 +57,8 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def called(model: str | None = None, device: str | None = None, dtype: str | None = None, **others: Any) -> None:
+        from keepset.core.select import nan_scores_refused
+
         with nan_scores_refused():
             command(model=Source(model, device, dtype), **others)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +13,6 @@ from torch import Tensor
 
 from keepset.core.budget import Budget
 from keepset.core.keep_set import LayerKeepSet
-from keepset.core.nan_scores import NAN_MODEL, are_refused
 from keepset.core.observation import Observation
 from keepset.core.shapes import Mask, Quotas, Scores
 from keepset.errors import KeepsetError
@@ -21,6 +22,24 @@ RECENT_RANK = _LARGEST / 2
 """The score that `ranked_scores` gives the recent suffix: above every score, below the sinks."""
 LARGEST_SCORE = _LARGEST / 4
 """The largest score; larger ones of either sign are cut to it."""
+NAN_MODEL = (
+    "The model predicts NaN: its weights are damaged, or too large for their precision; load it anew, or in float32 or "
+    "bfloat16."
+)
+_nan_refused: ContextVar[bool] = ContextVar("_nan_refused", default=False)
+
+
+@contextmanager
+def nan_scores_refused() -> Iterator[None]:
+    """Refuse scores of NaN inside this context, because a measured figure would be that of another choice.
+
+    It costs a wait for the device per layer.
+    """
+    before = _nan_refused.set(True)
+    try:
+        yield
+    finally:
+        _nan_refused.reset(before)
 
 
 def finite(scores: Scores) -> Scores:
@@ -43,7 +62,7 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
     """
     ranked = finite(scores)
     recent, protected = budget.is_recent(observation), budget.is_protected(observation)
-    if are_refused() and bool((scores.isnan() & observation.valid & ~recent & ~protected).any()):
+    if _nan_refused.get() and bool((scores.isnan() & observation.valid & ~recent & ~protected).any()):
         if any(
             bool((rows.isnan().any(-1) & observation.valid).any()) for rows in (observation.keys, observation.values)
         ):

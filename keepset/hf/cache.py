@@ -347,7 +347,7 @@ class Cache(ObservedCache):
         parts = self._unfinished.setdefault(length, [])
         stacks = stacks_of(observations) if self._stacks_layers else observations
         for group in [stacks] if method.traits.across_layers else [[stack] for stack in stacks]:
-            members = [each for stack in group for each in layers_of(stack)]
+            members = [each for stack in group for each in layers_of(stack)] if self._stacks_layers else group
             counts = [observation.count for observation in members]
             # As they are stored, which after an event before may be in few bits.
             before = self.keep_set
@@ -358,7 +358,8 @@ class Cache(ObservedCache):
             keep_set = method.select_all(group, budget)
             if method.traits.across_layers:
                 keep_set.count()
-            keep_set = unstacked(keep_set, group)
+            if self._stacks_layers:
+                keep_set = unstacked(keep_set, group)
             records = []
             for observation in members:
                 kept = keep_set.layer(observation.layer)

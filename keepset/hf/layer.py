@@ -23,12 +23,11 @@ from keepset.core.features.runtime_features import RecentQueries
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.observation import Observation
 from keepset.hf.attention import AttentionInput, KeepsetLength, joined, uncompiled
-from keepset.hf.query_recorder import QueryRecorder
+from keepset.hf.query_recorder import QueryRecorder, QueryWindow
 from keepset.hf.store import EntryStore, StoredObservation
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_with_lse
 from keepset.kernels.softmax import softmax_attention
-from keepset.recording.window import QueryWindow
 
 
 class LogicalLayer(DynamicLayer):

@@ -15,8 +15,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
-from keepset.core.lazy_observation import LazyObservation
-from keepset.core.observation import Observation
+from keepset.core.observation import LazyObservation, Observation
 from keepset.core.shapes import Scores
 from keepset.hf.store import StoredObservation
 from keepset.kernels.dispatch import uses_triton

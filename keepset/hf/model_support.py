@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics
-from keepset.core.nan_scores import NAN_MODEL
+from keepset.core.select import NAN_MODEL
 from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
 from keepset.errors import KeepsetError, UnsupportedModelError

@@ -107,6 +107,7 @@ class ObservedCache(TransformersCache, KnowsText):
             **{stats: statistics_for(model, self.compressed_layers, stats) for stats in needs.of(ModelStatistics)},
             **{tables: tables_for(model, len(self.managed_layers), tables.file) for tables in needs.of(ModelTables)},
         }
+        self._projections = needs.of(OutputProjection)
         self.progress: Progress | None = None
         self._hooks = AttentionHooks(model, self) if needs.unrotated or needs.hidden_states else None
         self._second = SecondPasses(model, self, needs, tasks) if needs.of(SecondPass) else None
@@ -390,7 +391,7 @@ class ObservedCache(TransformersCache, KnowsText):
         if self._no_drafts and up_to_event.end == progress.prompt < progress.logical:
             raise KeepsetError(f"{self._no_drafts}: leave assisted generation out.")
         features = dict(self._from_files)
-        for feature in self.needs.of(OutputProjection):
+        for feature in self._projections:
             features[feature] = output_projections(up_to_event)
         observation = layer.observe(
             up_to_event,

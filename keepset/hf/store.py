@@ -17,8 +17,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.keep_set import HeadCounts
-from keepset.core.lazy_observation import LazyObservation
-from keepset.core.observation import BIAS
+from keepset.core.observation import BIAS, LazyObservation
 from keepset.kernels.attention import append_entries, pack_entries
 from keepset.kernels.dispatch import upload
 from keepset.kernels.entry_format import FORMATS, EntryFormat, format_of

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from keepset.core.lazy_observation import LazyObservation
+from keepset.core.observation import LazyObservation
 from keepset.core.shapes import Scores
 from keepset.kernels.dispatch import uses_triton
 from keepset.kernels.page_entries import LayerPages, read_pages, take_entries, write_entries

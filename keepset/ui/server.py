@@ -17,7 +17,7 @@ from string import Template
 from typing import Any
 
 from keepset.bench.report.page import asset, script_json
-from keepset.core.nan_scores import nan_scores_refused
+from keepset.core.select import nan_scores_refused
 from keepset.errors import KeepsetError
 from keepset.ui.playground import IMAGE_BYTES, Playground, RunRequest
 

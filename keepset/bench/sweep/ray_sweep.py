@@ -22,7 +22,7 @@ from keepset.bench.record import Record
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Group, Skipped, portion_of, work
-from keepset.core.nan_scores import nan_scores_refused
+from keepset.core.select import nan_scores_refused
 from keepset.errors import KeepsetError
 
 TOGETHER = 8

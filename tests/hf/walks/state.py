@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import keepset
+from keepset.hf.query_recorder import QueryWindow
 from keepset.hf.store import EntryStore
-from keepset.recording.window import QueryWindow
 
 _NOT_STATE = {
     *("_hooks", "_second", "_perplexity", "_model", "_forecast", "_few", "_from_files", "_waiting"),
