@@ -56,18 +56,19 @@ class Recipe:
     and of the schedule (`prefill`, `every`). It is parsed, never evaluated, and `Recipe.parse(str(recipe)) == recipe`.
 
     Attributes:
-        method: decides what to keep. What it leaves to the budget is settled once the recipe has one, and settled anew
-            with another (`with_budget`).
+        written: the method that decides what to keep, as it was written.
         budget: how much to keep.
         schedule: when to compress.
+        method: the method as it is executed, with what the written one leaves to the budget; by it recipes are equal.
 
     Raises:
         BudgetError: if budget and schedule do not go together.
     """
 
-    method: Method
+    written: Method = field(compare=False)
     budget: Budget = field(default_factory=Budget)
     schedule: Schedule = field(default_factory=Schedule)
+    method: Method = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         share = self.budget.keep if self.budget.bytes is None else self.budget.bytes
@@ -85,7 +86,7 @@ class Recipe:
                 )
             # At the prompt's end there is nothing to drop.
             object.__setattr__(self, "schedule", replace(self.schedule, prefill=False))
-        object.__setattr__(self, "method", _for_budget(self.method, vars(self.budget)))
+        object.__setattr__(self, "method", _for_budget(self.written, vars(self.budget)))
 
     @classmethod
     def of(
@@ -151,8 +152,7 @@ class Recipe:
 
     def text(self, keep: int | float | None = None, bytes: float | None = None) -> str:
         """Return the recipe's text with another `Budget.keep` or `bytes`, whether it suits or not; None is left out."""
-        method = _before_budget(self.method, vars(self.budget))
-        return _short_text(method, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
+        return _short_text(self.written, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
     def with_budget(self, keep: int | float | None = None, bytes: float | None = None) -> Recipe:
         """Return the same recipe with this `Budget.keep` or `bytes`; with neither, the common name of all budgets.
@@ -160,8 +160,7 @@ class Recipe:
         Raises:
             BudgetError: if it does not suit the recipe.
         """
-        method, budget = _before_budget(self.method, vars(self.budget)), replace(self.budget, keep=keep, bytes=bytes)
-        return replace(self, method=method, budget=budget)
+        return replace(self, budget=replace(self.budget, keep=keep, bytes=bytes))
 
     def with_always(self, sinks: int, recent: int) -> Recipe:
         """Return the same recipe with at least so many tokens that always stay.
@@ -273,7 +272,8 @@ def in_short(text: str) -> str:
         RecipeError: as `Recipe.parse` does, and if the text leaves something out: its default may have been another
             when the file was written.
     """
-    return _short_text(*_parse(text, in_full=True))
+    method, options = _parse(text, in_full=True)
+    return _short_text(_before_budget(method, options), options)
 
 
 def shown(text: str) -> str:
@@ -435,9 +435,7 @@ def _has_budget(method: Method, options: Mapping[str, Any]) -> bool:
 
 def _short_text(method: Method, options: Mapping[str, Any]) -> str:
     implied = _default_options(method, options)
-    return _text_of(
-        _before_budget(method, options), {name: value for name, value in options.items() if value != implied[name]}
-    )
+    return _text_of(method, {name: value for name, value in options.items() if value != implied[name]})
 
 
 def _text_of(method: Method, options: Mapping[str, Any], *, in_full: bool = False) -> str:

@@ -96,7 +96,7 @@ def name_statistics(recipe: Recipe | None, model: str | None) -> Recipe | None:
         return recipe
     if all(measured.file for measured in recipe.method.traits.needs.of(ModelStatistics)):
         return recipe
-    return replace(recipe, method=_with_statistics(recipe.method, str(models.embedded_statistics())))
+    return replace(recipe, written=_with_statistics(recipe.written, str(models.embedded_statistics())))
 
 
 def _with_statistics(method: Method, file: str) -> Method:

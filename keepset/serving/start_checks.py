@@ -16,7 +16,7 @@ from keepset.errors import KeepsetError, UnsupportedEngineError
 from keepset.hf.fingerprint import sample_of, stores_other_weights
 from keepset.recipe import Recipe
 from keepset.serving.command import has_option, option
-from keepset.vllm.recipe_support import INT4, cache_kind_of, objections
+from keepset.vllm.recipe_support import INT4, cache_kind_of, objections, served
 
 _SMALL = 256
 _POOL = "VLLM_CPU_KVCACHE_SPACE"
@@ -137,7 +137,7 @@ def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None
 
 def bits_hint(recipe: Recipe | None) -> str | None:
     """Return advice for a recipe that asks for pages of 4 bits, or None."""
-    if recipe is None or cache_kind_of(recipe.method.traits) != INT4:
+    if recipe is None or cache_kind_of(served(recipe).method.traits) != INT4:
         return None
     return (
         "Pages of 4 bits: answers are farther from the full cache's than in pages of 8 bits with the same bytes; "

@@ -12,7 +12,7 @@ from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError
 from keepset.paged.eviction_schedule import one_table
 from keepset.recipe import Recipe
-from keepset.vllm.recipe_support import cache_kind_of
+from keepset.vllm.recipe_support import cache_kind_of, served
 from keepset.vllm.settings import CONNECTOR, CONTEXT_CONNECTOR, CONTEXTS, KEY, SAVE_LIMIT
 
 
@@ -39,6 +39,7 @@ def engine_args(
     args["kv_transfer_config"] = dict(CONNECTOR if contexts is None else CONTEXT_CONNECTOR)
     if parsed is None:
         return args
+    parsed = served(parsed)
     if contexts is None and not one_table(parsed):
         args["enable_prefix_caching"] = False
     if parsed.method.traits.needs.hidden_states:

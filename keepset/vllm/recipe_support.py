@@ -6,7 +6,7 @@ vLLM is not loaded for that.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepset.core import tables
 from keepset.core.features.runtime_features import ModelStatistics, ModelTables, QuantizedEntries
@@ -54,6 +54,15 @@ def cache_kind_of(traits: Traits) -> str | None:
     """Return the `kv_cache_dtype` that what has these traits asks for; None if any will do."""
     bits = [feature.bits for feature in traits.needs.of(QuantizedEntries)]
     return _OF_BITS[min(bits)] if bits else None
+
+
+def served(recipe: Recipe) -> Recipe:
+    """Return a recipe as servers execute it: entries have 8 bits unless it says another number, whatever its budget.
+
+    In vLLM a prompt attends to its own pages, and an answer's entries have as many bits as others. So pages of 4 bits
+    lose more than twice as many entries gain (docs/results.md). Under transformers `quantized` goes by the budget.
+    """
+    return replace(recipe, written=recipe.written.for_bytes(None))
 
 
 def table_per_head(traits: Traits) -> bool:

@@ -30,7 +30,7 @@ def nearest(recipe: Recipe, limits: EngineLimits) -> tuple[Recipe, tuple[str, ..
         The recipe, and the names of the steps that are not in it.
     """
     missing: list[str] = []
-    method = _nearest(recipe.method, limits, missing)
+    method = _nearest(recipe.written, limits, missing)
     budget, short = recipe.budget, recipe.budget.short
     return Recipe.of(method, keep=budget.keep, bytes=budget.bytes, short=short), tuple(missing)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError, RecipeError
 from keepset.recipe import Recipe
-from keepset.vllm.recipe_support import EngineLimits, table_per_head
+from keepset.vllm.recipe_support import EngineLimits, served, table_per_head
 from keepset.vllm.served_default import nearest, one_rotation
 
 if TYPE_CHECKING:
@@ -172,4 +172,4 @@ def recipe_of(config: VllmConfig | None) -> Recipe | None:
             f'additional_config["{KEY}"] is {text!r}: give a recipe\'s text, such as "snapkv(keep=0.25)", or true for '
             "the default."
         )
-    return Recipe.parse(text).require_budget()
+    return served(Recipe.parse(text).require_budget())

@@ -229,7 +229,8 @@ def test_small_budgets_want_small_blocks(
 @pytest.mark.parametrize(
     ("recipe", "said"),
     [
-        ("quantized(knorm, bytes=0.05)", True),
+        ("quantized(knorm, bytes=0.05)", False),
+        ("quantized(knorm, bits=4, bytes=0.05)", True),
         ("quantized(knorm, bits=4, bytes=0.5)", True),
         ("quantized(knorm, bits=8, bytes=0.05)", False),
         ("quantized(knorm, bytes=0.5)", False),

@@ -26,6 +26,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.kernels.columns import ColumnStatistic
 from keepset.methods.snapkv import SnapKV
 from keepset.vllm.engine_args import engine_args, serve_options
+from keepset.vllm.recipe_support import served
 from keepset.vllm.settings import BESIDE_MODULE, CONNECTOR, CONTEXT_CONNECTOR, recipe_of
 from tests.core.test_tables import random_tables
 from tests.methods.naive import Shape, random_statistics
@@ -332,6 +333,17 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
         validation.check(made, recipe_of(made))
 
 
+@pytest.mark.parametrize(("written", "bits"), [("", 8), ("bits=8, ", 8), ("bits=4, ", 4)])
+def test_a_server_has_8_bits_unless_4_are_asked_for(written: str, bits: int) -> None:
+    recipe = f"quantized(knorm, {written}bytes=0.05)"
+    args = engine_args(recipe)
+    assert args["kv_cache_dtype"] == f"int{bits}_per_token_head"
+    executed = recipe_of(config(additional_config=args["additional_config"]))
+    assert executed is not None and executed.method.traits.key_bits == bits
+    assert executed == recipe_of(config(additional_config={"keepset": str(executed)}))
+    assert Recipe.parse(recipe).method.traits.key_bits == (8 if bits == 8 and written else 4)  # under transformers
+
+
 @pytest.mark.parametrize(
     ("recipe", "changes"),
     [
@@ -344,7 +356,8 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
         ("match(snapkv, biases=False, keep=0.25)", {"cache_config__cache_dtype": "fp8_e4m3"}),
         ("int8(match(adakv(snapkv)), keep=96)", {"cache_config__cache_dtype": "int8_per_token_head"}),
         (UNIFORM, {"cache_config__cache_dtype": "fp8_per_token_head"}),
-        ("quantized(adakv(snapkv), bytes=0.05)", {"cache_config__cache_dtype": "int4_per_token_head"}),
+        ("quantized(adakv(snapkv), bytes=0.05)", {"cache_config__cache_dtype": "int8_per_token_head"}),
+        ("quantized(adakv(snapkv), bits=4, bytes=0.05)", {"cache_config__cache_dtype": "int4_per_token_head"}),
         ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
         ("mass", SERVED),
         ("pool(snapkv, keep=96, every=64)", SERVED),
@@ -362,7 +375,7 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
     ],
 )
 def test_a_configuration_that_is_served(recipe: str, changes: dict[str, Any]) -> None:
-    validation.check(config(**changes), Recipe.parse(recipe))
+    validation.check(config(**changes), served(Recipe.parse(recipe)))
 
 
 def test_breakable_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
