@@ -32,8 +32,9 @@ class Match(PostProcessor):
 
     Inside `quantized(..., bits=4)` it is fitted to keys as they will be read.
 
-    Reference queries are the prompt's own, at equal distances, as if they came once more right after it. Those of a
-    second pass cost more and were a worse reference (docs/results.md). The attention that an entry receives includes
+    Reference queries are the prompt's own, as if they came once more right after it: some at equal distances, so that
+    no part of the text is without, and its newest, which the queries of what follows are most like. Those of a second
+    pass cost more and were a worse reference (docs/results.md). The attention that an entry receives includes
     its bias, for the methods inside as well.
 
     At events after the prompt, entries that stay keep what they got at its end. Fitting them anew to the newest
@@ -43,7 +44,8 @@ class Match(PostProcessor):
     Attributes:
         biases: whether entries get biases. Without them the new values alone do what they can, under any engine's own
             attention.
-        queries: the most reference queries of each query head.
+        queries: the most reference queries of each query head that lie at equal distances in the prompt.
+        newest: the most reference queries of each query head that are the prompt's newest.
         ridge: the cost of leaving the old values, and one bias for all, relative to the normal equations' mean
             diagonal.
         window: how many of the newest queries are the reference at events after the prompt; 0 fits nothing then.
@@ -54,9 +56,14 @@ class Match(PostProcessor):
     stage = 1
 
     biases: bool = parameter(True)
-    queries: int = parameter(128, minimum=1)
+    queries: int = parameter(64, minimum=1)
+    newest: int = parameter(128, minimum=0)
     ridge: float = parameter(0.01, minimum=1e-6)
     window: int = parameter(0, minimum=0)
+
+    @property
+    def _reference(self) -> ReferenceQueries:
+        return ReferenceQueries(self.queries, self.newest)
 
     @property
     def own_traits(self) -> Traits:
@@ -64,13 +71,13 @@ class Match(PostProcessor):
         newest = [RecentQueries(self.window)] if self.window else []
         return replace(
             super().own_traits,
-            needs=Needs(ReferenceQueries(self.queries), *newest, *biases),
+            needs=Needs(self._reference, *newest, *biases),
             state_names=(BIAS,) if self.biases else (),
             prefill_only=() if self.window else (self.name,),
         )
 
     def processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
-        if not self.window and ReferenceQueries(self.queries) not in observation.features:
+        if not self.window and self._reference not in observation.features:
             return kept
         problem, device = self._problem(observation), observation.valid.device
         softmax, sinks = observation.softmax, _of_queries(observation.sinks, problem)
@@ -100,9 +107,8 @@ class Match(PostProcessor):
 
     def _problem(self, observation: Observation) -> FitProblem:
         """Return the entries of all heads of all requests, and the reference queries."""
-        reference = ReferenceQueries(self.queries)
-        if reference in observation.features:
-            asked = observation[reference].at_most(self.queries)
+        if self._reference in observation.features:
+            asked = observation[self._reference].at_most(self.queries, self.newest)
         else:
             newest, at = observation.newest_queries(self.window)
             asked = PaddedQueries(newest, at >= 0)

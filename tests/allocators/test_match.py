@@ -13,7 +13,7 @@ import keepset
 from keepset import texts
 from keepset.allocators.match import Match
 from keepset.bench.compare.comparison import kl, mean
-from keepset.core.features.queries import PaddedQueries, ReferenceQueries
+from keepset.core.features.queries import PaddedQueries, Reference, ReferenceQueries
 from keepset.core.observation import BIAS
 from keepset.hf.prompt_session import PromptSession
 from tests.hf.models import Oracle, check_copies, extended, generate, left_padded, prompt, recipe, same_keep_set, tiny
@@ -58,7 +58,8 @@ def test_reference_queries_of_the_prompt_come_first() -> None:
     observation = observe(Shape((24,), 2, 2, 6, 6))
     other = observe(Shape((24,), 2, 2, 6, 6), window=20, seed=5)
     assert other.queries is not None
-    reference = {ReferenceQueries(1): PaddedQueries(other.queries, torch.ones(1, 20, dtype=torch.bool))}
+    asked = PaddedQueries(other.queries, torch.ones(1, 20, dtype=torch.bool))
+    reference = {ReferenceQueries(1, 1): Reference(asked, asked)}
     both = observe(Shape((24,), 2, 2, 6, 6), features=reference)
     method = Match(keepset.METHODS["knorm"](), window=8)
     budget = keepset.Budget(0.3)
@@ -109,7 +110,7 @@ def test_company_changes_nothing() -> None:
 
 def test_padding_and_chunks_change_nothing() -> None:
     ids, mask = left_padded(prompt(2, 40), [0, 7])
-    text = "match(snapkv(window=5), queries=16, keep=12)"
+    text = "match(snapkv(window=5), queries=16, newest=9, keep=12)"
     both, logits = cached(text, ids, mask)
     alone, own = cached(text, ids[1:, 7:])
     for layer in both.managed_layers:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from keepset import METHODS, Budget, KeepSet, Method, Observation, Recipe
 from keepset.core.features.attention import PromptQueryAttention, SecondPassColumns
-from keepset.core.features.queries import PaddedQueries, ReferenceQueries
+from keepset.core.features.queries import PaddedQueries, Reference, ReferenceQueries
 from keepset.core.features.runtime_features import OutputProjection
 from keepset.core.method import Allocator
 from keepset.kernels.softmax import Softmax
@@ -327,7 +327,7 @@ def is_the_full_cache(text: str, keep: int | float) -> bool:
         observe(shape, window=64, layer=layer, layers=LAYERS, seed=layer, softmax=Softmax(2.0)) for layer in LAYERS
     ]
     asked = PaddedQueries(sharp[0].newest_queries(64)[0], torch.ones(1, 64, dtype=torch.bool))
-    observations = [each.with_features({ReferenceQueries(128): asked}) for each in sharp]
+    observations = [each.with_features({ReferenceQueries(64, 64): Reference(asked, asked)}) for each in sharp]
     answer = method.select_all(observations, Budget(keep, method.traits.sinks, method.traits.recent))
     for each in observations:
         kept = answer.layer(each.layer)

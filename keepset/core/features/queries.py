@@ -16,6 +16,8 @@ from keepset.core.accumulator import Accumulator, Chunk
 from keepset.core.feature import Feature
 from keepset.kernels.dispatch import upload
 
+Rows = Float[Tensor, "query_heads _ head_dim"]
+
 
 class PaddedQueries(NamedTuple):
     """Queries of each request after rotation, padded to one number, and which of them exist."""
@@ -30,12 +32,30 @@ class PaddedQueries(NamedTuple):
         queries = pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True).transpose(1, 2)
         return cls(queries, torch.arange(queries.shape[2], device=lengths.device) < lengths[:, None])
 
-    def at_most(self, number: int) -> PaddedQueries:
-        """Return the queries that there would be if at most `number` of each request had been asked for."""
-        if self.queries.shape[2] <= number:
-            return self
-        rows = [row[:, own] for row, own in zip(self.queries, self.exists, strict=True)]
-        return PaddedQueries.padded([row[:, :: _stride(row.shape[1], number)] for row in rows])
+    @property
+    def rows(self) -> list[Float[Tensor, "query_heads _ head_dim"]]:
+        """Return each request's queries, without padding."""
+        return [row[:, own] for row, own in zip(self.queries, self.exists, strict=True)]
+
+    def joined(self, other: PaddedQueries) -> PaddedQueries:
+        """Return these queries and others of the same requests."""
+        return PaddedQueries(torch.cat([self.queries, other.queries], 2), torch.cat([self.exists, other.exists], 1))
+
+
+class Reference(NamedTuple):
+    """Queries of each request's prompt, as if they came right after it: some at equal distances, and the newest."""
+
+    spread: PaddedQueries
+    newest: PaddedQueries
+
+    def at_most(self, spread: int, newest: int) -> PaddedQueries:
+        """Return the queries that there would be if at most so many of each request had been asked for."""
+        some, last = self
+        if some.queries.shape[2] > spread:
+            some = PaddedQueries.padded([row[:, :: _stride(row.shape[1], spread)] for row in some.rows])
+        if last.queries.shape[2] > newest:
+            last = PaddedQueries.padded([_last(row, newest) for row in last.rows])
+        return some.joined(last)
 
 
 def _stride(rows: int, most: int) -> int:
@@ -46,35 +66,45 @@ def _stride(rows: int, most: int) -> int:
     return stride
 
 
-class _Row:
-    """One request's queries before rotation, of every `stride`-th position; the stride doubles when they are too many.
+def _last(rows: Rows, most: int) -> Rows:
+    """Return at most so many of the last rows."""
+    return rows[:, max(rows.shape[1] - most, 0) :]
 
-    They are chosen by position, so that neither chunks nor padding change which are chosen.
+
+class _Row:
+    """One request's queries before rotation: of every `stride`-th position, and the newest.
+
+    The former are chosen by position, so that neither chunks nor padding change which are chosen. The stride doubles
+    when they are too many.
     """
 
-    def __init__(self, queries: Float[Tensor, "query_heads n head_dim"], stride: int) -> None:
-        self.queries, self.stride = queries, stride
+    def __init__(self, spread: Rows, newest: Rows, stride: int) -> None:
+        self.spread, self.newest, self.stride = spread, newest, stride
 
-    def extended(self, new: Float[Tensor, "query_heads _ head_dim"], most: int) -> _Row:
-        """Return the row with new queries, thinned to at most `most`."""
-        queries = torch.cat([self.queries, new], 1)
-        step = _stride(queries.shape[1], most)
-        return _Row(queries[:, ::step].clone() if step > 1 else queries, self.stride * step)
+    def extended(self, spread: Rows, newest: Rows, most: int, most_newest: int) -> _Row:
+        """Return the row with new queries: those of every `stride`-th position, and all."""
+        some = torch.cat([self.spread, spread], 1)
+        step = _stride(some.shape[1], most)
+        last = _last(torch.cat([self.newest, _last(newest, most_newest)], 1), most_newest)
+        return _Row(some[:, ::step].clone() if step > 1 else some, last.clone(), self.stride * step)
 
 
 class _Reference(Accumulator):
     def __init__(self, features: Sequence[ReferenceQueries]) -> None:
-        self._most = max(feature.number for feature in features)
+        self._feature = features[0]
+        for feature in features[1:]:
+            self._feature = self._feature.merged(feature)
         self._rows: list[_Row] = []
-        self._newest: Chunk
+        self._latest: Chunk
 
     def add(self, chunk: Chunk) -> None:
         assert chunk.source is not None
-        self._newest, queries = chunk, chunk.source.undo(chunk.queries, chunk.positions)
-        before = self._rows or [_Row(row[:, :0], 1) for row in queries]
+        self._latest, queries = chunk, chunk.source.undo(chunk.queries, chunk.positions)
+        before = self._rows or [_Row(row[:, :0], row[:, :0], 1) for row in queries]
         self._rows = []
-        for i, row in enumerate(before):
-            self._rows.append(row.extended(queries[i][:, chunk.every(row.stride, i)], self._most))
+        for i, (row, new) in enumerate(zip(before, queries, strict=True)):
+            parts = new[:, chunk.every(row.stride, i)], new[:, chunk.every(1, i)]
+            self._rows.append(row.extended(*parts, self._feature.spread, self._feature.newest))
 
     def merged_with(self, others: Sequence[_Reference]) -> _Reference:
         copied = copy.copy(self)
@@ -82,27 +112,30 @@ class _Reference(Accumulator):
         return copied
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
-        assert self._newest.source is not None
-        asked = PaddedQueries.padded([row.queries for row in self._rows])
-        turned = self._newest.source.ahead(lengths, 1)(asked.queries)
-        return {ReferenceQueries(self._most): asked._replace(queries=turned)}
+        assert self._latest.source is not None
+        turn = self._latest.source.ahead(lengths, 1)
+        some, last = ([getattr(row, name) for row in self._rows] for name in ("spread", "newest"))
+        parts = (PaddedQueries.padded(rows) for rows in (some, last))
+        return {self._feature: Reference(*(part._replace(queries=turn(part.queries)) for part in parts))}
 
 
 @dataclass(frozen=True)
-class ReferenceQueries(Feature[PaddedQueries]):
-    """The prompt's own queries, or some of them at equal distances, as if they came once more right after it.
+class ReferenceQueries(Feature[Reference]):
+    """Some of the prompt's own queries, as if they came once more right after it.
 
     At later events they do not exist.
 
     Attributes:
-        number: how many at most. Queries of another number are the same feature.
+        spread: how many at equal distances, at most. Queries of other numbers are the same feature.
+        newest: how many of the newest, at most. Where the former are among them, both count.
     """
 
     label = "the prompt's queries once more"
     unrotated = True
     accumulator = _Reference
 
-    number: int = field(compare=False)
+    spread: int = field(compare=False)
+    newest: int = field(compare=False)
 
     def merged(self, other: ReferenceQueries) -> ReferenceQueries:
-        return max(self, other, key=lambda feature: feature.number)
+        return ReferenceQueries(max(self.spread, other.spread), max(self.newest, other.newest))
