@@ -19,6 +19,9 @@ Part = Shaped[Tensor, "blocks kv_heads fours four *bytes"]
 class EntryParts(NamedTuple):
     """Views of a layer's cache, in which each entry's bytes are found by block, head and offset.
 
+    Where there are two parts, the second holds scales. Within a block these lie as the numbers do, but for an eighth of
+    the distances, and those of values may be swizzled (`nvfp4_parts`).
+
     Attributes:
         keys: of the bytes of keys, in the order in which a format reads them.
         values: of the bytes of values, likewise.
@@ -27,15 +30,50 @@ class EntryParts(NamedTuple):
     keys: tuple[Part, ...]
     values: tuple[Part, ...]
 
+    @property
+    def numbers(self) -> UInt8[Tensor, "blocks kv_heads block_size bytes"]:
+        """The numbers of keys. Kernels find all other bytes of an entry from there."""
+        return self.keys[0].flatten(2, 3)
 
-def slot_parts(cache: UInt8[Tensor, "blocks kv_heads block_size slot"], key_bytes: int) -> EntryParts:
+    @property
+    def to_values(self) -> int:
+        """How many bytes behind a key's numbers the value's begin."""
+        return int(self.values[0].storage_offset() - self.keys[0].storage_offset())
+
+    @property
+    def to_scales(self) -> int:
+        """How many bytes behind the numbers of a block the scales begin; 0 where there are none."""
+        return int(self.keys[-1].storage_offset() - self.keys[0].storage_offset())
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether scales of values are."""
+        return self.values[-1].ndim > self.keys[-1].ndim
+
+
+LayerPages = Shaped[Tensor, "blocks kv_heads block_size width"]
+"""The cache of one layer, with any strides but for an entry's own numbers. A sub-page is `block * kv_heads + head`."""
+
+
+def pages_of(cache: LayerPages | EntryParts) -> LayerPages:
+    """Return a cache as kernels look for entries in it."""
+    return cache.numbers if isinstance(cache, EntryParts) else cache
+
+
+def to_values(cache: LayerPages | EntryParts) -> int:
+    """Return how far behind a key its value begins."""
+    return cache.to_values if isinstance(cache, EntryParts) else cache.shape[3] // 2
+
+
+def slot_parts(cache: UInt8[Tensor, "blocks kv_heads block_size slot"], key_bytes: int, value_bytes: int) -> EntryParts:
     """Return where entries lie whose key and value share a slot, one behind the other.
 
     Args:
         cache: the cache, with any strides but for a slot's own bytes.
-        key_bytes: bytes of a key. All bytes behind them, with those that only fill the slot, count as the value's.
+        key_bytes, value_bytes: bytes of a key, and of a value. What lies behind them only fills the slot.
     """
-    return EntryParts((_by_fours(cache[..., :key_bytes]),), (_by_fours(cache[..., key_bytes:]),))
+    keys, values = cache[..., :key_bytes], cache[..., key_bytes : key_bytes + value_bytes]
+    return EntryParts((_by_fours(keys),), (_by_fours(values),))
 
 
 def nvfp4_parts(cache: UInt8[Tensor, "blocks two_kv_heads block_size row"], swizzled: bool) -> EntryParts:

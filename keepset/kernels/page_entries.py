@@ -6,14 +6,35 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
-from jaxtyping import Int, Shaped
+from jaxtyping import Int, Shaped, UInt8
 from torch import Tensor
 
 from keepset.kernels.dispatch import launched_on, upload, uses_triton
+from keepset.kernels.entry_parts import TOKENS, EntryParts, LayerPages, pages_of
 from keepset.kernels.paged_arguments import Addresses
 
-LayerPages = Shaped[Tensor, "blocks kv_heads block_size width"]
-"""The cache of one layer, with any strides but for an entry's own numbers. A sub-page is `block * kv_heads + head`."""
+LayerCaches = Sequence[LayerPages] | Sequence[EntryParts]
+"""The caches of layers that are alike and share block tables: rows, or views of the bytes of entries."""
+
+
+def read_keys(
+    caches: LayerCaches, place: int, subpages: Int[Tensor, "*rows pages"]
+) -> Shaped[Tensor, "*rows entries row"]:
+    """Return the keys of whole sub-pages, as they are stored; see `read_pages`."""
+    if parts := _parts(caches):
+        return _read_parts(parts, place, subpages, 0)
+    pages = [pages_of(cache) for cache in caches]
+    return read_pages([cache[..., : cache.shape[3] // 2] for cache in pages], place, subpages)
+
+
+def read_entries(
+    caches: LayerCaches, place: int, subpages: Int[Tensor, "*rows pages"]
+) -> tuple[Shaped[Tensor, "*rows entries key_row"], Shaped[Tensor, "*rows entries value_row"]]:
+    """Return keys and values of whole sub-pages, as they are stored; see `read_pages`."""
+    if parts := _parts(caches):
+        return _read_parts(parts, place, subpages, 0), _read_parts(parts, place, subpages, 1)
+    keys, values = read_pages([pages_of(cache) for cache in caches], place, subpages).chunk(2, -1)
+    return keys, values
 
 
 def read_pages(
@@ -95,6 +116,45 @@ def write_entries(
             page_entries.write(first, addresses_of(caches), keys, values, slots)
 
 
+def write_parts(
+    parts: Sequence[EntryParts],
+    keys: UInt8[Tensor, "n key_row"],
+    values: UInt8[Tensor, "n value_row"],
+    slots: Int[Tensor, " n"],
+) -> None:
+    """Write entry `i` to `slots[i]`, byte by byte.
+
+    Args:
+        parts: where the bytes of entries lie in the caches of layers that are alike.
+        keys, values, slots: as in `write_entries`.
+    """
+    shape = parts[0].numbers.shape
+    for layer, own, (block, head, offset) in places_of(shape, slots):
+        for rows, side in zip((keys, values), parts[layer], strict=True):
+            widths = [part.shape[4:].numel() for part in side]
+            for part, bytes_of_part in zip(side, rows[own].split(widths, -1), strict=True):
+                part[block, head, offset // TOKENS, offset % TOKENS] = bytes_of_part.unflatten(-1, part.shape[4:])
+
+
+def _parts(caches: LayerCaches) -> list[EntryParts]:
+    """Return the caches if they are such views, else nothing."""
+    return [cache for cache in caches if isinstance(cache, EntryParts)]
+
+
+def _read_parts(
+    parts: Sequence[EntryParts], place: int, subpages: Int[Tensor, "*rows pages"], side: int
+) -> UInt8[Tensor, "*rows entries row"]:
+    """Return the keys of whole sub-pages (side 0), or their values (side 1)."""
+    blocks, kv_heads, size, _ = parts[0].numbers.shape
+    width = sum(view.shape[4:].numel() for view in parts[0][side])
+    (*rows, pages), flat, read = subpages.shape, subpages.flatten().long(), []
+    for layer, own in by_layer(flat // (blocks * kv_heads)):
+        block, head = flat[own] // kv_heads % blocks, flat[own] % kv_heads
+        views = parts[(place + layer) % len(parts)][side]
+        read.append((own, torch.cat([view[block, head].flatten(3) for view in views], -1)))
+    return joined(read, len(flat)).reshape(*rows, pages * size, width)
+
+
 def by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
     """Return each layer that occurs, with the indices of the items that belong to it."""
     some = layers.unique().tolist()
@@ -129,9 +189,10 @@ def joined(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tenso
     return whole
 
 
-def addresses_of(caches: Sequence[LayerPages]) -> Addresses:
+def addresses_of(caches: LayerCaches) -> Addresses:
     """Return the device addresses at which the caches begin."""
-    return _table(tuple(cache.data_ptr() for cache in caches), caches[0].device)
+    first = [pages_of(cache) for cache in caches]
+    return _table(tuple(cache.data_ptr() for cache in first), first[0].device)
 
 
 @lru_cache(maxsize=256)

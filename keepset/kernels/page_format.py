@@ -1,9 +1,9 @@
-"""How the quantised keys and values of an engine's cache are read (`RowFormat`), and written as well (`PageFormat`)."""
+"""How quantised keys and values of an engine's cache are read and written: `RowFormat`, and `PageFormat` for most."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +25,107 @@ _ZERO = 15
 """The lowest bits of a scale, which in 4 bits are the number that stands for zero."""
 
 
+Parts = tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places"] | None]
+"""Numbers of rows in float32, and what each row is to be multiplied by, if by anything."""
+
+
 class RowFormat(ABC):
-    """How the rows of a quantised cache are read; a row is what is stored of one key or of one value."""
+    """How the rows of a quantised cache are read and written; a row is what is stored of one key or of one value.
+
+    Attributes:
+        head_dim: numbers of a key, and of a value.
+        dtype: the type that keys and values are read as.
+        key_scale, value_scale: what all keys of a layer, or all values, are multiplied by; None if by nothing. They are
+            looked up whenever rows are read or written.
+    """
+
+    head_dim: int
+    dtype: torch.dtype
+    key_scale: Float[Tensor, ""] | None
+    value_scale: Float[Tensor, ""] | None
+
+    @property
+    def key_mixing(self) -> Mixing | None:
+        """How keys are mixed before they are rounded; None if they are not."""
+        return None
+
+    @property
+    def value_mixing(self) -> Mixing | None:
+        """The same of values."""
+        return None
 
     @abstractmethod
-    def decode_keys(self, rows: Shaped[Tensor, "*places row"]) -> Float[Tensor, "*places head_dim"]:
-        """Return the keys of a layer, in the type that the model computes with."""
+    def key_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
+        """Return what keys are, but for the layer's scale; mixed ones stay mixed.
+
+        Args:
+            rows: as they are stored; the bytes of each are contiguous.
+        """
 
     @abstractmethod
-    def decode_values(self, rows: Shaped[Tensor, "*places row"]) -> Float[Tensor, "*places head_dim"]:
-        """Return the values of a layer, likewise."""
+    def value_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
+        """Return the same of values."""
+
+    @abstractmethod
+    def encode_keys(
+        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
+    ) -> Shaped[Tensor, "n row"]:
+        """Return keys as they are stored, as bytes.
+
+        Args:
+            numbers: the keys.
+            scale: the scale of the layer of each; None for `key_scale`.
+        """
+
+    @abstractmethod
+    def encode_values(
+        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
+    ) -> Shaped[Tensor, "n row"]:
+        """Return values as they are stored, likewise."""
+
+    def decode_keys(
+        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
+    ) -> Float[Tensor, "*places head_dim"]:
+        """Return keys in `dtype`. They are read in blocks, so that little is held in float32.
+
+        Args:
+            rows: as they are stored; the bytes of each are contiguous.
+            scale: the scale of the layer of each; None for `key_scale`.
+        """
+        return self._decoded(rows, self.key_parts, self.key_mixing, self.key_scale if scale is None else scale)
+
+    def decode_values(
+        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
+    ) -> Float[Tensor, "*places head_dim"]:
+        """Return values in `dtype`, likewise."""
+        return self._decoded(rows, self.value_parts, self.value_mixing, self.value_scale if scale is None else scale)
+
+    def encode_entries(
+        self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
+    ) -> tuple[Shaped[Tensor, "*n key_row"], Shaped[Tensor, "*n value_row"]]:
+        """Return the rows of keys and values of a layer, as bytes."""
+        places = keys.shape[:-1]
+        rows = self.encode_keys(keys.reshape(-1, self.head_dim)), self.encode_values(values.reshape(-1, self.head_dim))
+        return rows[0].view(*places, -1), rows[1].view(*places, -1)
+
+    def _decoded(
+        self,
+        rows: Shaped[Tensor, "*places row"],
+        parts: Callable[[Tensor], Parts],
+        mixing: Mixing | None,
+        scale: Float[Tensor, "*#places"] | None,
+    ) -> Float[Tensor, "*places head_dim"]:
+        places = rows.shape[:-1]
+        flat = rows.reshape(-1, rows.shape[-1])
+        layer_scale = None if scale is None else scale.expand(places).reshape(-1)
+        decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
+        for some in row_blocks(len(flat), self.head_dim, rows.device):
+            numbers, own = parts(flat[some])
+            for factor in (own, None if layer_scale is None else layer_scale[some]):
+                if factor is not None:
+                    torch.mul(numbers, factor[:, None], out=numbers)
+            decoded[some] = numbers if mixing is None else mixing.unmixed(numbers)
+        return decoded.view(*places, self.head_dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +154,14 @@ class PageFormat(RowFormat):
     mixing: Mixing | None = None
 
     @property
+    def key_mixing(self) -> Mixing | None:
+        return self.mixing
+
+    @property
+    def value_mixing(self) -> Mixing | None:
+        return self.mixing
+
+    @property
     def has_row_scales(self) -> bool:
         """Whether each row has a scale of its own."""
         return self.key_scale is None
@@ -82,7 +181,7 @@ class PageFormat(RowFormat):
         """Bytes of a row."""
         return self.number_bytes + (SCALE_BYTES if self.has_row_scales else 0)
 
-    def parts(self, rows: Shaped[Tensor, "*places row"]) -> tuple[Float[Tensor, "*places head_dim"], Tensor | None]:
+    def parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
         """Return the stored numbers of rows in float32, and the rows' scales; None if these are the layer's.
 
         Numbers of 4 bits are returned less their row's zero. Mixed rows stay mixed.
@@ -98,32 +197,22 @@ class PageFormat(RowFormat):
             return halves.float().sub_(bits & _ZERO), (bits & ~_ZERO).view(torch.float32)[..., 0]
         return numbers.view(self.numbers).float(), behind.view(torch.float32)[..., 0] if self.has_row_scales else None
 
-    def decode_keys(self, rows: Shaped[Tensor, "*places row"]) -> Float[Tensor, "*places head_dim"]:
-        return self.decode(rows, self.key_scale)
+    def key_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
+        return self.parts(rows)
 
-    def decode_values(self, rows: Shaped[Tensor, "*places row"]) -> Float[Tensor, "*places head_dim"]:
-        return self.decode(rows, self.value_scale)
+    def value_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
+        return self.parts(rows)
 
     def decode(
         self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
     ) -> Float[Tensor, "*places head_dim"]:
-        """Return what rows stand for, in `dtype`. They are read in blocks, so that little is held in float32.
+        """Return what rows stand for, in `dtype`, be they keys or values.
 
         Args:
-            rows: as they are stored; the numbers of each are contiguous.
+            rows: as they are stored; the bytes of each are contiguous.
             scale: the rows' scale if it is their layer's.
         """
-        places = rows.shape[:-1]
-        flat = rows.reshape(-1, rows.shape[-1])
-        layer_scale = None if scale is None else scale.expand(places).reshape(-1)
-        decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
-        for some in row_blocks(len(flat), self.head_dim, rows.device):
-            numbers, own = self.parts(flat[some])
-            factor = own if layer_scale is None else layer_scale[some]
-            assert factor is not None
-            torch.mul(numbers, factor[:, None], out=numbers)
-            decoded[some] = numbers if self.mixing is None else self.mixing.unmixed(numbers)
-        return decoded.view(*places, self.head_dim)
+        return self._decoded(rows, self.parts, self.mixing, scale)
 
     def encode(
         self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
@@ -178,15 +267,20 @@ class PageFormat(RowFormat):
         """Return rows of whole numbers and their scales, bit for bit, as bytes."""
         return torch.cat([numbers.view(torch.uint8), scale.float()[:, None].view(torch.uint8)], -1)
 
-    def encode_entries(
-        self, keys: Float[Tensor, "*n head_dim"], values: Float[Tensor, "*n head_dim"]
-    ) -> tuple[Shaped[Tensor, "*n row"], Shaped[Tensor, "*n row"]]:
-        """Return the rows of keys and values of a layer, as bytes."""
-        rows = []
-        for numbers, scale in ((keys, self.key_scale), (values, self.value_scale)):
-            encoded = self.encode(numbers.reshape(-1, self.head_dim), None if scale is None else scale[None])
-            rows.append(encoded.view(*numbers.shape[:-1], self.row_bytes))
-        return rows[0], rows[1]
+    def encode_keys(
+        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
+    ) -> Shaped[Tensor, "n row"]:
+        return self.encode(numbers, _of_all_rows(self.key_scale) if scale is None else scale)
+
+    def encode_values(
+        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
+    ) -> Shaped[Tensor, "n row"]:
+        return self.encode(numbers, _of_all_rows(self.value_scale) if scale is None else scale)
+
+
+def _of_all_rows(scale: Float[Tensor, ""] | None) -> Float[Tensor, " 1"] | None:
+    """Return a layer's scale as that of any number of rows."""
+    return None if scale is None else scale[None]
 
 
 def row_blocks(rows: int, head_dim: int, device: torch.device) -> Iterator[slice]:
@@ -206,28 +300,19 @@ def largest_number(kind: torch.dtype) -> float:
     return 127.0 if kind == torch.int8 else torch.finfo(kind).max
 
 
-def written(formats: Sequence[RowFormat]) -> list[PageFormat]:
-    """Return formats of caches that keepset writes to, as such.
-
-    Args:
-        formats: of layers that are alike.
-    """
-    return [format for format in formats if isinstance(format, PageFormat)]
-
-
 def encode_layers(
-    formats: Sequence[PageFormat], numbers: Float[Tensor, "n head_dim"], layers: Int[Tensor, " n"], values: bool
+    formats: Sequence[RowFormat], numbers: Float[Tensor, "n head_dim"], layers: Int[Tensor, " n"], values: bool
 ) -> Shaped[Tensor, "n row"]:
     """Return rows of several layers as they are stored, as bytes.
 
     Args:
-        formats: of the layers.
+        formats: of the layers, which differ in nothing but their scales.
         numbers: keys or values.
         layers: the layer of each, by its place among the formats.
         values: whether these are values.
     """
-    scales = layer_scales(formats, values)
-    return formats[0].encode(numbers, None if scales is None else scales[layers])
+    scales, encode = layer_scales(formats, values), formats[0].encode_values if values else formats[0].encode_keys
+    return encode(numbers, None if scales is None else scales[layers])
 
 
 def decode_layers(
@@ -236,22 +321,16 @@ def decode_layers(
     """Return what rows of several layers stand for; each layer has equally many.
 
     Args:
-        formats: of the layers.
+        formats: of the layers, which differ in nothing but their scales.
         rows: keys or values as they are stored, layer after layer.
         values: whether these are values.
     """
-    alike = written(formats)
-    if not alike:  # keys are stored otherwise than values
-        parts = zip(formats, rows.chunk(len(formats)), strict=True)
-        return torch.cat([format.decode_values(own) if values else format.decode_keys(own) for format, own in parts])
-    scales = layer_scales(alike, values)
-    if scales is not None:
-        scales = scales.repeat_interleave(len(rows) // len(scales))[:, None, None]
-    return alike[0].decode(rows, scales)
+    scales, decode = layer_scales(formats, values), formats[0].decode_values if values else formats[0].decode_keys
+    return decode(rows, None if scales is None else scales.repeat_interleave(len(rows) // len(scales))[:, None, None])
 
 
-def layer_scales(formats: Sequence[PageFormat], values: bool) -> Float[Tensor, " layers"] | None:
-    """Return the scale of each layer's keys or values; None if each row has its own."""
+def layer_scales(formats: Sequence[RowFormat], values: bool) -> Float[Tensor, " layers"] | None:
+    """Return the scale of each layer's keys or values; None if layers have none."""
     scales = [each.value_scale if values else each.key_scale for each in formats]
     known = [scale for scale in scales if scale is not None]
     return torch.stack(known) if known else None

@@ -7,7 +7,7 @@ tables are made, and launches depend on the number of tokens alone, so that a CU
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from keepset.kernels import page_layout
 from keepset.kernels.dispatch import launched_on, uses_triton
-from keepset.kernels.page_entries import LayerPages, addresses_of, read_pages
-from keepset.kernels.page_format import PageFormat
+from keepset.kernels.entry_parts import EntryParts, LayerPages, pages_of
+from keepset.kernels.page_entries import LayerCaches, addresses_of, read_entries, read_pages, write_parts
+from keepset.kernels.page_format import PageFormat, RowFormat
 from keepset.kernels.page_layout import PageGroup, PageLayout
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.softmax import Softmax, softmax_attention
@@ -73,14 +74,14 @@ def follow_layouts(
 
 def paged_attention(
     queries: Float[Tensor, "tokens query_heads head_dim"],
-    caches: Sequence[LayerPages],
+    caches: LayerCaches,
     place: int,
     tokens: PagedTokens,
     layout: PageLayout,
     softmax: Softmax,
     output: Float[Tensor, "tokens query_heads value_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
-    format: PageFormat | None = None,
+    format: RowFormat | None = None,
     value_dim: int | None = None,
 ) -> None:
     """Compute the attention of some tokens, on a GPU in two launches for all heads of all requests.
@@ -90,7 +91,7 @@ def paged_attention(
     Args:
         queries: queries of the step, after rotation; each one's numbers are contiguous.
         caches: caches of the layers that share the block table, which hold the tokens' entries: keys, then values.
-            Strides are the same for all; an entry's own numbers are contiguous.
+            Strides are the same for all; an entry's own numbers are contiguous, or its bytes are where views say.
         place: index of the layer that attends.
         tokens: the tokens that attend; the output of others is not written.
         layout: of this layer, row by row.
@@ -107,30 +108,29 @@ def paged_attention(
 
         cache, addresses = caches[place], addresses_of(caches)
         with launched_on(queries.device):
-            if format is None or format.mixing is None:
+            if format is None or format.key_mixing is None:
                 paged.attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format, value_dim)
                 return
-            mixing, some = format.mixing, slice(len(tokens.lengths)) if tokens.places is None else tokens.places
-            mixed = mixing.mixed_queries(queries[some])
+            some = slice(len(tokens.lengths)) if tokens.places is None else tokens.places
+            mixed = format.key_mixing.mixed_queries(queries[some])
             # These tokens alone, in their order.
             attended, own = torch.empty_like(mixed), tokens
             if tokens.places is not None:
                 own = tokens._replace(places=torch.arange(len(mixed), device=mixed.device))
             paged.attend(mixed, cache, addresses, place, own, layout, softmax, attended, bias, format, value_dim)
-            output[some] = mixing.unmixed(attended)
+            output[some] = attended if format.value_mixing is None else format.value_mixing.unmixed(attended)
         return
-    group = PageGroup(range(place, place + 1), len(caches), len(caches[0]))
+    pages = [pages_of(cache) for cache in caches]
+    group = PageGroup(range(place, place + 1), len(pages), len(pages[0]))
 
     def read(table: Tensor) -> tuple[Tensor, Tensor]:
-        rows = read_pages(caches, place, table)
         if value_dim is not None:
+            rows = read_pages(pages, place, table)
             return rows, rows[..., :value_dim]
-        keys, values = rows.chunk(2, -1)
-        if format is not None:
-            return format.decode(keys, format.key_scale), format.decode(values, format.value_scale)
-        return keys, values
+        keys, values = read_entries(caches, place, table)
+        return (keys, values) if format is None else (format.decode_keys(keys), format.decode_values(values))
 
-    attend_pages(queries, read, caches[0].shape[2], tokens, layout, group, softmax, output, bias)
+    attend_pages(queries, read, pages[0].shape[2], tokens, layout, group, softmax, output, bias)
 
 
 def attend_pages(
@@ -208,13 +208,43 @@ def append_to_pages(
     kv_heads, size, _ = cache.shape[1:]
     if format is not None:
         keys, values = (rows.view(cache.dtype) for rows in format.encode_entries(keys, values))
+    for _, place, slots in _newest(tokens, layout, size):
+        page = slots // size
+        cache[page // kv_heads, page % kv_heads, slots % size] = torch.cat((keys[place], values[place]), -1)
+
+
+def append_stored(new: EntryParts, cache: EntryParts, tokens: PagedTokens, layout: PageLayout) -> None:
+    """Copy entries of some tokens, byte by byte, behind those of their heads; on a GPU in one launch.
+
+    Args:
+        new: a cache like the layer's, in whose first blocks entry `i` of each head is that of the `i`-th of the tokens.
+        cache: the layer's cache; pages that other requests share are not written to.
+        tokens, layout: as in `paged_attention`.
+    """
+    if uses_triton(cache.numbers.device):
+        from keepset.kernels.triton import paged  # loads Triton
+
+        with launched_on(cache.numbers.device):
+            paged.append_stored(new, cache, tokens, layout)
+        return
+    _, kv_heads, size, _ = cache.numbers.shape
+    head = torch.arange(kv_heads, device=cache.numbers.device)
+    for index, _, slots in _newest(tokens, layout, size):
+        keys, values = read_entries([new], 0, (index // size * kv_heads + head)[:, None])
+        write_parts([cache], keys[:, index % size], values[:, index % size], slots)
+
+
+def _newest(
+    tokens: PagedTokens, layout: PageLayout, block_size: int
+) -> Iterator[tuple[int, int, Int[Tensor, " kv_heads"]]]:
+    """Yield for each token that is written its number, which of the step's it is, and the slots of its entries."""
     for index, (place, row, length) in enumerate(_listed(tokens)):
         if not length or (tokens.slots is not None and tokens.slots[index] < 0):
             continue
-        table, entries = _pages(tokens, layout, row, length, size)
+        table, entries = _pages(tokens, layout, row, length, block_size)
         newest = entries - 1
-        page = table.gather(1, (newest // size)[:, None])[:, 0]
-        cache[page // kv_heads, page % kv_heads, newest % size] = torch.cat((keys[place], values[place]), -1)
+        page = table.gather(1, (newest // block_size)[:, None])[:, 0]
+        yield index, place, page * block_size + newest % block_size
 
 
 def _listed(tokens: PagedTokens) -> Iterator[tuple[int, int, int]]:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from keepset.kernels import page_layout
 from keepset.kernels.dispatch import CACHE_BLOCK, PRODUCT_BLOCK, block_size, launched_on, uses_triton
-from keepset.kernels.page_entries import LayerPages, addresses_of, read_pages
-from keepset.kernels.page_format import PageFormat
+from keepset.kernels.entry_parts import pages_of
+from keepset.kernels.page_entries import LayerCaches, addresses_of, read_keys
+from keepset.kernels.page_format import RowFormat
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.window import received_attention
@@ -24,12 +25,12 @@ ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads ent
 
 
 def add_received_in_pages(
-    caches: Sequence[LayerPages],
+    caches: LayerCaches,
     places: range,
     queries: RecordedQueries,
     entries: EntriesInPages,
     received: ColumnTarget,
-    formats: Sequence[PageFormat] = (),
+    formats: Sequence[RowFormat] = (),
 ) -> None:
     """Add what every entry receives from some queries: their attention, summed over the queries.
 
@@ -38,40 +39,38 @@ def add_received_in_pages(
     On a GPU this takes two launches for all layers, without a host sync.
 
     Args:
-        caches: caches of the layers that share the block table, with any strides but for an entry's own numbers.
+        caches: caches of the layers that share the block table, with any strides but for an entry's own numbers, or
+            views of its bytes.
         places: indices of the layers to add in.
         queries: queries of these layers.
         entries: where the requests' entries lie, in all layers.
         received: what to add, and where.
         formats: how the caches of these layers are read if they are quantised.
     """
-    if uses_triton(caches[0].device):
+    pages = pages_of(caches[0])
+    if uses_triton(pages.device):
         from keepset.kernels.triton import paged_window  # loads Triton
 
-        with launched_on(caches[0].device):
+        with launched_on(pages.device):
             for some, own in _mixed(queries, formats):
                 of_layers = range(places.start + some.start, places.start + some.stop)
                 paged_window.add_received(
                     caches[0], addresses_of(caches), of_layers, own, entries, received, formats[some.start : some.stop]
                 )
         return
-    keys = [cache[..., : cache.shape[3] // 2] for cache in caches]
 
     def read(place: int, table: Tensor) -> Tensor:
-        rows = read_pages(keys, place, table)
-        if not formats:
-            return rows
-        own = formats[place - places.start]
-        return own.decode(rows, own.key_scale)
+        rows = read_keys(caches, place, table)
+        return formats[place - places.start].decode_keys(rows) if formats else rows
 
-    group = PageGroup(places, len(caches), len(caches[0]))
-    add_received_by([partial(read, place) for place in places], caches[0].shape[2], group, queries, entries, received)
+    group = PageGroup(places, len(caches), len(pages))
+    add_received_by([partial(read, place) for place in places], pages.shape[2], group, queries, entries, received)
 
 
-def _mixed(queries: RecordedQueries, formats: Sequence[PageFormat]) -> Iterator[tuple[range, RecordedQueries]]:
+def _mixed(queries: RecordedQueries, formats: Sequence[RowFormat]) -> Iterator[tuple[range, RecordedQueries]]:
     """Yield layers and their queries as they are, or copied and mixed if keys are, for some layers at a time."""
     layers = range(len(queries.rings))
-    if not formats or formats[0].mixing is None:
+    if not formats or (mixing := formats[0].key_mixing) is None:
         yield layers, queries
         return
     (rows, n), (_, _, _, heads, head_dim) = queries.places.shape, queries.rings.shape
@@ -80,7 +79,7 @@ def _mixed(queries: RecordedQueries, formats: Sequence[PageFormat]) -> Iterator[
     for first in layers[::at_once]:
         some = layers[first : first + at_once]
         own = queries.rings[some.start : some.stop, queries.slots[:, None], queries.places]
-        yield some, RecordedQueries(formats[0].mixing.mixed_queries(own), row, place.expand(rows, n))
+        yield some, RecordedQueries(mixing.mixed_queries(own), row, place.expand(rows, n))
 
 
 def add_received_by(

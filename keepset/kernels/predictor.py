@@ -12,7 +12,7 @@ from torch import Tensor
 
 from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size, launched_on, uses_triton
 from keepset.kernels.page_entries import addresses_of
-from keepset.kernels.page_format import PageFormat
+from keepset.kernels.page_format import RowFormat
 
 SMALLEST = 1e-30
 """The least score of an entry that was scored; an entry that was not has 0."""
@@ -98,7 +98,7 @@ def entry_scores_in_pages(
     new: Bool[Tensor, "layers_rows kv_heads entries"],
     networks: Networks,
     known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
-    formats: Sequence[PageFormat] = (),
+    formats: Sequence[RowFormat] = (),
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
     """Return the score of every entry, read where it lies in its page; see `entry_scores`. Only in Triton.
 

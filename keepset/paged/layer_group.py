@@ -12,7 +12,7 @@ from torch import Tensor
 from keepset.core.observation import BIAS
 from keepset.core.rope import RotaryTable
 from keepset.core.statistics import HeadShare
-from keepset.kernels.page_format import PageFormat, RowFormat, encode_layers, written
+from keepset.kernels.page_format import PageFormat, RowFormat, encode_layers
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages, QueryProjection
 from keepset.paged.entry_columns import EntryColumns, columns_of
@@ -142,10 +142,11 @@ class LayerGroup:
         """
         pages, keys, values = self.pages_of(0), columns["keys"], columns["values"]
         slots = (layers * pages.slots + slots) % (len(self.layers) * pages.slots)
-        if formats := written(self.formats(range(len(self.layers)))):
+        if formats := self.formats(range(len(self.layers))):
             if keys.dtype == torch.int8:
-                scales = columns["key_scale"], columns["value_scale"]
-                keys, values = (formats[0].join(*part) for part in zip((keys, values), scales, strict=True))
+                scales, rows = (columns["key_scale"], columns["value_scale"]), formats[0]
+                assert isinstance(rows, PageFormat)
+                keys, values = (rows.join(*part) for part in zip((keys, values), scales, strict=True))
             else:
                 keys, values = (encode_layers(formats, part, layers, part is values) for part in (keys, values))
         pages.write(keys, values, slots)

@@ -13,12 +13,14 @@ from torch import Tensor
 from keepset.core.observation import LazyObservation
 from keepset.core.shapes import Scores
 from keepset.kernels.dispatch import uses_triton
-from keepset.kernels.page_entries import LayerPages, read_pages, take_entries, write_entries
-from keepset.kernels.page_format import PageFormat, RowFormat, decode_layers, encode_layers, written
+from keepset.kernels.entry_parts import LayerPages
+from keepset.kernels.page_entries import read_keys, read_pages, take_entries, write_entries
+from keepset.kernels.page_format import PageFormat, RowFormat, decode_layers, encode_layers
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_by, add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_scores_in_pages
+from keepset.paged.scattered_pages import ScatteredPages
 
 if TYPE_CHECKING:
     from keepset.paged.engine import Pages
@@ -60,8 +62,7 @@ class StridedPages:
 
     def read_keys(self, subpages: Int[Tensor, "*rows pages"]) -> Shaped[Tensor, "*rows entries row"]:
         """Return the keys of whole sub-pages, as they are stored."""
-        half = self._moved[0].shape[3] // 2
-        return read_pages([cache[..., :half] for cache in self._moved], self.place, subpages)
+        return read_keys(self._moved, self.place, subpages)
 
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
@@ -130,8 +131,8 @@ def add_received(
         received: the column that is added to.
     """
     first = pages[0]
-    if isinstance(first, StridedPages) and first.value_dim == first.head_dim:
-        formats = written([layer.format for layer in pages if layer.format is not None])
+    if isinstance(first, StridedPages | ScatteredPages) and first.value_dim == first.head_dim:
+        formats = [layer.format for layer in pages if layer.format is not None]
         add_received_in_pages(first.caches, places, queries, entries, received, formats)
         return
     kv_heads = entries.packed.shape[2]
@@ -186,7 +187,7 @@ class PagedEntries:
         if not self._formats:
             return values
         of_layer = self._subpages.shape[:2].numel() // len(self._formats)
-        return encode_layers(written(self._formats), values, heads // of_layer, values=True)
+        return encode_layers(self._formats, values, heads // of_layer, values=True)
 
     def _decoded(self, stored: Tensor, values: bool) -> Tensor:
         """Return stored keys or values in the type that they are read as."""
@@ -212,7 +213,7 @@ class PagedEntries:
         if not isinstance(pages, StridedPages) or not uses_triton(pages.device) or pages.value_dim != pages.head_dim:
             return None
         where = pages.caches, pages.place, self._subpages
-        return entry_scores_in_pages(*where, positions, new, networks, known, written(self._formats))
+        return entry_scores_in_pages(*where, positions, new, networks, known, self._formats)
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
         """Return the keys and values of some entries, as they are stored.

@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
-from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged import attend_pages
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
@@ -142,7 +141,7 @@ class RowsImpl:
 
 def write(pages: Pages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
     """Write keys and values, `[n, head_dim]`, to slots of a layer, as its cache holds them."""
-    if isinstance(pages.format, PageFormat):
+    if pages.format is not None:
         keys, values = pages.format.encode_entries(keys, values)
     pages.write(keys, values, slots)
 
@@ -163,7 +162,6 @@ def attend_ragged(
     """
     ragged, bias, size = step.plan.ragged, step.group.columns.bias, pages.block_size
     assert ragged is not None and ragged.tokens is not None
-    assert pages.format is None or isinstance(pages.format, PageFormat)
     rows, layout = ragged.tokens.rows, ragged.of_layer(place)
     if rows is not None and len(rows.unique()) < len(rows):
         group = ragged.group._replace(places=range(place, place + 1))

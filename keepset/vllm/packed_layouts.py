@@ -64,7 +64,8 @@ def parts_of(layer: Any, cache: Tensor) -> EntryParts:
     """
     if layer.kv_cache_dtype in NVFP4:
         return nvfp4_parts(cache, swizzled=not layer.impl.nvfp4_fa2)
-    return slot_parts(cache, turboquant_format(layer.kv_cache_dtype, layer.head_size, cache.dtype).key_bytes)
+    format = turboquant_format(layer.kv_cache_dtype, layer.head_size, cache.dtype)
+    return slot_parts(cache, format.key_bytes, format.value_bytes)
 
 
 def packed_slots(kind: str, kv_heads: int, head_dim: int) -> tuple[int, int]:

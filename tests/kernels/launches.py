@@ -6,7 +6,8 @@ Prints of each its name, the shared memory that it takes, and the size of its co
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from keepset.kernels.mixing import Mixing
 from keepset.kernels.packed import PackedHeads, runs_of
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_format import FOUR_BITS, PageFormat
-from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
+from keepset.kernels.paged import append_stored, append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_scores, entry_scores_in_pages, turns_of
@@ -42,6 +43,7 @@ from keepset.kernels.triton import (
     window,
 )
 from keepset.kernels.window import add_received
+from tests.kernels import packed
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
 _MODULES: tuple[ModuleType, ...] = (
@@ -80,10 +82,48 @@ class _Noted:
         return lambda *args, **kwargs: self._launches.append((self._kernel, args, kwargs))
 
 
+PACKED = {"80": ("k8v4", "k3v3"), "90": ("nvfp4 by tokens",), "100": ("nvfp4 swizzled",)}
+"""Kinds of caches whose keys are stored otherwise than values, or in more places than one, by the GPU to compile for."""
+
+
+def over_packed_pages(
+    dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int, kinds: Sequence[str]
+) -> list[Launch]:
+    """The kernels over such pages."""
+    with _noted() as launches:
+        for kind in kinds:
+            how = packed.format_of(kind, head_dim, dtype)
+            caches = [packed.cache_of(kind, how, (BLOCKS, kv_heads, SIZE))[2]] * LAYERS
+            queries = torch.zeros(2, kv_heads * group, head_dim, dtype=dtype)
+            table, lengths = torch.zeros(2, 512, dtype=torch.int32), torch.tensor([40, 7])
+            layout = FiledLayouts.empty(2, LAYERS, kv_heads, queries.device).layout
+            one = type(layout)(*(part[:, :1] for part in layout))
+            tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
+            columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
+            paged_attention(queries, caches, 0, tokens, one, Softmax(1.5), torch.zeros_like(queries), columns, how)
+            append_stored(caches[0], caches[0], tokens, one)
+            rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
+            recorded = RecordedQueries(rings, torch.arange(2), torch.arange(4).expand(2, -1))
+            entries = EntriesInPages(layout, table, lengths, layout.counts, long)
+            last = lengths[:, None].expand(-1, 4)
+            received = ColumnTarget(columns, last, lengths, Softmax(1.5), bias=columns, positions=columns)
+            add_received_in_pages(caches, range(LAYERS), recorded, entries, received, [how] * LAYERS)
+    return launches
+
+
 def launched(
     dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int, quantised: bool = False
 ) -> list[Launch]:
     """Every kernel in the ways that differ most, for a model like this; over quantised pages, too, if wanted."""
+    with _noted() as launches:
+        _in_stores(dtype, head_dim, kv_heads, group, long)
+        _in_pages(dtype, head_dim, kv_heads, group, long, quantised)
+    return launches
+
+
+@contextmanager
+def _noted() -> Iterator[list[Launch]]:
+    """Meanwhile kernels are not launched, but listed."""
     launches: list[Launch] = []
     kernels = [(m, name, kernel) for m in _MODULES for name, kernel in vars(m).items() if type(kernel) is JITFunction]
     patches = [patch.object(dispatch, "INTERPRETED", True), patch.object(dispatch, "processors", lambda device: 108)]
@@ -91,11 +131,9 @@ def launched(
     for each in patches:
         each.start()
     try:
-        _in_stores(dtype, head_dim, kv_heads, group, long)
-        _in_pages(dtype, head_dim, kv_heads, group, long, quantised)
+        yield launches
     finally:
         patch.stopall()
-    return launches
 
 
 def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int) -> None:
@@ -243,7 +281,10 @@ if __name__ == "__main__":
     dtype, head_dim, kv_heads, group, capability, what = sys.argv[1:]
     of_model = getattr(torch, dtype), int(head_dim), int(kv_heads), int(group)
     # Over quantised pages for the least of these GPUs alone: for all it would take as long as the rest.
-    every = [launched(*of_model, long, quantised=capability == "80") for long in LENGTHS]
+    if what == "packed":
+        every, what = [over_packed_pages(*of_model, long, PACKED[capability]) for long in LENGTHS], "all"
+    else:
+        every = [launched(*of_model, long, quantised=capability == "80") for long in LENGTHS]
     programs, *others = (list(distinct(launches, what)) for launches in every)
     known = {made.hash() for made, _ in programs}
     for made in (made for other in others for made, _ in other if made.hash() not in known):

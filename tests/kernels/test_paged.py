@@ -13,9 +13,11 @@ from torch import Tensor
 from keepset.kernels.page_entries import read_pages, take_entries, write_entries
 from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageLayout
-from keepset.kernels.paged import append_to_pages, follow_layouts, paged_attention, shift_step
+from keepset.kernels.paged import append_stored, append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.softmax import Softmax
+from tests.kernels.packed import KINDS as PACKED
+from tests.kernels.packed import Packed
 from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
 from tests.kernels.test_attention import TOLERANCE, seeded
 from tests.paged.allocator import Row
@@ -227,6 +229,49 @@ def test_attention_over_quantised_pages_is_that_of_what_they_stand_for(
         assert others
         right[others] = 7.0
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[1]])
+@pytest.mark.parametrize("listed", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_attention_over_packed_pages_is_that_of_what_they_stand_for(
+    implementation: str, shape: Shape, kind: str, listed: bool
+) -> None:
+    (kv_heads, group, size, dim, dtype), new = shape, [1, 18, 1, 1, 0, 2]
+    if kind.endswith("swizzled") and dim % 64:
+        dim = 64
+    new = new if listed else [min(length, 1) for length in LENGTHS]
+    case = Case.draw(LENGTHS, new, kv_heads, size, dim, torch.float32)
+    packed = Packed.like(case.caches, kind, dtype, seeded(2))
+    case.caches = packed.caches
+    tokens, count = case.tokens(listed), sum(new) if listed else len(LENGTHS)
+    queries = torch.randn(count, kv_heads * group, dim, generator=seeded(1)).to(dtype)
+    output, softmax = torch.full(queries.shape, 7.0, dtype=dtype), softmax_of(shape, capped=listed)
+    paged_attention(queries, packed.parts, 1, tokens, case.layout, softmax, output, case.bias, packed.format)
+    right = expected(case, queries, tokens, softmax, biased=True)
+    right[sorted(set(range(count)) - {place for place, _, _ in numbered(tokens)})] = 7.0
+    torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PACKED if kind not in ("k4v4", "k3v4")])
+@pytest.mark.parametrize("listed", [True, False])
+def test_new_packed_entries_are_where_an_allocator_puts_them(implementation: str, kind: str, listed: bool) -> None:
+    """Byte by byte out of a cache like the layer's, and nothing else changes; of padding tokens nothing is written."""
+    kv_heads, size, dim, new = 3, 16, 64, [1, 18, 1, 1, 0, 2]
+    case = Case.draw(LENGTHS, new if listed else [min(n, 1) for n in new], kv_heads, size, dim, torch.float32)
+    tokens = case.tokens(listed)
+    if not listed:
+        tokens = tokens._replace(slots=torch.tensor([5, 5, 5, -1, 5, 5]))
+    packed, number = Packed.like(case.caches, kind, torch.float32, seeded(2)), len(tokens.lengths)
+    fresh = Packed.like([torch.zeros(-(-number // size), kv_heads, size, 2 * dim)], kind, torch.float32, seeded(5))
+    right, source = packed.memory[1].clone(), fresh.memory[0]
+    for index, (_, row, length) in enumerate(numbered(tokens)):
+        for head in range(kv_heads) if length and (tokens.slots is None or index != 3) else ():
+            ((slot, _),) = [pair for pair in _slots(case.rows[row], head, size) if pair[1] == length - 1]
+            place = at(slot, size, kv_heads, len(case.caches[1]))[1:]
+            right[packed.where(*place)] = source[fresh.where(index // size, head, index % size)]
+    append_stored(fresh.parts[0], packed.parts[1], tokens, case.layout)
+    assert torch.equal(packed.memory[1], right)
 
 
 @pytest.mark.parametrize(("kind", "scales"), ALL_FORMATS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.softmax import GroupReduction, Softmax
+from tests.kernels.packed import KINDS as PACKED
+from tests.kernels.packed import Packed
 from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
 from tests.kernels.test_attention import seeded
 from tests.kernels.test_paged import Case, _slots, at
@@ -139,14 +142,20 @@ def test_sums(
             torch.testing.assert_close(made.double(), of, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("kind", "scales"), ALL_FORMATS)
+@pytest.mark.parametrize(("kind", "scales"), [*ALL_FORMATS, *((kind, None) for kind in PACKED)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_sums_over_quantised_pages(
     implementation: str, dtype: torch.dtype, kind: str, scales: tuple[float, float] | None
 ) -> None:
-    kv_heads, size, dim, group = 2, 4, 24 if kind == INT4 else 12, 3
+    kv_heads, size, dim, group = 2, 4, 64 if kind in PACKED else 24 if kind == INT4 else 12, 3
     case, draw, rows = Case.draw(LENGTHS, NEW, kv_heads, size, dim, torch.float32), seeded(4), len(LENGTHS)
-    stored, case.caches, how = quantised(case.caches, kind, scales, torch.float64, draw)
+    stored: list[Any]
+    how: Any
+    if kind in PACKED:
+        packed = Packed.like(case.caches, kind, dtype, draw)
+        stored, case.caches, how = packed.parts, packed.caches, packed.format
+    else:
+        stored, case.caches, how = quantised(case.caches, kind, scales, torch.float64, draw)
     rings = torch.randn(1, rows, 3, kv_heads * group, dim, generator=draw).to(dtype)
     slots, at_places = torch.randperm(rows, generator=draw), torch.randint(3, (rows, 2), generator=draw)
     last = torch.tensor([[row.length - 2, row.length - 1] for row in case.rows])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,82 +12,34 @@ from keepset.kernels.packed_formats import NVFP4Format, PackedFormat, TurboQuant
 from keepset.paged.engine import Pages
 from keepset.paged.pages import PagedEntries, decoded_entries
 from keepset.paged.scattered_pages import ScatteredPages
+from tests.kernels.packed import Bytes, memory_of, of_nvfp4, of_slots
 
 BLOCKS, HEADS, SIZE, HEAD_DIM, LAYERS = 3, 2, 8, 64, 2
+SHAPE = BLOCKS, HEADS, SIZE
 ONE = torch.ones(())
 NVFP4 = NVFP4Format(HEAD_DIM, torch.float32, ONE, ONE * 2)
 SLOTS = TurboQuantFormat(HEAD_DIM, torch.float32, 3, 4, torch.linspace(-1, 1, 8), torch.eye(HEAD_DIM), True, False)
 
-Bytes = Callable[[int, int, int], list[int]]
-"""Where the bytes of an entry are in memory, by block, head and offset: the key's, and behind them the value's."""
-
-
-def of_slots(by_heads: bool) -> tuple[Tensor, Bytes]:
-    """Keys and values in one slot, with two bytes that fill it, and a cache with a gap behind each block."""
-    slot = SLOTS.key_bytes + SLOTS.value_bytes + 2
-    page = HEADS * SIZE * slot
-    strides = (SIZE * slot, slot) if by_heads else (slot, HEADS * slot)
-    memory = torch.empty(BLOCKS * (page + 6), dtype=torch.uint8)
-    cache = memory.as_strided((BLOCKS, HEADS, SIZE, slot), (page + 6, *strides, 1))
-
-    def where(block: int, head: int, offset: int) -> list[int]:
-        first = block * (page + 6) + head * strides[0] + offset * strides[1]
-        return list(range(first, first + slot))
-
-    return cache, where
-
-
-def of_nvfp4(by_heads: bool, swizzled: bool) -> tuple[Tensor, Bytes]:
-    """Four regions in each block: numbers and scales of keys, numbers and scales of values."""
-    numbers, scales = HEAD_DIM // 2, HEAD_DIM // 16
-    row, rows = numbers + scales, HEADS * SIZE
-    memory = torch.empty(BLOCKS * 2 * rows * row, dtype=torch.uint8)
-    strides = (SIZE * row, row) if by_heads else (row, 2 * HEADS * row)
-    cache = memory.as_strided((BLOCKS, 2 * HEADS, SIZE, row), (2 * rows * row, *strides, 1))
-
-    def where(block: int, head: int, offset: int) -> list[int]:
-        found = []
-        for side in (0, 1):
-            region = (2 * block + side) * rows * row
-            place = head * SIZE + offset if by_heads else offset * HEADS + head
-            found += [region + place * numbers + i for i in range(numbers)]
-            region += rows * numbers
-            for i in range(scales):
-                if side and swizzled:
-                    quarter = scales // 4
-                    place = head * SIZE + offset // 4 * 4 + i // quarter
-                    found.append(region + place * scales + i % quarter * 4 + offset % 4)
-                else:
-                    found.append(region + place * scales + i)
-        return found
-
-    return cache, where
-
-
 LAYOUTS = {
-    "slots by heads": (SLOTS, of_slots, (True,)),
-    "slots by tokens": (SLOTS, of_slots, (False,)),
-    "nvfp4 by heads": (NVFP4, of_nvfp4, (True, False)),
-    "nvfp4 by tokens": (NVFP4, of_nvfp4, (False, False)),
-    "nvfp4 swizzled": (NVFP4, of_nvfp4, (True, True)),
+    "slots by heads": (SLOTS, of_slots, (SLOTS.key_bytes, SLOTS.value_bytes, True)),
+    "slots by tokens": (SLOTS, of_slots, (SLOTS.key_bytes, SLOTS.value_bytes, False)),
+    "nvfp4 by heads": (NVFP4, of_nvfp4, (HEAD_DIM, True, False)),
+    "nvfp4 by tokens": (NVFP4, of_nvfp4, (HEAD_DIM, False, False)),
+    "nvfp4 swizzled": (NVFP4, of_nvfp4, (HEAD_DIM, True, True)),
 }
-
-
-def memory_of(cache: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
 def made(name: str) -> tuple[PackedFormat, list[Tensor], Bytes, list[ScatteredPages]]:
     """Caches of some layers with random bytes, where their entries' bytes are, and their pages."""
     how, layout, options = LAYOUTS[name]
-    caches, where = zip(*(layout(*options) for _ in range(LAYERS)), strict=True)
+    caches, where = zip(*(layout(SHAPE, *options) for _ in range(LAYERS)), strict=True)
     for seed, cache in enumerate(caches):
         drawn = torch.randint(0, 256, memory_of(cache).shape, generator=torch.Generator().manual_seed(seed))
         memory_of(cache).copy_(drawn)
     if how is SLOTS:
-        parts = [slot_parts(cache, how.key_bytes) for cache in caches]
+        parts = [slot_parts(cache, how.key_bytes, how.value_bytes) for cache in caches]
     else:
-        parts = [nvfp4_parts(cache, options[1]) for cache in caches]
+        parts = [nvfp4_parts(cache, options[2]) for cache in caches]
     return how, list(caches), where[0], [ScatteredPages(parts, place, how) for place in range(LAYERS)]
 
 
@@ -175,8 +125,8 @@ def test_pages_are_those_of_the_interface() -> None:
 
 
 def test_other_strides_are_refused() -> None:
-    cache = of_nvfp4(True, False)[0]
+    cache = of_nvfp4(SHAPE, HEAD_DIM, True, False)[0]
     with pytest.raises(KeepsetError, match="Blocks of an NVFP4 cache must be dense"):
         nvfp4_parts(cache[:, :, ::2], swizzled=False)
     with pytest.raises(KeepsetError, match="must be laid out by heads, with heads of a multiple of 64 numbers"):
-        nvfp4_parts(of_nvfp4(False, False)[0], swizzled=True)
+        nvfp4_parts(of_nvfp4(SHAPE, HEAD_DIM, False, False)[0], swizzled=True)

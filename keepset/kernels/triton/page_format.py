@@ -3,29 +3,68 @@
 `FORMAT` is the kind of the stored numbers (`kind_of`); with `OWN_SCALES` each row has its scale right behind them.
 Floats of 8 bits are taken apart bit by bit, so that GPUs without such a type read and write them, too. Two numbers of 4
 bits share a byte, and the lowest bits of the row's scale say which number is zero. What is mixed stays mixed here.
+
+Where a key is stored otherwise than a value, or in more places than one, `PACKED` says how (`packed_kind_of`); for
+other caches it is None.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from keepset.kernels.page_format import FOUR_BITS, PageFormat
+from keepset.kernels.entry_parts import EntryParts
+from keepset.kernels.packed_formats import LEAST_SQUARE, SHARE_SCALE, NVFP4Format, TurboQuantFormat
+from keepset.kernels.page_format import FOUR_BITS, PageFormat, RowFormat
 
 _KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3, FOUR_BITS: 4}
+_PACKED = 5
+_LEAST_SQUARE, _SHARE_SCALE = tl.constexpr(LEAST_SQUARE), tl.constexpr(SHARE_SCALE)
 
 
-def kind_of(format: PageFormat | None) -> dict[str, Any]:
+class PackedKind(NamedTuple):
+    """What kernels are told of a cache in which a key is stored otherwise than a value, or in more places than one.
+
+    Attributes:
+        key_bits, value_bits: bits of a number.
+        unit_length, has_fp16_exponents: as in `TurboQuantFormat`.
+        to_scales, swizzled: as in `EntryParts`, where sixteen numbers share a scale.
+    """
+
+    key_bits: int
+    value_bits: int
+    unit_length: bool
+    has_fp16_exponents: bool
+    to_scales: int
+    swizzled: bool
+
+
+def packed_kind_of(cache: Tensor | EntryParts, format: RowFormat | None) -> PackedKind | None:
+    """Return what `PACKED` is for a cache; None if its keys and values are rows that are alike."""
+    if isinstance(format, TurboQuantFormat):
+        bits = format.key_bits, format.value_bits
+        return PackedKind(*bits, format.unit_length, format.has_fp16_exponents, 0, False)
+    if isinstance(format, NVFP4Format) and isinstance(cache, EntryParts):
+        return PackedKind(4, 4, False, False, cache.to_scales, cache.swizzled)
+    return None
+
+
+def levels_of(format: RowFormat | None) -> Tensor | None:
+    """Return what numbers of a key stand for, if a table says so."""
+    return format.centroids if isinstance(format, TurboQuantFormat) and format.key_bits < 8 else None
+
+
+def kind_of(format: RowFormat | None) -> dict[str, Any]:
     """Return what kernels are told of a layer's format; 0 stands for whole numbers.
 
     The compiler finds out itself where 16 divides the distances of entries, but not where only 8 does (`EIGHT`).
     """
-    if format is None:
-        return {"FORMAT": 0, "OWN_SCALES": False, "EIGHT": False}
+    if not isinstance(format, PageFormat):
+        return {"FORMAT": 0 if format is None else _PACKED, "OWN_SCALES": False, "EIGHT": False}
     return {
         "FORMAT": _KINDS[format.numbers],
         "OWN_SCALES": format.has_row_scales,
@@ -33,7 +72,7 @@ def kind_of(format: PageFormat | None) -> dict[str, Any]:
     }
 
 
-def as_bytes(cache: Tensor, format: PageFormat | None) -> Tensor:
+def as_bytes(cache: Tensor, format: RowFormat | None) -> Tensor:
     """Return a cache as bytes if it is quantised."""
     return cache if format is None else cache.view(torch.uint8)
 
@@ -53,17 +92,103 @@ def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
         numbers = ((pair >> (dims % 2 * 4)) & 15).to(tl.float32)
     else:
         bits = tl.load(row + dims, mask=mask, other=0)
-        wide = bits.to(tl.uint16)
         if FORMAT == 1:
             numbers = bits.to(tl.int8, bitcast=True).to(tl.float32)
         elif FORMAT == 2:
-            # The exponent's bias is less by 8, so what a float of 16 bits makes of these bits is a 256th.
-            half = ((wide & 128) << 8) | ((wide & 127) << 7)
-            numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-            numbers = tl.where((wide & 127) == 127, float("nan"), numbers)
+            numbers = _small_floats(bits, False)
         else:  # the upper half of a float of 16 bits
-            numbers = (wide << 8).to(tl.float16, bitcast=True).to(tl.float32)
+            numbers = (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     return numbers
+
+
+@triton.jit
+def _small_floats(bits, HAS_FP16_EXPONENTS: tl.constexpr):
+    """Return what floats of 8 bits, of which 3 are the mantissa, stand for."""
+    wide = bits.to(tl.uint16)
+    numbers = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
+    if not HAS_FP16_EXPONENTS:
+        # The exponent's bias is less by 8, so what a float of 16 bits makes of these bits is a 256th.
+        numbers = tl.where((wide & 127) == 127, float("nan"), numbers * 256.0)
+    return numbers
+
+
+@triton.jit
+def load_packed_keys(row, inside, dims, stored, levels, HEAD_DIM: tl.constexpr, PACKED: tl.constexpr):
+    """Return keys in float32, `[dims, entries]`, but for the layer's scale; what is mixed stays mixed.
+
+    Args:
+        row: where the numbers of each key begin.
+        inside: how many bytes that is behind the numbers of the block's first key.
+        dims: which numbers.
+        stored: which keys to load; others are 0.
+        levels: what numbers stand for, if a table says so.
+    """
+    there = stored[None, :] & (dims < HEAD_DIM)[:, None]
+    if PACKED.to_scales > 0:
+        scale = (row + (inside // 8 - inside + PACKED.to_scales))[None, :] + (dims // _SHARE_SCALE)[:, None]
+        numbers = _four_bit_floats(row[None, :], dims[:, None], scale, there)
+    elif PACKED.key_bits == 8:
+        bits = tl.load(row[None, :] + dims[:, None], mask=there, other=0)
+        numbers = _small_floats(bits, PACKED.has_fp16_exponents)
+    else:
+        numbers = tl.load(levels + _codes(row[None, :], dims[:, None], there, PACKED.key_bits), mask=there, other=0.0)
+        length = _load_half(row + HEAD_DIM * PACKED.key_bits // 8, stored)
+        if PACKED.unit_length:
+            length *= tl.rsqrt(tl.sum(numbers * numbers, 0) + _LEAST_SQUARE)
+        numbers *= length[None, :]
+    return numbers
+
+
+@triton.jit
+def load_packed_values(row, inside, dims, stored, HEAD_DIM: tl.constexpr, PACKED: tl.constexpr):
+    """Return values in float32, `[entries, dims]`; see `load_packed_keys`."""
+    there = stored[:, None] & (dims < HEAD_DIM)[None, :]
+    if PACKED.to_scales > 0:
+        scale, group = (row + (inside // 8 - inside + PACKED.to_scales))[:, None], (dims // _SHARE_SCALE)[None, :]
+        if PACKED.swizzled:  # each of four neighbouring entries has every fourth byte of all four's
+            width: tl.constexpr = HEAD_DIM // _SHARE_SCALE
+            entry = (inside // (HEAD_DIM // 2) % 4)[:, None]
+            scale += entry * (1 - width) + group // (width // 4) * width + group % (width // 4) * 4
+        else:
+            scale += group
+        numbers = _four_bit_floats(row[:, None], dims[None, :], scale, there)
+    else:
+        codes = _codes(row[:, None], dims[None, :], there, PACKED.value_bits)
+        end = row + HEAD_DIM * PACKED.value_bits // 8
+        step, least = _load_half(end, stored), _load_half(end + 2, stored)
+        numbers = tl.where(there, codes.to(tl.float32) * step[:, None] + least[:, None], 0.0)
+    return numbers
+
+
+@triton.jit
+def _codes(row, dims, mask, BITS: tl.constexpr):
+    """Return whole numbers of 4 or 3 bits, which are packed from each byte's lowest bit on."""
+    if BITS == 4:
+        codes = (tl.load(row + dims // 2, mask=mask, other=0).to(tl.int32) >> (dims % 2 * 4)) & 15
+    else:
+        byte, shift = dims * BITS // 8, dims * BITS % 8
+        low = tl.load(row + byte, mask=mask, other=0).to(tl.int32)
+        high = tl.load(row + byte + 1, mask=mask, other=0).to(tl.int32)  # behind the last number other bytes follow
+        codes = ((low | (high << 8)) >> shift) & 7
+    return codes
+
+
+@triton.jit
+def _four_bit_floats(row, dims, scale, mask):
+    """Return numbers of 4 bits times their scales, which are loaded from where they lie."""
+    pair = tl.load(row + dims // 2, mask=mask, other=0).to(tl.uint16)
+    bits = pair >> (dims % 2 * 4).to(tl.uint16)
+    # The exponent's bias is less by 14 than that of a float of 16 bits.
+    half = ((bits & 8) << 12) | ((bits & 7) << 9)
+    numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    return numbers * _small_floats(tl.load(scale, mask=mask, other=0), False)
+
+
+@triton.jit
+def _load_half(place, mask):
+    """Return floats of 16 bits, which may begin at any byte."""
+    low, high = (tl.load(place, mask=mask, other=0).to(tl.uint16), tl.load(place + 1, mask=mask, other=0).to(tl.uint16))
+    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

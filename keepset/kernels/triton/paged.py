@@ -10,11 +10,23 @@ from torch import Tensor
 
 from keepset.kernels import dispatch
 from keepset.kernels.dispatch import DEVICE_BLOCK
-from keepset.kernels.page_format import PageFormat
+from keepset.kernels.entry_parts import pages_of, to_values
+from keepset.kernels.page_format import RowFormat
 from keepset.kernels.page_layout import PageLayout
 from keepset.kernels.paged_arguments import PagedTokens
 from keepset.kernels.triton.attention import _MERGED, _merge_parts
-from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros, store_rows
+from keepset.kernels.triton.page_format import (
+    as_bytes,
+    kind_of,
+    levels_of,
+    load_numbers,
+    load_packed_keys,
+    load_packed_values,
+    load_scales,
+    load_zeros,
+    packed_kind_of,
+    store_rows,
+)
 from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, begun, capped, rows_of, streamed
 
 _SPLITS = 8, 64
@@ -29,12 +41,13 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
     The number of parts of a head follows from the number of tokens and `tokens.longest`. Their length follows from the
     head's entries, which only the device knows.
     """
-    n, (_, query_heads, head_dim) = len(tokens.lengths), queries.shape
+    n, (_, query_heads, head_dim), packed = len(tokens.lengths), queries.shape, packed_kind_of(cache, format)
+    half, cache = to_values(cache), pages_of(cache)
     _, heads, size, _ = cache.shape
     if not n:
         return
     group, kind = query_heads // heads, as_bytes(cache, format)
-    half, width = (cache.shape[3] // 2, head_dim) if value_dim is None else (0, value_dim)
+    half, width = (half, head_dim) if value_dim is None else (0, value_dim)
     head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, width))
     # Further blocks of a KV head's query heads read its entries once more.
     rows = max(16, min(triton.next_power_of_2(group), _MOST_NUMBERS // head_block))
@@ -46,15 +59,16 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
         lse = torch.empty(splits, n, query_heads, device=queries.device)
     sinks = softmax.sinks
     _attend_pages[(n, heads * row_blocks, splits)](
-        queries, kind, addresses.on_device, *_scales(format), bias, sinks, *_places(tokens, layout), partial, lse,
-        *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout), place, len(addresses.on_device),
-        0 if bias is None else bias.stride(0), softmax.scaling, softmax.softcap or 1.0, n * query_heads,
+        queries, kind, addresses.on_device, *_scales(format), levels_of(format), bias, sinks,
+        *_places(tokens, layout), partial, lse, *queries.stride()[:2], *cache.stride()[:3], *_rows(tokens, layout),
+        place, len(addresses.on_device), 0 if bias is None else bias.stride(0), softmax.scaling,
+        softmax.softcap or 1.0, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block, VALUE_DIM=width, VALUE_BLOCK=value_block, SIZE=size, ROWS=rows, ROW_BLOCKS=row_blocks,
         BLOCK=rows_of(head_block, queries.dtype), LEAST_PART=LEAST_PART,
         LISTED=tokens.rows is not None, BIASED=bias is not None, SPLIT=splits > 1,
         ALIGNED=addresses.aligned, HALF=half, CAPPED=softmax.softcap is not None,
-        SINKS=sinks is not None, **kind_of(format),
+        SINKS=sinks is not None, PACKED=packed, **kind_of(format),
     )  # fmt: skip
     if splits > 1:
         _merge_parts[(n * query_heads,)](
@@ -75,6 +89,24 @@ def append(keys, values, cache, tokens, layout, format) -> None:
         HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=triton.next_power_of_2(head_dim), SIZE=size, LISTED=tokens.rows is not None,
         GUARDED=tokens.slots is not None, HALF=cache.shape[3] // 2, **kind_of(format),
+    )  # fmt: skip
+
+
+def append_stored(new, cache, tokens, layout) -> None:
+    """Compute `keepset.kernels.paged.append_stored`."""
+    n, source, target = len(tokens.lengths), new.numbers, cache.numbers
+    _, heads, size, key_bytes = target.shape
+    if not n:
+        return
+    value_bytes, scale_bytes = (part.shape[4:].numel() for part in (cache.values[0], cache.keys[-1]))
+    scale_bytes = scale_bytes if cache.to_scales else 0
+    _copy_to_pages[(n,)](
+        source, target, tokens.slots, *_places(tokens, layout), *source.stride()[:3], *target.stride()[:3],
+        *_rows(tokens, layout), HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), SIZE=size,
+        KEY_BYTES=key_bytes, VALUE_BYTES=value_bytes, SCALE_BYTES=scale_bytes,
+        BLOCK=triton.next_power_of_2(max(key_bytes, value_bytes)), TO_VALUES=cache.to_values,
+        TO_SCALES=cache.to_scales, SWIZZLED=cache.swizzled, LISTED=tokens.rows is not None,
+        GUARDED=tokens.slots is not None,
     )  # fmt: skip
 
 
@@ -100,7 +132,7 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
     return max(1, min(worth, DEVICE_BLOCK // numbers))
 
 
-def _scales(format: PageFormat | None) -> tuple[Tensor | None, Tensor | None]:
+def _scales(format: RowFormat | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the scales of a layer's keys and values, if they are the layer's."""
     return (None, None) if format is None else (format.key_scale, format.value_scale)
 
@@ -158,7 +190,7 @@ def _find(
     cache_block, cache_head, cache_entry, slot_layer,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Return where the numbers of a head's entries lie, and the entries' slots."""
+    """Return where the numbers of a head's entries lie, how far that is from their blocks' first, and their slots."""
     page = entry // SIZE
     number = _number(page, kept, start, later, HEADS)
     index, holder = first_block + number // HEADS, page * 0 + layer
@@ -175,13 +207,14 @@ def _find(
         numbers = tl.multiple_of(numbers, 16)
     if EIGHT:
         at = tl.multiple_of(at, 8)
-    return numbers + at, holder.to(tl.int64) * slot_layer + (block * HEADS + number % HEADS) * SIZE + entry % SIZE
+    slot = holder.to(tl.int64) * slot_layer + (block * HEADS + number % HEADS) * SIZE + entry % SIZE
+    return numbers + at, at - block * cache_block, slot
 
 
 @triton.jit(do_not_specialize=["layer", "outputs"])
 def _attend_pages(
-    queries, cache, caches, key_scale, value_scale, bias, sinks, block_table, counts, event_lengths, firsts, shares,
-    places, rows, lengths, output, lse,
+    queries, cache, caches, key_scale, value_scale, levels, bias, sinks, block_table, counts, event_lengths, firsts,
+    shares, places, rows, lengths, output, lse,
     query_token, query_head, cache_block, cache_head, cache_entry,
     table_row, counts_row, event_row, first_row, shared_row, layer, layers, bias_layer, scaling, cap, outputs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
@@ -189,7 +222,7 @@ def _attend_pages(
     SIZE: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LEAST_PART: tl.constexpr,
     LISTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr,
     HALF: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
+    PACKED: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Attend query heads of one token and KV head over one part.
 
@@ -215,7 +248,7 @@ def _attend_pages(
     )  # fmt: skip
     if FORMAT == 0:
         q = q.to(cache.dtype.element_ty)
-    elif not OWN_SCALES:
+    elif key_scale is not None:
         scaling *= tl.load(key_scale)
     largest, total = begun(sinks, query, exists, split, ROWS, SINKS)
     attended = tl.zeros([ROWS, VALUE_BLOCK], tl.float32)
@@ -226,11 +259,14 @@ def _attend_pages(
     for offset in range(split * part, tl.minimum(split * part + part, entries), BLOCK):
         entry = offset + tl.arange(0, BLOCK)
         stored = entry < entries
-        numbers, slot = _find(
+        numbers, inside, slot = _find(
             entry, stored, cache, caches, table, kept, start, later, first_block, shared, layer, layers,
             cache_block, cache_head, cache_entry, bias_layer, HEADS, SIZE, ALIGNED, EIGHT,
         )  # fmt: skip
-        k = load_numbers(numbers[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
+        if PACKED is None:
+            k = load_numbers(numbers[None, :], dims[:, None], stored[None, :] & (dims < HEAD_DIM)[:, None], FORMAT)
+        else:
+            k = load_packed_keys(numbers, inside, dims, stored, levels, HEAD_DIM, PACKED)
         if FORMAT == 4:
             k -= load_zeros(numbers, stored, HEAD_DIM)[None, :]
         logits = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scaling
@@ -244,8 +280,11 @@ def _attend_pages(
         logits = tl.where(stored[None, :], logits, float("-inf"))
         largest, total, weights, shrink = streamed(largest, total, logits)
         numbers += HALF
-        real = stored[:, None] & (value_dims < VALUE_DIM)[None, :]
-        v = load_numbers(numbers[:, None], value_dims[None, :], real, FORMAT)
+        if PACKED is None:
+            real = stored[:, None] & (value_dims < VALUE_DIM)[None, :]
+            v = load_numbers(numbers[:, None], value_dims[None, :], real, FORMAT)
+        else:
+            v = load_packed_values(numbers, inside, value_dims, stored, VALUE_DIM, PACKED)
         if FORMAT == 4:
             v -= load_zeros(numbers, stored, HEAD_DIM)[:, None]
         if OWN_SCALES:
@@ -255,7 +294,7 @@ def _attend_pages(
     # A row that sees nothing gives zero; NaN stays NaN.
     total = tl.where(total == 0.0, 1.0, total)
     attended = attended / total[:, None]
-    if FORMAT > 0 and not OWN_SCALES:
+    if value_scale is not None:
         attended *= tl.load(value_scale)
     written = GROUP
     if SPLIT:
@@ -288,17 +327,12 @@ def _append_to_pages(
     length = tl.load(lengths + token).to(tl.int32)
     if GUARDED:
         length = tl.where(tl.load(slots + token) < 0, 0, length)
-    count, kept, start, later = _dealt(
-        counts + row * counts_row, tl.load(shares + row * shared_row) > 0, HEADS, HEADS_BLOCK, SIZE
-    )
-    since = length - tl.load(event_lengths + row * event_row).to(tl.int32)
-    entry = count + since - 1
-    number = _number(entry // SIZE, kept, start, later, HEADS)
+    exists, block, own, offset = _newest(
+        length, block_table + row * table_row, counts + row * counts_row, event_lengths + row * event_row,
+        firsts + row * first_row, shares + row * shared_row, HEADS, HEADS_BLOCK, SIZE,
+    )  # fmt: skip
     head, dims = tl.arange(0, HEADS_BLOCK), tl.arange(0, HEAD_BLOCK)
-    exists = head < tl.where(length > 0, HEADS, 0)
-    index = tl.load(firsts + row * first_row).to(tl.int32) + number // HEADS
-    block = tl.load(block_table + row * table_row + index, mask=exists, other=0).to(tl.int64)
-    at = block * cache_block + (number % HEADS) * cache_head + (entry % SIZE) * cache_entry
+    at = block * cache_block + own * cache_head + offset * cache_entry
     if EIGHT:
         at = tl.multiple_of(at, 8)
     mask = exists[:, None] & (dims < HEAD_DIM)[None, :]
@@ -306,6 +340,68 @@ def _append_to_pages(
     store_rows(cache + at, k, key_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
     v = tl.load(values + place * value_token + head[:, None] * value_head + dims[None, :], mask=mask, other=0.0)
     store_rows(cache + at + HALF, v, value_scale, exists, dims, HEAD_DIM, FORMAT, OWN_SCALES)
+
+
+@triton.jit
+def _copy_to_pages(
+    new, cache, slots, block_table, counts, event_lengths, firsts, shares, places, rows, lengths,
+    new_block, new_head, new_entry, cache_block, cache_head, cache_entry,
+    table_row, counts_row, event_row, first_row, shared_row,
+    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, KEY_BYTES: tl.constexpr,
+    VALUE_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, BLOCK: tl.constexpr, TO_VALUES: tl.constexpr,
+    TO_SCALES: tl.constexpr, SWIZZLED: tl.constexpr, LISTED: tl.constexpr, GUARDED: tl.constexpr,
+):  # fmt: skip
+    """Copy the entries of one token, of all heads; one program for each token."""
+    token, row = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64)
+    if LISTED:
+        row = tl.load(rows + token).to(tl.int64)
+    length = tl.load(lengths + token).to(tl.int32)
+    if GUARDED:
+        length = tl.where(tl.load(slots + token) < 0, 0, length)
+    exists, block, head, offset = _newest(
+        length, block_table + row * table_row, counts + row * counts_row, event_lengths + row * event_row,
+        firsts + row * first_row, shares + row * shared_row, HEADS, HEADS_BLOCK, SIZE,
+    )  # fmt: skip
+    inside, other = head * cache_head + offset * cache_entry, tl.arange(0, HEADS_BLOCK) * new_head
+    source_offset = (token % SIZE).to(tl.int32)
+    other += source_offset * new_entry
+    to, source, byte = cache + block * cache_block, new + token // SIZE * new_block, tl.arange(0, BLOCK)
+    _copy(source + other, to + inside, exists, byte, KEY_BYTES)
+    _copy(source + other + TO_VALUES, to + inside + TO_VALUES, exists, byte, VALUE_BYTES)
+    if TO_SCALES > 0:
+        _copy(source + other // 8 + TO_SCALES, to + inside // 8 + TO_SCALES, exists, byte, SCALE_BYTES)
+        source += other // 8 + (TO_VALUES + TO_SCALES)
+        to += inside // 8 + (TO_VALUES + TO_SCALES)
+        if SWIZZLED:
+            line: tl.constexpr = SCALE_BYTES // 4
+            order = byte // line * SCALE_BYTES + byte % line * 4
+            source, to = source + source_offset % 4 * (1 - SCALE_BYTES), to + offset % 4 * (1 - SCALE_BYTES)
+            mask = exists[:, None] & (byte < SCALE_BYTES)[None, :]
+            scales = tl.load(source[:, None] + order[None, :], mask=mask)
+            tl.store(to[:, None] + order[None, :], scales, mask=mask)
+        else:
+            _copy(source, to, exists, byte, SCALE_BYTES)
+
+
+@triton.jit
+def _copy(source, target, exists, byte, BYTES: tl.constexpr):
+    """Copy so many bytes of each row."""
+    mask = exists[:, None] & (byte < BYTES)[None, :]
+    tl.store(target[:, None] + byte[None, :], tl.load(source[:, None] + byte[None, :], mask=mask), mask=mask)
+
+
+@triton.jit
+def _newest(
+    length, table, counts, event_length, first, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return for each head whether it gets an entry of a token, and the block, head and offset of its place."""
+    count, kept, start, later = _dealt(counts, tl.load(shared) > 0, HEADS, HEADS_BLOCK, SIZE)
+    entry = count + (length - tl.load(event_length).to(tl.int32)) - 1
+    number = _number(entry // SIZE, kept, start, later, HEADS)
+    exists = tl.arange(0, HEADS_BLOCK) < tl.where(length > 0, HEADS, 0)
+    index = tl.load(first).to(tl.int32) + number // HEADS
+    return exists, tl.load(table + index, mask=exists, other=0).to(tl.int64), number % HEADS, entry % SIZE
 
 
 @triton.jit

@@ -41,7 +41,7 @@ def _launch(  # type: ignore[no-untyped-def]
     layers, _, width, inputs = networks.hidden.shape
     head_dim = networks.partner.shape[1]
     known = None if known is None else known.contiguous()
-    mixing = formats[0].mixing if formats else None
+    mixing = formats[0].key_mixing if formats else None
     scores = torch.empty(rows, heads, entries, dtype=torch.float32, device=new.device)
     if not scores.numel():
         return scores
