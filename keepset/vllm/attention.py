@@ -12,7 +12,7 @@ from vllm.forward_context import get_forward_context
 
 from keepset.errors import UnsupportedEngineError
 from keepset.kernels.mixing import Mixing
-from keepset.kernels.paged import append_to_pages, paged_attention
+from keepset.kernels.paged import append_stored, append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import LayerAdapter, Pages
 from keepset.paged.pages import StridedPages
@@ -20,7 +20,7 @@ from keepset.paged.scattered_pages import ScatteredPages
 from keepset.vllm.compat import fill_scales, softcap_of
 from keepset.vllm.engine_context import PlannedStep, active
 from keepset.vllm.formats import format_of, own_mixing
-from keepset.vllm.packed_layouts import PACKED, packed_format, parts_of
+from keepset.vllm.packed_layouts import PACKED, packed_format, parts_of, room_like
 
 
 class CompressedImpl:
@@ -190,9 +190,17 @@ class CompressedAttentionImpl(CompressedImpl):
         """
         ragged = step.plan.ragged
         assert ragged is not None and ragged.tokens is not None
-        pages, layout = self.pages(layer, kv_cache), ragged.of_layer(step.places[layer.layer_name])
-        assert isinstance(pages, StridedPages)
-        append_to_pages(key, value, kv_cache, ragged.tokens, layout, pages.format)
+        tokens, pages = ragged.tokens, self.pages(layer, kv_cache)
+        layout = ragged.of_layer(step.places[layer.layer_name])
+        if isinstance(pages, StridedPages):
+            append_to_pages(key, value, kv_cache, tokens, layout, pages.format)
+            return
+        assert isinstance(pages, ScatteredPages)
+        # What vLLM's kernels make of numbers depends on the GPU, so they write the bytes that are copied.
+        number = len(tokens.lengths)
+        some, room = slice(number) if tokens.places is None else tokens.places, room_like(kv_cache, number)
+        self.write_plain(layer, key[some], value[some], room, torch.arange(number, device=key.device))
+        append_stored(parts_of(layer, room), pages.caches[pages.place], tokens, layout)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         """Compute the attention of each head over entries of its own.
@@ -209,7 +217,7 @@ class CompressedAttentionImpl(CompressedImpl):
         place = step.places[layer.layer_name]
         tokens, layout, bias = ragged.tokens, ragged.of_layer(place), step.group.columns.bias
         pages = self.pages(layer, kv_cache)
-        assert isinstance(pages, StridedPages)
+        assert isinstance(pages, StridedPages | ScatteredPages)
         paged_attention(query, pages.caches, place, tokens, layout, self.softmax, output, bias, pages.format)
 
     def forward(

@@ -22,11 +22,9 @@ from keepset.vllm.attention import CompressedAttentionImpl, CompressedImpl
 from keepset.vllm.cpu_pages import CPUPages
 from keepset.vllm.cpu_rows import RowsImpl, RowsMetadataBuilder, RowsMixin, attend_ragged
 from keepset.vllm.engine_context import PlannedStep, activate, active
-from keepset.vllm.formats import WHOLE, with_row_scales
+from keepset.vllm.formats import WHOLE, as_on_gpus
 from keepset.vllm.latents import LatentImpl
 from keepset.vllm.metadata import KeepBuilder, RecurrentBuilder
-from keepset.vllm.packed_layouts import PACKED
-from keepset.vllm.recipe_support import INT4
 from keepset.vllm.settings import recipe_of
 
 
@@ -160,11 +158,6 @@ class KeepBackend(AttentionBackend):
             )
         if cls.of_rows is None or context.cache_dtype in WHOLE:
             return cls.impl
-        if context.cache_dtype in PACKED:
-            raise UnsupportedEngineError(
-                f"keepset cannot serve {context.recipe}: on CPUs nothing attends to a KV cache of kind "
-                f"{context.cache_dtype}; use kv_cache_dtype {INT4}."
-            )
         return cls.of_rows[0]
 
     @classmethod
@@ -180,7 +173,7 @@ class KeepBackend(AttentionBackend):
         spec = super().customize_spec(spec)
         context = active()
         if context is not None and cls.of_rows is not None:
-            spec = with_row_scales(spec)
+            spec = as_on_gpus(spec)
         return spec if context is None else context.customize_spec(spec)
 
     @classmethod

@@ -17,7 +17,6 @@ from keepset.errors import KeepsetError
 from keepset.hf import saved
 from keepset.hf.store import widened
 from keepset.kernels.entry_format import format_of
-from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageLayout
 from keepset.paged.contexts import ContextPlacement, EntryPlaces, context_places
 from keepset.vllm.contexts import SavedContext
@@ -109,7 +108,8 @@ class ContextLoader:
         layers, format = stored, format_of(next(iter(stored.values()))["keys"].dtype)
         if format is not None and not (format.bits == 8 and self._group.holds_int8):
             pages = self._group.pages_of(0)
-            kind = f"{pages.format.bits} bits" if isinstance(pages.format, PageFormat) else pages.dtype
+            bits = 8 * pages.entry_bytes / (pages.head_dim + pages.value_dim)
+            kind = f"{bits:.3g} bits with scales" if pages.format is not None else pages.dtype
             logger.info("The context %s is in %d bits; its pages hold it in %s.", job.context.name, format.bits, kind)
             counts = zip(stored.items(), job.context.counts, strict=True)
             layers = {index: widened(columns, heads[None]) for (index, columns), heads in counts}

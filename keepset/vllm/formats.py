@@ -13,7 +13,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.kernels.mixing import Mixing, mixing_of_stores
 from keepset.kernels.page_format import FOUR_BITS, SCALE_BYTES, PageFormat
 from keepset.vllm.compat import mixing_of, write_rows
-from keepset.vllm.packed_layouts import kind_of, packed_slots
+from keepset.vllm.packed_layouts import kind_of, packed_slots, with_slots
 from keepset.vllm.recipe_support import INT4, INT8
 
 WHOLE = ("auto", "float16", "bfloat16", "float32")
@@ -106,10 +106,10 @@ def own_mixing(kind: str, head_dim: int) -> Mixing | None:
     return mixing_of_stores(head_dim, current_platform.device_type) if kind == INT8 else None
 
 
-def with_row_scales(spec: AttentionSpec) -> AttentionSpec:
-    """Return a layer's kind of cache with room for the scales of its rows, as vLLM's Triton backend has it."""
+def as_on_gpus(spec: AttentionSpec) -> AttentionSpec:
+    """Return a layer's kind of cache as vLLM's backends for GPUs have it, with room for the scales of rows."""
     if spec.kv_quant_mode not in _ROW_MODES or spec.state_content_bytes is not None:
-        return spec
+        return with_slots(spec)
     return replace(spec, state_content_bytes=_row_content(spec))
 
 

@@ -1,10 +1,11 @@
-"""Caches that vLLM's own kernels write and attend to, and whose entries keepset only moves: TurboQuant and NVFP4.
+"""Caches in which a key is stored otherwise than a value, or in more places than one: TurboQuant and NVFP4.
 
-For each of the two: where the bytes of an entry lie, and what keys and values stand for, which methods look at.
+For each of the two: where the bytes of an entry lie, and what keys and values stand for.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _PARTS = 3
 
 
 def packed_format(layer: Any, dtype: torch.dtype) -> PackedFormat:
-    """Return how the keys and values of a layer's cache are read.
+    """Return how the keys and values of a layer's cache are read and written.
 
     Args:
         layer: vLLM's attention layer.
@@ -63,9 +64,32 @@ def parts_of(layer: Any, cache: Tensor) -> EntryParts:
         UnsupportedEngineError: the cache is laid out in a way that keepset does not know.
     """
     if layer.kv_cache_dtype in NVFP4:
-        return nvfp4_parts(cache, swizzled=not layer.impl.nvfp4_fa2)
+        return nvfp4_parts(cache, swizzled=not getattr(layer.impl, "nvfp4_fa2", True))  # on CPUs they never are
     format = turboquant_format(layer.kv_cache_dtype, layer.head_size, cache.dtype)
     return slot_parts(cache, format.key_bytes, format.value_bytes)
+
+
+def room_like(cache: Tensor, tokens: int) -> Tensor:
+    """Return a cache that is laid out as another one, with room for so many tokens.
+
+    Args:
+        cache: a layer's cache, `[blocks, slots of a token, block_size, bytes]`.
+        tokens: their number.
+    """
+    _, slots, size, content = cache.shape
+    blocks, by_heads = -(-tokens // size), cache.stride(1) > cache.stride(2)
+    if by_heads:
+        return cache.new_empty(blocks, slots, size, content)
+    return cache.new_empty(blocks, size, slots, content).transpose(1, 2)
+
+
+def with_slots(spec: AttentionSpec) -> AttentionSpec:
+    """Return a layer's kind of cache with the slots that it has if it is packed, as vLLM's backends for GPUs say."""
+    if (kind := kind_of(spec)) is None or spec.state_content_bytes is not None:
+        return spec
+    slots, content = packed_slots(kind, spec.num_kv_heads, spec.head_size)
+    head_slots = None if slots == spec.num_kv_heads else slots
+    return replace(spec, num_head_slots=head_slots, state_content_bytes=content)
 
 
 def packed_slots(kind: str, kv_heads: int, head_dim: int) -> tuple[int, int]:

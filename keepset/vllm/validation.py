@@ -9,7 +9,6 @@ from vllm import envs
 from vllm.config import CompilationMode, VllmConfig
 from vllm.platforms import current_platform
 
-from keepset.allocators.post_processor import PostProcessor
 from keepset.core.feature import Accumulators
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.errors import UnsupportedEngineError, UnsupportedModelError
@@ -136,19 +135,16 @@ def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_packed(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Entries of these caches are moved as they are, and vLLM alone writes them and attends to them."""
-    dtype = config.cache_config.cache_dtype
-    if by_head(config, recipe):
+    dtype, has_whole_layers = config.cache_config.cache_dtype, bool(config.cache_config.kv_cache_dtype_skip_layers)
+    if has_whole_layers and contexts_of(config) is not None:
         yield (
-            f"vLLM alone attends to a KV cache of kind {dtype}, and to heads that keep equally many entries; take a "
-            f"recipe such as snapkv(keep=512) without contexts, or kv_cache_dtype {INT4}."
+            f"contexts are loaded to layers that are alike, and with kind {dtype} vLLM keeps some in 16 bits; leave "
+            f"contexts out, or use kv_cache_dtype {INT4}."
         )
-    elif isinstance(recipe.method, PostProcessor):
-        yield f"vLLM alone writes to a KV cache of kind {dtype}; leave {recipe.method.name} out."
-    elif config.cache_config.kv_cache_dtype_skip_layers and not one_table(recipe):
+    elif has_whole_layers and not one_table(recipe):
         yield (
             f"layers that vLLM keeps in 16 bits share block tables with those of kind {dtype}; take a recipe whose "
-            "layers keep equally many entries, such as snapkv(keep=512)."
+            "layers keep equally many entries, such as snapkv(keep=512) or adakv(snapkv, keep=512)."
         )
     if config.speculative_config is not None:
         yield f"speculative decoding is not served with a KV cache of kind {dtype}; leave one of them out."

@@ -83,7 +83,7 @@ class _Noted:
 
 
 PACKED = {"80": ("k8v4", "k3v3"), "90": ("nvfp4 by tokens",), "100": ("nvfp4 swizzled",)}
-"""Kinds of caches whose keys are stored otherwise than values, or in more places than one, by the GPU to compile for."""
+"""Kinds of caches in which a key is stored otherwise than a value, or in more places than one, by the GPU."""
 
 
 def over_packed_pages(

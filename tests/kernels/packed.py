@@ -115,13 +115,13 @@ def meant(rows: Tensor, how: PackedFormat) -> tuple[Tensor, Tensor]:
     if isinstance(how, NVFP4Format):
         return _four_bit_floats(keys, how.head_dim, SCALES[0]), _four_bit_floats(values, how.head_dim, SCALES[1])
     assert isinstance(how, TurboQuantFormat)
-    step, least = (values[:, first:].view(torch.float16).double() for first in (-4, -2))
-    numbers = whole_numbers(values[:, :-4], how.value_bits) * step[:, :1] + least
+    step, least = values[..., -4:].contiguous().view(torch.float16).double().split(1, -1)
+    numbers = whole_numbers(values[..., :-4], how.value_bits) * step + least
     if how.key_bits == 8:
         return floats(15 if how.has_fp16_exponents else 7)[keys.long()], numbers
-    chosen = how.centroids.double()[whole_numbers(keys[:, :-2], how.key_bits)]
+    chosen = how.centroids.double()[whole_numbers(keys[..., :-2], how.key_bits)]
     chosen /= chosen.norm(dim=-1, keepdim=True) if how.unit_length else 1.0
-    return keys[:, -2:].contiguous().view(torch.float16).double() * (chosen @ how.rotation.double()), numbers
+    return keys[..., -2:].contiguous().view(torch.float16).double() * (chosen @ how.rotation.double()), numbers
 
 
 def whole_numbers(rows: Tensor, bits: int) -> Tensor:
@@ -170,15 +170,25 @@ class Packed:
     def like(cls, caches: list[Tensor], kind: str, dtype: torch.dtype, draw: torch.Generator) -> Packed:
         """Random entries; where the others hold NaN all bits are set, which make no number or a large one."""
         blocks, heads, size, width = caches[0].shape
-        how, made = format_of(kind, width // 2, dtype), cls([], [], format_of(kind, width // 2, dtype), [], None)  # type: ignore[arg-type]
+        how = format_of(kind, width // 2, dtype)
+        parts, meanings, memories = [], [], []
         for cache in caches:
-            stored, made.where, parts = cache_of(kind, how, (blocks, heads, size))
+            stored, where, views = cache_of(kind, how, (blocks, heads, size))
             memory, rows = memory_of(stored), drawn_rows(kind, how, blocks * heads * size, draw)
             rows[cache[..., 0].isnan().flatten()] = 255
-            places = [made.where(b, h, o) for b in range(blocks) for h in range(heads) for o in range(size)]
-            memory[torch.tensor(places)] = rows
-            made.parts.append(parts)
-            made.memory.append(memory)
+            memory[_all_places(where, blocks, heads, size)] = rows
             read = torch.cat(meant(rows, how), -1).view(blocks, heads, size, width)
-            made.caches.append(read.masked_fill(cache[..., :1].isnan(), float("nan")))
-        return made
+            meanings.append(read.masked_fill(cache[..., :1].isnan(), float("nan")))
+            parts.append(views)
+            memories.append(memory)
+        return cls(parts, meanings, how, memories, where)
+
+    def rows(self) -> Tensor:
+        """The bytes of all entries, `[layers, blocks, heads, size, bytes]`."""
+        shape = self.caches[0].shape[:3]
+        places = _all_places(self.where, *shape)
+        return torch.stack([memory[places].view(*shape, -1) for memory in self.memory])
+
+
+def _all_places(where: Bytes, blocks: int, heads: int, size: int) -> Tensor:
+    return torch.tensor([where(b, h, o) for b in range(blocks) for h in range(heads) for o in range(size)])

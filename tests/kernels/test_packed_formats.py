@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from keepset.kernels.packed_formats import NVFP4Format, TurboQuantFormat
+from keepset.kernels.packed_formats import NVFP4Format, TurboQuantFormat, packed, unpacked
+from tests.kernels.packed import small_float
 
 ROWS, HEAD_DIM = 5, 64
 
@@ -23,13 +25,6 @@ def whole_numbers(row: list[int], bits: int, numbers: int) -> list[int]:
     """Bits from each byte's lowest on, a number's lowest first."""
     stream = [byte >> i & 1 for byte in row for i in range(8)]
     return [sum(stream[i * bits + j] << j for j in range(bits)) for i in range(numbers)]
-
-
-def small_float(code: int, mantissa: int, exponent: int, bias: int) -> float:
-    """A float with so many bits of mantissa and exponent, which has no infinity."""
-    sign, power, part = code >> mantissa + exponent, code >> mantissa & (1 << exponent) - 1, code & (1 << mantissa) - 1
-    size = 2.0**-mantissa * (part + (2**mantissa if power else 0)) * 2.0 ** (max(power, 1) - bias)
-    return -size if sign else size
 
 
 def half(row: list[int]) -> float:
@@ -98,6 +93,89 @@ def test_nvfp4_is_floats_with_a_scale_for_sixteen() -> None:
             right = [small_float(code, 1, 2, 1) * scales[i // 16] * factor for i, code in enumerate(numbers)]
             assert torch.equal(found, torch.tensor(right))
     assert how.key_bytes == how.value_bytes == rows.shape[-1]
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turboquants_keys_are_stored_as_the_nearest_centroids(bits: int, dtype: torch.dtype) -> None:
+    """Number by number of the rotated direction; a row that is no number spoils no other."""
+    draw = torch.Generator().manual_seed(4)
+    rotation = torch.linalg.qr(torch.randn(HEAD_DIM, HEAD_DIM, generator=draw)).Q
+    how = replace(turboquant(bits, 4), rotation=rotation, centroids=torch.linspace(-0.4, 0.4, 2**bits) ** 3 * 4)
+    keys = (torch.randn(9, HEAD_DIM, generator=draw) * torch.logspace(-3, 3, 9)[:, None]).to(dtype)
+    keys[2], keys[5, 3] = 0.0, math.nan
+    rows = how.encode_keys(keys)
+    assert rows.shape == (9, how.key_bytes) and rows.dtype == torch.uint8
+    for index, (row, key) in enumerate(zip(rows.tolist(), keys.double(), strict=True)):
+        if index == 5:
+            assert math.isnan(half(row[-2:]))
+            continue
+        assert half(row[-2:]) == float(key.norm().half())
+        turned = rotation.double() @ key / (key.norm() + 1e-8)
+        for number, code in zip(turned.tolist(), whole_numbers(row[:-2], bits, HEAD_DIM), strict=True):
+            off = [abs(number - level) for level in how.centroids.tolist()]
+            assert off[code] <= min(off) + 1e-6  # of two that are as near, either
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_turboquants_values_are_stored_as_the_nearest_steps(bits: int) -> None:
+    how, draw = turboquant(8, bits), torch.Generator().manual_seed(5)
+    values = torch.randn(9, HEAD_DIM, generator=draw) * torch.logspace(-3, 3, 9)[:, None]
+    values[2], values[3], values[5, 3] = 0.0, -4.0, math.nan
+    read = how.decode_values(how.encode_values(values))
+    step = (values.amax(-1, keepdim=True) - values.amin(-1, keepdim=True)) / (2**bits - 1)
+    assert read[5].isnan().all()
+    good = [row for row in range(9) if row != 5]
+    # Half a step, and what 16-bit floats round of a step and of the least number.
+    allowed = step / 2 + values.abs().amax(-1, keepdim=True) * 2**-10
+    assert ((read - values).abs() <= allowed)[good].all()
+
+
+@pytest.mark.parametrize(("has_fp16_exponents", "bias", "most"), [(False, 7, 448.0), (True, 15, 1.875)])
+def test_turboquants_keys_are_stored_as_the_nearest_floats(has_fp16_exponents: bool, bias: int, most: float) -> None:
+    how = turboquant(8, 4, has_fp16_exponents=has_fp16_exponents)
+    keys = torch.randn(40, HEAD_DIM, generator=torch.Generator().manual_seed(6)) * torch.logspace(-4, 3, 40)[:, None]
+    read, codes = how.decode_keys(how.encode_keys(keys)), range(127 if bias == 7 else 128)
+    sizes = torch.tensor([small_float(code, 3, 4, bias) for code in codes])
+    nearest = (keys.abs().clamp(max=most)[..., None] - sizes).abs().amin(-1)
+    # A number that is rounded to 16 bits before it is rounded to 8 may be in the middle of two.
+    assert ((read - keys.clamp(-most, most)).abs() <= nearest + keys.abs() * 2**-10 + 2**-24).all()
+    assert torch.equal(read.sign().abs() * keys.sign(), read.sign())
+
+
+def test_nvfp4s_numbers_are_stored_as_the_nearest() -> None:
+    """Of two that are as near, the one that is even; the largest of sixteen is stored as 6 to the scale's rounding."""
+    how, draw = NVFP4Format(32, torch.float32, torch.tensor(0.5), torch.tensor(4.0)), torch.Generator().manual_seed(7)
+    numbers = torch.randn(30, 32, generator=draw) * torch.logspace(-1.5, 2, 30)[:, None]
+    numbers[1], numbers[2, 20], numbers[3, 1] = 0.0, math.inf, math.nan
+    halves = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
+    numbers[4, :16] = torch.tensor([*halves, *(-half for half in halves)]) * 2
+    for values, factor in ((False, 0.5), (True, 4.0)):
+        rows = how.encode_values(numbers) if values else how.encode_keys(numbers)
+        levels = [small_float(code, 1, 2, 1) for code in range(16)]
+        for index, (row, whole) in enumerate(zip(rows.tolist(), numbers.tolist(), strict=True)):
+            for group in range(2):
+                some, stored = whole[group * 16 : group * 16 + 16], row[16 + group]
+                if not all(map(math.isfinite, some)):
+                    assert stored & 0x7F == 0x7F
+                    continue
+                scale = small_float(stored, 3, 4, 7)
+                wanted = min(max(map(abs, some)) / 6 / factor, 448.0)
+                assert abs(scale - wanted) <= max(wanted / 16, 2.0**-10)
+                for number, code in zip(some, whole_numbers(row, 4, 32)[group * 16 :], strict=False):
+                    off = [abs(number / factor - level * scale) for level in levels]
+                    assert off[code] <= min(off) * (1 + 1e-6) + 1e-9
+            if index == 4 and not values:
+                evens = [0, 2, 2, 4, 4, 6, 6, 7]
+                assert whole_numbers(row, 4, 16) == [*evens, *(8 + code for code in evens)]
+
+
+def test_what_is_packed_is_unpacked() -> None:
+    for bits in (3, 4):
+        numbers = torch.randint(2**bits, (5, 3, 40), generator=torch.Generator().manual_seed(bits))
+        rows = packed(numbers, bits)
+        assert rows.shape == (5, 3, 5 * bits) and torch.equal(unpacked(rows, bits, 40), numbers.int())
+        assert whole_numbers(rows[1, 2].tolist(), bits, 40) == numbers[1, 2].tolist()
 
 
 def test_rows_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,29 @@ def turboquant_layer(kind: str, head_dim: int) -> Any:
     return layer
 
 
+@pytest.mark.parametrize(("kind", "head_dim"), [*((kind, 64) for kind in TURBOQUANT), ("turboquant_k8v4", 80)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turboquant_is_written_as_vllm_writes_it(
+    turboquants_kernels: Any, kind: str, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Bit for bit, in slots by tokens and by heads; what is zero, large or beyond the largest 8-bit float, too."""
+    draw, number = torch.Generator().manual_seed(1), 24
+    layer, how = turboquant_layer(kind, head_dim), packed.turboquant_format(kind, head_dim, dtype)
+    keys, values = torch.randn(2, number, HEADS, head_dim, generator=draw).to(dtype)
+    keys *= torch.logspace(-5, 4, number).to(dtype)[:, None, None]
+    keys[3], values[4], values[5] = 0.0, 0.0, 2.5
+    rows = torch.cat(how.encode_entries(keys, values), -1)
+    content = packed.packed_slots(kind, HEADS, head_dim)[1]
+    for shape in ((2, SIZE, HEADS, content), (2, HEADS, SIZE, content)):
+        cache = torch.zeros(shape, dtype=torch.uint8)
+        cache = cache.transpose(1, 2) if shape[1] == SIZE else cache
+        room = packed.room_like(cache, number)
+        assert room.shape == cache.shape and room.stride() == cache.stride()
+        layer.impl.write_plain(layer, keys, values, room, torch.arange(number))
+        written = room.transpose(1, 2).flatten(0, 1)[:number]
+        assert torch.equal(written, rows)
+
+
 @pytest.mark.parametrize("kind", TURBOQUANT)
 def test_turboquant_is_read_as_vllm_reads_it(turboquants_kernels: Any, kind: str) -> None:
     """By tokens, as vLLM lays it out; what is read is what its kernel for long prompts makes of the same bytes."""
@@ -266,5 +289,6 @@ def test_slots_of_the_backends_are_those_that_are_read() -> None:
         plain = FullAttentionSpec(
             block_size=SIZE, num_kv_heads=HEADS, head_size=96, dtype=torch.uint8, kv_quant_mode=get_kv_quant_mode(kind)
         )
-        assert not formats.packed_otherwise(TurboQuantAttentionBackend.customize_spec(plain))
+        customized = TurboQuantAttentionBackend.customize_spec(plain)
+        assert not formats.packed_otherwise(customized) and formats.as_on_gpus(plain) == customized
         assert formats.packed_otherwise(plain)

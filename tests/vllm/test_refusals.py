@@ -195,13 +195,14 @@ REFUSED = [
     *(
         (recipe, SERVED | PACKED | changes, reason)
         for recipe, changes, reason in (
-            (RAGGED, {}, "vLLM alone attends to a KV cache of kind turboquant_4bit_nc, and to heads that keep equally"),
-            (UNIFORM, CONTEXTS, "vLLM alone attends to a KV cache of kind turboquant_4bit_nc, and to heads that keep"),
-            ("match(snapkv, biases=False, keep=96)", {}, "vLLM alone writes to a KV cache of kind turboquant_4bit_nc;"),
             (
-                "pyramid(snapkv, keep=128)",
-                {},
-                "layers that vLLM keeps in 16 bits share block tables with those of kind",
+                UNIFORM,
+                CONTEXTS,
+                "contexts are loaded to layers that are alike, and with kind turboquant_4bit_nc vLLM k",
+            ),
+            *(
+                (recipe, {}, "layers that vLLM keeps in 16 bits share block tables with those of kind")
+                for recipe in ("pyramid(snapkv, keep=128)", "pool(snapkv, keep=0.25)")
             ),
             (UNIFORM, {"speculative_config": NGRAM}, "speculative decoding is not served with a KV cache of kind turb"),
             (
@@ -356,6 +357,10 @@ def test_a_server_has_8_bits_unless_4_are_asked_for(written: str, bits: int) -> 
         ("match(snapkv, biases=False, keep=0.25)", {"cache_config__cache_dtype": "fp8_e4m3"}),
         ("int8(match(adakv(snapkv)), keep=96)", {"cache_config__cache_dtype": "int8_per_token_head"}),
         (UNIFORM, {"cache_config__cache_dtype": "fp8_per_token_head"}),
+        (RAGGED, PACKED),
+        ("match(snapkv, keep=96)", PACKED),
+        ("pool(snapkv, keep=96)", SERVED | {"cache_config__cache_dtype": "nvfp4"}),
+        (UNIFORM, CONTEXTS | {"cache_config__cache_dtype": "nvfp4"}),
         ("quantized(adakv(snapkv), bytes=0.05)", {"cache_config__cache_dtype": "int8_per_token_head"}),
         ("quantized(adakv(snapkv), bits=4, bytes=0.05)", {"cache_config__cache_dtype": "int4_per_token_head"}),
         ("pyramid(snapkv, keep=128)", {"cache_config__enable_prefix_caching": False}),
@@ -427,7 +432,7 @@ def test_a_cache_that_is_served() -> None:
             layer_validation.check_spec(triton.TritonAttentionBackend.customize_spec(spec)).state_content_bytes
             == content
         )
-        assert formats.with_row_scales(spec) == triton.TritonAttentionBackend.customize_spec(spec)
+        assert formats.as_on_gpus(spec) == triton.TritonAttentionBackend.customize_spec(spec)
 
 
 def test_what_compiled_tables_can_do(tmp_path: Path) -> None:

@@ -46,3 +46,19 @@ def test_tokens_and_kept_entries_are_those_of_a_model_that_rounds(deep: Path) ->
     for recipe, each in zip(RECIPES, run(*scenarios), strict=True):
         assert each.classes == ["FlashKeepImpl", "TurboQuantKeepImpl"] and all(each.events)
         check_oracle(oracle, recipe, some, each)
+
+
+def test_ragged_heads_by_keepsets_own_kernels(deep: Path) -> None:
+    """In Triton's interpreter; new entries are what vLLM's backend writes, copied to each head's own place."""
+    some, recipe = [*asks((50, 37), 8), Ask(IDS[700:740], 4, add=4)], "adakv(tova, keep=24, every=6)"
+    small = {
+        "model": str(deep),
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 96,
+        "block_size": 16,
+        "max_model_len": 512,
+    }
+    pool = {"num_gpu_blocks_override": 60, "kv_cache_dtype": turboquant.KIND}
+    (engine,) = run(Scenario(recipe, some, engine=small | pool, triton=True, backend="TURBOQUANT"))
+    assert engine.classes == ["FlashKeepImpl", "TurboQuantKeepImpl"] and all(engine.events)
+    check_oracle(Rounding(LlamaForCausalLM.from_pretrained(deep).eval(), 16), recipe, some, engine)
