@@ -10,11 +10,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer.main
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -32,12 +34,15 @@ class Done:
 
 
 Run = Callable[..., Done]
+get_command = cache(typer.main.get_command)
+"""Makes the commands once: it takes longer than most of them."""
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
     """`keepset` with these words as its arguments, in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(typer.main, "get_command", get_command)
     stdout, stderr = Console(width=200), Console(width=200, stderr=True)
     monkeypatch.setattr(console, "stdout", lambda: stdout)
     monkeypatch.setattr(console, "stderr", lambda: stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,16 @@ REFUSED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def empty_sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sweep") / "empty.sqlite"
+    with Store.begin(path, "model", {}):
+        pass
+    return path
+
+
 @pytest.fixture
-def files(tmp_path: Path, text: Path) -> None:
+def files(tmp_path: Path, text: Path, empty_sweep: Path) -> None:
     """What the words name; nothing else is there."""
     for name, content in (
         ("empty", " \n"),
@@ -218,8 +227,7 @@ def files(tmp_path: Path, text: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     safetensors.torch.save_file({"weight": torch.zeros(3)}, tmp_path / "foreign")
-    with Store.begin(tmp_path / "empty.sqlite", "model", {}):
-        pass
+    shutil.copyfile(empty_sweep, tmp_path / "empty.sqlite")
 
 
 @pytest.mark.usefixtures("unloaded", "files")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import keepset
 
 MODULE = [sys.executable, "-m", "keepset"]
@@ -18,13 +20,15 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_refuses_without_a_trace_back(tmp_path: Path) -> None:
-    done = start([*SCRIPT, "help", "compere"], tmp_path)
+    done, module = (start([*how, "help", "compere"], tmp_path) for how in (SCRIPT, MODULE))
+    assert (done.returncode, done.stdout, done.stderr) == (module.returncode, module.stdout, module.stderr)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("keepset: There is no command 'compere'") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_module_and_script_are_the_same(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_a_module_says_what_is_asked_and_nothing_else(tmp_path: Path) -> None:
     done = start([*MODULE, "methods", "--json", "-"], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [entry["name"] for entry in json.loads(done.stdout)] == list(keepset.METHODS)

@@ -278,6 +278,7 @@ def test_chunks_change_nothing(recipe: str, padding: list[int], chunk: int) -> N
 # --- small and odd calls
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("padding", [[0], [0, 7]], ids=["whole", "padded"])
 @pytest.mark.parametrize("length", [1, 2, 3, 9])
 @pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV, "h2o(keep=12)", MOMENTS, "tova(keep=12)"])

@@ -36,6 +36,7 @@ def decoded(name: str, text: str, padding: list[int]) -> tuple[Tensor, keepset.C
     return torch.stack(said.logits), past
 
 
+@pytest.mark.cross
 @padded_or_not
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])  # the latter has windows between its full layers

@@ -132,6 +132,7 @@ MORE = [
 ]  # fmt: skip
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
 @pytest.mark.parametrize("method", ["ams(tova)", "r_kv", "zigzag(snapkv)", "compilerkv(elastic=False)", *MORE])
 @pytest.mark.filterwarnings("ignore:compilerkv has no tables")

@@ -56,6 +56,7 @@ def test_strided_pages_are_their_logical_view(dtype: torch.dtype, order: tuple[i
     assert torch.equal(cache, before) and not torch.equal(logical(), old)
 
 
+@pytest.mark.full  # of the caches themselves `make check` says it, too
 def test_paged_caches_and_their_tests_are_imported_without_an_engine() -> None:
     code = """
 import importlib, pathlib, sys

@@ -67,6 +67,7 @@ def read_again(module: ModuleType) -> ModuleType:
     return again
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("kind", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80])

@@ -1,0 +1,53 @@
+"""How much of keepset a decoded token and an event run through: a reader has to know as many files."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import keepset
+from tests import tiers
+from tests.hf.models import prompt, tiny
+
+EVERY, WINDOW = 24, 8
+# A check of types is itself called.
+pytestmark = pytest.mark.skipif(tiers.TYPECHECK, reason="types are checked while tests run")
+
+
+def called(run: Callable[[], Any]) -> Counter[str]:
+    """Calls of Python functions by keepset's file that they stand in."""
+    root, calls = str(Path(keepset.__file__).parent), Counter[str]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(root):
+            calls[file] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@torch.no_grad()
+def test_few_calls_in_few_files() -> None:
+    """Under two layers, where nothing is set up any more."""
+    model = tiny("llama")
+    past = keepset.Cache(model, f"snapkv(window={WINDOW}, keep=32, every={EVERY})")
+    model(prompt(1, 60), past_key_values=past)
+    journeys = [called(lambda: model(prompt(1, 1), past_key_values=past)) for _ in range(3 * EVERY)]
+    assert len(past.events) == 4
+    # The newest event; and a token between two of them, before the window of the next.
+    event, token = journeys[-1], journeys[-EVERY // 2]
+    assert token.total() <= 70 and len(token) <= 8, token
+    assert event.total() <= 461 and len(event) <= 20, event
