@@ -37,7 +37,7 @@ _NO_LAUNCH = {
 }
 _ACROSS_DEVICES = {"_to_copy", "copy_", "index", "index_put", "index_put_", "lift_fresh"}
 """What may be given tensors of two devices."""
-_KERNELS = {
+LAUNCHED = {
     attention: ("_attend_part", "_merge_parts", "_pack", "_append"),
     columns: ("_columns", "_log_sum_exp"),
     four_bits: ("_attend_four_bits", "_append_four_bits"),
@@ -46,8 +46,9 @@ _KERNELS = {
     predictor: ("_entry_scores",),
     page_entries: ("_read_pages", "_move_entries"),
     paged_window: ("_paged_lse", "_add_in_pages"),
-    paged: ("_attend_pages", "_append_to_pages", "_follow", "_merge_parts", "_shift"),
+    paged: ("_attend_pages", "_append_to_pages", "_copy_to_pages", "_follow", "_merge_parts", "_shift"),
 }
+"""The kernels that are launched, by the modules that launch them."""
 _ATTENTION = {"_attend_part", "_attend_four_bits", "_merge_parts"}
 _EMPTY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
@@ -106,7 +107,7 @@ class Gpu(TorchDispatchMode):
         self._patch = monkeypatch
 
     def __enter__(self) -> Gpu:
-        for module, names in _KERNELS.items():
+        for module, names in LAUNCHED.items():
             for name in names:
                 kernel = getattr(module, name) if self._computes and name not in _ATTENTION else None
                 self._patch.setattr(module, name, _Launched(kernel, name))

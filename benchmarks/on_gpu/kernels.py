@@ -192,19 +192,19 @@ def _columns(bench: Bench, entries: int) -> None:
     def attention() -> Callable[[], Any]:
         return lambda: attention_with_lse(queries, keys, values, Softmax(scaling))
 
-    def columns(names: Sequence[str], group: str) -> Callable[[], Any]:
+    def columns(names: Sequence[str]) -> Callable[[], Any]:
         lse = attention_with_lse(queries, keys, values, Softmax(scaling))[1]
-        return lambda: attention_columns(queries, keys, softmax=Softmax(scaling), names=names, group=group, lse=lse)
+        return lambda: attention_columns(queries, keys, softmax=Softmax(scaling), names=names, lse=lse)
 
     bench.run(part, "attention itself", attention, repeats=repeats)
-    for names, group in ((["sum"], "mean"), (["max"], "max"), (["sum", "max", "square"], "each")):
-        what = f"{' and '.join(names)}, {group}"
-        bench.run(part, what, lambda n=names, g=group: columns(n, g), against="attention itself", repeats=repeats)
+    for names in (["sum"], ["max"], ["sum", "max", "square"]):
+        what = " and ".join(names)
+        bench.run(part, what, lambda n=names: columns(n), against="attention itself", repeats=repeats)
     window = min(64, entries // 2)
 
     def of_window() -> Callable[[], Any]:
         newest = queries[:, -window:]
-        return lambda: attention_columns(newest, keys, softmax=Softmax(scaling), group="mean")
+        return lambda: attention_columns(newest, keys, softmax=Softmax(scaling))
 
     bench.run(part, f"sum of the newest {window}", of_window, nbytes=2 * keys.nbytes, against="attention itself")
 

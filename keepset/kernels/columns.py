@@ -37,16 +37,6 @@ class ColumnStatistic(StrEnum):
         return torch.maximum(some, others) if self is ColumnStatistic.MAX else torch.add(some, others)
 
 
-class GroupRule(StrEnum):
-    """Reduction of the statistics of the query heads that share a KV head."""
-
-    EACH = "each"
-    """Keep one for every query head."""
-    SUM = "sum"
-    MEAN = "mean"
-    MAX = "max"
-
-
 def attention_with_lse(
     queries: Float[Tensor, "query_heads n head_dim"],
     keys: Float[Tensor, "kv_heads entries head_dim"],
@@ -145,10 +135,9 @@ def attention_columns(
     *,
     softmax: Softmax | None = None,
     names: Collection[str] = (ColumnStatistic.SUM,),
-    group: str = GroupRule.EACH,
     causal: bool = True,
     lse: Float[Tensor, "query_heads n"] | None = None,
-) -> dict[str, Float[Tensor, "heads entries"]]:
+) -> dict[str, Float[Tensor, "query_heads entries"]]:
     """Return statistics of each entry's column of the attention matrix, without making the matrix.
 
         A = softmax(queries @ keys' * scaling)
@@ -164,25 +153,22 @@ def attention_columns(
         keys: keys of all entries, after rotation.
         softmax: how the model makes attention of products; by default they are scaled by `head_dim ** -0.5`.
         names: statistics to compute: any of `sum`, `max` and `square` (sum of squares).
-        group: how to reduce the statistics of the query heads that share a KV head: `each` (no reduction), `sum`,
-            `mean` or `max`.
         causal: whether a query sees only the entries up to its own.
         lse: log-sum-exp of the queries' logits, if attention has computed it already.
 
     Returns:
-        The statistics by name, float32. `heads` counts query heads if `group` is `each`, else KV heads.
+        The statistics by name, float32.
     """
     kv_heads, entries, head_dim = keys.shape
     softmax = Softmax(head_dim**-0.5) if softmax is None else softmax
     if not queries.shape[1]:  # nothing but padding
-        heads = queries.shape[0] if group == GroupRule.EACH else kv_heads
-        return {name: torch.zeros(heads, entries, device=keys.device) for name in names}
+        return {name: torch.zeros(queries.shape[0], entries, device=keys.device) for name in names}
     lse = log_sum_exp(queries, keys, softmax, causal) if lse is None else lse
     if uses_triton(keys.device):
         from keepset.kernels.triton import columns  # loads Triton
 
         with launched_on(keys.device):
-            return columns.attention_columns(queries, keys, lse, softmax, names, group, causal)
+            return columns.attention_columns(queries, keys, lse, softmax, names, causal)
     grouped = queries.unflatten(0, (kv_heads, -1))
     lse = lse.view(grouped.shape[:3])
     members, on_cpu = grouped.shape[1], keys.device.type == "cpu"
@@ -205,20 +191,7 @@ def attention_columns(
                 if "square" in names:
                     square[block, :, :visible] += attention.square_().sum(2)
     statistics = {"sum": total, "max": largest.exp(), "square": square}
-    return {name: _of_group(statistics[name], group) for name in names}
-
-
-def _of_group(statistic: Float[Tensor, "kv_heads group entries"], rule: str) -> Float[Tensor, "heads entries"]:
-    """Return the statistic reduced over each group by a `GroupRule`."""
-    match GroupRule(rule):
-        case GroupRule.EACH:
-            return statistic.flatten(0, 1)
-        case GroupRule.SUM:
-            return statistic.sum(1)
-        case GroupRule.MEAN:
-            return statistic.mean(1)
-        case GroupRule.MAX:
-            return statistic.amax(1)
+    return {name: statistics[name].flatten(0, 1) for name in names}
 
 
 class ColumnAccumulator:

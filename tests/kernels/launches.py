@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -31,32 +30,11 @@ from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledL
 from keepset.kernels.paged_window import add_received_in_pages
 from keepset.kernels.predictor import Networks, entry_scores, entry_scores_in_pages, turns_of
 from keepset.kernels.softmax import GroupReduction, Softmax
-from keepset.kernels.triton import (
-    attention,
-    columns,
-    four_bits,
-    mixing,
-    page_entries,
-    paged,
-    paged_window,
-    predictor,
-    window,
-)
 from keepset.kernels.window import add_received
 from tests.kernels import packed
+from tests.posing import LAUNCHED
 
 Launch = tuple[JITFunction[Any], tuple[Any, ...], dict[str, Any]]
-_MODULES: tuple[ModuleType, ...] = (
-    attention,
-    columns,
-    four_bits,
-    mixing,
-    page_entries,
-    paged,
-    paged_window,
-    predictor,
-    window,
-)
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -125,7 +103,7 @@ def launched(
 def _noted() -> Iterator[list[Launch]]:
     """Meanwhile kernels are not launched, but listed."""
     launches: list[Launch] = []
-    kernels = [(m, name, kernel) for m in _MODULES for name, kernel in vars(m).items() if type(kernel) is JITFunction]
+    kernels = [(module, name, getattr(module, name)) for module, names in LAUNCHED.items() for name in names]
     patches = [patch.object(dispatch, "INTERPRETED", True), patch.object(dispatch, "processors", lambda device: 108)]
     patches += [patch.object(module, name, _Noted(kernel, launches)) for module, name, kernel in kernels]
     for each in patches:
@@ -166,7 +144,7 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
     for known in torch.zeros(many.shape[:3]), None:
         entry_scores(many, many, places, places >= 40, networks_of(kv_heads, head_dim), known)
     for softmax in None, capped:
-        attention_columns(queries[0], keys[0], softmax=softmax, names=("sum", "max", "square"), group="mean")
+        attention_columns(queries[0], keys[0], softmax=softmax, names=("sum", "max", "square"))
     entries = {"keys": keys, "values": keys, "positions": positions[:, None].expand(-1, kv_heads, -1)}
     pack_entries(entries, torch.zeros(48 * kv_heads, dtype=torch.int64), torch.full((1, kv_heads), 48))
 

@@ -196,6 +196,7 @@ def test_statistics_of_the_newest_queries_columns(
     check(statistics, of_matrix(attention), EXACT if exact else ROUNDED_LOGITS)
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("kind", [1, 2, 3])
 @pytest.mark.parametrize("value_dim", [8, 5])
 def test_caps_and_sinks(implementation: str, value_dim: int, kind: int) -> None:
@@ -212,20 +213,6 @@ def test_caps_and_sinks(implementation: str, value_dim: int, kind: int) -> None:
     later, _ = dense(queries, keys, causal=False, softmax=softmax)
     squares = mean_square_attention(queries, keys, softmax)
     torch.testing.assert_close(squares, later.square().mean(1).float(), rtol=1e-4, atol=1e-7)
-
-
-@pytest.mark.parametrize("rule", ["each", "sum", "mean", "max"])
-@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), HEADS)
-def test_statistics_of_a_query_group(implementation: str, kv_heads: int, group: int, head_dim: int, rule: str) -> None:
-    queries, keys = tensors(9, 70, kv_heads, group, head_dim, torch.float32)
-    every = of_matrix(dense(queries, keys)[0])
-    combine = {"sum": torch.Tensor.sum, "mean": torch.Tensor.mean, "max": torch.Tensor.amax}
-    if rule != "each":
-        every = {
-            name: torch.stack([combine[rule](column[head * group : (head + 1) * group], 0) for head in range(kv_heads)])
-            for name, column in every.items()
-        }
-    check(attention_columns(queries, keys, softmax=Softmax(SCALING), names=NAMES, group=rule), every)
 
 
 @pytest.mark.parametrize(("n", "entries"), [(1, 1), (70, 5), (5, 70)])
@@ -248,9 +235,7 @@ def test_few_queries_over_many_entries(triton_interpreted: None, causal: bool, m
 
 def test_of_no_queries_nothing_is_received(implementation: str) -> None:
     none, keys = torch.zeros(4, 0, 3), torch.ones(2, 6, 3)
-    for rule, heads in (("each", 4), ("mean", 2)):
-        of_none = attention_columns(none, keys, names=NAMES, group=rule)
-        assert all(column.tolist() == [[0.0] * 6] * heads for column in of_none.values())
+    assert all(column.tolist() == [[0.0] * 6] * 4 for column in attention_columns(none, keys, names=NAMES).values())
     assert mean_square_attention(none, keys, Softmax(1.0)).tolist() == [[0.0] * 6] * 4
 
 

@@ -8,15 +8,14 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.full
 pytest.importorskip("triton")
+from tests.posing import LAUNCHED
 
-KERNELS = {
-    *("_attend_part", "_merge_parts", "_columns", "_log_sum_exp", "_pack", "_append", "_window_lse", "_add_received"),
-    *("_shift", "_read_pages", "_move_entries", "_attend_pages", "_append_to_pages", "_follow", "_paged_lse"),
-    *("_add_in_pages", "_entry_scores", "_attend_four_bits", "_append_four_bits", "_times"),
-}
+pytestmark = pytest.mark.full
+
 OVER_PACKED = {"_attend_pages", "_copy_to_pages", "_paged_lse", "_add_in_pages"}
+KERNELS = {name for names in LAUNCHED.values() for name in names} - {"_copy_to_pages"}
+"""Those that are launched where pages are not packed."""
 LLAMA, WIDEST = ("bfloat16", "128", "8", "4"), ("float32", "256", "8", "8")
 """Type, numbers of a head, KV heads, and query heads of each."""
 

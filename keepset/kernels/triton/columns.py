@@ -12,10 +12,8 @@ from keepset.kernels import dispatch
 from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, capped, rows_of, streamed
 from keepset.kernels.triton.softmax import log_sum_exp as log_sum_exp_of
 
-_RULES = {"each": 0, "sum": 1, "mean": 2, "max": 3}
 
-
-def attention_columns(queries, keys, lse, softmax, names, group, causal) -> dict[str, Float[Tensor, "heads entries"]]:
+def attention_columns(queries, keys, lse, softmax, names, causal) -> dict[str, Float[Tensor, "query_heads entries"]]:
     """Compute `keepset.kernels.columns.attention_columns` in one launch.
 
     A program owns a block of entries and reads all queries past it. Every sum has one order and nothing is added
@@ -23,18 +21,16 @@ def attention_columns(queries, keys, lse, softmax, names, group, causal) -> dict
     """
     query_heads, n, head_dim = queries.shape
     kv_heads, entries, _ = keys.shape
-    members = query_heads // kv_heads
-    heads = query_heads if group == "each" else kv_heads
-    statistics = {name: torch.empty(heads, entries, device=keys.device) for name in names}
+    statistics = {name: torch.empty(query_heads, entries, device=keys.device) for name in names}
     unused, head_block = lse, max(16, triton.next_power_of_2(head_dim))
     block = rows_of(head_block, keys.dtype)
     # Of one statistic more rows fit the registers.
     rows = 2 * block if len(statistics) == 1 else block
-    _columns[(triton.cdiv(entries, block), heads)](
+    _columns[(triton.cdiv(entries, block), query_heads)](
         queries, keys, lse, *(statistics.get(name, unused) for name in ("sum", "max", "square")),
         *queries.stride(), *keys.stride(), *lse.stride(), n, entries,
         softmax.scaling, softmax.softcap or 1.0,
-        MEMBERS=members, RULE=_RULES[group], HEAD_DIM=head_dim, HEAD_BLOCK=head_block, ROWS=rows, BLOCK=block,
+        MEMBERS=query_heads // kv_heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, ROWS=rows, BLOCK=block,
         CAUSAL=causal, SUM="sum" in names, MAX="max" in names, SQUARE="square" in names,
         CAPPED=softmax.softcap is not None, num_stages=2,
     )  # fmt: skip
@@ -66,71 +62,50 @@ def log_sum_exp(queries, keys, softmax, causal) -> Float[Tensor, "query_heads n"
 def _columns(
     queries, keys, lse, sums, maxima, squares,
     query_head, query_token, query_dim, key_head, key_entry, key_dim, lse_head, lse_token, n, entries, scaling, cap,
-    MEMBERS: tl.constexpr, RULE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, CAUSAL: tl.constexpr, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr,
-    CAPPED: tl.constexpr,
+    MEMBERS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of one block of entries of one head; program axes: (block of entries, head)."""
+    """Compute one query head's statistics of one block of entries; program axes: (block of entries, query head)."""
     first, head = tl.program_id(0) * BLOCK, tl.program_id(1)
     entry, dims = first + tl.arange(0, BLOCK), tl.arange(0, HEAD_BLOCK)
     stored, in_head = entry < entries, dims < HEAD_DIM
-    # The columns of one query head, or those of a KV head's whole group.
-    if RULE == 0:
-        members: tl.constexpr = 1
-        kv_head = head // MEMBERS
-        first_query = head
-    else:
-        members: tl.constexpr = MEMBERS
-        kv_head = head
-        first_query = head * MEMBERS
+    kv_head, of_query = (head // MEMBERS).to(tl.int64), head.to(tl.int64)
     k = tl.load(
-        keys + kv_head.to(tl.int64) * key_head + entry[None, :].to(tl.int64) * key_entry + dims[:, None] * key_dim,
+        keys + kv_head * key_head + entry[None, :].to(tl.int64) * key_entry + dims[:, None] * key_dim,
         mask=stored[None, :] & in_head[:, None], other=0.0,
     )  # fmt: skip
-    of_sums, of_maxima = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    of_squares = tl.zeros([BLOCK], tl.float32)
     # Query `i` belongs to entry `before + i`. From `whole` on, queries see all of the block.
     before = entries - n
     start, whole = 0, 0
     if CAUSAL:
         start = tl.maximum(first - before, 0) // ROWS * ROWS
         whole = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK - 1 - before, 0), ROWS) * ROWS, n)
-    for member in range(members):
-        of_query = (first_query + member).to(tl.int64)
-        # Rows are summed at the end, since a sum over rows takes threads that wait for one another.
-        total, square = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
-        largest = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
-        for offset in range(start, whole, ROWS):
-            row = offset + tl.arange(0, ROWS)
-            logits = _less_lse(
-                queries + of_query * query_head, k, lse + of_query * lse_head, row, dims, query_token, query_dim,
-                lse_token, n, scaling, cap, HEAD_DIM, CAPPED,
-            )  # fmt: skip
-            logits = tl.where(entry[None, :] <= (before + row)[:, None], logits, float("-inf"))
-            total, largest, square = _with(total, largest, square, logits, SUM, MAX, SQUARE)
-        for offset in range(whole, n, ROWS):
-            row = offset + tl.arange(0, ROWS)
-            logits = _less_lse(
-                queries + of_query * query_head, k, lse + of_query * lse_head, row, dims, query_token, query_dim,
-                lse_token, n, scaling, cap, HEAD_DIM, CAPPED,
-            )  # fmt: skip
-            total, largest, square = _with(total, largest, square, logits, SUM, MAX, SQUARE)
-        received, squared, most = tl.sum(total, 0), tl.sum(square, 0), tl.exp(tl.max(largest, 0))
-        if RULE == 3:
-            of_sums = tl.maximum(of_sums, received, propagate_nan=tl.PropagateNan.ALL)
-            of_squares = tl.maximum(of_squares, squared, propagate_nan=tl.PropagateNan.ALL)
-            of_maxima = tl.maximum(of_maxima, most)
-        else:
-            of_sums, of_squares, of_maxima = of_sums + received, of_squares + squared, of_maxima + most
-    if RULE == 2:
-        of_sums, of_squares, of_maxima = of_sums / MEMBERS, of_squares / MEMBERS, of_maxima / MEMBERS
-    place = head.to(tl.int64) * entries + entry
+    # Rows are summed at the end, since a sum over rows takes threads that wait for one another.
+    total, square = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    largest = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
+    for offset in range(start, whole, ROWS):
+        row = offset + tl.arange(0, ROWS)
+        logits = _less_lse(
+            queries + of_query * query_head, k, lse + of_query * lse_head, row, dims, query_token, query_dim,
+            lse_token, n, scaling, cap, HEAD_DIM, CAPPED,
+        )  # fmt: skip
+        logits = tl.where(entry[None, :] <= (before + row)[:, None], logits, float("-inf"))
+        total, largest, square = _with(total, largest, square, logits, SUM, MAX, SQUARE)
+    for offset in range(whole, n, ROWS):
+        row = offset + tl.arange(0, ROWS)
+        logits = _less_lse(
+            queries + of_query * query_head, k, lse + of_query * lse_head, row, dims, query_token, query_dim,
+            lse_token, n, scaling, cap, HEAD_DIM, CAPPED,
+        )  # fmt: skip
+        total, largest, square = _with(total, largest, square, logits, SUM, MAX, SQUARE)
+    place = of_query * entries + entry
     if SUM:
-        tl.store(sums + place, of_sums, mask=stored)
+        tl.store(sums + place, tl.sum(total, 0), mask=stored)
     if MAX:
-        tl.store(maxima + place, tl.where(of_maxima == float("inf"), float("nan"), of_maxima), mask=stored)
+        most = tl.exp(tl.max(largest, 0))
+        tl.store(maxima + place, tl.where(most == float("inf"), float("nan"), most), mask=stored)
     if SQUARE:
-        tl.store(squares + place, of_squares, mask=stored)
+        tl.store(squares + place, tl.sum(square, 0), mask=stored)
 
 
 @triton.jit
