@@ -6,7 +6,7 @@ Prints of each its name, the shared memory that it takes, and the size of its co
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -60,32 +60,31 @@ class _Noted:
         return lambda *args, **kwargs: self._launches.append((self._kernel, args, kwargs))
 
 
-PACKED = {"80": ("k8v4", "k3v3"), "90": ("nvfp4 by tokens",), "100": ("nvfp4 swizzled",)}
-"""Kinds of caches in which a key is stored otherwise than a value, or in more places than one, by the GPU."""
+PACKED = {"80": "k3v3", "90": "k8v4", "100": "nvfp4 swizzled"}
+"""The kind of cache, in which a key is stored otherwise than a value or in more places than one, for each GPU."""
 
 
 def over_packed_pages(
-    dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int, kinds: Sequence[str]
+    dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long: int, kind: str
 ) -> list[Launch]:
     """The kernels over such pages."""
     with _noted() as launches:
-        for kind in kinds:
-            how = packed.format_of(kind, head_dim, dtype)
-            caches = [packed.cache_of(kind, how, (BLOCKS, kv_heads, SIZE))[2]] * LAYERS
-            queries = torch.zeros(2, kv_heads * group, head_dim, dtype=dtype)
-            table, lengths = torch.zeros(2, 512, dtype=torch.int32), torch.tensor([40, 7])
-            layout = FiledLayouts.empty(2, LAYERS, kv_heads, queries.device).layout
-            one = type(layout)(*(part[:, :1] for part in layout))
-            tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
-            columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
-            paged_attention(queries, caches, 0, tokens, one, Softmax(1.5), torch.zeros_like(queries), columns, how)
-            append_stored(caches[0], caches[0], tokens, one)
-            rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
-            recorded = RecordedQueries(rings, torch.arange(2), torch.arange(4).expand(2, -1))
-            entries = EntriesInPages(layout, table, lengths, layout.counts, long)
-            last = lengths[:, None].expand(-1, 4)
-            received = ColumnTarget(columns, last, lengths, Softmax(1.5), bias=columns, positions=columns)
-            add_received_in_pages(caches, range(LAYERS), recorded, entries, received, [how] * LAYERS)
+        how = packed.format_of(kind, head_dim, dtype)
+        caches = [packed.cache_of(kind, how, (BLOCKS, kv_heads, SIZE))[2]] * LAYERS
+        queries = torch.zeros(2, kv_heads * group, head_dim, dtype=dtype)
+        table, lengths = torch.zeros(2, 512, dtype=torch.int32), torch.tensor([40, 7])
+        layout = FiledLayouts.empty(2, LAYERS, kv_heads, queries.device).layout
+        one = type(layout)(*(part[:, :1] for part in layout))
+        tokens = PagedTokens(table, lengths.int(), long, torch.arange(2), lengths, lengths)
+        columns = torch.zeros(LAYERS, BLOCKS * kv_heads * SIZE)
+        paged_attention(queries, caches, 0, tokens, one, Softmax(1.5), torch.zeros_like(queries), columns, how)
+        append_stored(caches[0], caches[0], tokens, one)
+        rings = torch.zeros(LAYERS, 2, 4, kv_heads * group, head_dim, dtype=dtype)
+        recorded = RecordedQueries(rings, torch.arange(2), torch.arange(4).expand(2, -1))
+        entries = EntriesInPages(layout, table, lengths, layout.counts, long)
+        last = lengths[:, None].expand(-1, 4)
+        received = ColumnTarget(columns, last, lengths, Softmax(1.5), bias=columns, positions=columns)
+        add_received_in_pages(caches, range(LAYERS), recorded, entries, received, [how] * LAYERS)
     return launches
 
 

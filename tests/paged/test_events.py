@@ -29,7 +29,6 @@ from tests.paged.engine import Engine, Request
 from tests.paged.layers import Allocated, batch_of, layer_group
 
 Executed = list[tuple[int, int]]
-FULL = pytest.mark.full
 
 
 @pytest.fixture
@@ -231,7 +230,7 @@ def packed_caches(kind: str) -> Packed:
 
 
 @pytest.mark.parametrize("kind", PACKED)
-@pytest.mark.parametrize("recipe", [RECIPES[1], RECIPES[3], *(pytest.param(RECIPES[i], marks=FULL) for i in (0, 2))])
+@pytest.mark.parametrize("recipe", [RECIPES[1], RECIPES[3]])
 def test_packed_entries_are_those_that_they_stand_for(recipe: str, kind: str) -> None:
     """Moved byte for byte, with the scales; chosen as if a cache in float32 held what they mean."""
     packed = packed_caches(kind)

@@ -49,6 +49,8 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
     group, kind = query_heads // heads, as_bytes(cache, format)
     half, width = (half, head_dim) if value_dim is None else (0, value_dim)
     head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, width))
+    # Of entries whose numbers are looked up one by one, as many as of others would not fit a program's registers.
+    block = rows_of(head_block if packed is None else 2 * head_block, queries.dtype)
     # Further blocks of a KV head's query heads read its entries once more.
     rows = max(16, min(triton.next_power_of_2(group), _MOST_NUMBERS // head_block))
     row_blocks = triton.cdiv(group, rows)
@@ -65,7 +67,7 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
         softmax.softcap or 1.0, n * query_heads,
         GROUP=group, HEADS=heads, HEADS_BLOCK=triton.next_power_of_2(heads), HEAD_DIM=head_dim,
         HEAD_BLOCK=head_block, VALUE_DIM=width, VALUE_BLOCK=value_block, SIZE=size, ROWS=rows, ROW_BLOCKS=row_blocks,
-        BLOCK=rows_of(head_block, queries.dtype), LEAST_PART=LEAST_PART,
+        BLOCK=block, LEAST_PART=LEAST_PART,
         LISTED=tokens.rows is not None, BIASED=bias is not None, SPLIT=splits > 1,
         ALIGNED=addresses.aligned, HALF=half, CAPPED=softmax.softcap is not None,
         SINKS=sinks is not None, PACKED=packed, **kind_of(format),
