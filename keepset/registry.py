@@ -62,11 +62,7 @@ _methods = {method.name: method for group in _BUILT_IN for method in group}
 METHODS: Mapping[str, type[Method]] = MappingProxyType(_methods)
 """Every registered method by its name in recipes."""
 
-_SPELLINGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "int8": ("quantized", {"bits": 8}),
-    "received": ("second_pass", {}),
-    "echo": ("prompt_queries", {}),
-}
+_SPELLINGS: dict[str, tuple[str, Mapping[str, Any]]] = {"int8": ("quantized", {"bits": 8})}
 """Other names that a recipe may have for a method, and the parameters that such a name stands for."""
 
 

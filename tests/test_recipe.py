@@ -555,16 +555,3 @@ def test_a_name_is_registered_once() -> None:
         register(again)
     assert METHODS["snapkv"] is SnapKV
     assert register(SnapKV) is SnapKV
-
-
-@pytest.mark.parametrize(
-    ("former", "plain"),
-    [
-        ("received(statistic='rms', keep=0.5)", "second_pass(statistic='rms', keep=0.5)"),
-        ("pool(echo(stride=4), keep=90)", "pool(prompt_queries(stride=4), keep=90)"),
-        ("composite(scorer=received, keep=9)", "composite(second_pass, keep=9)"),
-    ],
-)
-def test_former_names_stay_readable_and_are_written_plainly(former: str, plain: str) -> None:
-    assert Recipe.parse(former) == Recipe.parse(plain) and str(Recipe.parse(former)) == plain
-    assert "received" not in METHODS and "echo" not in METHODS

@@ -410,7 +410,7 @@ def test_a_compiled_model_says_the_same(text: str) -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [ADAKV, "expected_attention(future=16, keep=12)", "received(keep=12)", "snapkv(window=4, keep=12, every=4)"],
+    [ADAKV, "expected_attention(future=16, keep=12)", "second_pass(keep=12)", "snapkv(window=4, keep=12, every=4)"],
 )
 @torch.no_grad()
 def test_a_cache_that_nobody_holds_is_gone_at_once(recipe: str) -> None:

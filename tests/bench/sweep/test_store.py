@@ -102,6 +102,7 @@ def test_cells_mean_what_they_meant_when_a_default_or_a_name_has_changed(
         then.setitem(registry._methods, "echo", renamed)
         refused = "adakv(snapkv, keep=0.5, every=8)"  # no such recipe can be made
         put(path, *(cell(text, method="adakv(snapkv)") for text in (FULL, "adakv(snapkv, keep=0.5)", refused, before)))
+    monkeypatch.setitem(registry._SPELLINGS, "echo", ("prompt_queries", {}))
     in_full.cache_clear()
     in_short.cache_clear()
     changed = [("floor", float, parameter(0.75, minimum=0.0, maximum=1.0))]
