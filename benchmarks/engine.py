@@ -51,6 +51,8 @@ CASES = {
     "ample pool: snapkv": Case(KEEP, 8, 512, 256, AMPLE),
     "decoding: uniform": Case("snapkv(keep=128)", 8, 1000, 64, AMPLE, 2048),
     "decoding: adakv": Case("adakv(snapkv, keep=128)", 8, 1000, 64, AMPLE, 2048),
+    "decoding, half kept: adakv": Case("adakv(snapkv, keep=512)", 8, 1000, 64, AMPLE, 2048),
+    "decoding, half kept: adakv in 8 bits": Case("int8(adakv(snapkv), keep=512)", 8, 1000, 64, AMPLE, 2048),
     "decoding: plain": Case(None, 8, 1000, 64, AMPLE, 2048),
     "one long prompt: snapkv": Case("snapkv(keep=256)", 1, 4096, 4, 160, 4608),
 }
@@ -103,6 +105,14 @@ RATIOS = [
         for pool, requests in (("short pool", "short pool, 12 requests"), ("ample pool", "ample pool"))
     ),
     Ratio("decode step, adakv / uniform", "decode_step", "decoding: adakv", "decoding: uniform", 1.05, at_most=True),
+    Ratio(
+        "decode step over ragged pages, 8 bits / 16 bits",
+        "decode_step",
+        "decoding, half kept: adakv in 8 bits",
+        "decoding, half kept: adakv",
+        1.1,
+        at_most=True,
+    ),
 ]
 
 
