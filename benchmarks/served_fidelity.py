@@ -23,7 +23,7 @@ from keepset.bench.analysis import intervals
 from keepset.hf.prompt_session import Recorder
 from keepset.models import embedded_folder, embedded_statistics
 
-RECIPE = "quantized(match(pool(distilled(stats='{stats}'))), bits={bits}, bytes={share})"
+RECIPE = "quantized(match(pool(distilled(stats='{stats}')), newest={newest}), bits={bits}, bytes={share})"
 WHOLE = 1.0
 """The budget of requests that keep everything."""
 FORCED = "forced"
@@ -37,12 +37,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of the prompt (default 2048)")
     parser.add_argument("--continuation", type=int, default=256, help="tokens after it (default 256)")
     parser.add_argument("--bits", type=int, default=8, choices=(8, 4), help="bits of an entry's numbers (default 8)")
+    parser.add_argument("--newest", type=int, default=128, help="newest queries that match fits to (default 128)")
     parser.add_argument("--shares", default="0.5,0.25,0.1,0.05", help="the budgets, as shares of a full cache's bytes")
     parser.add_argument("--prompts", action="store_true", help="vLLM compresses prompts itself, and loads no contexts")
     args = parser.parse_args()
     names, shares = args.essays.split(","), [float(share) for share in args.shares.split(",")]
     model, tokenizer = models.load()
-    recipes = {share: RECIPE.format(stats=embedded_statistics(), bits=args.bits, share=share) for share in shares}
+    given = {"bits": args.bits, "newest": args.newest}
+    recipes = {share: RECIPE.format(stats=embedded_statistics(), share=share, **given) for share in shares}
     full: dict[str, Tensor] = {}
     texts_of: dict[str, tuple[list[int], list[int]]] = {}
     kl: dict[tuple[float, str], list[float]] = defaultdict(list)
@@ -68,13 +70,13 @@ def main() -> None:
             around = "" if interval is None or interval.low is None else f" ({interval.low:.4f}..{interval.high:.4f})"
             row.append(f"{sum(values) / len(values):.4f}{around}")
         rows.append(row)
-    shown = RECIPE.format(stats="…", bits=args.bits, share="…")
+    shown = RECIPE.format(stats="…", share="…", **given)
     title = f"KL over {args.continuation - 1} tokens after {args.tokens}, {len(names)} essays, {shown}"
     section = Section(
         title, ["bytes", "transformers", "vLLM from prompts" if args.prompts else "vLLM from contexts"], rows
     )
     data = [{"share": share, "runtime": runtime, "kl": values} for (share, runtime), values in kl.items()]
-    publish("served_fidelity", [section], {"machine": machine(), "bits": args.bits, "essays": names, "figures": data})
+    publish("served_fidelity", [section], {"machine": machine(), **given, "essays": names, "figures": data})
 
 
 @torch.no_grad()

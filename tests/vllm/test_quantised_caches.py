@@ -34,7 +34,7 @@ MORE = [(INT4, EQUAL), (INT8, MOMENTS), (FP8, RAGGED), ("fp8", RAGGED)]
 FITTED = "int8(match(adakv(snapkv(window=8)), window=8), keep=40, every=12)"
 FITTED_ONCE = "int8(match(snapkv(window=8), biases=False), bytes=0.2)"
 SOME = [*asks((130, 90, 200), 30), Ask(IDS[700:701], 30)]
-FITTED_TO = [*(Ask(IDS[11 + 173 * i : 141 + 173 * i], 30) for i in range(3)), Ask(IDS[700:701], 30)]
+FITTED_TO = [*(Ask(IDS[5 + 53 * i : 135 + 53 * i], 30) for i in range(4)), Ask(IDS[700:701], 30)]
 """Prompts in whose keys and values no number is so near to the middle of two steps that vLLM's own rounding decides."""
 TURMOIL = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
 
