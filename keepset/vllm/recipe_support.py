@@ -59,8 +59,8 @@ def cache_kind_of(traits: Traits) -> str | None:
 def served(recipe: Recipe) -> Recipe:
     """Return a recipe as servers execute it: entries have 8 bits unless it says another number, whatever its budget.
 
-    In vLLM's pages an answer's entries have as many bits as others, and in 4 bits they lose more than twice as many entries
-    gain (docs/results.md). Under transformers they have nearly 8 bits, and `quantized` goes by the budget.
+    In vLLM's pages an answer's entries have as many bits as others, and in 4 bits they lose more than twice as many
+    entries gain (docs/results.md). Under transformers they have nearly 8, and `quantized` goes by the budget.
     """
     return replace(recipe, written=recipe.written.for_bytes(None))
 
