@@ -124,7 +124,7 @@ def test_comparisons_have_the_defaults_among_the_others(
     words = ("--prompt-tokens", "60", "--continuation", "4", "--budgets", "0.25,20", "--json", "-")
     done = run("compare", "--text", "text", *words)
     rows = [row["recipe"] for row in json.loads(done.out)["rows"]]
-    methods = [Recipe.of(Recipe.parse(recipe).method) for recipe in recipes]
+    methods = [Recipe.of(Recipe.parse(recipe).written) for recipe in recipes]
     pairs = [(str(method.with_budget(bytes=0.25)), str(method.with_budget(keep=20))) for method in methods]
     assert rows == [*(each for pair in pairs for each in pair), "random(bytes=0.25)", "random(keep=20)"]
     assert bool(done.err) == (fixture == "tiny")
