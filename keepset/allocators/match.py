@@ -34,8 +34,8 @@ class Match(PostProcessor):
 
     Reference queries are the prompt's own, as if they came once more right after it: some at equal distances, so that
     no part of the text is without, and its newest, which the queries of what follows are most like. Those of a second
-    pass cost more and were a worse reference (docs/results.md). The attention that an entry receives includes
-    its bias, for the methods inside as well.
+    pass cost more and were a worse reference (docs/results.md). The attention that an entry receives includes its bias,
+    for the methods inside as well.
 
     At events after the prompt, entries that stay keep what they got at its end. Fitting them anew to the newest
     `window` queries made answers worse with every event where these come often: those queries look at what is near to

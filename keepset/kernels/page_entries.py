@@ -191,7 +191,8 @@ def joined(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tenso
 
 def addresses_of(caches: LayerCaches) -> Addresses:
     """Return the device addresses at which the caches begin."""
-    first = [pages_of(cache) for cache in caches]
+    # Each layer of each step asks for all of them, so no views are made.
+    first = [cache.keys[0] if isinstance(cache, EntryParts) else cache for cache in caches]
     return _table(tuple(cache.data_ptr() for cache in first), first[0].device)
 
 

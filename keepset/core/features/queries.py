@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from keepset.core.feature import Feature
 from keepset.kernels.dispatch import upload
 
 Rows = Float[Tensor, "query_heads _ head_dim"]
+"""Queries of one request."""
 
 
 class PaddedQueries(NamedTuple):
@@ -26,14 +28,14 @@ class PaddedQueries(NamedTuple):
     exists: Bool[Tensor, "batch n"]
 
     @classmethod
-    def padded(cls, rows: Sequence[Float[Tensor, "query_heads _ head_dim"]]) -> PaddedQueries:
+    def padded(cls, rows: Sequence[Rows]) -> PaddedQueries:
         """Return the queries of requests that have different numbers of them."""
         lengths = upload([row.shape[1] for row in rows], rows[0].device)
         queries = pad_sequence([row.transpose(0, 1) for row in rows], batch_first=True).transpose(1, 2)
         return cls(queries, torch.arange(queries.shape[2], device=lengths.device) < lengths[:, None])
 
     @property
-    def rows(self) -> list[Float[Tensor, "query_heads _ head_dim"]]:
+    def rows(self) -> list[Rows]:
         """Return each request's queries, without padding."""
         return [row[:, own] for row, own in zip(self.queries, self.exists, strict=True)]
 
@@ -91,9 +93,7 @@ class _Row:
 
 class _Reference(Accumulator):
     def __init__(self, features: Sequence[ReferenceQueries]) -> None:
-        self._feature = features[0]
-        for feature in features[1:]:
-            self._feature = self._feature.merged(feature)
+        self._feature = reduce(ReferenceQueries.merged, features)
         self._rows: list[_Row] = []
         self._latest: Chunk
 
@@ -114,9 +114,9 @@ class _Reference(Accumulator):
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         assert self._latest.source is not None
         turn = self._latest.source.ahead(lengths, 1)
-        some, last = ([getattr(row, name) for row in self._rows] for name in ("spread", "newest"))
-        parts = (PaddedQueries.padded(rows) for rows in (some, last))
-        return {self._feature: Reference(*(part._replace(queries=turn(part.queries)) for part in parts))}
+        spread = PaddedQueries.padded([row.spread for row in self._rows])
+        newest = PaddedQueries.padded([row.newest for row in self._rows])
+        return {self._feature: Reference(*(part._replace(queries=turn(part.queries)) for part in (spread, newest)))}
 
 
 @dataclass(frozen=True)
