@@ -182,11 +182,13 @@ class ObservedCache(TransformersCache, KnowsText):
         kept = self.managed_layers.get(layer_idx)
         if kept is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if kept.store is not None and not kept.store.takes(key_states, value_states):
-            raise KeepsetError(
-                f"What the cache holds of layer {layer_idx} does not fit the model: its heads are of another number, "
-                "size or precision. Use the model that the cache was made with."
-            )
+        if kept.store is not None:
+            held, new = kept.store.heads, (key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+            if (kept.store.kv_heads, *held.sizes) != new or (not held.format and held.keys.dtype != key_states.dtype):
+                raise KeepsetError(
+                    f"What the cache holds of layer {layer_idx} does not fit the model: its heads are of another "
+                    "number, size or precision. Use the model that the cache was made with."
+                )
         if self._attending:
             if self._config._attn_implementation == NAME:
                 raise UnsupportedModelError(

@@ -112,11 +112,13 @@ class EntryStore:
     def _runs(self) -> list[HeadRun]:
         return runs_of(self._sizes())
 
-    @property
+    @cached_property
     def heads(self) -> PackedHeads:
-        """The entries as attention takes them."""
-        self._own_heads.residual = None if self.residual is None else self.residual.heads
-        return self._own_heads
+        """The entries as attention takes them; made anew whenever they or the residual's have moved (`_moved`)."""
+        keys, values, positions = (self._columns[name] for name in _ENTRIES)
+        bias, key_scale, value_scale = (self._columns.get(name) for name in (BIAS, *_SCALES.values()))
+        residual = None if self.residual is None else self.residual.heads
+        return PackedHeads(keys, values, positions, self._runs, bias, key_scale, value_scale, residual)
 
     @property
     def attended(self) -> PackedHeads:
@@ -139,12 +141,6 @@ class EntryStore:
     def read(cls, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values as they are read, of those that are `stored`."""
         return keys, values
-
-    @cached_property
-    def _own_heads(self) -> PackedHeads:
-        keys, values, positions = (self._columns[name] for name in _ENTRIES)
-        bias, key_scale, value_scale = (self._columns.get(name) for name in (BIAS, *_SCALES.values()))
-        return PackedHeads(keys, values, positions, self._runs, bias, key_scale, value_scale)
 
     @property
     def _format(self) -> EntryFormat | None:
@@ -193,12 +189,6 @@ class EntryStore:
     def counts(self) -> list[int]:
         """Number of entries of each head, request after request."""
         return [run.count for run in self._runs for _ in range(run.heads)]
-
-    def takes(self, keys: Tensor, values: Tensor) -> bool:
-        """Return whether new tokens can be added."""
-        heads = self._own_heads
-        fits = (self.kv_heads, *heads.sizes) == (keys.shape[1], keys.shape[-1], values.shape[-1])
-        return fits and (heads.format is not None or heads.keys.dtype == keys.dtype)
 
     def replace_values(self, values: Float[Tensor, "entries value_dim"]) -> None:
         """Give every entry another value. There must be no free places."""
@@ -282,15 +272,18 @@ class EntryStore:
             names = (*_ENTRIES, *_SCALES.values())
             nothing = {name: torch.empty_like(self._columns[name][:0]) for name in names}
             self.residual = EntryStore(self.batch, self.kv_heads, nothing, lambda: [0] * self.batch * self.kv_heads)
+            self._moved()
 
     def make_room(self, n: int, room: int = 0) -> None:
         """Make sure that every head has free places for `n` new tokens; `room` is as for `append`."""
-        format = self._own_heads.format
+        format = self.heads.format
         if format is not None and format.refined:
             self._begin_residual()
-        for store in (self, self.residual):
-            if store is not None and store._free < n:
-                store._grow(n, room)
+        if self.residual is not None and self.residual._free < n:
+            self._moved()
+            self.residual._grow(n, room)
+        if self._free < n:
+            self._grow(n, room)
 
     def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, "places *rest"]:
         """Return a column to write to, made of zeros of this shape per entry if there is none."""
@@ -321,6 +314,7 @@ class EntryStore:
         if self._free:
             self._rebuild(list(enumerate(self.counts)))
         if self.residual is not None:
+            self._moved()
             self.residual.trim()
 
     def padded(self) -> tuple[dict[str, Tensor], Bool[Tensor, "batch kv_heads entries"]]:
@@ -431,6 +425,7 @@ class EntryStore:
     def crop(self, removed: Sequence[int]) -> None:
         """Drop the newest entries of every head, so many for each request."""
         if self.residual is not None:
+            self._moved()
             held = self.residual.counts[:: self.kv_heads]
             self.residual.crop([min(pair) for pair in zip(held, removed, strict=True)])
         if len(set(removed)) == 1:
@@ -438,7 +433,7 @@ class EntryStore:
                 run.count -= removed[0]
                 for name in self._columns.keys() - set(_ENTRIES):
                     run.view(self._columns[name], run.count, removed[0]).zero_()
-            self._own_heads.grown -= removed[0]
+            self.heads.grown -= removed[0]
             self._free += removed[0]
             return
         self._rebuild([(head, count - removed[head // self.kv_heads]) for head, count in enumerate(self.counts)])
@@ -474,14 +469,14 @@ class EntryStore:
         self._runs, self._free = runs, slack
 
     def _moved(self) -> None:
-        """Forget where heads lay, because they lie elsewhere from now on."""
-        vars(self).pop("_own_heads", None)
+        """Forget where heads lay, because they or those of the residual lie elsewhere from now on."""
+        vars(self).pop("heads", None)
 
     def count_appended(self, n: int) -> None:
         """Count `n` entries more in every head, which were written behind those of each."""
         for run in self._runs:
             run.count += n
-        self._own_heads.grown += n
+        self.heads.grown += n
         self._free -= n
         if self.residual is not None:
             self.residual.count_appended(n)

@@ -32,7 +32,7 @@ def append_entries(
         positions: of the new tokens.
     """
     format = stores[0].format
-    if uses_triton(keys.device):
+    if stores[0].in_triton:
         from keepset.kernels.triton import attention, four_bits  # loads Triton
 
         with launched_on(keys.device):
@@ -99,7 +99,7 @@ def ragged_attention(
         The output in the queries' dtype, contiguous.
     """
     format = stores[0].format
-    if uses_triton(queries.device):
+    if stores[0].in_triton:
         from keepset.kernels.triton import attention, four_bits  # loads Triton
 
         with launched_on(queries.device):

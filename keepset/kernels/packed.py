@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.dispatch import CACHE_BLOCK
+from keepset.kernels.dispatch import CACHE_BLOCK, uses_triton
 from keepset.kernels.entry_format import EntryFormat, format_of
 
 
@@ -96,6 +96,11 @@ class PackedHeads:
     def dtype(self) -> torch.dtype:
         """The dtype of keys and values as attention takes them."""
         return self.keys.dtype if self.key_scale is None else self.key_scale.dtype
+
+    @cached_property
+    def in_triton(self) -> bool:
+        """Return whether the Triton kernels read them, not those in PyTorch."""
+        return uses_triton(self.keys.device)
 
     @cached_property
     def format(self) -> EntryFormat | None:

@@ -95,7 +95,7 @@ def add_received(
         packed: all heads of all requests.
         sums_of: how to reduce the query heads that share a KV head.
     """
-    if uses_triton(packed.keys.device):
+    if packed.in_triton:
         from keepset.kernels.triton import window  # loads Triton
 
         if packed.format and packed.format.refined:
