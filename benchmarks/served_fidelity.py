@@ -20,8 +20,8 @@ from torch import Tensor
 
 from keepset import Cache, Recipe, models, texts
 from keepset.bench.analysis import intervals
+from keepset.embedded import embedded_folder, embedded_statistics
 from keepset.hf.prompt_session import Recorder
-from keepset.models import embedded_folder, embedded_statistics
 
 RECIPE = "quantized(match(pool(distilled(stats='{stats}')), newest={newest}), bits={bits}, bytes={share})"
 WHOLE = 1.0

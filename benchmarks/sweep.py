@@ -22,6 +22,7 @@ from keepset.bench.sweep.prompts import PromptBuilder
 from keepset.bench.sweep.runner import Runner
 from keepset.bench.tasks.find import find
 from keepset.bench.tasks.task import Example, Generation, TaskSettings
+from keepset.embedded import embedded_folder
 
 RECIPES = "snapkv,knorm,tova,expected_attention,adakv(snapkv)"
 KEEPS = (0.5, 0.25, 0.1)
@@ -54,7 +55,7 @@ def main() -> int:
         peer = None
         if args.peer:
             check_peer()
-            folder = models.embedded_folder()
+            folder = embedded_folder()
             peer = stack.enter_context(Worker("kvpress_sweep", PEER_PYTHON, [folder], args.threads))
         shown_bar = stack.enter_context(bar())
         progress = shown_bar.add_task("contexts", total=len(examples))

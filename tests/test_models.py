@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from keepset import embedded as embedded_model
 from keepset import models
 from keepset.core import statistics
 from keepset.errors import KeepsetError
@@ -112,10 +113,10 @@ def test_weights_are_those_of_the_file(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """They are written without a word, and are those that gguf reads, but for the order of a head's numbers."""
-    reader = of_four_layers(models._gguf())
+    reader = of_four_layers(embedded_model._gguf())
     monkeypatch.setattr("gguf.GGUFReader", lambda _: reader)  # to read it takes a second and a half
-    with models.no_progress_bars():
-        models._write(models._gguf(), tmp_path)
+    with embedded_model.no_progress_bars():
+        embedded_model._write(embedded_model._gguf(), tmp_path)
     assert capfd.readouterr() == ("", "")
     stored = {each.name: each for each in reader.tensors}
     written = load_file(tmp_path / "model.safetensors")
@@ -150,7 +151,7 @@ def test_crashed_conversion_leaves_nothing_and_two_processes_share_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(models, "_write", crash)
+        patch.setattr(embedded_model, "_write", crash)
         with pytest.raises(KeyboardInterrupt):
             models.load()
     assert list(home.iterdir()) == []
@@ -163,7 +164,7 @@ def test_crashed_conversion_leaves_nothing_and_two_processes_share_the_next(
 
     def convert() -> None:
         torch.set_num_threads(1)  # more of them do not survive a fork
-        models._write = copy
+        embedded_model._write = copy
         models.load()
 
     processes = [get_context("fork").Process(target=convert) for _ in range(2)]
@@ -190,8 +191,8 @@ def test_slower_of_two_conversions_uses_the_faster_ones(home: Path, monkeypatch:
         folder.mkdir()
         (folder / "theirs").touch()
 
-    monkeypatch.setattr(models, "_write", overtaken)
-    models._convert(Path("unread"), folder)
+    monkeypatch.setattr(embedded_model, "_write", overtaken)
+    embedded_model._convert(Path("unread"), folder)
     assert list(home.rglob("*")) == [folder, folder / "theirs"]
 
 
@@ -207,7 +208,7 @@ def test_space_runs_out_during_the_conversion(home: Path, monkeypatch: pytest.Mo
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(models, "_write", full)
+    monkeypatch.setattr(embedded_model, "_write", full)
     assert "No space left on device" in refusal(models.load)
     assert list(home.iterdir()) == []
 
@@ -221,12 +222,12 @@ def test_unwritable_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_home_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEEPSET_HOME", "~/mine")
-    assert models._home() == Path.home() / "mine"
+    assert embedded_model._home() == Path.home() / "mine"
     monkeypatch.delenv("KEEPSET_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert models._home() == Path("/xdg/keepset")
+    assert embedded_model._home() == Path("/xdg/keepset")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert models._home() == Path.home() / ".cache" / "keepset"
+    assert embedded_model._home() == Path.home() / ".cache" / "keepset"
 
 
 def test_missing_package(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,19 +310,20 @@ def test_importing_models_is_quick() -> None:
 def test_statistics_of_the_embedded_model_are_made_once_and_said_aloud(
     home: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair, runs = models.load(str(tiny)), []
-    monkeypatch.setattr(models, "load", lambda: runs.append(1) or pair)
-    monkeypatch.setattr(models, "_with_embedded_parts", lambda measured: measured)  # the tiny model has other heads
+    runs = []
+    monkeypatch.setattr(embedded_model, "embedded_folder", lambda: runs.append(1) or tiny)
+    # The tiny model has other heads.
+    monkeypatch.setattr(embedded_model, "_with_embedded_parts", lambda measured: measured)
     monkeypatch.setattr(corpus, "TOKENS", 64)
     home.mkdir()
-    older = home / models.statistics_path().name.replace(models._digest_of_parts(), "12345678")
+    older = home / embedded_model.statistics_path().name.replace(embedded_model._digest_of_parts(), "12345678")
     older.touch()
-    path = models.embedded_statistics()
+    path = embedded_model.embedded_statistics()
     assert not older.exists()
     assert path.parent == home and len(statistics.load(str(path)).layers) == 1
     assert caplog.messages == [f"keepset: measuring the embedded model's statistics, once, into {path}"]
     assert [record.levelname for record in caplog.records] == ["WARNING"]  # which Python shows on standard error
-    assert models.embedded_statistics() == path
+    assert embedded_model.embedded_statistics() == path
     assert len(caplog.messages) == len(runs) == 1
 
 
@@ -346,7 +348,7 @@ def test_networks_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> 
 
 
 def test_recipes_that_name_no_file_get_those_of_the_embedded_model(embedded: Embedded, tiny: Path) -> None:
-    assert statistics._offers[embedded[0].config.name_or_path] is models.embedded_statistics
+    assert statistics._offers[embedded[0].config.name_or_path] is embedded_model.embedded_statistics
     models.load(str(tiny))
     assert str(tiny) not in statistics._offers
 

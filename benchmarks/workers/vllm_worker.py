@@ -17,7 +17,7 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     from vllm import LLM, SamplingParams
 
-    from keepset.models import embedded_folder
+    from keepset.embedded import embedded_folder
     from keepset.recipe import Recipe
     from keepset.serving.command import name_statistics
     from keepset.vllm import engine_args, stats

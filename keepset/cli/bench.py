@@ -18,8 +18,8 @@ import keepset
 from keepset.cli.checks import check_writable
 from keepset.cli.console import counted, foretold, note, output, progress, say, show_table, status, write
 from keepset.cli.options import Html, Json, group
+from keepset.embedded import EMBEDDED
 from keepset.errors import KeepsetError
-from keepset.models import EMBEDDED
 
 if TYPE_CHECKING:
     from keepset.recipe import Recipe

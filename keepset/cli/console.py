@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from keepset import models
+from keepset import embedded, models
 from keepset.bench.report import page
 from keepset.cli.grid import Grid, sanitize
 from keepset.cli.options import STANDARD_OUTPUT
@@ -266,9 +266,9 @@ def duration(seconds: float) -> str:
 
 def load(source: models.Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a model and its tokenizer, see `models.load`; transformers shows progress on a terminal only."""
-    with status("loading the model"), nullcontext() if stderr().is_terminal else models.no_progress_bars():
+    with status("loading the model"), nullcontext() if stderr().is_terminal else embedded.no_progress_bars():
         loaded = models.load(*source)
-    if source.name is None and (name := loaded[0].config.name_or_path) == str(models.embedded_folder()):
+    if source.name is None and (name := loaded[0].config.name_or_path) == str(embedded.embedded_folder()):
         from keepset.core.statistics import offer
 
         offer(name, _measured)
@@ -277,13 +277,13 @@ def load(source: models.Source) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 
 def _measured() -> Path:
     """Return the file of the embedded model's statistics; say so if they are measured first, and how long it takes."""
-    path = models.statistics_path()
+    path = embedded.statistics_path()
     if path.is_file():
         return path
     what = "measuring the embedded model's statistics"
     began = time.monotonic()
     with beating(lambda: what):
-        models.embedded_statistics()  # which announces it
+        embedded.embedded_statistics()  # which announces it
     note(f"{what} took {duration(time.monotonic() - began).removeprefix('about ')}")
     return path
 

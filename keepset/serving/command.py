@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from keepset import models
+from keepset import embedded
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method
 from keepset.defaults import ANSWERED_AT_ONCE, ASKED_LATER, Default, default_recipe
@@ -40,8 +40,8 @@ def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def folder(model: str | None) -> str:
     """Return the embedded model's folder for None or its name, and any other name as it is."""
-    if model is None or (model == models.EMBEDDED and not Path(model).is_dir()):
-        return str(models.embedded_folder())
+    if model is None or (model == embedded.EMBEDDED and not Path(model).is_dir()):
+        return str(embedded.embedded_folder())
     return model
 
 
@@ -56,7 +56,7 @@ def default_for(model: str | None, options: Sequence[str], contexts: bool = Fals
     Raises:
         KeepsetError: the model's statistics cannot be read.
     """
-    place, called = folder(model), model or models.EMBEDDED
+    place, called = folder(model), model or embedded.EMBEDDED
     if contexts:
         return default_recipe(place, called, ASKED_LATER)
     recipe, why = default_recipe(place, called, ANSWERED_AT_ONCE)
@@ -96,7 +96,7 @@ def name_statistics(recipe: Recipe | None, model: str | None) -> Recipe | None:
         return recipe
     if all(measured.file for measured in recipe.method.traits.needs.of(ModelStatistics)):
         return recipe
-    return replace(recipe, written=_with_statistics(recipe.written, str(models.embedded_statistics())))
+    return replace(recipe, written=_with_statistics(recipe.written, str(embedded.embedded_statistics())))
 
 
 def _with_statistics(method: Method, file: str) -> Method:
@@ -145,7 +145,7 @@ def command(
     place = folder(model)
     words = _program(place)
     if place != model and not has_option(rest, "--served-model-name"):
-        words += ["--served-model-name", models.EMBEDDED]
+        words += ["--served-model-name", embedded.EMBEDDED]
     words += as_words(args)
     if with_keepset:
         words += ["--middleware", _MIDDLEWARE]

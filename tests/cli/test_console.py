@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from keepset import models
+from keepset import embedded
 from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import Record
 from keepset.cli import console, recipe_notes
@@ -156,8 +156,8 @@ def test_statistics_that_are_measured_first_are_announced_and_timed(
     monkeypatch.setattr(console, "note", said.append)
     shown = Console(file=io.StringIO())
     monkeypatch.setattr(console, "stderr", lambda: shown)
-    monkeypatch.setattr(models, "statistics_path", lambda: path)
-    monkeypatch.setattr(models, "embedded_statistics", measure)
+    monkeypatch.setattr(embedded, "statistics_path", lambda: path)
+    monkeypatch.setattr(embedded, "embedded_statistics", measure)
     assert console._measured() == path
     assert said[0].startswith("measuring the embedded model's statistics (after ") and "took" in said[-1]
     said.clear()

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import keepset
-from keepset import defaults, models
+from keepset import defaults
 from keepset.cli import checks
 from keepset.core import statistics
 from keepset.core.statistics import save
 from keepset.defaults import ANSWERED_AT_ONCE, ASKED_LATER, NETWORKS, default_recipe
+from keepset.embedded import embedded_folder
 from keepset.hf import cache
 from keepset.recipe import Recipe
 from tests.cli.conftest import Run
@@ -141,7 +142,7 @@ def test_statistics_without_networks_are_none(networks: None, tiny: Any, tmp_pat
 
 @pytest.mark.full
 def test_the_embedded_model_has_networks(embedded: Any) -> None:
-    assert defaults.has_networks(str(models.embedded_folder()))
+    assert defaults.has_networks(str(embedded_folder()))
 
 
 def test_each_is_a_quarter_of_the_bytes_and_leaves_short_prompts_whole() -> None:

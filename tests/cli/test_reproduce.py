@@ -18,8 +18,8 @@ from keepset.bench.sweep.runner import Runner
 from keepset.bench.sweep.store import Store
 from keepset.cli import console
 from keepset.core.tables import save
+from keepset.embedded import EMBEDDED
 from keepset.errors import KeepsetError
-from keepset.models import EMBEDDED
 from tests.bench.tasks.scaffold import write_items
 from tests.cli.conftest import Run
 from tests.core.test_tables import random_tables

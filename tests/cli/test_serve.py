@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import keepset
-from keepset import models
+from keepset import embedded
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.serving import command, start_checks
 from keepset.vllm.signing import SIGNING_KEY
@@ -34,7 +34,7 @@ def became(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     monkeypatch.setattr(os, "execvp", execvp)
     monkeypatch.setattr(start_checks, "check_installed", lambda *_: None)
     monkeypatch.setattr(command, "_program", lambda model: [sys.executable, "-m", "vllm", "serve", model])
-    monkeypatch.setattr(models, "embedded_folder", lambda: tmp_path / "embedded")
+    monkeypatch.setattr(embedded, "embedded_folder", lambda: tmp_path / "embedded")
     (tmp_path / "embedded").mkdir()
     (tmp_path / "embedded" / "config.json").write_text("{}")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")

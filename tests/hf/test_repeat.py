@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 import keepset
-from keepset import Observation, models
+from keepset import Observation
+from keepset.embedded import embedded_folder
 from keepset.hf.repeat import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
@@ -140,7 +141,7 @@ def test_without_a_chat_template_the_turn_is_said_in_words() -> None:
 def test_the_words_of_a_real_model() -> None:
     model = copy.copy(tiny("llama"))
     model.config = copy.copy(model.config)
-    model.config.name_or_path = str(models.embedded_folder())
+    model.config.name_or_path = str(embedded_folder())
     model.get_input_embeddings = lambda: None
     words, spoken = Repeat.of(model), AutoTokenizer.from_pretrained(model.config.name_or_path)
     assert spoken.decode(words.whole) == WHOLE and spoken.decode(words.part) == PART
@@ -206,7 +207,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         model.config.name_or_path = name
         with refusal("has none: load the model from a folder"):
             keepset.Cache(model, "kvzip(keep=9)")
-    model.config.name_or_path = str(models.embedded_folder())
+    model.config.name_or_path = str(embedded_folder())
     with refusal("give the model its own"):
         keepset.Cache(model, "kvzip(keep=9)")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from keepset import models
+from keepset import embedded
 from keepset.defaults import ANSWERED_AT_ONCE
 from keepset.errors import KeepsetError
 from keepset.recipe import Recipe
@@ -23,7 +23,7 @@ RECIPE = Recipe.parse("snapkv(keep=64, every=64, window=8)")
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(models, "embedded_folder", lambda: tmp_path)
+    monkeypatch.setattr(embedded, "embedded_folder", lambda: tmp_path)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
     return tmp_path
 
@@ -68,7 +68,7 @@ def test_the_embedded_models_statistics_are_named(
 ) -> None:
     """vLLM's processes know no others; of another model, or under a name of their own, they stay as they are."""
     file = tmp_path / "statistics.safetensors"
-    monkeypatch.setattr(models, "embedded_statistics", lambda: file)
+    monkeypatch.setattr(embedded, "embedded_statistics", lambda: file)
     recipe = Recipe.parse("match(pool(distilled), keep=0.25)")
     named = Recipe.parse(f"match(pool(distilled(stats={str(file)!r})), keep=0.25)")
     assert name_statistics(recipe, None) == named == name_statistics(named, None)

