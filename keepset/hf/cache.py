@@ -108,6 +108,8 @@ class Cache(ObservedCache):
         self._unfinished: dict[int, list[tuple[list[LayerKeepSet], int, int, float]]] = {}
         # What the newest answer of `_num_kept` follows from, and that answer.
         self._forecast: tuple[tuple[Any, ...], list[list[int]]] | None = None
+        # The same of `_budget`.
+        self._in_entries: tuple[tuple[Any, ...], Budget] | None = None
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
@@ -330,13 +332,19 @@ class Cache(ObservedCache):
         # Of all layers at once, since they hold the same: unless the event before has left them different numbers, or
         # their heads have other sizes.
         layers = self.compressed_layers
-        budget = self.recipe.budget_of_sizes([(up_to_event.key.shape[-1], up_to_event.value.shape[-1])])
-        budget = budget.located(progress.images)
+        budget = self._budget((up_to_event.key.shape[-1], up_to_event.value.shape[-1]))
         basis = budget, held, lengths, progress.prompt_tokens, layers, layers
         if self._forecast is None or self._forecast[0] != basis:
             quotas = forecast_quotas(method, *basis, self._from_files)
             self._forecast = basis, quotas.unflatten(0, (len(layers), -1)).flatten(1).tolist()
         return self._forecast[1][layers.index(layer.index)]
+
+    def _budget(self, *sizes: tuple[int, int]) -> Budget:
+        """Return the budget in entries of layers whose keys and values have these sizes; made once for layers alike."""
+        basis = sizes, None if self.progress is None else self.progress.images
+        if self._in_entries is None or self._in_entries[0] != basis:
+            self._in_entries = basis, self.recipe.budget_of_sizes(sizes).located(basis[1])
+        return self._in_entries[1]
 
     def _choose(self, observations: list[Observation]) -> None:
         """Compress the observed layers: one by one, or together where the method looks across them."""
@@ -354,7 +362,7 @@ class Cache(ObservedCache):
             stored = [each if before is None else before.layer(each.layer) for each in members]
             nbytes = sum(count * each.entry_bytes for count, each in zip(counts, stored, strict=True))
             start = time.perf_counter()
-            budget = self.recipe.budget_for(members).located(self.progress.images)
+            budget = self._budget(*((each.head_dim, each.value_dim) for each in members))
             keep_set = method.select_all(group, budget)
             if method.traits.across_layers:
                 keep_set.count()

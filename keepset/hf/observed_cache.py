@@ -6,13 +6,13 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import add
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin
 
 from keepset.core.feature import Feature, Needs
@@ -24,6 +24,7 @@ from keepset.core.observation import Observation
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents
 from keepset.hf.attention import NAME, OTHER_PROMPT, SWITCHING, AttentionInput, set_pending_attention, uncompiled
+from keepset.hf.edits import EditableCache
 from keepset.hf.hooks import AttentionHooks, ModelHooks, PerplexityHooks
 from keepset.hf.images import ImageHooks, RopeDeltas, image_token_ids
 from keepset.hf.known_text import KnowsText
@@ -37,14 +38,14 @@ from keepset.hf.model_support import (
     statistics_for,
     tables_for,
 )
-from keepset.hf.other_layers import HybridLayerState, compressible, cropped, is_bounded, nbytes_of, own_layers
+from keepset.hf.other_layers import compressible, is_bounded, nbytes_of, own_layers
 from keepset.hf.progress import Progress
 from keepset.hf.second_pass import SecondPasses
 from keepset.hf.store import StoredObservation
 from keepset.recipe import Schedule
 
 
-class ObservedCache(TransformersCache, KnowsText):
+class ObservedCache(EditableCache, KnowsText):
     """A transformers cache whose growing layers are keepset's.
 
     A layer attends to new tokens and says whether they reach an event. Its observation then waits until it is
@@ -216,83 +217,6 @@ class ObservedCache(TransformersCache, KnowsText):
             hooks.close()
             hooks.open()
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        if self.progress is None:
-            super().reorder_cache(beam_idx)
-            return
-        # On the host, where every layer needs them.
-        rows: Any = torch.tensor(self._requests(beam_idx))
-        if self._looks_at_prompt:
-            raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
-        super().reorder_cache(rows)
-        self.progress.reorder(rows.to(self.progress.lengths.device))
-        if self._rope is not None:
-            self._rope.reorder(rows)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.progress is None:
-            super().batch_select_indices(indices)
-        else:  # which all kinds of layers can
-            self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.progress is None:
-            super().batch_repeat_interleave(repeats)
-        else:
-            self.reorder_cache(torch.arange(len(self.progress.tokens)).repeat_interleave(max(repeats, 0)))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        progress = self.progress
-        if progress is None:
-            super().crop(tokens_to_remove)
-            return
-        removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
-        new = progress.logical - (progress.compressed_at or 0)
-        if removed > new:
-            raise KeepsetError(
-                f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
-                "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
-                "the prompt."
-            )
-        if removed and self._looks_at_prompt:
-            raise KeepsetError(
-                "Tokens of a prompt that is not complete cannot be taken back, because the recipe looks at more than "
-                "its entries, and has seen theirs: go on from a copy made before them (cache.fork())."
-            )
-        if not all(kept.can_take_back(removed) for kept in self.managed_layers.values()):
-            raise KeepsetError(
-                f"What the newest {removed} tokens look at is added up for the next compression already, which "
-                "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
-            )
-        if removed and any(isinstance(kept, HybridLayerState) for kept in self.managed_layers.values()):
-            raise KeepsetError(
-                "The recurrent states of this model cannot take tokens back: go on from a copy made before them "
-                "(cache.fork())."
-            )
-        length = progress.logical - removed
-        others = [(each, cropped(each, removed, length)) for each in self.layers if not isinstance(each, LayerState)]
-        if removed:
-            per_request = progress.crop(removed)
-            for kept in self.managed_layers.values():
-                kept.take_back(removed, per_request, progress.lengths)
-        for layer, attributes in others:
-            vars(layer).update(attributes)
-
-    def activate_past_recording(self) -> None:
-        """Check that assisted generation can draft tokens together with the prompt; transformers calls it before."""
-        if self.schedule.every is not None:
-            raise KeepsetError(
-                "Assisted generation cannot go with compression while decoding (every=...), because its drafted "
-                "tokens would be compressed before they are accepted: leave one of them out."
-            )
-        is_compressed = self.progress is not None and self.progress.compressed_at is not None
-        if self.managed_layers and self.prompt_length is None and not is_compressed:
-            raise KeepsetError(
-                "Assisted generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens "
-                "together with the prompt."
-            )
-        super().activate_past_recording()
-
     # --- one forward of one layer
 
     def attend(self, layer: LayerState, new: AttentionInput) -> Tensor:
@@ -350,32 +274,51 @@ class ObservedCache(TransformersCache, KnowsText):
                 each: each.scored(self._from_files[each.statistics], layer.index, hidden) for each in features
             }
 
+    def _begin(self, new: AttentionInput) -> Progress:
+        """Make ready for the first tokens; return how far the cache has come before them."""
+        none = torch.zeros(len(new.key), dtype=torch.long, device=new.key.device)
+        prompt, every = self.prompt_length or new.length, self.schedule.every
+        self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
+        self.progress.images = None if self._images is None else ((),) * len(none)
+        for layer in self.managed_layers.values():
+            layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
+            layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
+        return self.progress
+
     def _advance(self, new: AttentionInput) -> None:
-        """Count the tokens of a forward for all layers, before the first of them attends."""
-        n = new.length
-        if self.progress is None:
-            none = torch.zeros(len(new.key), dtype=torch.long, device=new.key.device)
-            prompt, every = self.prompt_length or n, self.schedule.every
-            self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
-            self.progress.images = None if self._images is None else ((),) * len(none)
-            for layer in self.managed_layers.values():
-                layer.prompt = PromptPhase(self.needs, prompt) if self.schedule.prefill else None
-                layer.decoding = None if every is None else DecodingPhase(self.needs, every, prompt + every)
+        """Count the tokens of a forward for all layers and find their positions, before the first of them attends."""
+        n, real = new.length, new.real
+        valid = None if real is None else real.mask
+        if (progress := self.progress) is None:
+            progress = self._begin(new)
         elif n > 1 and new.batched is None and new.position_ids is not None and new.position_ids.ndim == 2:
-            again = new.position_ids < self.progress.lengths[:, None]
-            if bool((again if new.real is None else again & new.real.mask).any()):
+            again = new.position_ids < progress.lengths[:, None]
+            if bool((again if valid is None else again & valid).any()):
                 raise KeepsetError(
                     f"The input repeats positions that the cache holds already: {OTHER_PROMPT}; chunked prefill and "
                     "assisted generation onto a cache that is not empty are not supported, because transformers feeds "
                     "them the past again."
                 )
-        before = self.progress.logical
-        self.progress.advance(new)
+        if new.batched is None:
+            steps = torch.arange(n, device=progress.lengths.device) if valid is None else valid.long().cumsum(-1) - 1
+            positions = progress.lengths[:, None] + steps
+            progress.positions, progress.lengths = positions, positions[:, -1] + 1
+        else:
+            positions = new.batched.positions
+            progress.positions, progress.lengths = positions, new.batched.lengths
+        if valid is not None or progress.valid is not None:
+            before, after = ((len(progress.lengths), tokens) for tokens in (progress.logical, n))
+            whole = progress.lengths.new_ones(before, dtype=torch.bool) if progress.valid is None else progress.valid
+            progress.valid = torch.cat([whole, whole.new_ones(after) if valid is None else valid], 1)
+        if (left := progress.prompt - progress.logical) > 0:
+            progress.prompts = positions[:, min(left, n) - 1] + 1
+            counts = [min(left, n)] * len(progress.tokens) if real is None else real.part(slice(0, left)).counts
+            progress.prompt_tokens = list(map(add, progress.tokens, counts))
+        progress.tokens = list(map(add, progress.tokens, [n] * len(progress.tokens) if real is None else real.counts))
+        progress.logical += n
         # An image is in a prompt, or in later tokens that are fed together.
-        if self._images is not None and new.batched is None and (n > 1 or before < self.progress.prompt):
-            assert self.progress.positions is not None
-            real = None if new.real is None else new.real.mask
-            self.progress.add_images(self._images.found(self.progress.positions, real))
+        if self._images is not None and new.batched is None and (n > 1 or left > 0):
+            progress.add_images(self._images.found(positions, valid))
 
     @torch.no_grad()
     def _observe_event(self, layer: LayerState, up_to_event: AttentionInput) -> None:
@@ -483,28 +426,8 @@ class ObservedCache(TransformersCache, KnowsText):
             raise KeepsetError("This cache does not hold a whole prompt yet: run the model on all of it first.")
         return progress
 
-    @property
-    def _looks_at_prompt(self) -> bool:
-        """Return whether a prompt is under way of which more is collected than its entries."""
-        return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.managed_layers.values())
-
     def _all_hooks(self) -> list[ModelHooks]:
         return [hooks for hooks in (self._hooks, self._second, self._perplexity) if hooks is not None]
-
-    def _requests(self, rows: Tensor) -> list[int]:
-        """Return the indices of requests, on the host."""
-        assert self.progress is not None
-        requests = len(self.progress.tokens)
-        if rows.dtype == torch.bool:
-            chosen = rows.nonzero()[:, 0].tolist() if len(rows) == requests else []
-        else:
-            chosen = rows.tolist()
-        if not chosen or not all(-requests <= row < requests for row in chosen):
-            raise KeepsetError(
-                f"The cache holds {requests} requests, and a batch of it needs at least one of them: give indices from "
-                f"0 to {requests - 1}, or a mask of {requests}."
-            )
-        return [row % requests for row in chosen]
 
 
 _NOTHING_GROWS = "{model} has no layer that caches the whole text, but only sliding windows or states of a fixed size"

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import add
 
-import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from keepset.core.budget import Ranges
 from keepset.core.keep_set import KeepSet
-from keepset.hf.attention import AttentionInput
 from keepset.hf.known_text import KnownTokens
 
 
@@ -75,27 +73,6 @@ class Progress:
         """Take in where images are among the newest tokens; None if nobody knows."""
         known = None if found is None else self.images
         self.images = None if known is None or found is None else tuple(map(add, known, found))
-
-    def advance(self, new: AttentionInput) -> None:
-        """Count new tokens, and find their positions."""
-        n, real = new.length, new.real
-        valid = None if real is None else real.mask
-        if new.batched is None:
-            steps = torch.arange(n, device=self.lengths.device) if valid is None else valid.long().cumsum(-1) - 1
-            self.positions = self.lengths[:, None] + steps
-            self.lengths = self.positions[:, -1] + 1
-        else:
-            self.positions, self.lengths = new.batched.positions, new.batched.lengths
-        if valid is not None or self.valid is not None:
-            before, after = ((len(self.lengths), tokens) for tokens in (self.logical, n))
-            whole = self.lengths.new_ones(before, dtype=torch.bool) if self.valid is None else self.valid
-            self.valid = torch.cat([whole, whole.new_ones(after) if valid is None else valid], 1)
-        if (left := self.prompt - self.logical) > 0:
-            self.prompts = self.positions[:, min(left, n) - 1] + 1
-            counts = [min(left, n)] * len(self.tokens) if real is None else real.part(slice(0, left)).counts
-            self.prompt_tokens = list(map(add, self.tokens, counts))
-        self.tokens = list(map(add, self.tokens, [n] * len(self.tokens) if real is None else real.counts))
-        self.logical += n
 
     def crop(self, removed: int) -> list[int]:
         """Take back the newest tokens; return how many of them were real in each request."""

@@ -49,5 +49,5 @@ def test_few_calls_in_few_files() -> None:
     assert len(past.events) == 4
     # The newest event; and a token between two of them, before the window of the next.
     event, token = journeys[-1], journeys[-EVERY // 2]
-    assert token.total() <= 60 and len(token) <= 7, token
-    assert event.total() <= 443 and len(event) <= 20, event
+    assert token.total() <= 58 and len(token) <= 6, token
+    assert event.total() <= 435 and len(event) <= 18, event

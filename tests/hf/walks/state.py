@@ -13,7 +13,7 @@ from keepset.hf.query_recorder import QueryWindow
 from keepset.hf.store import EntryStore
 
 _NOT_STATE = {
-    *("_hooks", "_second", "_perplexity", "_model", "_forecast", "_few", "_from_files", "_waiting"),
+    *("_hooks", "_second", "_perplexity", "_model", "_forecast", "_in_entries", "_few", "_from_files", "_waiting"),
     *("recipe", "observer", "schedule", "needs", "seconds", "positions", "_seconds", "managed_layers", "_config"),
     "_model_name",
 }

@@ -1,0 +1,131 @@
+"""`EditableCache`: what is done to a cache between two forwards: reordering, repeating, taking tokens back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache as TransformersCache
+
+from keepset.errors import KeepsetError
+from keepset.hf.images import RopeDeltas
+from keepset.hf.layer import LayerState
+from keepset.hf.other_layers import HybridLayerState, cropped
+from keepset.hf.progress import Progress
+from keepset.recipe import Schedule
+
+
+class EditableCache(TransformersCache):
+    """A transformers cache of keepset's layers and others, as `generate` edits it between two forwards.
+
+    Attributes:
+        schedule: when its layers are observed; at the prompt's end unless it says otherwise.
+        managed_layers: those that may be compressed, by their indices; others, such as sliding windows, stay
+            transformers' own.
+        prompt_length: tokens of the prompt, padding included, if they were given.
+        progress: how far it has come; None before the first token.
+    """
+
+    schedule: Schedule
+    managed_layers: dict[int, LayerState]
+    prompt_length: int | None
+    progress: Progress | None
+    _rope: RopeDeltas | None
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        if self.progress is None:
+            super().reorder_cache(beam_idx)
+            return
+        # On the host, where every layer needs them.
+        rows: Any = torch.tensor(self._requests(beam_idx))
+        if self._looks_at_prompt:
+            raise KeepsetError("A batch cannot be reordered before its prompt is complete.")
+        super().reorder_cache(rows)
+        self.progress.reorder(rows.to(self.progress.lengths.device))
+        if self._rope is not None:
+            self._rope.reorder(rows)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.progress is None:
+            super().batch_select_indices(indices)
+        else:  # which all kinds of layers can
+            self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.progress is None:
+            super().batch_repeat_interleave(repeats)
+        else:
+            self.reorder_cache(torch.arange(len(self.progress.tokens)).repeat_interleave(max(repeats, 0)))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        progress = self.progress
+        if progress is None:
+            super().crop(tokens_to_remove)
+            return
+        removed = max(progress.logical - tokens_to_remove, 0) if tokens_to_remove > 0 else -tokens_to_remove
+        new = progress.logical - (progress.compressed_at or 0)
+        if removed > new:
+            raise KeepsetError(
+                f"Only the {new} tokens after the compression can be taken back, not {removed}: assisted "
+                "generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens together with "
+                "the prompt."
+            )
+        if removed and self._looks_at_prompt:
+            raise KeepsetError(
+                "Tokens of a prompt that is not complete cannot be taken back, because the recipe looks at more than "
+                "its entries, and has seen theirs: go on from a copy made before them (cache.fork())."
+            )
+        if not all(kept.can_take_back(removed) for kept in self.managed_layers.values()):
+            raise KeepsetError(
+                f"What the newest {removed} tokens look at is added up for the next compression already, which "
+                "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
+            )
+        if removed and any(isinstance(kept, HybridLayerState) for kept in self.managed_layers.values()):
+            raise KeepsetError(
+                "The recurrent states of this model cannot take tokens back: go on from a copy made before them "
+                "(cache.fork())."
+            )
+        length = progress.logical - removed
+        others = [(each, cropped(each, removed, length)) for each in self.layers if not isinstance(each, LayerState)]
+        if removed:
+            per_request = progress.crop(removed)
+            for kept in self.managed_layers.values():
+                kept.take_back(removed, per_request, progress.lengths)
+        for layer, attributes in others:
+            vars(layer).update(attributes)
+
+    def activate_past_recording(self) -> None:
+        """Check that assisted generation can draft tokens together with the prompt; transformers calls it before."""
+        if self.schedule.every is not None:
+            raise KeepsetError(
+                "Assisted generation cannot go with compression while decoding (every=...), because its drafted "
+                "tokens would be compressed before they are accepted: leave one of them out."
+            )
+        is_compressed = self.progress is not None and self.progress.compressed_at is not None
+        if self.managed_layers and self.prompt_length is None and not is_compressed:
+            raise KeepsetError(
+                "Assisted generation needs keepset.Cache(..., prompt_length=...), because it drafts tokens "
+                "together with the prompt."
+            )
+        super().activate_past_recording()
+
+    @property
+    def _looks_at_prompt(self) -> bool:
+        """Return whether a prompt is under way of which more is collected than its entries."""
+        return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.managed_layers.values())
+
+    def _requests(self, rows: Tensor) -> list[int]:
+        """Return the indices of requests, on the host."""
+        assert self.progress is not None
+        requests = len(self.progress.tokens)
+        if rows.dtype == torch.bool:
+            chosen = rows.nonzero()[:, 0].tolist() if len(rows) == requests else []
+        else:
+            chosen = rows.tolist()
+        if not chosen or not all(-requests <= row < requests for row in chosen):
+            raise KeepsetError(
+                f"The cache holds {requests} requests, and a batch of it needs at least one of them: give indices from "
+                f"0 to {requests - 1}, or a mask of {requests}."
+            )
+        return [row % requests for row in chosen]
