@@ -58,7 +58,7 @@ class Observation:
         longest: tokens of the longest request, or any larger number, if the host knows it.
         num_kept: how many entries of every head will stay, request after request and head after head, if lengths and
             files alone decide it. If heads differ, their average.
-        stored_bytes: bytes of one entry as it is stored in one KV head; by default those of its key and its value.
+        entry_bytes: bytes of one entry as it is stored in one KV head; by default those of its key and its value.
 
     Raises:
         KeepsetError: if the observation's layers are no neighbours among all layers.
@@ -78,7 +78,7 @@ class Observation:
     layers: tuple[int, ...]
     state: Mapping[str, Tensor]
     num_kept: Sequence[int] | None
-    stored_bytes: int | None
+    entry_bytes: int
     moved_as_stored: ClassVar[bool] = False
     """Whether what stays is moved as it is stored, so that keys are those that will be read, in however few bits."""
 
@@ -102,9 +102,11 @@ class Observation:
         count: int | None = None,
         longest: int | None = None,
         num_kept: Sequence[int] | None = None,
-        stored_bytes: int | None = None,
+        entry_bytes: int | None = None,
     ) -> None:
         shape, device, whole = keys.shape[:3], keys.device, valid is None
+        if entry_bytes is None:
+            entry_bytes = keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
         layer_ids = (layer,) if layer_ids is None else tuple(layer_ids)
         valid = torch.ones(shape, dtype=torch.bool, device=device) if valid is None else valid
         positions = torch.arange(shape[2], device=device).expand(shape) if positions is None else positions
@@ -127,7 +129,7 @@ class Observation:
             layers=layer_ids if layers is None else tuple(layers),
             state=state or {},
             num_kept=num_kept,
-            stored_bytes=stored_bytes,
+            entry_bytes=entry_bytes,
         )
         if count is not None or whole:
             vars(self)["count"] = keys.shape[:3].numel() if count is None else count
@@ -227,17 +229,17 @@ class Observation:
         """Return what `predicted` does, of entries where they lie; None if they have to be copied out for that."""
         return None
 
-    @property
+    @cached_property
     def head_dim(self) -> int:
         """Return the numbers per key."""
         return self.keys.shape[-1]
 
-    @property
+    @cached_property
     def value_dim(self) -> int:
         """Return the numbers per value."""
         return self.values.shape[-1]
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Return the type of keys and values."""
         return self.keys.dtype
@@ -287,13 +289,6 @@ class Observation:
     def repeat_per_layer(self, statistic: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
         """Return a statistic of every request as one of every row; a view for one layer or one request."""
         return self.merge_layers(statistic[:, None].expand(-1, len(self.layer_ids), *statistic.shape[1:]))
-
-    @property
-    def entry_bytes(self) -> int:
-        """Return the bytes of one entry's key and value in one KV head."""
-        if self.stored_bytes is not None:
-            return self.stored_bytes
-        return self.keys.shape[-1] * self.keys.element_size() + self.values.shape[-1] * self.values.element_size()
 
     @property
     def bias(self) -> Scores | None:
@@ -427,8 +422,6 @@ class LazyObservation(Observation):
         parts: the other arguments of an `Observation`.
     """
 
-    _form: tuple[int, int, torch.dtype]
-
     def __init__(
         self,
         shape: Sequence[int],
@@ -443,7 +436,7 @@ class LazyObservation(Observation):
         super().__init__(keys=nothing.expand(*shape, head_dim), values=nothing.expand(*shape, value_dim), **parts)
         own = vars(self)
         del own["keys"], own["values"]
-        own["_form"] = head_dim, value_dim, dtype
+        own.update(head_dim=head_dim, value_dim=value_dim, dtype=dtype)
 
     @cached_property
     def keys(self) -> Float[Tensor, "batch kv_heads entries head_dim"]:  # type: ignore[override]
@@ -452,23 +445,6 @@ class LazyObservation(Observation):
     @cached_property
     def values(self) -> Float[Tensor, "batch kv_heads entries value_dim"]:  # type: ignore[override]
         return self.values_of(slice(None))
-
-    @property
-    def head_dim(self) -> int:
-        return self._form[0]
-
-    @property
-    def value_dim(self) -> int:
-        return self._form[1]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._form[2]
-
-    @property
-    def entry_bytes(self) -> int:
-        own = (self.head_dim + self.value_dim) * self.dtype.itemsize
-        return own if self.stored_bytes is None else self.stored_bytes
 
 
 _AT_ONCE = 2**24

@@ -194,7 +194,7 @@ class LayerState(LogicalLayer):
         shared = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
         shared |= {"lengths": up_to_event.lengths, "softmax": up_to_event.softmax}
         stored = self.store_type.stored(up_to_event.key[..., :1, :], up_to_event.value[..., :1, :])
-        shared["stored_bytes"] = sum(each.shape[-1] * each.element_size() for each in stored)
+        shared["entry_bytes"] = sum(each.shape[-1] * each.element_size() for each in stored)
         if self.prompt is not None:
             phase, self.prompt = self.prompt, None
             observation = phase.observe(up_to_event, store, features, shared)

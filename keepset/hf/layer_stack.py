@@ -56,7 +56,7 @@ class LayerStack(LazyObservation):
             layers=first.layers,
             state={name: _joined([each.state[name] for each in members], width) for name in first.state},
             count=sum(each.count for each in members),
-            stored_bytes=first.stored_bytes,
+            entry_bytes=first.entry_bytes,
             longest=first.longest,
             num_kept=list(chain.from_iterable(kept)) if len(kept) == len(members) else None,
         )

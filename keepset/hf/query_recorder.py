@@ -287,8 +287,11 @@ class QueryWindow:
         """Return the newest `size` queries, or as many as there are, as keyword arguments of an Observation."""
         if not size or not self._parts:
             return {}
-        newest = {name: self.columns[name][:, -size:] for name in ("queries", "positions")}
-        return {"queries": newest["queries"].transpose(1, 2), "query_positions": newest["positions"]}
+        columns = self.columns
+        return {
+            "queries": columns["queries"][:, -size:].transpose(1, 2),
+            "query_positions": columns["positions"][:, -size:],
+        }
 
     def rotation(self, size: int) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines of the newest `size` queries, or None if they were not recorded."""

@@ -1,4 +1,4 @@
-"""How much of keepset a decoded token and an event run through: a reader has to know as many files."""
+"""How much of keepset a token, an event and an evaluated example run through: a reader has to know as many files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ import pytest
 import torch
 
 import keepset
+from keepset.bench.candidate import candidates
+from keepset.bench.sweep.runner import Runner
+from keepset.bench.tasks.task import Example, Question
 from tests import tiers
+from tests.bench.sweep.asked import Exact, letters
 from tests.hf.models import prompt, tiny
 
 EVERY, WINDOW = 24, 8
@@ -50,4 +54,20 @@ def test_few_calls_in_few_files() -> None:
     # The newest event; and a token between two of them, before the window of the next.
     event, token = journeys[-1], journeys[-EVERY // 2]
     assert token.total() <= 58 and len(token) <= 6, token
-    assert event.total() <= 435 and len(event) <= 18, event
+    assert event.total() <= 419 and len(event) <= 18, event
+
+
+def test_an_example_is_evaluated_in_few_files() -> None:
+    """Under the full cache and one recipe, after another example: what starts a command and reports is apart."""
+    runner = Runner(tiny("llama"), letters(), mode="prompt", chat=False)
+    asked = candidates([keepset.Recipe.parse("snapkv(window=8, bytes=0.5)")], [])
+
+    def cells(name: str) -> list[str | None]:
+        example = Example(
+            name, f"All that is known of {name} is said here, and no more.", (Question(" Who?", "x"),), {}
+        )
+        return [cell.error for cell in runner.run(Exact(), example, asked, seed=0)]
+
+    assert cells("cats") == [None, None]
+    example = called(lambda: cells("dogs"))
+    assert len(example) <= 37, example

@@ -261,9 +261,9 @@ class _Evaluator:
             for number, question in enumerate(prompt.questions, first):
                 used = cached.cache if question is prompt.questions[-1] else cached.cache.fork()
                 memory = copy.copy(begun)
-                events = EventFigures(used.recipe.method)
-                used.observer = events.observe if decodes else None
-                look = partial(_look, used, [memory, events] if decodes else [])
+                events = EventFigures(used.recipe.method) if decodes else None
+                used.observer = None if events is None else events.observe
+                look = partial(_look, used, [] if events is None else [memory, events])
                 look()
                 try:
                     began, logits = time.perf_counter(), cached.logits
@@ -282,7 +282,7 @@ class _Evaluator:
                 finally:
                     used.stop_watching()
                 figures = _figures(answer, memory, cached.prefill_seconds, memory.select_seconds - begun.select_seconds)
-                figures |= events.means
+                figures |= {} if events is None else events.means
                 scores, replies = task.judge(question.question, answer.reply), [_plain(answer.reply)]
                 answered.append(replace(run.record(), scores=scores, figures=figures, replies=replies))
         finally:
