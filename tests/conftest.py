@@ -1,10 +1,13 @@
 # First of all: only what is imported of keepset after this line is checked while it runs.
-from tests import lifetime, on_gpu, tiers, typecheck
+import gc
 
+from tests import imports, lifetime, on_gpu, tiers, typecheck
+
+if gc.isenabled():
+    imports.begin()
 if tiers.TYPECHECK:
     typecheck.install()
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +47,10 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     if tiers.FULL or collection_path.suffix != ".py":
         return None
     return "\npytestmark = pytest.mark.full\n" in collection_path.read_text(encoding="utf-8") or None
+
+
+def pytest_collection_finish() -> None:
+    imports.end()
 
 
 @pytest.hookimpl(wrapper=True)

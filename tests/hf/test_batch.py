@@ -39,6 +39,11 @@ RECIPES = {
 }
 BY_LAYOUT = ["full", "snapkv", "adakv", "pyramid", "ams"]
 """One of each layout, and of those that remember something."""
+PLAIN = ["prompt_only", "random", "h2o", "across_layers"]
+"""Of layouts that others have, and whose events look at nothing that was collected while decoding."""
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.full if name in PLAIN else []) for name in RECIPES if name not in BY_LAYOUT
+]
 LENGTHS = [21, 1, 9, 30, 8, 16]
 """Of prompts: one of a single token, and of as many as some recipes keep; some reach an event at the same step."""
 MODELS = ["llama", "llama_mqa", "llama_odd_head", "qwen3", "gpt2", "bfloat16"]
@@ -87,7 +92,7 @@ def test_rows_of_any_lengths_go_on_as_each_would_alone(name: str, architecture: 
 
 @pytest.mark.spread
 @pytest.mark.parametrize("architecture", MODELS)
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in BY_LAYOUT])
+@pytest.mark.parametrize("name", OTHERS)
 def test_rows_of_other_recipes_too(name: str, architecture: str) -> None:
     check_rows(name, architecture)
 

@@ -356,7 +356,11 @@ RECIPES["pool"] = lambda **schedule: keepset.Recipe.of(Pool(), **{"keep": 9, "si
 RECIPES["no_buffer"] = lambda **schedule: keepset.Recipe.of(
     keepset.Recipe.parse("expected_attention(future=8, skip=2, buffer=0)").method, **{"keep": 11, **schedule}
 )
-by_recipe = pytest.mark.parametrize("name", RECIPES)
+COMPOSED = ("adakv_keydiff", "adakv_lagkv", "adakv_r_kv", "adakv_rpc", "adakv_chunkkv", "ams_pyramid", "adakv_pyramid")
+"""Whose parts others are, in layouts that others have."""
+by_recipe = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in COMPOSED)) for name in RECIPES]
+)
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 by_dropping = pytest.mark.parametrize("name", [name for name in RECIPES if "protected" not in name])
 with_prefill = pytest.mark.parametrize("prefill", [True, False], ids=["prefill", "no prefill"])

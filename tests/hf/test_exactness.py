@@ -39,6 +39,7 @@ from tests.hf.models import (
     tiny,
 )
 from tests.kernels.interpreter import on_operators
+from tests.tiers import FULL
 
 LENGTH, PADDING, NEW = 40, [0, 7], 4
 COMPRESSED = [name for name in ARCHITECTURES if name != "mistral_window"]
@@ -49,6 +50,11 @@ by_architecture = pytest.mark.parametrize("architecture", [name for name in ARCH
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 by_method = pytest.mark.parametrize("method", keepset.METHODS)
 of_two_models = pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+KINDS = ["knorm", "snapkv", "h2o", "expected_attention", "second_pass", "gvote"]
+KINDS += ["adakv", "pyramid", "pool", "ams", "match", "quantized"]
+"""Of everything that methods look at, of every layout, and of what is done to entries, one."""
+OF_EACH_KIND = [pytest.param(name, marks=[] if name in KINDS else pytest.mark.full) for name in keepset.METHODS]
+"""All methods, of which the fast tier has those."""
 
 
 @cache
@@ -116,6 +122,7 @@ def test_keeping_all_changes_nothing(architecture: str, layout: str) -> None:
         assert cache.keep_set.counts[:, :, 0].tolist() == [[LENGTH, LENGTH - 7]] * len(cache.keep_set.layers)
 
 
+@pytest.mark.full
 @pytest.mark.spread
 @pytest.mark.parametrize("method", [name for name in keepset.METHODS if name != "quantized"])  # which rounds
 @of_two_models
@@ -147,7 +154,8 @@ def test_dropped_entries_are_as_if_masked(architecture: str, layout: str, paddin
 @of_two_models
 @padded_or_not
 def test_dropped_entries_are_as_if_masked_for_any_method(architecture: str, method: str, padding: list[int]) -> None:
-    for keep in (12, 0.3):
+    keeps = (12, 0.3)
+    for keep in keeps if FULL else [keeps[list(keepset.METHODS).index(method) % 2]]:
         cache, output = compressed(architecture, recipe(method, keep), padding)
         assert oracle_gap(tiny(architecture), cache, output, padded_prompt(padding, LENGTH)[1]) < 5e-5
 
@@ -207,7 +215,7 @@ def heads_of(kept: keepset.KeepSet) -> list[tuple[int, int]]:
 
 
 @pytest.mark.filterwarnings("ignore:compilerkv has no tables")
-@pytest.mark.parametrize("name", keepset.METHODS)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 @torch.no_grad()
 def test_a_request_whose_prompt_is_padding_keeps_nothing(name: str) -> None:
     """Its text, of which all tokens come after the prompt, is attended to as without a cache."""
@@ -263,7 +271,7 @@ def test_counts_are_those_asked_for(method: str, padding: list[int], keep: int |
         assert torch.equal(counts.sum(-1), (asked * counts.shape[-1]).expand_as(counts[..., 0]))
 
 
-@by_method
+@pytest.mark.parametrize("method", OF_EACH_KIND)
 def test_a_text_shorter_than_keep_stays_whole(method: str) -> None:
     ids, mask = padded_prompt([0, 15], 20)
     cache = keepset.Cache(tiny("llama"), recipe(method, 12))
@@ -305,13 +313,13 @@ def reachable(length: int) -> list[str]:
 
 
 DROPPING = [
-    *((name, recipe(name, 12)) for name in keepset.METHODS),
-    ("global_pool", keepset.Recipe.of(GlobalPool(), keep=12)),
-    *((text, f"{text[:-1]}, every=4)") for text in (each.format(keep=12) for each in LAYOUTS.values())),
+    *(pytest.param(recipe(str(each.values[0]), 12), id=each.values[0], marks=each.marks) for each in OF_EACH_KIND),
+    pytest.param(keepset.Recipe.of(GlobalPool(), keep=12), id="global_pool"),
+    *(pytest.param(f"{text.format(keep=12)[:-1]}, every=4)", id=text) for text in LAYOUTS.values()),
 ]
 
 
-@pytest.mark.parametrize("text", [text for _, text in DROPPING], ids=[name for name, _ in DROPPING])
+@pytest.mark.parametrize("text", DROPPING)
 @torch.no_grad()
 def test_the_dropped_part_is_gone(text: Any) -> None:
     length, past = 157, keepset.Cache(tiny("llama"), text)  # prime, and nothing else has this size

@@ -176,6 +176,7 @@ def test_what_is_added_up_is_not_taken_back_in_part() -> None:
     assert past.get_seq_length() == 27
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("chunks", [[14], [1] * 14, [3, 9, 2], [5, 1, 8]], ids=str)
 @pytest.mark.parametrize("padding", [range(8, 14), range(9, 12), range(2, 11)], ids=str)
 @torch.no_grad()

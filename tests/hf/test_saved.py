@@ -160,7 +160,10 @@ def test_a_loaded_context_goes_on_as_the_one_in_memory(tmp_path: Path, data: st.
         *(("llama", recipe, 2, 20, 7) for recipe in AGAIN.values()),
         ("gemma3", AGAIN["dense"], 2, 20, 7),  # beside sliding windows that are full
         # A layer with more entries lets more queries wait, so a file knows of each layer how far it has come.
-        *(("llama_mha", "pyramid(snapkv(window=4), keep=12, every=3)", 1, 18, after) for after in (1, 2, 4, 5)),
+        *(
+            pytest.param("llama_mha", AGAIN["layer-ragged"], 1, 18, after, marks=[pytest.mark.full] * (after in (2, 4)))
+            for after in (1, 2, 4, 5)
+        ),
     ],
 )
 def test_compression_goes_on(tmp_path: Path, name: str, recipe: str, rows: int, length: int, said: int) -> None:

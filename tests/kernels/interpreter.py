@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -57,23 +60,80 @@ def patched_once(interpreter: Any) -> Iterator[None]:
 
     It would look through all of the language for them at each launch, and at each call from one kernel to another.
     """
-    patch, scopes, patched = interpreter._patch_lang, [], set()
+    patch_lang, scopes, patched = interpreter._patch_lang, [], set()
 
     def patch_language(function: Any) -> Any:
         names = function.__globals__.values()
         languages = {each for each in (interpreter.tl, interpreter.tl.core) if any(name is each for name in names)}
         if not languages <= patched:
-            scopes.append(patch(function))
+            scopes.append(patch_lang(function))
             patched.update(languages)
         return interpreter._LangPatchScope()  # of nothing to restore after the launch
 
     interpreter._patch_lang = patch_language
     try:
-        yield
+        with _without_repetition(interpreter):
+            yield
     finally:
-        interpreter._patch_lang = patch
+        interpreter._patch_lang = patch_lang
         while scopes:
             scopes.pop().restore()
+
+
+@contextmanager
+def _without_repetition(interpreter: Any) -> Iterator[None]:
+    """Half the interpreter's time: types that it makes for each tensor are made once, and unused sums are left out.
+
+    The unused ones are sums in 64 bits of whatever is added in 32, for an assertion that only debugging looks at.
+    """
+    core, numpy_type = interpreter.tl.core, interpreter._get_np_dtype
+    make_block, builder = core.block_type.__init__, interpreter.interpreter_builder
+    blocks: dict[Any, dict[str, Any]] = {}
+    numpy_types: dict[str, Any] = {}
+    assert not builder.options.debug
+
+    def make_block_once(block: Any, element: Any, shape: Any) -> None:
+        if element.is_ptr():  # whose name does not say all of it
+            return make_block(block, element, shape)
+        key = element.name, *(core._unwrap_if_constexpr(length) for length in shape)
+        if key not in blocks:
+            make_block(block, element, shape)
+            blocks[key] = dict(vars(block))
+        vars(block).update(blocks[key])
+
+    def make_tensor(tensor: Any, handle: Any, type: Any) -> None:
+        if "tensor_shape" not in vars(type):
+            lengths = type.shape if type.is_block() else ()
+            type.tensor_shape = core.tuple([core.constexpr(length) for length in lengths])
+            type.tensor_size = core.constexpr(math.prod(lengths))
+            if type.is_block() and not type.element_ty.is_ptr():
+                blocks[type.element_ty.name, *lengths] |= vars(type)
+        tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+        tensor.shape, tensor.numel = type.tensor_shape, type.tensor_size
+
+    def patch_attribute(owner: Any, name: str, function: Any, builder: Any, scope: Any) -> None:
+        function = getattr(function, "__wrapped__", function)  # without a look for the argument that is given here
+
+        def called(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **options)
+
+        scope.set_attr(owner, name, called)
+
+    def numpy_type_once(of: Any) -> Any:
+        name = of.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(of)
+        return numpy_types[name]
+
+    with (
+        patch.object(core.block_type, "__init__", make_block_once),
+        patch.object(core.tensor, "__init__", make_tensor),
+        patch.object(interpreter, "_get_np_dtype", numpy_type_once),
+        patch.object(interpreter, "_patch_attr", patch_attribute),
+        patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)),
+    ):
+        yield
 
 
 def _widened(interpreter, factor):  # type: ignore[no-untyped-def]

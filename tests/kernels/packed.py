@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,11 @@ from torch import Tensor
 from keepset.kernels.entry_parts import EntryParts, nvfp4_parts, slot_parts
 from keepset.kernels.packed_formats import NVFP4Format, PackedFormat, TurboQuantFormat
 
-Bytes = Callable[[int, int, int], list[int]]
-"""Where the bytes of an entry are in memory, by block, head and offset: the key's, and behind them the value's."""
+Bytes = Callable[[Any, Any, Any], list[Any]]
+"""Where the bytes of an entry are in memory, by block, head and offset: the key's, and behind them the value's.
+
+Numbers, or tensors of them, of which it is asked entry by entry at once.
+"""
 KINDS = ("k8v4", "fp16 k8v4", "k4v4", "k3v4", "k3v3", "nvfp4", "nvfp4 by tokens", "nvfp4 swizzled")
 """TurboQuant by its bits, and NVFP4 by its layout. One has 8-bit floats with the exponents of 16-bit ones."""
 SCALES = 0.5, 2.0
@@ -33,9 +37,9 @@ def of_slots(shape: tuple[int, int, int], key: int, value: int, by_heads: bool) 
     memory = torch.empty(blocks * (page + 6), dtype=torch.uint8)
     cache = memory.as_strided((blocks, heads, size, slot), (page + 6, *strides, 1))
 
-    def where(block: int, head: int, offset: int) -> list[int]:
+    def where(block: Any, head: Any, offset: Any) -> list[Any]:
         first = block * (page + 6) + head * strides[0] + offset * strides[1]
-        return list(range(first, first + key + value))
+        return [first + i for i in range(key + value)]
 
     return cache, where
 
@@ -48,7 +52,7 @@ def of_nvfp4(shape: tuple[int, int, int], head_dim: int, by_heads: bool, swizzle
     strides = (size * row, row) if by_heads else (row, 2 * heads * row)
     cache = memory.as_strided((blocks, 2 * heads, size, row), (2 * rows * row, *strides, 1))
 
-    def where(block: int, head: int, offset: int) -> list[int]:
+    def where(block: Any, head: Any, offset: Any) -> list[Any]:
         found = []
         for side in (0, 1):
             region = (2 * block + side) * rows * row
@@ -191,4 +195,4 @@ class Packed:
 
 
 def _all_places(where: Bytes, blocks: int, heads: int, size: int) -> Tensor:
-    return torch.tensor([where(b, h, o) for b in range(blocks) for h in range(heads) for o in range(size)])
+    return torch.stack(where(*torch.cartesian_prod(*map(torch.arange, (blocks, heads, size))).T), -1)

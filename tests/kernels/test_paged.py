@@ -21,8 +21,9 @@ from tests.kernels.packed import Packed
 from tests.kernels.quantised import ALL_FORMATS, INT4, quantised
 from tests.kernels.test_attention import TOLERANCE, seeded
 from tests.paged.allocator import Row
+from tests.tiers import FULL
 
-WIDTH = 12
+WIDTH = 12 if FULL else 7
 """Blocks of a request, at most."""
 NAN, BF16 = float("nan"), torch.bfloat16
 
@@ -149,7 +150,7 @@ SHAPES = [
     pytest.param((3, 8, 32, 64, torch.float32), id="three", marks=pytest.mark.full),
 ]
 Shape = tuple[int, int, int, int, torch.dtype]
-LENGTHS = [190, 150, 1, 2, 0, 65]
+LENGTHS = [190, 150, 1, 2, 0, 65] if FULL else [108, 100, 1, 2, 0, 35]
 
 
 def softmax_of(shape: Shape, capped: bool) -> Softmax:

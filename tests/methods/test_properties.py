@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -29,7 +30,6 @@ from tests.methods.naive import (
     kept,
     length_of,
     observe,
-    sets_of,
     several,
     thinned,
 )
@@ -89,6 +89,22 @@ class Case:
             observe(shape, layer=layer, layers=self.layers, seed=seeds[layer], dtype=self.dtype, **parts[layer])
             for layer in self.layers
         ]
+
+    @functools.cache  # noqa: B019
+    def alone(self, request: int) -> list[Observation]:
+        """Return the layers of one request."""
+        return [alone(observation, request) for observation in self.observations()]
+
+    @functools.cache  # noqa: B019
+    def in_order(self, order: tuple[int, ...]) -> list[Observation]:
+        """Return the layers of the same requests in another order."""
+        return [permuted(observation, list(order)) for observation in self.observations()]
+
+    @functools.cache  # noqa: B019
+    def in_batches(self, first: int) -> list[Observation]:
+        """Return so many layers as one batch, and the others as another."""
+        apart = self.observations()
+        return [several(some) for some in (apart[:first], apart[first:]) if some]
 
     def wanted_together(self, length: int, parts: int, heads: int = 1) -> int:
         """Entries that parts keep together of `length` in each head, on average over a part's heads; one at least."""
@@ -182,6 +198,24 @@ def check_counts(method: Method, case: Case, keep_set: KeepSet) -> None:
             assert all(head >= 1 for layer in counts for head in layer)
 
 
+@functools.cache
+def after_prompts(
+    shape: Shape, layers: tuple[int, ...], seed: int, recent: int, prompts: tuple[int, ...]
+) -> list[Observation]:
+    """Return layers where every head holds the whole prompts, and lost other entries of what followed."""
+    return [
+        observe(
+            shape,
+            layer=layer,
+            layers=layers,
+            seed=seed,
+            positions=thinned(shape, seed + layer, 7, recent, prompts),
+            prompts=torch.tensor(prompts),
+        )
+        for layer in layers
+    ]
+
+
 @every_method
 @some_examples
 @given(data=st.data(), recent=st.integers(0, 5), more=st.integers(0, 20), seed=st.integers(0, 1000))
@@ -198,18 +232,7 @@ def test_keeps_a_protected_prompt_and_exactly_its_number(
     lengths = tuple(prompt + data.draw(st.integers(1, 12)) for prompt in prompts)
     shape = Shape(lengths, data.draw(st.integers(1, 3)), 2, 3, 2)
     keep, layers = max(1, recent) + more, (0, 2, 3)
-    observations = [
-        observe(
-            shape,
-            layer=layer,
-            layers=layers,
-            seed=seed,
-            positions=thinned(shape, seed + layer, 7, recent, prompts),
-            prompts=torch.tensor(prompts),
-        )
-        for layer in layers
-    ]
-    method = make(name)
+    observations, method = after_prompts(shape, layers, seed, recent, tuple(prompts)), make(name)
     is_short = data.draw(st.booleans())
     by_itself = {"short": 13} if is_short else {"protect_prompt": True}
     budget = Budget(keep, 0, recent, **(by_itself if span is None else {"protect": [span]}))
@@ -236,11 +259,10 @@ def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> No
     if name == "duo_attention":  # After an event retrieval heads aim at the whole text, not at what heads hold.
         assume(not case.dropped)
     for keep in (1.0, case.shape.entries + case.budget.sinks + case.budget.recent + beyond):
-        budget = Budget(keep, case.budget.sinks, case.budget.recent)
-        for request in range(case.shape.batch):
-            heads = range(case.shape.kv_heads)
-            expected = [[entries_of(each, request, head) for head in heads] for each in observations]
-            assert sets_of(method, observations, budget, request) == expected
+        keep_set = method.select_all(observations, Budget(keep, case.budget.sinks, case.budget.recent))
+        for each, request in itertools.product(observations, range(case.shape.batch)):
+            for head in range(case.shape.kv_heads):
+                assert kept(keep_set, each, request, head) == entries_of(each, request, head)
 
 
 @every_method
@@ -249,12 +271,12 @@ def test_keeps_all_under_a_full_budget(name: str, case: Case, beyond: int) -> No
 def test_every_request_is_decided_by_itself_wherever_it_is_in_the_batch(
     name: str, case: Case, data: st.DataObject
 ) -> None:
-    order = data.draw(st.permutations(range(case.shape.batch)))
+    order = tuple(data.draw(st.permutations(range(case.shape.batch))))
     method, observations = make(name), case.observations()
     together = method.select_all(observations, case.budget)
-    turned = method.select_all([permuted(observation, order) for observation in observations], case.budget)
+    turned = method.select_all(case.in_order(order), case.budget)
     for request in range(case.shape.batch):
-        single = method.select_all([alone(observation, request) for observation in observations], case.budget)
+        single = method.select_all(case.alone(request), case.budget)
         for observation in observations:
             for head in range(case.shape.kv_heads):
                 positions = kept(together, observation, request, head)
@@ -271,7 +293,7 @@ def test_layers_that_are_shown_as_one_batch_keep_what_they_keep_one_by_one(
     """Paged runtimes show layers this way to all methods that they serve, as many at a time as there is room for."""
     method, apart, batch = make(name), case.observations(), case.shape.batch
     first = data.draw(st.sampled_from([1, 2, 4]))
-    shown = [several(some) for some in (apart[:first], apart[first:]) if some]
+    shown = case.in_batches(first)
     expected, answer = method.select_all(apart, case.budget), method.select_all(shown, case.budget)
     for observation in shown:
         mine = answer.layer(observation.layer_ids[0])

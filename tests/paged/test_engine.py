@@ -48,7 +48,7 @@ DRAFTED = [recipe for recipe in RECIPES if recipe.startswith(("adakv", "snapkv",
 """A recipe of each layout, and of each thing that is looked at."""
 MORE_DRAFTED = [recipe for recipe in [*RECIPES[3:], *FURTHER] if recipe not in DRAFTED]
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
-PROMPTS = (23, 9, 40, 14) if FULL else (23, 9, 40)
+PROMPTS, TOKENS = ((23, 9, 40, 14), 20) if FULL else ((23, 9, 40), 14)
 BLOCKS = 200
 
 
@@ -89,7 +89,7 @@ def run(recipe: str, seed: str, drafts: int = 0) -> int:
                 engine.leave(request)
                 running[number] = request.restart()
                 running[number].recomputed = request.length
-            elif request.length >= request.prompt + 20:
+            elif request.length >= request.prompt + TOKENS:
                 events += len(request.events)
                 engine.leave(running.pop(number))
     for request in running.values():

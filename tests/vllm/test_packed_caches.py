@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
+from tests.tiers import FULL
 from tests.vllm import turboquant
 from tests.vllm.compared import CHUNKED, IDS, answers_of, asks, check_oracle, result
 from tests.vllm.contexts import ask, going_on, serving, write
@@ -29,7 +30,7 @@ NVFP4 = "nvfp4"
 CASES = [(turboquant.KIND, RAGGED), (NVFP4, ACROSS)]
 MORE = [(turboquant.KIND, EQUAL), (NVFP4, RAGGED), (NVFP4, EQUAL)]
 """Kinds of caches, and recipes."""
-SOME = [*asks((230, 150), 40), Ask(IDS[40:210], 60, add=7)]
+SOME = [*asks((230, 150), 40 if FULL else 14), Ask(IDS[40:210], 60 if FULL else 46, add=7)]
 
 
 class FourBitFloats(Oracle):

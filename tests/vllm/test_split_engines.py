@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from tests.vllm.compared import IDS, answers_of, full, result
+from tests.tiers import FULL
+from tests.vllm.compared import IDS, answers_of, result
 from tests.vllm.conftest import TINY
 from tests.vllm.contexts import serving
 from tests.vllm.engine import Ask, Scenario
@@ -16,9 +17,10 @@ from tests.vllm.late import Late
 
 owned = Late("keepset.vllm.owned_contexts")
 
-RECIPES = {
+QUICK = "every"
+RECIPES: dict[str, str | None] = {
     "once": "snapkv(window=8, keep=40)",
-    "every": "snapkv(window=8, keep=40, every=16)",
+    QUICK: "snapkv(window=8, keep=40, every=16)",
     "protected": "snapkv(window=8, keep=40, every=16, protect_prompt=True)",
     "ragged": "adakv(snapkv(window=8), keep=48, every=24)",
     "biased": "match(adakv(snapkv(window=8)), keep=48)",
@@ -26,6 +28,7 @@ RECIPES = {
     "remembered": "ams(snapkv(window=8), keep=48, every=16)",
     "whole": None,
 }
+RECIPES = RECIPES if FULL else {QUICK: RECIPES[QUICK]}
 PROMPTS = [IDS[:150], IDS[300:340], IDS[500:733]]
 TOKENS = 40
 
@@ -58,7 +61,7 @@ def decoded(tiny: Path, folders: dict[str, Path], prefilled: dict[Any, Any]) -> 
     return answers_of(scenarios)
 
 
-@pytest.mark.parametrize("name", ["every", *full([name for name in RECIPES if name != "every"])])
+@pytest.mark.parametrize("name", RECIPES)
 def test_two_engines_answer_as_one(name: str, prefilled: dict[Any, Any], decoded: dict[Any, Any]) -> None:
     before, after, one = result(prefilled, name), result(decoded, (name, "split")), result(decoded, (name, "one"))
     for index, prompt in enumerate(PROMPTS):

@@ -20,6 +20,7 @@ from keepset.core.statistics import save
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.measure import measure
 from tests.methods.naive import random_predictor
+from tests.tiers import FULL
 from tests.vllm.compared import CHUNKED, IDS, Embedded, answers_of, check_oracle, check_transformers, full, result
 from tests.vllm.engine import BLOCK, Ask, Result, Scenario, raw, run
 from tests.vllm.oracle import Oracle
@@ -35,12 +36,13 @@ NETWORKS = "adakv(distilled(stats='FILE'), keep=40, every=12)"
 SEGMENTS = "ams(tova, window=16, keep=48, every=16)"
 REMEMBERING = "loud(keep=40, every=12)"
 RECIPES = [
-    *(EQUAL, RAGGED, LAYERS_DIFFER, FROM_DATA, ACROSS, SEGMENTS, WHOLE_PROMPTS, REMEMBERING, NETWORKS, "gvote"),
+    *(RAGGED, LAYERS_DIFFER, SEGMENTS, REMEMBERING, NETWORKS, "gvote"),
     "compilerkv(window=8, elastic=True, keep=60)",
     "expected_attention(keep=40, buffer=24, every=16)",  # of so few queries moments would weigh more than they
 ]
 """Undisturbed: heads and layers that keep equally many or not, counts that the data decide, and what is looked at."""
 MORE = [
+    *(EQUAL, FROM_DATA, ACROSS, WHOLE_PROMPTS),  # which the fast tier has in turmoil, and `ACROSS` in 4 bits
     *(ONCE, MOMENTS, "knorm(keep=60, sinks=2, recent=7)", "random(keep=0.3)", "r_kv(keep=40, every=5)"),
     *("adakv(expected_attention, bytes=0.2)", "glance(keep=0.25)", "kvcompose(task='self', keep=0.25)"),
     "tova(keep=50, prefill=False, every=12)",
@@ -60,7 +62,7 @@ FITTED = [
 """What stays gets other values, and biases, of which the reference knows nothing."""
 UNTOUCHED = ["snapkv(window=8, keep=1024, every=16)", "adakv(knorm, keep=1.0)"]
 """Everything may stay."""
-LENGTHS, TOKENS = (150, 90, 230), 40
+LENGTHS, TOKENS = (150, 90, 230), 40 if FULL else 30
 ENGINE: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 96}
 
 UNDISTURBED = [Ask(IDS[500 * i : 500 * i + n], TOKENS) for i, n in enumerate(LENGTHS)]
