@@ -102,16 +102,6 @@ class KeptIndices:
         """Return indices and positions that are known already, packed head after head."""
         return cls(heads, lambda total: (indices, positions))
 
-    @classmethod
-    def where(cls, mask: Mask, positions: Int[Tensor, "batch kv_heads entries"], total: int | None) -> KeptIndices:
-        """Return the indices and positions of the entries where a mask is true, `total` in all if the host knows it."""
-
-        def make(total: int) -> tuple[Tensor, Tensor]:
-            kept = _true_places(mask.flatten(), total)
-            return kept % mask.shape[-1], positions.flatten().index_select(0, kept).int()
-
-        return cls(HeadCounts(mask.sum(-1), total), make)
-
     @cached_property
     def packed(self) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
         """Return indices and positions."""
@@ -160,7 +150,12 @@ class LayerKeepSet:
             state: the method's own numbers per entry, before anything is dropped.
             total: how many entries stay, if the host knows it; then the host need not wait for a device.
         """
-        return cls(layer, KeptIndices.where(mask, positions, total), entry_bytes, state or {})
+
+        def make(total: int) -> tuple[Tensor, Tensor]:
+            kept = _true_places(mask.flatten(), total)
+            return kept % mask.shape[-1], positions.flatten().index_select(0, kept).int()
+
+        return cls(layer, KeptIndices(HeadCounts(mask.sum(-1), total), make), entry_bytes, state or {})
 
     @property
     def heads(self) -> HeadCounts:

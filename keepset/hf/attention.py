@@ -98,10 +98,6 @@ class BatchedAttention(NamedTuple):
     positions: Tensor
     lengths: Tensor
 
-    def row(self, index: int) -> BatchedAttention:
-        """Return the part of one row of the batch, before any cache has added to it."""
-        return BatchedAttention(*(part[index : index + 1] for part in self))
-
 
 @dataclass(eq=False)
 class AttentionInput:
@@ -212,7 +208,7 @@ class AttentionInput:
         some, rows = copy.copy(self), slice(index, index + 1)
         some.query, some.key, some.value = self.query[rows], self.key[rows], self.value[rows]
         some.position_ids = None if self.position_ids is None else self.position_ids[rows]
-        some.rows, some.batched = rows, batched.row(index)
+        some.rows, some.batched = rows, BatchedAttention(*(part[rows] for part in batched))
         return some
 
     def read_by(self, reader: AttentionInput) -> AttentionInput:

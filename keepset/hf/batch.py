@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -94,23 +93,19 @@ class _Batch(TransformersCache):
         stores: dict[int, EntryStore] = {}
         for row, cache in enumerate(self._caches):
             if row not in self.errors:
-                with self._watching(row):
+                try:
                     stores[row] = cache.managed_layers[index].make_room(n)
+                except Exception as error:  # this row's own: the others go on
+                    self.errors[row] = error
         positions, lengths = self._positions.to(device), self._lengths.to(device)
         batched = BatchedAttention(_attend_together(stores, new, positions), positions, lengths)
         for row in stores:
-            with self._watching(row):
+            try:
                 cache = self._caches[row]
                 cache.attend(cache.managed_layers[index], new.row(row, batched))
+            except Exception as error:  # as above
+                self.errors[row] = error
         return batched.output
-
-    @contextmanager
-    def _watching(self, row: int) -> Iterator[None]:
-        """Note an error as this row's, so that the others go on."""
-        try:
-            yield
-        except Exception as error:
-            self.errors[row] = error
 
 
 def _attend_together(

@@ -162,8 +162,10 @@ def _watched(generate: Any) -> Any:
             return generate(self, inputs, generation_config, *args, **kwargs)
         past.check_text(ids)
         output = generate(self, inputs, generation_config, *args, **kwargs)
-        sequences = ids
-        if not kwargs.get("custom_generate") and _beams(self, generation_config, kwargs) == 1:
+        sequences, config = ids, generation_config or self.generation_config
+        beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
+        # What is generated of several beams is not in the order of the cache's requests.
+        if not kwargs.get("custom_generate") and beams == 1:
             sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", ids)
         past.remember_text(sequences, ids.shape[1])
         return output
@@ -177,12 +179,6 @@ def _is_whole_text(ids: Any, kwargs: Mapping[str, Any]) -> TypeGuard[Tensor]:
         return False
     mask = kwargs.get("attention_mask")
     return mask is None or mask.shape[-1] == ids.shape[1]
-
-
-def _beams(model: Any, generation_config: Any, kwargs: Mapping[str, Any]) -> int:
-    """Return how many beams there are; what is generated of several is not in the order of the cache's requests."""
-    config = generation_config or model.generation_config
-    return kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
 
 
 GenerationMixin.generate = _watched(GenerationMixin.generate)  # type: ignore[method-assign]

@@ -355,7 +355,11 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
         layers = saved_layers.with_states(layers, model)
     except ValueError:
         raise _FILE.corrupt(path) from None
-    devices = _devices(model)
+    # A model may be spread over several devices.
+    modules = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
+    devices: dict[Any, torch.device] = {
+        each.layer_idx: weight.device for each in modules for weight in each.parameters()
+    }
     layers = [
         {name: tensor.to(devices.get(index, model.device)) for name, tensor in layer.items()}
         for index, layer in enumerate(layers)
@@ -415,12 +419,6 @@ def _mixed(columns: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str,
         rows = format.mix(format.dequantize(columns[name], columns[scale].float()))
         mixed[name], mixed[scale] = format.quantize(rows, columns[scale].dtype)
     return mixed
-
-
-def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
-    """Return each layer's device, for models that are spread over several devices."""
-    modules = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
-    return {module.layer_idx: parameter.device for module in modules for parameter in module.parameters()}
 
 
 def _read(file: TensorReader, metadata: Mapping[str, Any], name: str) -> Tensor:

@@ -194,7 +194,9 @@ class SecondPasses(ModelHooks):
             inputs = kwargs.get("input_ids", args[0] if args else None)
         if inputs is not None:
             self._inputs = [*self._inputs, inputs.detach()]
-            self._axes = [*self._axes, *_axes_of(kwargs.get("position_ids"))]
+            at = kwargs.get("position_ids")
+            if isinstance(at, Tensor) and at.ndim == 3 and len(at) > 1:  # of several axes, as images have (M-RoPE)
+                self._axes = [*self._axes, at[-3:].detach()]  # before these three there may be a count of tokens
             # Some models add what they see to the hidden states of later layers, too.
             self._deep |= any("deepstack" in name and value is not None for name, value in kwargs.items())
 
@@ -236,13 +238,6 @@ class SecondPasses(ModelHooks):
         with _unchanged_rotations(decoder), suppress(_Done):
             inputs = {kind: tokens[None], "past_key_values": TransformersCache(layers=layers)}
             decoder(**inputs, position_ids=positions, use_cache=True)
-
-
-def _axes_of(positions: Any) -> list[Int[Tensor, "axes batch n"]]:
-    """Return a call's positions if they have several axes, as those of images have (M-RoPE)."""
-    if not isinstance(positions, Tensor) or positions.ndim != 3 or len(positions) == 1:
-        return []
-    return [positions[-3:].detach()]  # before these three there may be a count of tokens
 
 
 def takes_task_tokens(needs: Needs) -> bool:

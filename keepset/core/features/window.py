@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -61,7 +62,7 @@ class WindowAttention(Feature[WindowSums]):
     def name(self) -> str:
         return f"window of {self.window} queries"
 
-    @property
+    @cached_property
     def column(self) -> str:
         """The name of the column that holds the sums; no method's own column has such a name."""
         rule = {
