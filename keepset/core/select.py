@@ -128,10 +128,6 @@ class Ranking:
         """Return the best entries of every head, as many as its quota; of equal ones the later."""
         return self.keep(top_mask(self.scores, self.quotas))
 
-    def best_from(self, threshold: float) -> LayerKeepSet:
-        """Return those of the best entries that reach a threshold or always stay."""
-        return self.keep(top_mask(self.scores, self.quotas) & (self.scores >= threshold))
-
     def keep(self, mask: Mask, **state: Tensor) -> LayerKeepSet:
         """Return the entries where a mask is true, without holes, and numbers per entry that have changed."""
         return self.observation.kept(mask, {**self.state, **state})

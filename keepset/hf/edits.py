@@ -19,12 +19,7 @@ from keepset.recipe import Schedule
 class EditableCache(TransformersCache):
     """A transformers cache of keepset's layers and others, as `generate` edits it between two forwards.
 
-    Attributes:
-        schedule: when its layers are observed; at the prompt's end unless it says otherwise.
-        managed_layers: those that may be compressed, by their indices; others, such as sliding windows, stay
-            transformers' own.
-        prompt_length: tokens of the prompt, padding included, if they were given.
-        progress: how far it has come; None before the first token.
+    `ObservedCache` says what the attributes are.
     """
 
     schedule: Schedule

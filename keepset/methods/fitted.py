@@ -12,7 +12,7 @@ from keepset.core.hidden_predictor import HiddenPredictor
 from keepset.core.keep_set import LayerKeepSet
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.core.select import Ranking
+from keepset.core.select import Ranking, top_mask
 from keepset.core.shapes import Scores
 
 
@@ -52,4 +52,6 @@ class ThresholdScorer(Method):
         return self.threshold != 0
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        return ranking.best_from(self.threshold) if self.threshold else ranking.best()
+        if not self.threshold:
+            return ranking.best()
+        return ranking.keep(top_mask(ranking.scores, ranking.quotas) & (ranking.scores >= self.threshold))

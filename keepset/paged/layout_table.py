@@ -73,15 +73,6 @@ class LayoutTable:
         self._lost.check()
         return pages
 
-    def note_tokens(self, pages: Int[Tensor, " rows"], tokens: Int[Tensor, " rows"]) -> None:
-        """Note how many tokens requests have, whose newest tokens are in the same pages as before.
-
-        Args:
-            pages: the pages.
-            tokens: tokens of each request.
-        """
-        self.filed.tokens[pages] = tokens.int()
-
     def at(self, page: int, tokens: int) -> PageLayout:
         """Return the layout of a request, as its only row.
 

@@ -105,7 +105,7 @@ class RaggedHeadTables(BlockTables):
         alike = tokens is not None and tokens.rows is None and not eventful
         # On a GPU comparing would take longer than doing it anew.
         if device.type == "cpu" and alike and self._goes_on(block_table, before, after):
-            self._table.note_tokens(self.step.pages, after)
+            self._table.filed.tokens[self.step.pages] = after.int()
             self.step = replace(self.step, lengths=after, tokens=tokens)
             return self.step
         room = self._room(len(before), device)

@@ -9,7 +9,7 @@ from keepset.bench.analysis.conclusion import counted
 from keepset.bench.analysis.diagnostics import REGION
 from keepset.bench.analysis.intervals import Figure
 from keepset.bench.analysis.rows import Row
-from keepset.bench.analysis.summary import NeedleMap, Reach, Summary, Trade
+from keepset.bench.analysis.summary import NeedleMap, Summary, Trade
 from keepset.bench.record import FULL
 from keepset.bench.report import plot
 from keepset.bench.report.page import Section, choice, page
@@ -35,10 +35,6 @@ def interval(figure: Figure, sign: str = "") -> str:
     """Return a figure in percent with its interval."""
     # A value that rounds to zero has no sign of its own.
     return with_interval(figure.value, figure.low, figure.high, lambda end: f"{round(100 * end, 1) + 0.0:{sign}.1f}")
-
-
-def _removed(reach: Reach) -> str:
-    return (">= " if reach.at_least else "") + interval(reach.removed)
 
 
 def _mean(name: str) -> Callable[[Row], float | None]:
@@ -112,7 +108,7 @@ def trades_table(trades: Sequence[Trade]) -> Table:
             Column(
                 f"can go, loss {tolerance:.0%}",
                 lambda trade, at=tolerance: next((each for each in trade.reach if each.tolerance == at), None),
-                _removed,
+                lambda reach: (">= " if reach.at_least else "") + interval(reach.removed),
                 "%",
                 rank=len(tolerances) - rank,
             )
