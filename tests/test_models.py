@@ -58,15 +58,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-@pytest.fixture
-def tiny(tmp_path: Path, embedded: Embedded) -> Path:
-    """The folder of a model of one small layer."""
-    folder = tmp_path / "tiny"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, embedded: Embedded) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "tiny"
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=49152, hidden_size=8, intermediate_size=8, num_hidden_layers=1, **heads)
     LlamaForCausalLM(config).save_pretrained(folder)
     embedded[1].save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, saved: Path) -> Path:
+    """The folder of a model of one small layer."""
+    return Path(shutil.copytree(saved, tmp_path / "tiny"))
 
 
 def test_embedded_model_is_right_and_ready(embedded: Embedded) -> None:
@@ -359,6 +364,6 @@ def test_devices_and_precisions_that_are_not_there_are_a_sentence() -> None:
     assert refusal(lambda: models.load(dtype="int8")).startswith("The precision 'int8' is not known: use float32")
 
 
-def test_a_model_in_another_precision() -> None:
-    model, _ = models.load(device="cpu", dtype="bfloat16")
+def test_a_model_in_another_precision(tiny: Path) -> None:
+    model, _ = models.load(str(tiny), device="cpu", dtype="bfloat16")
     assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")

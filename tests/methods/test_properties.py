@@ -33,7 +33,7 @@ from tests.methods.naive import (
     several,
     thinned,
 )
-from tests.tiers import examples
+from tests.tiers import FULL, examples
 
 SMALL = {
     "snapkv": dict(window=3, kernel=3),
@@ -52,7 +52,8 @@ SMALL = {
 INSIDE = ["keydiff", "lagkv", "r_kv", "rpc", "chunkkv", "ams"]
 
 NAMES = [*sorted(METHODS), *(f"adakv({scorer})" for scorer in INSIDE)]
-every_method = pytest.mark.parametrize("name", NAMES)
+QUICK = [*sorted(METHODS), "adakv(lagkv)", "adakv(chunkkv)"]
+every_method = pytest.mark.parametrize("name", NAMES if FULL else QUICK)
 # The same examples in every run: a near tie must not fail once in a thousand runs.
 some_examples = examples(16)
 
@@ -284,7 +285,9 @@ def test_every_request_is_decided_by_itself_wherever_it_is_in_the_batch(
                 assert positions == kept(turned, observation, order.index(request), head)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not make(name).traits.needs.of(OutputProjection)])
+@pytest.mark.parametrize(
+    "name", [name for name in (NAMES if FULL else QUICK) if not make(name).traits.needs.of(OutputProjection)]
+)
 @some_examples
 @given(case=cases(dtypes=[torch.float32], layers=4), data=st.data())
 def test_layers_that_are_shown_as_one_batch_keep_what_they_keep_one_by_one(

@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from tests.kernels.few_bits import matrix
+from tests.tiers import FULL
 from tests.vllm.compared import CHUNKED, IDS, answers_of, asks, check_oracle, check_transformers, full, result
 from tests.vllm.engine import BLOCK, Ask, Result, Scenario, run
 from tests.vllm.oracle import Oracle
@@ -33,8 +34,9 @@ MORE = [(INT4, EQUAL), (INT8, MOMENTS), (FP8, RAGGED), ("fp8", RAGGED)]
 """Kinds of caches, and recipes. Not fp8_e5m2: on a boundary the last bit of a number decides a quarter of it."""
 FITTED = "int8(match(adakv(snapkv(window=8)), window=8), keep=40, every=12)"
 FITTED_ONCE = "int8(match(snapkv(window=8), biases=False), bytes=0.2)"
-SOME = [*asks((130, 90, 200), 30), Ask(IDS[700:701], 30)]
-FITTED_TO = [*(Ask(IDS[5 + 53 * i : 135 + 53 * i], 30) for i in range(4)), Ask(IDS[700:701], 30)]
+TOKENS = 30 if FULL else 20
+SOME = [*asks((130, 90, 200), TOKENS), Ask(IDS[700:701], TOKENS)]
+FITTED_TO = [*(Ask(IDS[5 + 53 * i : 135 + 53 * i], TOKENS) for i in range(4)), Ask(IDS[700:701], TOKENS)]
 """Prompts in whose keys and values no number is so near to the middle of two steps that vLLM's own rounding decides."""
 TURMOIL = [Ask(IDS[200 * i : 200 * i + n], 24, add=add) for i, (n, add) in enumerate([(130, 0), (70, 0), (230, 9)])]
 

@@ -126,8 +126,9 @@ def test_answers_are_those_of_generate(architecture: str) -> None:
     texts = [*TEXTS, "snapkv(window=8, keep=20, every=4)", "knorm(keep=16, prefill=False, every=3)"]
     different = set()
     for mode in ("agnostic", "prompt"):
-        full, *cells = run(parsed(*texts), mode=mode, model=model)
-        assert [cell.recipe for cell in cells] == texts
+        some = texts if ALL else texts[mode == "prompt" :: 2]
+        full, *cells = run(parsed(*some), mode=mode, model=model)
+        assert [cell.recipe for cell in cells] == some
         for cell in cells:
             for question, said in zip(GENERATED.questions, replies(cell), strict=False):
                 parts = CONTEXT, question.text + question.prefix
@@ -429,7 +430,7 @@ def test_no_cell_is_lost_but_what_memory_is_not_enough_for_alone(
 
 
 def test_of_a_model_whose_caches_cannot_each_is_asked_alone() -> None:
-    model, each = tiny("gemma3"), asked(DECODING[0], Exact(6, decodes=True))
+    model, each = tiny("gemma3"), asked(DECODING[0], Exact(6, decodes=True))[:4]
     with watched(model) as calls:
         found = decoded(each, model)
     assert {rows for rows, _ in calls} == {1}

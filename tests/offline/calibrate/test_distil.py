@@ -55,7 +55,7 @@ def test_a_linear_teacher_is_recovered(measured: Statistics, monkeypatch: pytest
     """On passages that it was not fitted to; a small floor, so that its logarithm is linear indeed."""
     monkeypatch.setattr(distil, "parse_teachers", lambda texts: [Linear()])
     monkeypatch.setattr(distil, "_FLOOR", 1e-6)
-    many = Corpus(list(prompt(120, 60, seed=1)), "0", 0)
+    many = Corpus(list(prompt(60, 60, seed=1)), "0", 0)
     held = with_predictors(measured, tiny(MODEL), many, ["linear"]).provenance["predictors"]["held_out"]
     assert min(held["by_layer"][distil.CORRELATION].values()) > 0.99
     assert min(held["by_layer"][distil.SHARE].values()) > 0.93
