@@ -20,8 +20,9 @@ from keepset.core.budget import Budget
 from keepset.hf.store import SLACK
 from tests.bench.compare.test_prompt import best, divergence
 from tests.hf.models import prompt, tiny
+from tests.tiers import FULL
 
-BEFORE, AFTER = 40, 75
+BEFORE, AFTER = 40, 75 if FULL else 43
 IDS = prompt(1, BEFORE + AFTER)
 RECIPES = [
     "snapkv(window=5, keep=20, every=8)",
