@@ -30,6 +30,7 @@ class Case:
     output: int
     blocks: int
     max_model_len: int = 1024
+    dtype: str = "float32"
 
 
 KEEP = "snapkv(keep=96, every=64)"
@@ -51,8 +52,11 @@ CASES = {
     "ample pool: snapkv": Case(KEEP, 8, 512, 256, AMPLE),
     "decoding: uniform": Case("snapkv(keep=128)", 8, 1000, 64, AMPLE, 2048),
     "decoding: adakv": Case("adakv(snapkv, keep=128)", 8, 1000, 64, AMPLE, 2048),
-    "decoding, half kept: adakv": Case("adakv(snapkv, keep=512)", 8, 1000, 64, AMPLE, 2048),
-    "decoding, half kept: adakv in 8 bits": Case("int8(adakv(snapkv), keep=512)", 8, 1000, 64, AMPLE, 2048),
+    **{
+        f"decoding, half kept, {dtype}: {name}": Case(recipe, 8, 1000, 64, AMPLE, 2048, dtype)
+        for dtype in ("float32", "bfloat16")
+        for name, recipe in (("adakv", "adakv(snapkv, keep=512)"), ("in 8 bits", "int8(adakv(snapkv), keep=512)"))
+    },
     "decoding: plain": Case(None, 8, 1000, 64, AMPLE, 2048),
     "one long prompt: snapkv": Case("snapkv(keep=256)", 1, 4096, 4, 160, 4608),
 }
@@ -105,13 +109,17 @@ RATIOS = [
         for pool, requests in (("short pool", "short pool, 12 requests"), ("ample pool", "ample pool"))
     ),
     Ratio("decode step, adakv / uniform", "decode_step", "decoding: adakv", "decoding: uniform", 1.05, at_most=True),
-    Ratio(
-        "decode step over ragged pages, 8 bits / 16 bits",
-        "decode_step",
-        "decoding, half kept: adakv in 8 bits",
-        "decoding, half kept: adakv",
-        1.1,
-        at_most=True,
+    *(
+        Ratio(
+            f"{what} over ragged pages, 8 bits / {dtype}",
+            figure,
+            f"decoding, half kept, {dtype}: in 8 bits",
+            f"decoding, half kept, {dtype}: adakv",
+            1.1,
+            at_most=True,
+        )
+        for dtype in ("float32", "bfloat16")
+        for what, figure in (("decode step", "decode_step"), ("processor time of a step", "decode_processor"))
     ),
 ]
 

@@ -26,7 +26,7 @@ def main() -> None:
     recipe = name_statistics(recipe, case["model"])
     engine = LLM(
         model=case["model"] or str(embedded_folder()),
-        dtype="float32",
+        dtype=case["dtype"],
         max_model_len=case["max_model_len"],
         block_size=32,
         enforce_eager=True,
@@ -46,6 +46,7 @@ def main() -> None:
         steps.append(
             {
                 "time": time.perf_counter(),
+                "processor": time.process_time(),
                 "running": len(tokens),
                 "tokens": sum(tokens.values()),
                 "free": pool.get_num_free_blocks(),
@@ -68,7 +69,8 @@ def main() -> None:
     sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
     engine.generate(prompts, sampling, use_tqdm=False)
     seconds = time.perf_counter() - start
-    whole = [b["time"] - a["time"] for a, b in pairwise(steps) if a["tokens"] == b["tokens"] == case["requests"]]
+    whole = [(a, b) for a, b in pairwise(steps) if a["tokens"] == b["tokens"] == case["requests"]]
+    clocks = {"decode_step": "time", "decode_processor": "processor"}
     print(
         json.dumps(
             {
@@ -76,7 +78,10 @@ def main() -> None:
                 "running_mean": sum(step["running"] for step in steps) / len(steps),
                 "running_max": max(step["running"] for step in steps),
                 "preemptions": preemptions[0],
-                "decode_step": median(whole) if whole else None,
+                **{
+                    figure: median(b[clock] - a[clock] for a, b in whole) if whole else None
+                    for figure, clock in clocks.items()
+                },
                 "free": [free, *(step["free"] for step in steps), pool.get_num_free_blocks()],
                 "counters": stats.totals(),
             }

@@ -37,7 +37,7 @@ class CPUPages:
         place: int,
         isa: str,
     ) -> None:
-        kv_cache = _joined(caches)
+        kv_cache = joined(caches)
         blocks, self.kv_heads, self.block_size, width = caches[place].shape
         self.head_dim = self.value_dim = width // 2
         self.slots = blocks * self.kv_heads * self.block_size
@@ -93,7 +93,7 @@ class CPUPages:
         _pack(keys, values, *self.folded, slots, self.isa)
 
 
-def _joined(caches: Sequence[Tensor]) -> Shaped[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
+def joined(caches: Sequence[Tensor]) -> Shaped[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
     """Return the caches as one tensor: they follow one another in memory.
 
     Raises:

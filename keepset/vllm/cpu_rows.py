@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,15 +13,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
+from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged import attend_pages
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
-from keepset.kernels.paged_heads import attend_heads
+from keepset.kernels.paged_heads import Biases, attend_heads
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages
-from keepset.paged.pages import decoded_entries
+from keepset.paged.pages import StridedPages, decoded_entries
+from keepset.paged.scattered_pages import ScatteredPages
 from keepset.vllm.attention import CompressedAttentionImpl
+from keepset.vllm.cpu_pages import joined
 from keepset.vllm.engine_context import PlannedStep
+from keepset.vllm.recipe_support import INT8
 
 
 @dataclass
@@ -98,7 +104,8 @@ class RowsImpl:
         real, size = (slot_mapping >= 0).nonzero()[:, 0], pages.block_size
         slots = slot_mapping[real].long()
         of_heads = ((slots // size)[:, None] * self.num_kv_heads + torch.arange(self.num_kv_heads)) * size
-        write(pages, key[real].flatten(0, 1), value[real].flatten(0, 1), (of_heads + (slots % size)[:, None]).flatten())
+        of_heads += (slots % size)[:, None] + pages.place * pages.slots
+        write(pages, key[real].flatten(0, 1), value[real].flatten(0, 1), of_heads.flatten())
 
     def forward(
         self,
@@ -121,7 +128,8 @@ class RowsImpl:
             own = query[places].unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
             attended = torch.empty_like(own)
             softmax = self.softmax.by_query_group(len(places), self.num_kv_heads)  # type: ignore[attr-defined]
-            attend_heads(own, pages.read, tables, lengths, pages.block_size, softmax, attended, pages.format)
+            before = pages.place * pages.slots // pages.block_size
+            attend(own, pages, before, tables + before, lengths, softmax, attended)
             output[places] = attended.unflatten(0, (len(places), -1)).flatten(1, 2)
         if (tokens := attn_metadata.prompts) is not None:
             whole = FiledLayouts.empty(len(attn_metadata.lengths), 1, self.num_kv_heads, query.device).layout
@@ -139,11 +147,87 @@ class RowsImpl:
         return output
 
 
-def write(pages: Pages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
-    """Write keys and values, `[n, head_dim]`, to slots of a layer, as its cache holds them."""
-    if pages.format is not None:
-        keys, values = pages.format.encode_entries(keys, values)
-    pages.write(keys, values, slots)
+class Int8Pages(StridedPages):
+    """Pages of mixed rows of 8-bit integers, which are written to and attended to where they lie.
+
+    Args:
+        caches: the caches of all layers with the same block tables, which follow one another in memory.
+        place: which of them is the layer's.
+        format: how rows are read and written.
+    """
+
+    def __init__(self, caches: Sequence[Tensor], place: int, format: PageFormat) -> None:
+        super().__init__(caches, place, format)
+        assert format.mixing is not None
+        self._rows, self._mixing = joined(caches).flatten(0, 1), format.mixing
+
+    def append(
+        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+    ) -> None:
+        """Write entry `i` to `slots[i]`, counted from the first layer's slots on."""
+        from keepset.kernels import int8_rows
+
+        mixed_keys, mixed_values = self._mixing.mixed(torch.stack((keys, values))).float().unbind()
+        int8_rows.write(mixed_keys, mixed_values, self._rows, slots.long())
+
+    def attend(
+        self,
+        queries: Float[Tensor, "heads group head_dim"],
+        tables: Int[Tensor, "heads pages"],
+        lengths: Int[Tensor, " heads"],
+        scaling: float,
+        output: Float[Tensor, "heads group head_dim"],
+    ) -> None:
+        """Compute the attention of some queries, each over the entries of its own head.
+
+        Args:
+            queries: after rotation.
+            tables: the sub-pages of each head, numbered from the first layer's on.
+            lengths: the number of entries of each head.
+            scaling: factor of the products.
+            output: written to; zero for a head without entries.
+        """
+        from keepset.kernels import int8_rows
+
+        mixed = self._mixing.mixed_queries(queries.float()).mul_(scaling)
+        attended = torch.empty_like(mixed)
+        int8_rows.attend(mixed, self._rows, tables.int(), lengths.int(), attended)
+        self._mixing.unmixed(attended, output)
+
+
+def write(pages: StridedPages | ScatteredPages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
+    """Write keys and values, `[n, head_dim]`, to slots counted from the first layer's on, as the cache holds them."""
+    if isinstance(pages, Int8Pages):
+        pages.append(keys, values, slots)
+    else:
+        rows = (keys, values) if pages.format is None else pages.format.encode_entries(keys, values)
+        pages.write(*rows, slots - pages.place * pages.slots)
+
+
+def attend(
+    queries: Float[Tensor, "heads group head_dim"],
+    pages: Pages,
+    before: int,
+    tables: Int[Tensor, "heads pages"],
+    lengths: Int[Tensor, " heads"],
+    softmax: Softmax,
+    output: Float[Tensor, "heads group head_dim"],
+    bias: Biases | None = None,
+) -> None:
+    """Compute the attention of the queries of some heads, each over its own entries.
+
+    Args:
+        queries: one query of each query head that shares the KV head, after rotation.
+        pages: the layer's cache.
+        before: sub-pages of the layers before it.
+        tables: the sub-pages of each head, numbered from the first layer's on.
+        lengths, softmax, output, bias: as in `attend_heads`.
+    """
+    if isinstance(pages, Int8Pages) and softmax.plain and bias is None:
+        pages.attend(queries, tables, lengths, softmax.scaling, output)
+        return
+    size, format = pages.block_size, pages.format
+    attend_heads(queries, lambda own: pages.read(own - before), tables, lengths, size, softmax, output, format, bias)
 
 
 def attend_ragged(
@@ -174,17 +258,9 @@ def attend_ragged(
     if bias is not None:
         counts = layout.counts[: len(batch.seq_lens) // kv_heads] if rows is None else layout.counts[rows]
         added = partial(_biases, bias, batch.block_table, counts.flatten(), size)
-    attend_heads(
-        per_head.split(query, kv_heads),
-        lambda tables: pages.read(tables - before),  # which are numbered from the first layer's on
-        batch.block_table,
-        batch.seq_lens,
-        size,
-        softmax.by_query_group(len(batch.seq_lens) // kv_heads, kv_heads),
-        buffer,
-        pages.format,
-        added,
-    )
+    softmax = softmax.by_query_group(len(batch.seq_lens) // kv_heads, kv_heads)
+    queries = per_head.split(query, kv_heads)
+    attend(queries, pages, before, batch.block_table, batch.seq_lens, softmax, buffer, added)
     per_head.merge(buffer, output)
 
 
@@ -205,13 +281,28 @@ def _biases(
 class RowsMixin(CompressedAttentionImpl):
     """A mixin for layers on CPUs whose cache is quantised."""
 
+    def belong_to(self, layer: Any) -> None:
+        super().belong_to(layer)
+        if layer.kv_cache_dtype == INT8:
+            import_module("keepset.kernels.int8_rows")  # compiled before the first request
+
+    def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
+        pages = super().make_pages(layer, caches, place)
+        if layer.kv_cache_dtype != INT8:
+            return pages
+        from keepset.kernels import int8_rows
+
+        assert isinstance(pages.format, PageFormat)
+        return Int8Pages(caches, place, pages.format) if int8_rows.AVAILABLE else pages
+
     def mixing(self, layer: Any) -> None:
         """Return None: `RowsImpl` mixes by the pages' format."""
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         per_head, place, pages = step.per_head, step.places[layer.layer_name], self.pages(layer, kv_cache)
         keys, values = (per_head.split(rows, self.num_kv_heads)[:, 0] for rows in (key, value))
-        write(pages, keys, values, per_head.batch(place).slot_mapping - place * pages.slots)
+        assert isinstance(pages, StridedPages | ScatteredPages)
+        write(pages, keys, values, per_head.batch(place).slot_mapping)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
         place, pages = step.places[layer.layer_name], self.pages(layer, kv_cache)

@@ -1,0 +1,90 @@
+"""Compiled attention over rows of 8-bit integers, entry by entry; and rows that are written, number by number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from keepset.kernels.page_format import PageFormat
+from keepset.kernels.softmax import Softmax
+from tests.kernels.quantised import random_rows
+from tests.kernels.test_attention import TOLERANCE, seeded
+from tests.kernels.test_paged_heads import expected
+
+pytest.importorskip("numba")
+from keepset.kernels import int8_rows
+
+pytestmark = pytest.mark.skipif(not int8_rows.AVAILABLE, reason="needs PyTorch with GNU's OpenMP")
+LENGTHS = [9, 0, 1, 33, 34, 4, 0, 40]
+
+
+@pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def stored(dim: int, entries: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries as they are stored, and what their keys and values stand for, which are mixed."""
+    rows = random_rows(entries, 2, kind="int8", head_dim=dim, own_scales=True, draw=draw)
+    numbers, scales = rows[..., :dim].view(torch.int8).double(), rows[..., dim:].contiguous().view(torch.float32)
+    keys, values = (numbers * scales.double()).unbind(1)
+    return rows.flatten(1).view(torch.int8), keys, values
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("dim", "size", "group"), [(8, 4, 3), (64, 32, 1), (80, 16, 5)])
+def test_attention_is_that_of_every_entry(dim: int, size: int, group: int) -> None:
+    """Behind a head's end its pages hold what is no number."""
+    draw, most = seeded(1), -(-max(LENGTHS) // size)
+    tables = torch.randperm(len(LENGTHS) * most, generator=draw).view(-1, most).int()
+    pages = torch.full((tables.numel(), size, 2 * dim + 8), -1, dtype=torch.int8)
+    entries = []
+    for length, table in zip(LENGTHS, tables, strict=True):
+        rows, keys, values = stored(dim, length, draw)
+        own = pages[table].flatten(0, 1)
+        own[:length] = rows
+        pages[table] = own.view(-1, size, 2 * dim + 8)
+        entries.append((keys, values))
+    queries = torch.randn(len(LENGTHS), group, dim, generator=draw)
+    queries[3] *= 40  # the largest weight is all there is
+    output = torch.full(queries.shape, 7.0)
+    int8_rows.attend(queries, pages, tables, torch.tensor(LENGTHS).int(), output)
+    right = expected(queries, entries, Softmax(1.0), [torch.zeros(n) for n in LENGTHS])
+    torch.testing.assert_close(output.double(), right, **TOLERANCE[torch.float32])
+
+
+def test_a_key_that_is_no_number_makes_none_of_its_head_and_alters_no_other() -> None:
+    draw, dim = seeded(2), 8
+    rows, _, _ = stored(dim, 64, draw)
+    lengths, tables = torch.tensor([32, 32]).int(), torch.tensor([[0], [1]]).int()
+    queries, before, after = torch.randn(2, 3, dim, generator=draw), torch.empty(2, 3, dim), torch.empty(2, 3, dim)
+    pages = rows.view(2, 32, -1)
+    int8_rows.attend(queries, pages, tables, lengths, before)
+    pages[1, 17, dim : dim + 4].view(torch.float32)[:] = math.nan
+    int8_rows.attend(queries, pages, tables, lengths, after)
+    assert after[1].isnan().all()
+    torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("threads")
+def test_rows_are_written_as_pytorch_rounds_them() -> None:
+    """Halves, zeros, numbers of any size, and what is no number."""
+    draw, dim, n = seeded(3), 64, 600
+    keys = torch.randn(n, dim, generator=draw) * torch.logspace(-9, 9, n)[:, None]
+    values = torch.randint(-254, 255, (n, dim), generator=draw) / 2
+    values[:, 0] = 127
+    keys[7], keys[8, 3], keys[9, 5], values[10] = 0, math.nan, math.inf, -math.inf
+    slots = torch.randperm(40 * 16, generator=draw)[:n]
+    pages = torch.full((40, 16, 2 * dim + 8), 7, dtype=torch.int8)
+    right = pages.clone()
+    int8_rows.write(keys, values, pages, slots)
+    rows = PageFormat(torch.int8, dim, torch.float32).encode_entries(keys, values)
+    right.flatten(0, 1)[slots] = torch.cat(rows, -1).view(torch.int8)
+    torch.testing.assert_close(pages, right, rtol=0, atol=0)
