@@ -41,6 +41,8 @@ RECIPES = [
     "expected_attention(keep=40, buffer=24, every=16)",  # of so few queries moments would weigh more than they
 ]
 """Undisturbed: heads and layers that keep equally many or not, counts that the data decide, and what is looked at."""
+OF_BOTH = ("adakv(distilled", "ams", "pyramid")
+"""What the fast tier compares with the transformers runtime as well, together with `FITTED`."""
 MORE = [
     *(EQUAL, FROM_DATA, ACROSS, WHOLE_PROMPTS),  # which the fast tier has in turmoil, and `ACROSS` in 4 bits
     *(ONCE, MOMENTS, "knorm(keep=60, sinks=2, recent=7)", "random(keep=0.3)", "r_kv(keep=40, every=5)"),
@@ -182,7 +184,8 @@ def test_it_is_the_reference(
     assert max(tokens for log in engine.log for _, _, tokens in log) < max(LENGTHS)  # in chunks
     recipe = recipe.replace("FILE", str(file))
     check_oracle(tiny_oracle, recipe, UNDISTURBED, engine)
-    check_transformers(tiny_model, recipe, UNDISTURBED, engine)
+    if FULL or recipe.startswith(OF_BOTH):
+        check_transformers(tiny_model, recipe, UNDISTURBED, engine)
 
 
 @pytest.mark.parametrize("recipe", [FITTED[0], *full(FITTED[1:])])
