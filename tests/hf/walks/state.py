@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,7 +101,14 @@ def _parts(thing: Any) -> dict[str, Any]:
     fields = dict(getattr(thing, "__dict__", {}))
     if dataclasses.is_dataclass(thing):
         fields |= {each.name: getattr(thing, each.name) for each in dataclasses.fields(thing)}
-    return {f".{name}": value for name, value in fields.items() if name not in _NOT_STATE}
+    held = {name: value for name, value in fields.items() if name not in _NOT_STATE and not _is_derived(thing, name)}
+    return {f".{name}": value for name, value in held.items()}
+
+
+def _is_derived(thing: Any, name: str) -> bool:
+    """Return whether this attribute of something that never changes follows from its fields, once it is asked for."""
+    params = getattr(type(thing), "__dataclass_params__", None)
+    return params is not None and params.frozen and isinstance(getattr(type(thing), name, None), cached_property)
 
 
 def _named(columns: dict[str, Tensor]) -> dict[str, Tensor]:
