@@ -38,10 +38,12 @@ def attend(
     tables: Int[Tensor, "heads pages"],
     lengths: Int[Tensor, " heads"],
     output: Float[Tensor, "heads group head_dim"],
+    bias: Float[Tensor, " slots"],
+    biased: Int[Tensor, " heads"],
 ) -> None:
     """Compute the attention of some queries, each over the entries of its own head.
 
-        output = softmax(queries @ keys') @ values
+        output = softmax(queries @ keys' + bias) @ values
 
     Args:
         queries: scaled, and mixed as keys are.
@@ -49,8 +51,11 @@ def attend(
         tables: the pages of each head, in the order of its entries; int32.
         lengths: the number of entries of each head; int32.
         output: written to, mixed as values are; zero for a head without entries.
+        bias: what is added to the logits of the entry in each place of all pages.
+        biased: how many of each head's first entries have a bias, which others have not; int32.
     """
-    _run(_attend, (*queries.shape, tables.shape[1], *rows.shape), queries, rows, tables, lengths, output)
+    sizes = *queries.shape, tables.shape[1], *rows.shape, len(bias)
+    _run(_attend, sizes, queries, rows, tables, lengths, output, bias, biased)
 
 
 def write(
@@ -114,15 +119,34 @@ def _decode(page: Any, scales: Any, at: int, first: int, last: int, numbers: Any
             own[k] = scale * _F(stored[k])
 
 
+@njit(fastmath=_REORDERED)
+def _weigh(weights: Any, entries: int, table: Any, size: int, bias: Any, biased: int, total: Any) -> None:
+    """Add biases to logits and make weights of them, in place; write the sum of each query's weights to `total`."""
+    for i in range(len(weights)):
+        for first in range(0, biased, size):
+            own = bias[table[first // size] * size :]
+            for k in range(min(size, biased - first)):
+                weights[i, first + k] += own[k]
+        highest = weights[i, 0]
+        for k in range(entries):
+            highest = max(highest, weights[i, k])
+        for k in range(entries):
+            weights[i, k] = _exp(weights[i, k] - highest)
+        total[i] = weights[i, :entries].sum()
+        weights[i, entries:] = 0
+
+
 @njit(fastmath=_REORDERED, error_model="numpy")
-def _attend_head(queries: Any, rows: Any, scales: Any, table: Any, entries: int, output: Any) -> None:
+def _attend_head(
+    queries: Any, rows: Any, scales: Any, table: Any, entries: int, output: Any, bias: Any, biased: int
+) -> None:
     """Compute the attention of one head, four entries at a time, so that a query's numbers are loaded less often."""
     output[:] = 0
     if not entries:
         return
     (group, dim), size = queries.shape, rows.shape[1]
     weights, four = np.zeros((group, entries + 3), np.float32), np.empty((4, dim), np.float32)
-    highest, total = np.full(group, -np.inf, np.float32), np.zeros(group, np.float32)
+    total = np.zeros(group, np.float32)
     for first in range(0, entries, size):
         number, last = table[first // size], min(size, entries - first) - 1
         for entry in range(0, last + 1, 4):
@@ -137,12 +161,7 @@ def _attend_head(queries: Any, rows: Any, scales: Any, table: Any, entries: int,
                     d += x * four[3, k]
                 logits = weights[i, first + entry :]
                 logits[0], logits[1], logits[2], logits[3] = a, b, c, d
-                highest[i] = max(highest[i], a, b, c, d)
-    for i in range(group):
-        for k in range(entries):
-            weights[i, k] = _exp(weights[i, k] - highest[i])
-        total[i] = weights[i, :entries].sum()
-        weights[i, entries:] = 0
+    _weigh(weights, entries, table, size, bias, biased, total)
     for first in range(0, entries, size):
         number, last = table[first // size], min(size, entries - first) - 1
         for entry in range(0, last + 1, 4):
@@ -159,7 +178,7 @@ def _attend_head(queries: Any, rows: Any, scales: Any, table: Any, entries: int,
 @cfunc(types.void(types.CPointer(types.voidptr)))
 def _attend(given: Any) -> None:
     """Compute the attention of this thread's heads."""
-    sizes = carray(given[0], 7, np.int64)
+    sizes = carray(given[0], 8, np.int64)
     heads, group, dim, pages = sizes[0], sizes[1], sizes[2], sizes[3]
     subpages, size, width = sizes[4], sizes[5], sizes[6]
     queries = carray(given[1], (heads, group, dim), np.float32)
@@ -167,8 +186,9 @@ def _attend(given: Any) -> None:
     scales = carray(given[2], (subpages, size, width // 4), np.float32)
     tables, lengths = carray(given[3], (heads, pages), np.int32), carray(given[4], heads, np.int32)
     output = carray(given[5], (heads, group, dim), np.float32)
+    bias, biased = carray(given[6], sizes[7], np.float32), carray(given[7], heads, np.int32)
     for head in range(_thread(), heads, _threads()):
-        _attend_head(queries[head], rows, scales, tables[head], lengths[head], output[head])
+        _attend_head(queries[head], rows, scales, tables[head], lengths[head], output[head], bias, biased[head])
 
 
 @njit(error_model="numpy")

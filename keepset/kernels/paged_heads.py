@@ -14,8 +14,6 @@ from keepset.kernels.softmax import Softmax, normalised
 
 ReadRows = Callable[[Int[Tensor, "heads pages"]], tuple[Shaped[Tensor, "heads entries row"], ...]]
 """Return the keys and the values of whole sub-pages as they are stored, each head's pages joined."""
-Biases = Callable[[Int[Tensor, " some"], int], Float[Tensor, "some entries"]]
-"""Return what is added to the logits of some heads' first entries, of which it is given the number."""
 _LONGER = 1.25
 """How many times as long as the shortest head the longest one of a block may be."""
 
@@ -29,7 +27,7 @@ def attend_heads(
     softmax: Softmax,
     output: Float[Tensor, "heads group head_dim"],
     format: RowFormat | None = None,
-    bias: Biases | None = None,
+    bias: Callable[[Int[Tensor, " some"], int], Float[Tensor, "some entries"]] | None = None,
 ) -> None:
     """Compute the attention of the queries of some heads, each over its own entries.
 
@@ -49,7 +47,7 @@ def attend_heads(
         softmax: what the layer does with products; its sinks are `[heads, group]`.
         output: written to; zero for a head without entries.
         format: how rows are read if the cache is quantised.
-        bias: returns what is added to logits.
+        bias: returns what is added to the logits of some heads' first entries, of which it is given the number.
     """
     sizes, key_factor, value_factor = lengths.tolist(), 1.0, 1.0
     if format is not None and format.key_scale is not None and format.value_scale is not None:

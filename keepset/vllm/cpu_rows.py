@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +17,7 @@ from keepset.kernels.page_format import PageFormat
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged import attend_pages
 from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
-from keepset.kernels.paged_heads import Biases, attend_heads
+from keepset.kernels.paged_heads import attend_heads
 from keepset.kernels.softmax import Softmax
 from keepset.paged.engine import Pages
 from keepset.paged.pages import StridedPages, decoded_entries
@@ -147,6 +147,26 @@ class RowsImpl:
         return output
 
 
+class Biased(NamedTuple):
+    """What is added to the logits of some heads' first entries.
+
+    Attributes:
+        column: a number for each slot of the layers.
+        counts: how many of each head's first entries have one; those since the event have not.
+    """
+
+    column: Float[Tensor, "layers slots"]
+    counts: Int[Tensor, " heads"]
+
+    def of_heads(
+        self, tables: Int[Tensor, "heads pages"], size: int, some: Int[Tensor, " some"], entries: int
+    ) -> Float[Tensor, "some entries"]:
+        """Return what is added to the logits of the first entries of some heads, whose pages hold `size` entries."""
+        entry = torch.arange(entries)
+        slots = tables[some][:, entry // size].long() * size + entry % size
+        return self.column.view(-1)[slots].where(entry < self.counts[some, None], 0)
+
+
 class Int8Pages(StridedPages):
     """Pages of mixed rows of 8-bit integers, which are written to and attended to where they lie.
 
@@ -177,6 +197,7 @@ class Int8Pages(StridedPages):
         lengths: Int[Tensor, " heads"],
         scaling: float,
         output: Float[Tensor, "heads group head_dim"],
+        bias: Biased | None,
     ) -> None:
         """Compute the attention of some queries, each over the entries of its own head.
 
@@ -186,12 +207,16 @@ class Int8Pages(StridedPages):
             lengths: the number of entries of each head.
             scaling: factor of the products.
             output: written to; zero for a head without entries.
+            bias: what is added to logits.
         """
         from keepset.kernels import int8_rows
 
         mixed = self._mixing.mixed_queries(queries.float()).mul_(scaling)
         attended = torch.empty_like(mixed)
-        int8_rows.attend(mixed, self._rows, tables.int(), lengths.int(), attended)
+        biases, biased = (mixed[:0, 0, 0], lengths.new_zeros(len(lengths))) if bias is None else bias
+        int8_rows.attend(
+            mixed, self._rows, tables.int(), lengths.int(), attended, biases.view(-1), biased.int().contiguous()
+        )
         self._mixing.unmixed(attended, output)
 
 
@@ -212,7 +237,7 @@ def attend(
     lengths: Int[Tensor, " heads"],
     softmax: Softmax,
     output: Float[Tensor, "heads group head_dim"],
-    bias: Biases | None = None,
+    bias: Biased | None = None,
 ) -> None:
     """Compute the attention of the queries of some heads, each over its own entries.
 
@@ -221,13 +246,15 @@ def attend(
         pages: the layer's cache.
         before: sub-pages of the layers before it.
         tables: the sub-pages of each head, numbered from the first layer's on.
-        lengths, softmax, output, bias: as in `attend_heads`.
+        lengths, softmax, output: as in `attend_heads`.
+        bias: what is added to logits.
     """
-    if isinstance(pages, Int8Pages) and softmax.plain and bias is None:
-        pages.attend(queries, tables, lengths, softmax.scaling, output)
+    if isinstance(pages, Int8Pages) and softmax.plain:
+        pages.attend(queries, tables, lengths, softmax.scaling, output, bias)
         return
     size, format = pages.block_size, pages.format
-    attend_heads(queries, lambda own: pages.read(own - before), tables, lengths, size, softmax, output, format, bias)
+    added = None if bias is None else partial(bias.of_heads, tables, size)
+    attend_heads(queries, lambda own: pages.read(own - before), tables, lengths, size, softmax, output, format, added)
 
 
 def attend_ragged(
@@ -254,28 +281,15 @@ def attend_ragged(
         return
     per_head = step.per_head
     batch, buffer = per_head.batch(place), per_head.output_buffer(output, kv_heads)
-    before, added = place * pages.slots // size, None
+    biased = None
     if bias is not None:
         counts = layout.counts[: len(batch.seq_lens) // kv_heads] if rows is None else layout.counts[rows]
-        added = partial(_biases, bias, batch.block_table, counts.flatten(), size)
+        biased = Biased(bias, counts.flatten())
     softmax = softmax.by_query_group(len(batch.seq_lens) // kv_heads, kv_heads)
     queries = per_head.split(query, kv_heads)
-    attend(queries, pages, before, batch.block_table, batch.seq_lens, softmax, buffer, added)
+    before = place * pages.slots // size
+    attend(queries, pages, before, batch.block_table, batch.seq_lens, softmax, buffer, biased)
     per_head.merge(buffer, output)
-
-
-def _biases(
-    bias: Float[Tensor, "layers slots"],
-    tables: Int[Tensor, "heads pages"],
-    counts: Int[Tensor, " heads"],
-    size: int,
-    some: Int[Tensor, " some"],
-    entries: int,
-) -> Float[Tensor, "some entries"]:
-    """Return what is added to the logits of the first entries of some heads; zero for those since the event."""
-    entry = torch.arange(entries)
-    slots = tables[some][:, entry // size].long() * size + entry % size
-    return bias.view(-1)[slots].where(entry < counts[some, None], 0)
 
 
 class RowsMixin(CompressedAttentionImpl):
@@ -293,7 +307,8 @@ class RowsMixin(CompressedAttentionImpl):
         from keepset.kernels import int8_rows
 
         assert isinstance(pages.format, PageFormat)
-        return Int8Pages(caches, place, pages.format) if int8_rows.AVAILABLE else pages
+        in_fours = pages.block_size % 4 == 0  # as the loops read entries
+        return Int8Pages(caches, place, pages.format) if int8_rows.AVAILABLE and in_fours else pages
 
     def mixing(self, layer: Any) -> None:
         """Return None: `RowsImpl` mixes by the pages' format."""

@@ -20,6 +20,8 @@ from keepset.kernels import int8_rows
 
 pytestmark = pytest.mark.skipif(not int8_rows.AVAILABLE, reason="needs PyTorch with GNU's OpenMP")
 LENGTHS = [9, 0, 1, 33, 34, 4, 0, 40]
+BIASED = [9, 0, 1, 0, 33, 2, 0, 7]
+"""How many of each head's first entries have a bias."""
 
 
 @pytest.fixture(params=[1, 3], ids=["one thread", "three threads"])
@@ -55,8 +57,12 @@ def test_attention_is_that_of_every_entry(dim: int, size: int, group: int) -> No
     queries = torch.randn(len(LENGTHS), group, dim, generator=draw)
     queries[3] *= 40  # the largest weight is all there is
     output = torch.full(queries.shape, 7.0)
-    int8_rows.attend(queries, pages, tables, torch.tensor(LENGTHS).int(), output)
-    right = expected(queries, entries, Softmax(1.0), [torch.zeros(n) for n in LENGTHS])
+    column, biased = torch.randn(tables.numel() * size, generator=draw), torch.tensor(BIASED)
+    int8_rows.attend(queries, pages, tables, torch.tensor(LENGTHS).int(), output, column, biased.int())
+    biases = [torch.zeros(length) for length in LENGTHS]
+    for bias, table, count in zip(biases, tables, BIASED, strict=True):
+        bias[:count] = column.view(-1, size)[table.long()].flatten()[:count]
+    right = expected(queries, entries, Softmax(1.0), biases)
     torch.testing.assert_close(output.double(), right, **TOLERANCE[torch.float32])
 
 
@@ -65,10 +71,10 @@ def test_a_key_that_is_no_number_makes_none_of_its_head_and_alters_no_other() ->
     rows, _, _ = stored(dim, 64, draw)
     lengths, tables = torch.tensor([32, 32]).int(), torch.tensor([[0], [1]]).int()
     queries, before, after = torch.randn(2, 3, dim, generator=draw), torch.empty(2, 3, dim), torch.empty(2, 3, dim)
-    pages = rows.view(2, 32, -1)
-    int8_rows.attend(queries, pages, tables, lengths, before)
+    pages, unbiased = rows.view(2, 32, -1), (torch.empty(0), torch.zeros(2).int())
+    int8_rows.attend(queries, pages, tables, lengths, before, *unbiased)
     pages[1, 17, dim : dim + 4].view(torch.float32)[:] = math.nan
-    int8_rows.attend(queries, pages, tables, lengths, after)
+    int8_rows.attend(queries, pages, tables, lengths, after, *unbiased)
     assert after[1].isnan().all()
     torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
 
