@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from keepset.errors import KeepsetError
+from keepset.model_files import options_of, read_model
 
 if TYPE_CHECKING:
     import transformers
 
     from keepset.core.statistics import Statistics
+    from keepset.model_files import Loaded
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,16 @@ def embedded_folder() -> Path:
     return folder
 
 
+def load_embedded(placed: dict[str, Any]) -> "Loaded":
+    """Return the embedded model and its tokenizer, placed as `options_of` says.
+
+    Raises:
+        KeepsetError: it cannot be made or loaded.
+    """
+    with no_progress_bars():
+        return read_model(str(embedded_folder()), "delete that folder and it will be made again", placed)
+
+
 def statistics_path() -> Path:
     """Return where the file of the embedded model's statistics is, or will be."""
     from keepset.core.statistics import FORMAT
@@ -75,20 +87,12 @@ def embedded_statistics() -> Path:
 
     path = statistics_path()
     if not path.is_file():
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         from keepset.offline.calibrate.corpus import default_corpus
         from keepset.offline.calibrate.measure import measure
 
         # A warning is shown even if logging is not set up. It takes half a minute.
         logger.warning("keepset: measuring the embedded model's statistics, once, into %s", path)
-        folder = embedded_folder()
-        with no_progress_bars():
-            model: Any = AutoModelForCausalLM.from_pretrained(folder)
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-        if torch.cuda.is_available():
-            model.cuda()
+        model, tokenizer = load_embedded(options_of(None, None))
         save(_with_embedded_parts(measure(model, default_corpus(tokenizer))), path)
         for older in path.parent.glob(f"{_FOLDER}-statistics-*.safetensors"):
             if older != path:

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keepset.core.files import quoted
-from keepset.embedded import EMBEDDED, embedded_folder, no_progress_bars
-from keepset.errors import KeepsetError, UnsupportedModelError
+from keepset.embedded import EMBEDDED, load_embedded
+from keepset.errors import UnsupportedModelError
+from keepset.model_files import class_names, options_of, read_model
 
 if TYPE_CHECKING:
     import transformers
 
-    Loaded = tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]
+    from keepset.model_files import Loaded
 
 _HUB_SECONDS = 5
-_DTYPES = ("float32", "bfloat16", "float16")
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EXPECTED = "give a folder with config.json, weights and tokenizer, or a model's name on the Hugging Face Hub"
 
@@ -49,16 +49,15 @@ def load(name: str | None = None, device: str | None = None, dtype: str | None =
     Raises:
         KeepsetError: the model cannot be loaded or is no such model, or there is no such device.
     """
-    placed = _placed(device, dtype)
+    placed = options_of(device, dtype)
     if name is None:
-        with no_progress_bars():
-            return _read(str(embedded_folder()), "delete that folder and it will be made again", placed)
+        return load_embedded(placed)
     check_name(name)
     if os.path.isdir(Path(name)):
-        return _read(name, _EXPECTED, placed)
+        return read_model(name, _EXPECTED, placed)
 
     with offline_if_unreachable():
-        return _read(name, _EXPECTED, placed)
+        return read_model(name, _EXPECTED, placed)
 
 
 def check_name(name: str) -> None:
@@ -72,68 +71,6 @@ def check_name(name: str) -> None:
         )
 
 
-def _placed(device: str | None, dtype: str | None) -> dict[str, Any]:
-    """Return a device and a dtype as options of transformers'."""
-    import torch
-
-    if dtype not in (None, *_DTYPES):
-        raise KeepsetError(f"The precision {dtype!r} is not known: use {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}.")
-    if device == "auto":
-        return {"device_map": "auto", "dtype": dtype or "auto"}
-    try:
-        wanted = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=wanted)
-    except (RuntimeError, AssertionError) as error:
-        gpus = torch.cuda.device_count()
-        there = f"{gpus} GPU{'s' * (gpus > 1)} (cuda:0{f' to cuda:{gpus - 1}' * (gpus > 1)})" if gpus else "no GPU"
-        raise KeepsetError(
-            f"PyTorch cannot compute on the device {device!r} and finds {there} here: use one that is there, or cpu."
-        ) from error
-    return {"device": wanted, "dtype": dtype or "auto"}
-
-
-def _read(source: str, advice: str, placed: dict[str, Any]) -> "Loaded":
-    from safetensors import SafetensorError
-    from transformers import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoTokenizer,
-    )
-
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        causal, looking = (
-            _names(mapping, config) for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
-        )
-        declared = config.architectures or causal or looking
-        if config.is_encoder_decoder or (causal | looking).isdisjoint(declared):
-            kind = ", ".join(declared) or config.model_type
-            raise UnsupportedModelError(
-                f"The model {source!r} is a {kind}, and keepset takes only causal (decoder-only) language models."
-            )
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        device, options = placed.get("device"), {key: value for key, value in placed.items() if key != "device"}
-        kind = AutoModelForCausalLM if looking.isdisjoint(declared) else AutoModelForImageTextToText
-        model = kind.from_pretrained(source, config=config, trust_remote_code=False, **options)
-        if device is not None:
-            model.to(device)
-    except KeepsetError:
-        raise
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
-        cause = re.split(r"\. |\n", str(error).strip())[0].rstrip(".")
-        raise UnsupportedModelError(f"The model {source!r} cannot be loaded ({cause}): {advice}.") from error
-    return model, tokenizer
-
-
-def _names(mapping: Any, config: Any) -> set[str]:
-    """Return the names of the classes that a mapping has for a configuration."""
-    kinds = mapping.get(type(config), ())
-    return {kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,))}
-
-
 def load_processor(model: "transformers.PreTrainedModel") -> Any:
     """Return what makes the inputs of a model that `load` has returned, of texts and images.
 
@@ -143,7 +80,7 @@ def load_processor(model: "transformers.PreTrainedModel") -> Any:
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoProcessor
 
     name = model.config.name_or_path
-    if type(model).__name__ not in _names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, model.config):
+    if type(model).__name__ not in class_names(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, model.config):
         raise UnsupportedModelError(
             f"{name!r} is a {type(model).__name__}, which does not look at images: leave them out, or name a model "
             "that does."

@@ -186,6 +186,7 @@ def test_crashed_conversion_leaves_nothing_and_two_processes_share_the_next(
     (folder / "tokenizer.json").write_text("{")
     assert f"{folder}' cannot be loaded" in (message := refusal(models.load))
     assert "delete that folder" in message
+    assert refusal(embedded_model.embedded_statistics) == message
 
 
 def test_slower_of_two_conversions_uses_the_faster_ones(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +266,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monkey
     constants, asked = huggingface_hub.constants, []
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(models, "_read", lambda *_: asked.append(not constants.HF_HUB_OFFLINE))
+    monkeypatch.setattr(models, "read_model", lambda *_: asked.append(not constants.HF_HUB_OFFLINE))
     models.hub_answers.cache_clear()
     models.load("keepset-tests/no-such-model")
     monkeypatch.setattr(models, "hub_answers", lambda: True)
