@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Int8
+from llvmlite import ir
 from llvmlite.binding import ffi
 from numba import carray, cfunc, njit, types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from keepset.kernels.page_format import LEAST_SCALE
@@ -54,8 +57,9 @@ def attend(
         bias: what is added to the logits of the entry in each place of all pages.
         biased: how many of each head's first entries have a bias, which others have not; int32.
     """
-    sizes = *queries.shape, tables.shape[1], *rows.shape, len(bias)
-    _run(_attend, sizes, queries, rows, tables, lengths, output, bias, biased)
+    heads, group, dim = queries.shape
+    sizes = heads, tables.shape[1], len(rows), len(bias)
+    _run(compiled_attention(group, dim, rows.shape[1]), sizes, queries, rows, tables, lengths, output, bias, biased)
 
 
 def write(
@@ -89,6 +93,21 @@ def _run(function: Any, sizes: tuple[int, ...], *tensors: Tensor) -> None:
     _PROCESS.GOMP_parallel(ctypes.c_void_p(function.address), given, 0, 0)  # as many threads as PyTorch has
 
 
+@intrinsic
+def _prefetch(typing: Any, address: Any) -> tuple[Any, Any]:
+    """Ask for the cache line at an address, before it is read."""
+
+    def written(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, *[ir.IntType(32)] * 3])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
+        # To be read (0), as near as may be (3), and data (1).
+        builder.call(prefetch, [pointer, *(ir.IntType(32)(number) for number in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(types.intp), written
+
+
 @njit(fastmath=_REORDERED)
 def _exp(x: Any) -> Any:
     """Return the exponential of a number that is not above zero, such that a loop makes several at once."""
@@ -99,24 +118,6 @@ def _exp(x: Any) -> Any:
     for i in (120, 24, 6, 2, 1, 1):
         series = series * part + _F(1) / _F(i)
     return series * np.int32((whole + 127) * 2**23).view(np.float32)
-
-
-@njit(fastmath=_REORDERED)
-def _decode(page: Any, scales: Any, at: int, first: int, last: int, numbers: Any) -> None:
-    """Write what four keys or values stand for. Behind the last entry there may be anything, so it is taken again.
-
-    Args:
-        page, scales: a page as whole numbers, and the same memory as scales.
-        at: where in an entry a key or value begins.
-        first, last: the first of the four entries, and the last one that exists.
-        numbers: written to.
-    """
-    dim = numbers.shape[1]
-    for i in range(4):
-        entry = min(first + i, last)
-        stored, scale, own = page[entry, at : at + dim], scales[entry, (at + dim) // 4], numbers[i]
-        for k in range(dim):
-            own[k] = scale * _F(stored[k])
 
 
 @njit(fastmath=_REORDERED)
@@ -136,59 +137,88 @@ def _weigh(weights: Any, entries: int, table: Any, size: int, bias: Any, biased:
         weights[i, entries:] = 0
 
 
-@njit(fastmath=_REORDERED, error_model="numpy")
-def _attend_head(
-    queries: Any, rows: Any, scales: Any, table: Any, entries: int, output: Any, bias: Any, biased: int
-) -> None:
-    """Compute the attention of one head, four entries at a time, so that a query's numbers are loaded less often."""
-    output[:] = 0
-    if not entries:
-        return
-    (group, dim), size = queries.shape, rows.shape[1]
-    weights, four = np.zeros((group, entries + 3), np.float32), np.empty((4, dim), np.float32)
-    total = np.zeros(group, np.float32)
-    for first in range(0, entries, size):
-        number, last = table[first // size], min(size, entries - first) - 1
-        for entry in range(0, last + 1, 4):
-            _decode(rows[number], scales[number], 0, entry, last, four)
-            for i in range(group):
-                a = b = c = d = _F(0)
-                for k in range(dim):
-                    x = queries[i, k]
-                    a += x * four[0, k]
-                    b += x * four[1, k]
-                    c += x * four[2, k]
-                    d += x * four[3, k]
-                logits = weights[i, first + entry :]
-                logits[0], logits[1], logits[2], logits[3] = a, b, c, d
-    _weigh(weights, entries, table, size, bias, biased, total)
-    for first in range(0, entries, size):
-        number, last = table[first // size], min(size, entries - first) - 1
-        for entry in range(0, last + 1, 4):
-            _decode(rows[number], scales[number], dim + 4, entry, last, four)
-            for i in range(group):
-                own = weights[i, first + entry :]
-                a, b, c, d = own[0], own[1], own[2], own[3]
-                for k in range(dim):
-                    output[i, k] += a * four[0, k] + b * four[1, k] + c * four[2, k] + d * four[3, k]
-    for i in range(group):
-        output[i] /= total[i]
+@lru_cache
+def compiled_attention(group: int, dim: int, size: int) -> Any:
+    """Return the attention of layers of these sizes, compiled for them: loops of known lengths are faster by a quarter.
 
+    Args:
+        group: queries of a head.
+        dim: numbers of a key, and of a value.
+        size: entries of a page.
+    """
+    width = 2 * dim + 8
 
-@cfunc(types.void(types.CPointer(types.voidptr)))
-def _attend(given: Any) -> None:
-    """Compute the attention of this thread's heads."""
-    sizes = carray(given[0], 8, np.int64)
-    heads, group, dim, pages = sizes[0], sizes[1], sizes[2], sizes[3]
-    subpages, size, width = sizes[4], sizes[5], sizes[6]
-    queries = carray(given[1], (heads, group, dim), np.float32)
-    rows = carray(given[2], (subpages, size, width), np.int8)
-    scales = carray(given[2], (subpages, size, width // 4), np.float32)
-    tables, lengths = carray(given[3], (heads, pages), np.int32), carray(given[4], heads, np.int32)
-    output = carray(given[5], (heads, group, dim), np.float32)
-    bias, biased = carray(given[6], sizes[7], np.float32), carray(given[7], heads, np.int32)
-    for head in range(_thread(), heads, _threads()):
-        _attend_head(queries[head], rows, scales, tables[head], lengths[head], output[head], bias, biased[head])
+    @njit(fastmath=_REORDERED)
+    def decode(page: Any, scales: Any, at: int, first: int, last: int, numbers: Any) -> None:
+        """Write what four keys or values stand for. Behind the last entry there may be anything, so it is taken again.
+
+        Args:
+            page, scales: a page as whole numbers, and the same memory as scales.
+            at: where in an entry a key or value begins.
+            first, last: the first of the four entries, and the last one that exists.
+            numbers: written to.
+        """
+        for i in range(4):
+            entry = min(first + i, last)
+            stored, scale, own = page[entry, at : at + dim], scales[entry, (at + dim) // 4], numbers[i]
+            for k in range(dim):
+                own[k] = scale * _F(stored[k])
+
+    @njit(fastmath=_REORDERED, error_model="numpy")
+    def attend_head(
+        queries: Any, rows: Any, scales: Any, table: Any, entries: int, output: Any, bias: Any, biased: int
+    ) -> None:
+        """Compute one head's attention, four entries at a time, so that a query's numbers are loaded less often."""
+        output[:] = 0
+        if not entries:
+            return
+        weights, four = np.zeros((group, entries + 3), np.float32), np.empty((4, dim), np.float32)
+        total = np.zeros(group, np.float32)
+        for first in range(0, entries, size):
+            number, last = table[first // size], min(size, entries - first) - 1
+            following = rows[table[min(first + size, entries - 1) // size]].ctypes.data
+            for entry in range(0, last + 1, 4):
+                for line in range(0, 4 * width, 64):
+                    _prefetch(following + entry * width + line)
+                decode(rows[number], scales[number], 0, entry, last, four)
+                for i in range(group):
+                    a = b = c = d = _F(0)
+                    for k in range(dim):
+                        x = queries[i, k]
+                        a += x * four[0, k]
+                        b += x * four[1, k]
+                        c += x * four[2, k]
+                        d += x * four[3, k]
+                    logits = weights[i, first + entry :]
+                    logits[0], logits[1], logits[2], logits[3] = a, b, c, d
+        _weigh(weights, entries, table, size, bias, biased, total)
+        for first in range(0, entries, size):
+            number, last = table[first // size], min(size, entries - first) - 1
+            for entry in range(0, last + 1, 4):
+                decode(rows[number], scales[number], dim + 4, entry, last, four)
+                for i in range(group):
+                    own = weights[i, first + entry :]
+                    a, b, c, d = own[0], own[1], own[2], own[3]
+                    for k in range(dim):
+                        output[i, k] += a * four[0, k] + b * four[1, k] + c * four[2, k] + d * four[3, k]
+        for i in range(group):
+            output[i] /= total[i]
+
+    @cfunc(types.void(types.CPointer(types.voidptr)))
+    def attend(given: Any) -> None:
+        """Compute the attention of this thread's heads."""
+        sizes = carray(given[0], 4, np.int64)
+        heads, pages, subpages = sizes[0], sizes[1], sizes[2]
+        queries = carray(given[1], (heads, group, dim), np.float32)
+        rows = carray(given[2], (subpages, size, width), np.int8)
+        scales = carray(given[2], (subpages, size, width // 4), np.float32)
+        tables, lengths = carray(given[3], (heads, pages), np.int32), carray(given[4], heads, np.int32)
+        output = carray(given[5], (heads, group, dim), np.float32)
+        bias, biased = carray(given[6], sizes[3], np.float32), carray(given[7], heads, np.int32)
+        for head in range(_thread(), heads, _threads()):
+            attend_head(queries[head], rows, scales, tables[head], lengths[head], output[head], bias, biased[head])
+
+    return attend
 
 
 @njit(error_model="numpy")

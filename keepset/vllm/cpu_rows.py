@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -298,7 +297,10 @@ class RowsMixin(CompressedAttentionImpl):
     def belong_to(self, layer: Any) -> None:
         super().belong_to(layer)
         if layer.kv_cache_dtype == INT8:
-            import_module("keepset.kernels.int8_rows")  # compiled before the first request
+            from keepset.kernels import int8_rows
+
+            if int8_rows.AVAILABLE:  # compiled before the first request
+                int8_rows.compiled_attention(self.num_queries_per_kv, self.head_size, self._context.block_size)
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
         pages = super().make_pages(layer, caches, place)
