@@ -120,6 +120,19 @@ def _exp(x: Any) -> Any:
     return series * np.int32((whole + 127) * 2**23).view(np.float32)
 
 
+@njit
+def _highest(numbers: Any) -> Any:
+    """Return the largest number, or some number where one is NaN; by sixteen maxima, which are compared at once."""
+    highs, whole = np.full(16, numbers[0]), len(numbers) // 16 * 16
+    for first in range(0, whole, 16):
+        for k in range(16):
+            x = numbers[first + k]
+            highs[k] = x if x > highs[k] else highs[k]
+    for k in range(whole, len(numbers)):
+        highs[k - whole] = max(highs[k - whole], numbers[k])
+    return highs.max()
+
+
 @njit(fastmath=_REORDERED)
 def _weigh(weights: Any, entries: int, table: Any, size: int, bias: Any, biased: int, total: Any) -> None:
     """Add biases to logits and make weights of them, in place; write the sum of each query's weights to `total`."""
@@ -128,9 +141,7 @@ def _weigh(weights: Any, entries: int, table: Any, size: int, bias: Any, biased:
             own = bias[table[first // size] * size :]
             for k in range(min(size, biased - first)):
                 weights[i, first + k] += own[k]
-        highest = weights[i, 0]
-        for k in range(entries):
-            highest = max(highest, weights[i, k])
+        highest = _highest(weights[i, :entries])
         for k in range(entries):
             weights[i, k] = _exp(weights[i, k] - highest)
         total[i] = weights[i, :entries].sum()
