@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ class Mixing(NamedTuple):
         On a CPU sums are float64, so that they are the same in every product, whatever rows it has beside: where a last
         bit decides between two steps, an engine and transformers would store different numbers.
         """
-        return _times(rows, self.mix if uses_triton(rows.device) else self.mix.double())
+        return _times(rows, self.mix if uses_triton(rows.device) else _in_float64(self.mix))
 
     def mixed_queries(self, queries: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
         """Return queries whose products with mixed keys are those with the keys themselves, in their own type."""
@@ -49,6 +49,13 @@ class Mixing(NamedTuple):
             output: where the result goes, contiguous and not where the rows are; None for a new tensor.
         """
         return _times(rows, self.unmix, output)
+
+
+@lru_cache(maxsize=16)
+def _in_float64(matrix: Float[Tensor, "size size"]) -> Float[Tensor, "size size"]:
+    """Return a matrix in float64, made once: each layer mixes every new entry by it."""
+    with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's mode
+        return matrix.double()
 
 
 def _times(
