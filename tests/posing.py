@@ -43,7 +43,7 @@ LAUNCHED = {
     four_bits: ("_attend_four_bits", "_append_four_bits"),
     mixing: ("_times",),
     window: ("_window_lse", "_add_received"),
-    predictor: ("_entry_scores",),
+    predictor: ("_entry_codes",),
     page_entries: ("_read_pages", "_move_entries"),
     paged_window: ("_paged_lse", "_add_in_pages"),
     paged: ("_attend_pages", "_append_to_pages", "_copy_to_pages", "_follow", "_merge_parts", "_shift"),

@@ -16,7 +16,7 @@ WIDTH, AGES = 64, 12
 def write(config: PretrainedConfig, head_dim: int, path: Path) -> None:
     """Write them for a model that rotates halves of its heads."""
     draw = torch.Generator().manual_seed(0)
-    kv_heads, inputs, half = config.num_key_value_heads, 2 * head_dim, head_dim // 2
+    kv_heads, inputs, half = config.num_key_value_heads, 2 * head_dim + 2, head_dim // 2
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(kv_heads, *shape, generator=draw) * 0.1
@@ -33,7 +33,7 @@ def write(config: PretrainedConfig, head_dim: int, path: Path) -> None:
         gain=torch.ones(head_dim),
     )
     layers = range(config.num_hidden_layers)
-    shapes = [(inputs,), (WIDTH, inputs), (WIDTH,), (WIDTH,), (), (AGES, AGES)]
+    shapes = [(2, inputs), (WIDTH, inputs), (WIDTH,), (2, WIDTH), (2,), (AGES, AGES)]
     networks = {index: Predictor(*(normal(*shape) for shape in shapes)) for index in layers}
     about = {"model": {"layers": list(layers)}}
     save(Statistics(dict.fromkeys(layers, layer), predictors=networks, provenance=about), path)

@@ -69,10 +69,10 @@ def calibrate(
     duo_attention needs to know which heads retrieve. Gates between full and streaming attention are trained on
     passkeys that are hidden in the texts.
 
-    distilled needs networks that were fitted to other methods' scores: --teacher reread --teacher prompt_queries, with
-    --length as long as the texts that you compress, and --tokens 65536 or more. One passage of four is cut to a half or
-    a quarter of that length. What each passage gave is kept in a folder beside the file until all is done, so an
-    interrupted command goes on where it was.
+    distilled needs networks that were fitted to other methods' scores: --teacher reread --teacher prompt_queries. A
+    teacher that is named three times counts three times. Take a --length that is as long as the texts that you
+    compress, and --tokens 65536 or more. One passage of four is cut to a half or a quarter of that length. What each
+    passage gave is kept in a folder beside the file until all is done, so an interrupted command goes on where it was.
 
     kvzap and fast_kvzip need modules that their authors have published: --import. A .pt file is read without running
     what it says.
@@ -110,12 +110,18 @@ def calibrate(
             fit_line()()
 
         statistics = measure(loaded, corpus, counted(bar, "passages", len(corpus.passages)))
-        if teacher:
+        measuring = time.monotonic() - began
+        for path, artefact in artefacts.items():
+            statistics = with_artefact(statistics, artefact, path.name)
+        if gate_steps and not statistics.retrieval:
+            advance = counted(bar, "gates", gate_steps)
+            statistics = with_gates(statistics, loaded, tokenizer, corpus, steps=gate_steps, on_step=advance)
+        if teacher:  # after the gates, which say where old facts are found
             passages = len(corpus.passages)
             needs = reduce(or_, (each.traits.needs for each in teachers))  # one prefill serves all teachers
             passes = 2.5 if needs.of(SecondPass) else 1.1
             share = sum(map(len, cut_passages(corpus))) / corpus.tokens
-            seconds = (time.monotonic() - began) * passes * share
+            seconds = measuring * passes * share
             note(f"{', '.join(teacher)} over {passages} passages: {duration(seconds)}; the fit comes after it.")
             statistics = with_predictors(
                 statistics,
@@ -126,11 +132,6 @@ def calibrate(
                 on_passage=counted(bar, "teacher", passages),
                 on_step=on_step,
             )
-        for path, artefact in artefacts.items():
-            statistics = with_artefact(statistics, artefact, path.name)
-        if gate_steps and not statistics.retrieval:
-            advance = counted(bar, "gates", gate_steps)
-            statistics = with_gates(statistics, loaded, tokenizer, corpus, steps=gate_steps, on_step=advance)
     save(statistics, out)
     shutil.rmtree(unfinished, ignore_errors=True)
     _note_artefacts(artefacts)

@@ -21,7 +21,7 @@ from keepset.core.shapes import Queries, QueryHeadScores, Scores
 from keepset.core.sizes import Sizes
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
-from keepset.kernels.predictor import Networks, entry_scores
+from keepset.kernels.predictor import Networks, entry_codes
 from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.window import first_unseen, masked_softmax, received_attention
 
@@ -204,29 +204,29 @@ class Observation:
         parts = [look(slice(first, first + at_once)) for first in range(0, kv_heads, at_once)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
-    def predicted(self, networks: Networks, known: Scores | None = None) -> Scores:
-        """Return the score of every entry by the networks of its layer and head, in float32; 0 for holes.
+    def codes_by(self, networks: Networks, known: Scores | None = None) -> Scores:
+        """Return the code of every entry by the networks of its layer and head, in float32; 0 for holes.
 
         Args:
             networks: of the observed layers.
-            known: the scores that were made before, 0 for entries that have none; these alone are read.
+            known: the codes that were made before, 0 for entries that have none; these alone are read.
         """
         new = self.valid if known is None else self.valid & (known == 0)
-        scores = self._predicted_in_place(new, networks, known)
-        if scores is not None:
-            return scores
+        codes = self._codes_in_place(new, networks, known)
+        if codes is not None:
+            return codes
 
         def look(heads: slice) -> Tensor:
-            scored = None if known is None else known[:, heads]
+            coded = None if known is None else known[:, heads]
             parts = self.keys_of(heads), self.values_of(heads), self.positions[:, heads], new[:, heads]
-            return entry_scores(*parts, networks.of_heads(heads), scored)
+            return entry_codes(*parts, networks.of_heads(heads), coded)
 
         return self.over_heads(look)
 
-    def _predicted_in_place(
+    def _codes_in_place(
         self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
     ) -> Scores | None:
-        """Return what `predicted` does, of entries where they lie; None if they have to be copied out for that."""
+        """Return what `codes_by` does, of entries where they lie; None if they have to be copied out for that."""
         return None
 
     @cached_property

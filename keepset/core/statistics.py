@@ -14,14 +14,14 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.hidden_predictor import PREDICTOR_KINDS, HiddenPredictor
-from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, interpolated
+from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, scores_at
 from keepset.core.shapes import Rows
 from keepset.core.tensor_file import TensorFile, below
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
 from keepset.kernels.predictor import Networks, turns_of
 
-FORMAT = 4
+FORMAT = 5
 """The version of the file format; raise it with every change to what is written."""
 _FILE = TensorFile(
     "keepset_statistics",
@@ -87,11 +87,14 @@ class RowStatistics:
             raise AttributeError(name)
         return vars(self).setdefault(name, self._take(name))
 
-    def by_age(
-        self, distances: Int[Tensor, "batch kv_heads entries"], lengths: Int[Tensor, " batch"]
+    def scores_at(
+        self,
+        codes: Float[Tensor, "batch kv_heads entries"],
+        distances: Int[Tensor, "batch #kv_heads entries"],
+        lengths: Int[Tensor, " batch"],
     ) -> Float[Tensor, "batch kv_heads entries"]:
-        """Return what distances from the end of the text, 1 for the newest token, add to logarithms."""
-        return interpolated(self._take("age"), distances, lengths)
+        """Return the scores of entries at distances from the end of the text, 1 for the newest token."""
+        return scores_at(codes, self._take("age"), distances, lengths)
 
     @cached_property
     def paired(self) -> Bool[Tensor, "batch head_dim"]:
@@ -342,9 +345,9 @@ def _predictors(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, P
         if (
             heads != len(layers[index].direction)
             or predictor.hidden.shape != (heads, width, predictor.linear.shape[-1])
-            or predictor.linear.shape[:-1] != (heads,)
-            or predictor.output.shape != (heads, width)
-            or predictor.output_bias.shape != (heads,)
+            or predictor.linear.shape[:-1] != (heads, 2)
+            or predictor.output.shape != (heads, 2, width)
+            or predictor.output_bias.shape != (heads, 2)
             or predictor.age.dim() != 3
             or len(predictor.age) != heads
             or not predictor.age.numel()

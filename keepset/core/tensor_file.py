@@ -41,7 +41,6 @@ class TensorFile:
         other: the sentence for a file of another format, `{found}`.
         damaged: the sentence for a file that does not hold what it should.
         unreadable: the sentence for what is no file of tensors; `foreign` by default.
-        earlier: earlier versions that are read as well; whoever reads them makes of them what is written today.
     """
 
     metadata: str
@@ -50,7 +49,6 @@ class TensorFile:
     other: str
     damaged: str
     unreadable: str = ""
-    earlier: tuple[int, ...] = ()
 
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
         """Write a file whole or not at all; an existing one is replaced once everything is written.
@@ -104,7 +102,7 @@ class TensorFile:
                 raise refused(self.foreign)
             try:
                 metadata = parse_json(tensors.metadata[self.metadata])
-                if metadata["format"] not in (self.version, *self.earlier):
+                if metadata["format"] != self.version:
                     raise refused(self.other, shortened(metadata["format"]))
                 yield tensors, metadata
             except KeepsetError:

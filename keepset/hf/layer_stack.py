@@ -19,7 +19,7 @@ from keepset.core.observation import LazyObservation, Observation
 from keepset.core.shapes import Scores
 from keepset.hf.store import StoredObservation
 from keepset.kernels.dispatch import uses_triton
-from keepset.kernels.predictor import Networks, entry_scores, new_entries
+from keepset.kernels.predictor import Networks, entry_codes, new_entries
 
 _WORKSPACE = 1 << 26
 """Bytes of entries of the layers that are chosen from together: what an event may hold twice."""
@@ -68,7 +68,7 @@ class LayerStack(LazyObservation):
     def values_of(self, heads: slice) -> Float[Tensor, "batch heads entries value_dim"]:
         return _joined([each.store.values[:, heads] for each in self.members], self.valid.shape[2])
 
-    def _predicted_in_place(
+    def _codes_in_place(
         self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
     ) -> Scores | None:
         if uses_triton(new.device):  # the kernel reads new entries alone; to count them would wait for the device
@@ -79,10 +79,10 @@ class LayerStack(LazyObservation):
         each = zip(self.members, parts, strict=True)
         keys, values = map(torch.cat, zip(*(member.store.take(part) for member, part in each), strict=True))
         are_new = new[some]
-        scores = torch.zeros(new.shape) if known is None else known.clone()
-        made = entry_scores(keys, values, self.positions[some], are_new, networks)
-        scores[some] = made.where(are_new, scores[some])
-        return scores
+        codes = torch.zeros(new.shape) if known is None else known.clone()
+        made = entry_codes(keys, values, self.positions[some], are_new, networks)
+        codes[some] = made.where(are_new, codes[some])
+        return codes
 
     def split(self, kept: LayerKeepSet) -> Iterator[LayerKeepSet]:
         """Yield what each layer keeps of what a method has chosen from this observation."""

@@ -4,8 +4,6 @@ It is one safetensors file. For each compressed layer it has the columns of its 
 counts, and what the next event looks at beside them. For each sliding window it has keys and values, and of layers with
 recurrent or convolution states these. The metadata is one JSON object with a digest of every tensor and one of itself,
 so that a damaged byte is noticed in whatever is read.
-
-In files of format 6 rows of 8 bits are not mixed. While such a file is loaded they are mixed and rounded once more.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ from keepset.hf.observed_cache import ObservedCache
 from keepset.hf.progress import Event, Progress
 from keepset.hf.saved_schema import FIGURES, LAYER, STATE
 from keepset.hf.store import RESIDUAL
-from keepset.kernels.entry_format import FORMATS, format_of
+from keepset.kernels.entry_format import format_of
 from keepset.recipe import Recipe, in_full, in_short
 
-FORMAT = 7
+FORMAT = 8
 """Version of the file's format; raise it with every change to what is written."""
 _ADVICE = "give a file that keepset.Cache.save or keepset context build has written"
 _FILE = TensorFile(
@@ -52,7 +50,6 @@ _FILE = TensorFile(
     other="{path} has format {found} of saved contexts, and this keepset reads format {version}: build it again, or "
     "use the version of keepset that wrote it.",
     damaged="{path} is damaged: build it again.",
-    earlier=(6,),
 )
 
 
@@ -325,7 +322,7 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
         for index in range(metadata["layers"]):
             if f"{LAYER}{index}.counts" in file:
                 counts = _counts(file, metadata, index, lengths)
-                layers[index] = _mixed(_part(file, metadata, f"{LAYER}{index}.columns."), metadata)
+                layers[index] = _part(file, metadata, f"{LAYER}{index}.columns.")
                 saved_schema.check_positions(layers[index]["positions"], counts, lengths)
                 saved_schema.check_finite(layers[index].values())
         return layers
@@ -348,7 +345,7 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
         for index, layer in enumerate(layers):
             if "counts" in layer:
                 _counts(file, metadata, index, requests["lengths"])
-                columns = _mixed(below("columns.", layer), metadata)
+                columns = below("columns.", layer)
                 layer |= {f"columns.{name}": column for name, column in columns.items()}
             saved_schema.check_layer(layer, requests["lengths"], metadata["progress"]["logical"])
     try:
@@ -408,17 +405,6 @@ def _part(file: TensorReader, metadata: Mapping[str, Any], prefix: str) -> dict[
     """Read the tensors whose names begin with a prefix, by names without it."""
     names = [name for name in file.layout if name.startswith(prefix)]
     return {name.removeprefix(prefix): _read(file, metadata, name) for name in names}
-
-
-def _mixed(columns: dict[str, Tensor], metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a layer's columns with mixed rows. Those of 8 bits in format 6 are not mixed, and are rounded anew."""
-    if metadata["format"] == FORMAT or columns["keys"].dtype != torch.int8:
-        return columns
-    mixed, format = dict(columns), FORMATS[8]
-    for name, scale in (("keys", "key_scale"), ("values", "value_scale")):
-        rows = format.mix(format.dequantize(columns[name], columns[scale].float()))
-        mixed[name], mixed[scale] = format.quantize(rows, columns[scale].dtype)
-    return mixed
 
 
 def _read(file: TensorReader, metadata: Mapping[str, Any], name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scores of entries by small networks that read an entry's key before rotation and its value, a network per KV head."""
+"""Codes of entries by small networks that read an entry's key before rotation and its value, a network per KV head."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size, launched_on, uses_triton
+from keepset.kernels.entry_code import encode, inputs_of
 from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.page_format import RowFormat
 
-SMALLEST = 1e-30
-"""The least score of an entry that was scored; an entry that was not has 0."""
 TURN = 2.0**64
 """Parts of a full turn: 64-bit integers count them, and wrap as angles do."""
 
@@ -23,8 +22,8 @@ TURN = 2.0**64
 class Networks(NamedTuple):
     """The networks of some layers, with the layers' rotation of keys.
 
-    With x an entry's key before rotation followed by its value, the logarithm of its score is
-    `linear . x + output . gelu(hidden x + hidden_bias) + output_bias`. All tensors are contiguous in each layer.
+    With x an entry's inputs (`inputs_of`), `linear x + output gelu(hidden x + hidden_bias) + output_bias` are two
+    numbers: the log score at a distance of `MIDDLE` octaves, and the slope. All tensors are contiguous in each layer.
 
     Attributes:
         linear, hidden, hidden_bias, output, output_bias: the weights.
@@ -33,11 +32,11 @@ class Networks(NamedTuple):
         gain: the factor of each number's rotation.
     """
 
-    linear: Float[Tensor, "layers kv_heads inputs"]
+    linear: Float[Tensor, "layers kv_heads 2 inputs"]
     hidden: Float[Tensor, "layers kv_heads width inputs"]
     hidden_bias: Float[Tensor, "layers kv_heads width"]
-    output: Float[Tensor, "layers kv_heads width"]
-    output_bias: Float[Tensor, "layers kv_heads"]
+    output: Float[Tensor, "layers kv_heads 2 width"]
+    output_bias: Float[Tensor, "layers kv_heads 2"]
     partner: Int[Tensor, "layers head_dim"]
     turns: Int[Tensor, "layers head_dim"]
     gain: Float[Tensor, "layers head_dim"]
@@ -64,7 +63,7 @@ def turns_of(frequency: Float[Tensor, "*layers head_dim"]) -> Int[Tensor, "*laye
     return ((turns - turns.round()) * TURN).clamp(-(2.0**63), 2.0**63 - 1024).long()
 
 
-def entry_scores(
+def entry_codes(
     keys: Float[Tensor, "layers_rows kv_heads entries head_dim"],
     values: Float[Tensor, "layers_rows kv_heads entries value_dim"],
     positions: Int[Tensor, "layers_rows kv_heads entries"],
@@ -72,25 +71,23 @@ def entry_scores(
     networks: Networks,
     known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
-    """Return the score of every entry, `exp(network)` but at least `SMALLEST`, in float32.
-
-    Each new entry is read once, and no other.
+    """Return the code of every entry (`encode`), in float32. Each new entry is read once, and no other.
 
     Args:
         keys: keys after rotation, as cached; layer after layer, each with all requests.
         positions: the position of every entry.
-        new: which entries have no score yet.
-        known: the scores of the other entries; zero by default.
+        new: which entries have no code yet.
+        known: the codes of the other entries; zero by default.
     """
     if not uses_triton(keys.device):
         return _in_blocks(keys, values, positions, new, networks, known)
     from keepset.kernels.triton import predictor  # loads Triton
 
     with launched_on(keys.device):
-        return predictor.entry_scores(keys, values, positions, new, networks, known)
+        return predictor.entry_codes(keys, values, positions, new, networks, known)
 
 
-def entry_scores_in_pages(
+def entry_codes_in_pages(
     caches: Sequence[Shaped[Tensor, "blocks kv_heads block_size two_head_dim"]],
     place: int,
     subpages: Int[Tensor, "layers_rows kv_heads pages"],
@@ -100,34 +97,34 @@ def entry_scores_in_pages(
     known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
     formats: Sequence[RowFormat] = (),
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
-    """Return the score of every entry, read where it lies in its page; see `entry_scores`. Only in Triton.
+    """Return the code of every entry, read where it lies in its page; see `entry_codes`. Only in Triton.
 
     Args:
         caches, place, subpages: as in `read_pages`.
-        positions, new, networks, known: as in `entry_scores`.
+        positions, new, networks, known: as in `entry_codes`.
         formats: how the caches of the networks' layers are read if they are quantised.
     """
     from keepset.kernels.triton import predictor  # loads Triton
 
     with launched_on(positions.device):
-        return predictor.entry_scores_in_pages(
+        return predictor.entry_codes_in_pages(
             caches[0], addresses_of(caches), place, subpages, positions, new, networks, known, formats
         )
 
 
-def log_scores(
+def outputs_of(
     inputs: Float[Tensor, "*rows entries inputs"],
-    linear: Float[Tensor, "*#rows inputs"],
+    linear: Float[Tensor, "*#rows 2 inputs"],
     hidden: Float[Tensor, "*#rows width inputs"],
     hidden_bias: Float[Tensor, "*#rows width"],
-    output: Float[Tensor, "*#rows width"],
-    output_bias: Float[Tensor, "*#rows"],
-) -> Float[Tensor, "*rows entries"]:
-    """Return the logarithm of each entry's score, from its unrotated key and its value; see `Networks`."""
+    output: Float[Tensor, "*#rows 2 width"],
+    output_bias: Float[Tensor, "*#rows 2"],
+) -> Float[Tensor, "*rows entries 2"]:
+    """Return each entry's log score and slope; see `Networks`."""
     # One product for the hidden layer and the linear part.
-    weights, bias = torch.cat([hidden, linear[..., None, :]], -2), torch.cat([hidden_bias, output_bias[..., None]], -1)
+    weights, bias = torch.cat([hidden, linear], -2), torch.cat([hidden_bias, output_bias], -1)
     units = inputs @ weights.transpose(-1, -2) + bias[..., None, :]
-    return (F.gelu(units[..., :-1]) @ output[..., None]).squeeze(-1) + units[..., -1]
+    return F.gelu(units[..., :-2]) @ output.transpose(-1, -2) + units[..., -2:]
 
 
 def cos_and_sin(
@@ -158,11 +155,11 @@ def new_entries(
 def _in_blocks(
     keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, known: Tensor | None
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
-    """Compute `entry_scores` in PyTorch, in blocks."""
+    """Compute `entry_codes` in PyTorch, in blocks."""
     (rows, heads), layers = new.shape[:2], len(networks.hidden)
-    scores = torch.zeros(new.shape, device=new.device) if known is None else known.clone()
+    codes = torch.zeros(new.shape, device=new.device) if known is None else known.clone()
     if not new.numel():
-        return scores
+        return codes
     some = new_entries(new)
     chosen = [part[some] for part in (keys, values, positions, new)]
     if new.device.type == "cpu" and bool((chosen[2] == chosen[2][:, :1]).all()):
@@ -171,9 +168,9 @@ def _in_blocks(
     size = max(1, block_size(new.device, PRODUCT_BLOCK) // numbers)
     by_layer = [part.unflatten(0, (layers, -1)).transpose(1, 2).split(size, 3) for part in chosen[:3]]
     made = [_of_block(key, value, at, networks) for key, value, at in zip(*by_layer, strict=True)]
-    fresh = torch.cat(made, 3).transpose(1, 2).flatten(0, 1).exp_().clamp_(min=SMALLEST)
-    scores[some] = fresh.where(chosen[3], scores[some])
-    return scores
+    fresh = torch.cat(made, 3).transpose(1, 2).flatten(0, 1)
+    codes[some] = fresh.where(chosen[3], codes[some])
+    return codes
 
 
 def _of_block(
@@ -182,11 +179,9 @@ def _of_block(
     positions: Int[Tensor, "layers #heads rows entries"],
     networks: Networks,
 ) -> Float[Tensor, "layers heads rows entries"]:
-    """Return the logarithms of entries' scores."""
+    """Return the codes of entries."""
     cos, sin = cos_and_sin(positions, networks.turns)
     partner, gain = (part[:, None, None, None] for part in (networks.partner, networks.gain))
-    plain, dim = keys / gain, keys.shape[-1]
-    inputs = plain.new_empty(*keys.shape[:4], networks.hidden.shape[-1])
-    inputs[..., :dim] = plain * cos - plain.gather(-1, partner.expand_as(plain)) * sin
-    inputs[..., dim:] = values
-    return log_scores(inputs.flatten(2, 3), *networks[:5]).view(keys.shape[:4])
+    plain = keys / gain
+    inputs = inputs_of(plain * cos - plain.gather(-1, partner.expand_as(plain)) * sin, values)
+    return encode(outputs_of(inputs.flatten(2, 3), *networks[:5])).view(keys.shape[:4])

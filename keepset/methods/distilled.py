@@ -16,8 +16,8 @@ from keepset.core.shapes import Scores
 from keepset.core.traits import Traits
 from keepset.methods.fitted import ThresholdScorer
 
-_WORTH = "worth"
-"""The name of what is remembered: the score without what the age is worth. An entry that was not scored has 0."""
+_CODE = "code"
+"""The name of what is remembered (`keepset.kernels.entry_code.encode`). An entry that was not looked at has 0."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class Distilled(ThresholdScorer):
     """Scores an entry by a network that was fitted to another method's scores of such entries.
 
     `keepset calibrate --teacher reread --teacher prompt_queries` fits one small network per KV head to the mean of both
-    teachers' logarithms. It reads the entry's key before rotation and its value, and nothing else: no query, no hidden
-    state. So it takes one pass, and an entry goes through its network once, when the first event looks at it. What it
-    says is remembered, 4 bytes an entry. Only what the distance from the end of the text is worth to the head changes
-    as the text grows: a number of a table over distances and lengths, a factor of the score.
+    teachers' logarithms. It reads the entry's key before rotation and its value, and how long both are: no query, no
+    hidden state. So it takes one pass, and an entry goes through its network once, when the first event looks at it.
+    The network gives two numbers: the entry's log score at a distance of 64 tokens from the end of the text, and how
+    much each doubling of the distance adds. They are remembered, in 4 bytes an entry. A table adds what the distance is
+    worth to all entries of the head, in a text of that length.
     The method is keepset's own; KVzap (arXiv:2601.07891) fits such networks to the hidden states that enter attention.
 
     With a `threshold`, entries with a lower score go, whatever their number, and `keep` is a cap. A score is relative:
@@ -53,29 +54,24 @@ class Distilled(ThresholdScorer):
         budget = self.threshold == 0
         return Traits(
             needs=Needs(self._statistics),
-            sinks=4,
-            recent=8,
-            state_names=(_WORTH,),
+            sinks=1,
+            recent=1,
+            state_names=(_CODE,),
             equal_heads=budget,
             needs_budget=budget,
             counts_from_data=not budget,
         )
 
     def score(self, observation: Observation) -> Scores:
-        networks = self._statistics.networks(observation)
-        return observation.predicted(networks, observation.state.get(_WORTH)) * self._by_age(observation)
+        measured, lengths = self._statistics.repeat_per_request(observation), observation.lengths
+        distances = lengths[:, None, None] - observation.positions
+        return measured.scores_at(self._codes(observation), distances, lengths)
 
     def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
-        worth, known = scores / self._by_age(observation), observation.state.get(_WORTH)
-        worth = worth if known is None else known.where(known != 0, worth)
-        return {_WORTH: worth.where(observation.valid, 0)}
+        return {_CODE: self._codes(observation)}
 
-    def _by_age(self, observation: Observation) -> Scores:
-        """Return the factor of each entry's distance from the end of the text."""
-
+    def _codes(self, observation: Observation) -> Scores:
         def make() -> Scores:
-            measured = self._statistics.repeat_per_request(observation)
-            lengths = observation.lengths
-            return measured.by_age(lengths[:, None, None] - observation.positions, lengths).exp()
+            return observation.codes_by(self._statistics.networks(observation), observation.state.get(_CODE))
 
-        return observation.once((self, "age"), make)
+        return observation.once((self, _CODE), make)

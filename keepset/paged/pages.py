@@ -19,7 +19,7 @@ from keepset.kernels.page_format import PageFormat, RowFormat, decode_layers, en
 from keepset.kernels.page_layout import PageGroup
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, RecordedQueries
 from keepset.kernels.paged_window import add_received_by, add_received_in_pages
-from keepset.kernels.predictor import Networks, entry_scores_in_pages
+from keepset.kernels.predictor import Networks, entry_codes_in_pages
 from keepset.paged.scattered_pages import ScatteredPages
 
 if TYPE_CHECKING:
@@ -197,23 +197,23 @@ class PagedEntries:
     def _all(self) -> tuple[Tensor, Tensor]:
         return self.pages.read(self._subpages)
 
-    def predicted(
+    def codes_by(
         self,
         positions: Int[Tensor, "layers_rows kv_heads some"],
         new: Bool[Tensor, "layers_rows kv_heads some"],
         networks: Networks,
         known: Scores | None,
     ) -> Scores | None:
-        """Return the scores of the first entries, read where they lie; None where pages have to be copied for that.
+        """Return the codes of the first entries, read where they lie; None where pages have to be copied for that.
 
         Args:
-            positions, new, networks, known: as in `entry_scores_in_pages`.
+            positions, new, networks, known: as in `entry_codes_in_pages`.
         """
         pages = self.pages
         if not isinstance(pages, StridedPages) or not uses_triton(pages.device) or pages.value_dim != pages.head_dim:
             return None
         where = pages.caches, pages.place, self._subpages
-        return entry_scores_in_pages(*where, positions, new, networks, known, self._formats)
+        return entry_codes_in_pages(*where, positions, new, networks, known, self._formats)
 
     def take(self, heads: range, index: Int[Tensor, " n"]) -> tuple[Tensor, Tensor]:
         """Return the keys and values of some entries, as they are stored.
@@ -252,7 +252,7 @@ class PagedObservation(LazyObservation):
     def values_of(self, heads: slice) -> Float[Tensor, "batch heads entries value_dim"]:
         return self._entries.values(heads)[:, :, : self.valid.shape[2]]
 
-    def _predicted_in_place(
+    def _codes_in_place(
         self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
     ) -> Scores | None:
-        return self._entries.predicted(self.positions, new, networks, known)
+        return self._entries.codes_by(self.positions, new, networks, known)

@@ -59,7 +59,7 @@ KINDS = [
         "keepset_statistics",
         foreign="is no file of keepset calibrate",
         damaged="is damaged: run keepset calibrate again",
-        version="has format 7 of statistics, and this keepset reads format 4",
+        version="has format 7 of statistics, and this keepset reads format 5",
         absent="There is no file 'absent' with statistics",
     ),
     Kind(
@@ -214,8 +214,8 @@ def test_what_is_no_such_file(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        *((STATISTICS, said) for said in ("", "{", "[]", "{}", '{"format": 4}')),
-        (STATISTICS, '{"format": 4, "model": {"layers": []}}'),
+        *((STATISTICS, said) for said in ("", "{", "[]", "{}", '{"format": 5}')),
+        (STATISTICS, '{"format": 5, "model": {"layers": []}}'),
         *((TABLES, said) for said in ("", "{", "[]", "{}", "[" * 9999, '{"format": 1}')),
         (TABLES, '{"format": 1, "layers": 3, "query_heads": 5}'),
     ],
@@ -249,9 +249,12 @@ DAMAGES: list[tuple[Kind, dict[str, Tensor]]] = [
     *((STATISTICS, gates(*other)) for other in ((0, 0, 0.0), (0.5, 1.5), (0.5, NAN))),
     (STATISTICS, gates(0, 0, dtype=torch.float64)),
     (STATISTICS, {"layers.1.linear": torch.zeros(2, 10)}),  # of one layer of two, and without its hidden layer
-    *((STATISTICS, networks(**part)) for part in ({"linear": torch.zeros(2, 9)}, {"output_bias": torch.zeros(3)})),
-    (STATISTICS, networks(hidden=torch.full((2, 6, 10), NAN))),
-    (STATISTICS, networks(output=torch.zeros(2, 5))),
+    *(
+        (STATISTICS, networks(**part))
+        for part in ({"linear": torch.zeros(2, 2, 11)}, {"output_bias": torch.zeros(3, 2)})
+    ),
+    (STATISTICS, networks(hidden=torch.full((2, 6, 12), NAN))),
+    (STATISTICS, networks(output=torch.zeros(2, 2, 5))),
     *((STATISTICS, networks(age=torch.zeros(shape))) for shape in ((3, 4, 4), (2, 0, 4), (2, 4), (2,))),
     (TABLES, {"weights": torch.ones(2, 3, 5)}),
     (TABLES, {"weights": torch.ones(1, 3, 4)}),
@@ -294,9 +297,9 @@ def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
         whole = Statistics(made.layers, MODEL, retrieval=retrieval, predictors=predictors)
         statistics.save(whole, tmp_path / "file")
         read = statistics.load(str(tmp_path / "file"))
-        assert list(read.layers) == [1, 4] and read.provenance == {"format": 4, **MODEL}
+        assert list(read.layers) == [1, 4] and read.provenance == {"format": 5, **MODEL}
         said = {name: json.loads(text) for name, text in contents(tmp_path / "file")[1].items()}
-        assert said == {"keepset_statistics": {"format": 4, **MODEL}}
+        assert said == {"keepset_statistics": {"format": 5, **MODEL}}
         for index, layer in read.layers.items():
             check_read(vars(layer), vars(made.layers[index]))
         check_read(read.retrieval, retrieval)

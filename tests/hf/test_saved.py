@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -42,7 +41,6 @@ from tests.hf.models import (
     same_keep_set,
     tiny,
 )
-from tests.kernels.few_bits import in_steps, matrix
 from tests.tiers import FULL, examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
@@ -198,43 +196,6 @@ def test_scales_of_half_precision_are_loaded(tmp_path: Path, dtype: torch.dtype)
     loaded = again(past, model, tmp_path)
     assert same(contents(past), contents(loaded))
     assert torch.equal(answer(model, past, prompt(2, 5)).sequences, answer(model, loaded, prompt(2, 5)).sequences)
-
-
-@pytest.mark.parametrize("name", ["llama", "llama_odd_head"])
-def test_rows_of_8_bits_of_the_former_format_are_mixed_while_they_are_loaded(tmp_path: Path, name: str) -> None:
-    """There each row is as the model made it, a scale and whole numbers; everything else is as today."""
-    model, path = tiny(name), tmp_path / "context"
-    past = context(model, "quantized(adakv(snapkv(window=4)), bits=8, keep=12)", prompt(2, 30))
-    past.save(path)
-    file, former = File.of(path.read_bytes()), {}
-    for index, layer in past.managed_layers.items():
-        columns = layer.store.packed
-        for part in ("key", "value"):
-            rows = columns[f"{part}s"].double() * columns[f"{part}_scale"].double()[:, None]
-            rows @= matrix(rows.shape[1])
-            scale = rows.abs().amax(-1) / 127
-            whole, place = (rows / scale[:, None]).round().char(), f"layers.{index}.columns.{part}"
-            former[f"{place}s"] = "I8", list(whole.shape), whole.numpy().tobytes()
-            former[f"{place}_scale"] = "F32", [len(scale)], scale.float().numpy().tobytes()
-    metadata = {**file.metadata, "format": 6}
-    path.write_bytes(replace(file, tensors=file.tensors | former, metadata=metadata, sealed=True).content)
-    loaded = keepset.Cache.load(path, model)
-    served = saved.entries(path, saved.contents(path).digest)
-    for index, layer in loaded.managed_layers.items():
-        columns = layer.store.packed
-        assert same(list(columns.values()), [served[index][column] for column in columns])
-        for part in ("key", "value"):
-            _, (count, size), whole = former[f"layers.{index}.columns.{part}s"]
-            scale = np.frombuffer(former[f"layers.{index}.columns.{part}_scale"][2], np.float32)
-            rows = torch.tensor(np.frombuffer(whole, np.int8).reshape(count, size) * scale[:, None].astype(np.float64))
-            right = torch.stack([in_steps(row) for row in rows @ matrix(size).T])
-            found = columns[f"{part}s"].double() * columns[f"{part}_scale"].double()[:, None]
-            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
-    mask = torch.ones(2, 33, dtype=torch.long)
-    logits = [feed(model, each, prompt(2, 3, 1), mask) for each in (past, loaded)]
-    torch.testing.assert_close(*logits, rtol=0.05, atol=0.05)
-    again(loaded, model, tmp_path)
-    assert File.of(path.read_bytes()).metadata["format"] == 7
 
 
 def test_one_token_and_no_number(tmp_path: Path) -> None:
@@ -400,7 +361,7 @@ def test_what_a_file_says_of_itself(path: Path) -> None:
     header, metadata = saved.header(path), File.of(path.read_bytes()).metadata
     name = tiny("llama").config.name_or_path
     assert (header.recipe, header.model, header.tokens) == (RECIPES["head-ragged"], name, 30)
-    assert (metadata["format"], metadata["keepset"]) == (7, keepset.__version__)
+    assert (metadata["format"], metadata["keepset"]) == (8, keepset.__version__)
     assert [entry.name for entry in path.parent.iterdir()] == ["context"]
 
 
@@ -431,7 +392,7 @@ def test_no_context(path: Path, content: bytes | None, words: str) -> None:
     [
         *(
             ({"format": version}, f"has format {version} of saved contexts, and this keepset reads")
-            for version in (5, 8)
+            for version in (7, 9)
         ),
         *(({name: value}, DAMAGED) for name, value in (("progress", {}), ("progress", None), ("layers", 9))),
         *(({name: value}, DAMAGED) for name, value in (("layers", "4"), ("fingerprint", "x"), ("recipe", "knorm"))),

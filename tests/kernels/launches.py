@@ -28,7 +28,7 @@ from keepset.kernels.page_format import FOUR_BITS, PageFormat
 from keepset.kernels.paged import append_stored, append_to_pages, follow_layouts, paged_attention, shift_step
 from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, FiledLayouts, PagedTokens, RecordedQueries
 from keepset.kernels.paged_window import add_received_in_pages
-from keepset.kernels.predictor import Networks, entry_scores, entry_scores_in_pages, turns_of
+from keepset.kernels.predictor import Networks, entry_codes, entry_codes_in_pages, turns_of
 from keepset.kernels.softmax import GroupReduction, Softmax
 from keepset.kernels.window import add_received
 from tests.kernels import packed
@@ -141,7 +141,7 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
     many = keys.repeat(LAYERS, 1, -(-long // 64), 1)
     places = torch.arange(many.shape[2]).expand(many.shape[:3])
     for known in torch.zeros(many.shape[:3]), None:
-        entry_scores(many, many, places, places >= 40, networks_of(kv_heads, head_dim), known)
+        entry_codes(many, many, places, places >= 40, networks_of(kv_heads, head_dim), known)
     for softmax in None, capped:
         attention_columns(queries[0], keys[0], softmax=softmax, names=("sum", "max", "square"))
     entries = {"keys": keys, "values": keys, "positions": positions[:, None].expand(-1, kv_heads, -1)}
@@ -150,7 +150,8 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
 
 def networks_of(kv_heads: int, head_dim: int, width: int = 64) -> Networks:
     """Networks of the layers, as wide as a fit makes them."""
-    shapes = [(2 * head_dim,), (width, 2 * head_dim), (width,), (width,), ()]
+    inputs = 2 * head_dim + 2
+    shapes = [(2, inputs), (width, inputs), (width,), (2, width), (2,)]
     weights = [torch.zeros(LAYERS, kv_heads, *shape) for shape in shapes]
     rotation = torch.zeros(LAYERS, head_dim)
     return Networks(*weights, rotation.long(), turns_of(rotation), rotation)
@@ -196,10 +197,10 @@ def _in_pages(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, long
     networks, subpages = networks_of(kv_heads, head_dim), torch.zeros(2 * LAYERS, kv_heads, long // SIZE)
     positions = torch.arange(long // SIZE * SIZE).expand(2 * LAYERS, kv_heads, -1)
     for known in torch.zeros(positions.shape), None:
-        entry_scores_in_pages(caches, 0, subpages.long(), positions, positions > 40, networks, known)
+        entry_codes_in_pages(caches, 0, subpages.long(), positions, positions > 40, networks, known)
     for own_caches, format in few_bits:
         pages = own_caches, 0, subpages.long()
-        entry_scores_in_pages(*pages, positions, positions > 40, networks, None, [format] * LAYERS)
+        entry_codes_in_pages(*pages, positions, positions > 40, networks, None, [format] * LAYERS)
     slots = torch.arange(48)
     write_entries(caches, *take_entries(caches, slots), slots)
 

@@ -1,4 +1,4 @@
-"""Scores of entries by small networks, against the formula entry by entry in float64; in stores and in pages."""
+"""Codes of entries by small networks, against the formula entry by entry in float64; in stores and in pages."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ import torch
 from torch import Tensor
 
 from keepset.kernels import predictor
+from keepset.kernels.entry_code import decode, encode
 from keepset.kernels.page_entries import _table, read_pages
-from keepset.kernels.predictor import SMALLEST, Networks, entry_scores, entry_scores_in_pages, turns_of
+from keepset.kernels.predictor import Networks, entry_codes, entry_codes_in_pages, turns_of
 from tests.kernels.quantised import ALL_FORMATS, quantised
 
 LAYERS, ROWS, HEADS, LONGEST = 2, 2, 3, 2**17
-TOLERANCE = dict(rtol=2e-4, atol=0.0)
-"""Of a sum of some hundred float32 products of numbers about 1, after the exponential."""
+STEPS, LIMITS = torch.tensor([1 / 512, 1 / 256]).double(), torch.tensor([16 - 1 / 512, 2 - 1 / 256]).double()
+"""What log scores and slopes are rounded to, and the largest of them."""
+ROUNDING = 2e-4
+"""Of a sum of some hundred float32 products of numbers about 1."""
 
 
 def random_networks(head_dim: int, value_dim: int, width: int, draw: torch.Generator) -> tuple[Networks, Tensor]:
     """Networks whose outputs are a few units apart, and the frequencies; an odd last number is not rotated."""
-    half, inputs = head_dim // 2, head_dim + value_dim
+    half, inputs = head_dim // 2, head_dim + value_dim + 2
     itself = torch.arange(head_dim)
     partner = torch.cat([itself[half : 2 * half], itself[:half], itself[2 * half :]])
     angle = torch.logspace(0, -5, half)
     frequency = torch.cat([-angle, angle, torch.zeros(head_dim - 2 * half)]).repeat(LAYERS, 1)
     frequency[1] *= 0.7  # layers differ
     gain = torch.where(frequency == 0, 1.0, torch.tensor([[1.3], [0.8]]))
-    shapes = [(inputs,), (width, inputs), (width,), (width,), ()]
+    shapes = [(2, inputs), (width, inputs), (width,), (2, width), (2,)]
     weights = [torch.randn(LAYERS, HEADS, *shape, generator=draw) * inputs**-0.5 for shape in shapes]
     return Networks(*weights, partner.repeat(LAYERS, 1), turns_of(frequency), gain), frequency
 
@@ -36,29 +39,41 @@ def random_networks(head_dim: int, value_dim: int, width: int, draw: torch.Gener
 def expected(
     keys: Tensor, values: Tensor, positions: Tensor, new: Tensor, networks: Networks, frequency: Tensor, known: Tensor
 ) -> Tensor:
-    """The formula, one entry after another."""
-    scores = known.double()
+    """The formula's log scores and slopes, one entry after another; what known codes hold elsewhere."""
+    outputs = torch.stack(decode(known.double()), -1)
     for row, head, entry in new.nonzero().tolist():
         layer = row // ROWS
         linear, hidden, hidden_bias, output, output_bias = (part[layer, head].double() for part in networks[:5])
         angles = int(positions[row, head, entry]) * frequency[layer].double()
         plain = keys[row, head, entry].double() / networks.gain[layer].double()
         plain = plain * angles.cos() - plain[networks.partner[layer]] * angles.sin()
-        inputs = torch.cat([plain, values[row, head, entry].double()])
+        value = values[row, head, entry].double()
+        inputs = torch.tensor(
+            [*plain, *value, *(math.log(math.dist(each, [0] * len(each))) for each in (plain, value))]
+        )
         units = hidden @ inputs + hidden_bias
-        score = linear @ inputs + output @ (units * (1 + torch.erf(units / math.sqrt(2))) / 2) + output_bias
-        scores[row, head, entry] = max(math.exp(score), SMALLEST)
-    return scores
+        active = units * (1 + torch.erf(units / math.sqrt(2))) / 2
+        outputs[row, head, entry] = (linear @ inputs + output @ active + output_bias).clamp(-LIMITS, LIMITS)
+    return outputs
+
+
+def check_codes(codes: Tensor, outputs: Tensor, given: dict[str, Any]) -> None:
+    """Codes are whole numbers that hold the formula's to half a step; others are what they were."""
+    new = given["new"]
+    assert torch.equal(codes[~new], torch.zeros_like(codes)[~new] if given["known"] is None else given["known"][~new])
+    assert torch.equal(codes, codes.round()) and codes[new].min() >= 1 and codes.max() < 2**24
+    far = (torch.stack(decode(codes), -1).double() - outputs)[new].abs()
+    assert (far < STEPS / 2 + ROUNDING).all()
 
 
 def entries_of(
     head_dim: int, value_dim: int, entries: int, dtype: torch.dtype, draw: torch.Generator
 ) -> dict[str, Tensor]:
-    """Heads whose first entries have a score and whose last are holes, as many as the head's number says."""
+    """Heads whose first entries have a code and whose last are holes, as many as the head's number says."""
     shape = LAYERS * ROWS, HEADS, entries
     index, heads = torch.arange(entries), torch.arange(LAYERS * ROWS * HEADS).view(-1, HEADS, 1)
     valid, scored = index < entries - heads % 3, index < 7 * heads
-    known = torch.rand(shape, generator=draw) + 0.1
+    known = torch.randint(1, 2**24, shape, generator=draw).float()
     return {
         "keys": torch.randn(*shape, head_dim, generator=draw).to(dtype),
         "values": torch.randn(*shape, value_dim, generator=draw).to(dtype),
@@ -79,19 +94,31 @@ CASES = [
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "width", "entries", "dtype"), CASES)
-def test_scores_are_the_formulas(
+def test_codes_are_the_formulas(
     implementation: str, head_dim: int, value_dim: int, width: int, entries: int, dtype: torch.dtype
 ) -> None:
-    """At positions up to 131,072; what has a score keeps it, and holes get none."""
+    """At positions up to 131,072; what has a code keeps it, and holes get none."""
     draw = torch.Generator().manual_seed(head_dim)
     networks, frequency = random_networks(head_dim, value_dim, width, draw)
     given = entries_of(head_dim, value_dim, entries, dtype, draw)
-    right = expected(networks=networks, frequency=frequency, **given)
-    torch.testing.assert_close(entry_scores(networks=networks, **given).double(), right, **TOLERANCE)
+    outputs = expected(networks=networks, frequency=frequency, **given)
+    check_codes(entry_codes(networks=networks, **given), outputs, given)
     at_prompt = given | {"positions": given["positions"][:, :1].expand(-1, HEADS, -1), "known": None}
     at_prompt["keys"] = at_prompt["keys"].transpose(1, 2).contiguous().transpose(1, 2)  # as layers make them
-    right = expected(networks=networks, frequency=frequency, **at_prompt | {"known": torch.zeros_like(given["known"])})
-    torch.testing.assert_close(entry_scores(networks=networks, **at_prompt).double(), right, **TOLERANCE)
+    outputs = expected(
+        networks=networks, frequency=frequency, **at_prompt | {"known": torch.zeros_like(given["known"])}
+    )
+    check_codes(entry_codes(networks=networks, **at_prompt), outputs, at_prompt)
+
+
+def test_what_a_code_holds() -> None:
+    """Both numbers to half a step, within the limits; never what says that there is none; NaN where either is."""
+    numbers = torch.tensor([[0.3, -0.7], [-15.9, 1.99], [1e9, -1e9], [-1e9, 1e9], [math.inf, -math.inf]])
+    codes = encode(numbers)
+    assert torch.equal(codes, codes.round()) and codes.min() >= 1
+    far = torch.stack(decode(codes), -1) - numbers.clamp(-LIMITS, LIMITS)
+    assert (far.abs() <= STEPS / 2).all()
+    assert encode(torch.tensor([[math.nan, 0.0], [0.0, math.nan]])).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +128,7 @@ def test_scores_are_the_formulas(
     + [(40, 16, torch.float32, "int4", None)]
     + [pytest.param(40, 16, torch.float32, "int8", None, marks=pytest.mark.full)],
 )
-def test_scores_of_pages_are_those_of_stores(
+def test_codes_of_pages_are_those_of_stores(
     triton_interpreted: None,
     head_dim: int,
     size: int,
@@ -136,23 +163,25 @@ def test_scores_of_pages_are_those_of_stores(
         ]
         given["keys"], given["values"] = (part[:, :, :30] for part in torch.cat(read).nan_to_num().chunk(2, -1))
     for known in (given["known"], None):
-        made = entry_scores_in_pages(
-            caches, 1, subpages, networks=networks, formats=formats, **parts | {"known": known}
-        )
-        right = entry_scores(networks=networks, **given | {"known": known})
-        torch.testing.assert_close(made, right, rtol=1e-5, atol=0)
+        own = {"known": known}
+        made = entry_codes_in_pages(caches, 1, subpages, networks=networks, formats=formats, **parts | own)
+        right = entry_codes(networks=networks, **given | own)
+        # Sums in another order may round to the next step.
+        for code, other, step in zip(decode(made), decode(right), (1 / 512, 1 / 256), strict=True):
+            torch.testing.assert_close(code, other, rtol=0, atol=step)
+        assert (made == right).float().mean() > 0.98
 
 
-def test_what_has_a_score_is_not_read(implementation: str) -> None:
+def test_what_has_a_code_is_not_read(implementation: str) -> None:
     """Nor is a number that is none in one entry anything to its neighbours."""
     draw = torch.Generator().manual_seed(2)
     networks, _ = random_networks(8, 8, 6, draw)
     given = entries_of(8, 8, 70, torch.float32, draw)
     for part in (given["keys"], given["values"]):
         part.masked_fill_(~given["new"][..., None], math.nan)
-    assert entry_scores(networks=networks, **given).isfinite().all()
+    assert entry_codes(networks=networks, **given).isfinite().all()
     given["keys"][0, 0, 40] = math.nan
-    spoilt = entry_scores(networks=networks, **given).isnan()
+    spoilt = entry_codes(networks=networks, **given).isnan()
     assert spoilt[0, 0, 40] and spoilt.sum() == 1
 
 

@@ -433,7 +433,7 @@ def _between(number: int, knots: int) -> tuple[int, float]:
 
 @formula(Distilled(), Distilled(threshold=0.3), exact=dict(rtol=1e-4, atol=1e-6))
 def distilled(observation: Observation, method: Distilled, request: int, head: int) -> list[float]:
-    """The network of an entry's un-rotated key and value, number by number."""
+    """The networks of an entry's un-rotated key and value, number by number, each output rounded."""
     statistics = observation[ModelStatistics("", predictors=True)]
     measured, networks = statistics.layers[observation.layer], statistics.predictors[observation.layer]
     linear, hidden, hidden_bias, output, output_bias, age = (part[head].tolist() for part in vars(networks).values())
@@ -448,15 +448,19 @@ def distilled(observation: Observation, method: Distilled, request: int, head: i
             plain[first] = point.real
             if second is not None:
                 plain[second] = point.imag
-        inputs = [*plain, *value]
+        inputs = [*plain, *value, *(math.log(math.hypot(*numbers)) for numbers in (plain, value))]
         (knot, place), (row, of_row) = _between(length - position, len(age[0])), _between(length, len(age))
         nearer, further = (
             between[knot] + place * (between[knot + 1] - between[knot]) for between in age[row : row + 2]
         )
-        score = output_bias + dot(linear, inputs) + nearer + of_row * (further - nearer)
-        for weights, bias, weight in zip(hidden, hidden_bias, output, strict=True):
-            unit = dot(weights, inputs) + bias
-            score += weight * unit * (1 + math.erf(unit / math.sqrt(2))) / 2
+        units = [dot(weights, inputs) + bias for weights, bias in zip(hidden, hidden_bias, strict=True)]
+        active = [unit * (1 + math.erf(unit / math.sqrt(2))) / 2 for unit in units]
+        score, slope = (
+            output_bias[place] + dot(linear[place], inputs) + dot(output[place], active) for place in (0, 1)
+        )
+        score, slope = round(score * 512) / 512, round(max(-511, min(511, slope * 256))) / 256
+        octaves = min(math.log2(length - position), len(age[0]) - 1)
+        score += slope * (octaves - 6) + nearer + of_row * (further - nearer)
         scores.append(math.exp(score))
     return scores
 

@@ -149,9 +149,10 @@ def random_statistics(shape: Shape, layers: tuple[int, ...], gain: float = 1.3) 
     return Statistics(statistics, retrieval=gates, predictors=predictors)
 
 
-def random_predictor(kv_heads: int, inputs: int, draw: torch.Generator, width: int = 6) -> Predictor:
-    """Networks with random weights, whose outputs are a few units apart."""
-    shapes = [(inputs,), (width, inputs), (width,), (width,), (), (5, 4)]  # texts up to 16, ages up to 8
+def random_predictor(kv_heads: int, numbers: int, draw: torch.Generator, width: int = 6) -> Predictor:
+    """Networks with random weights for keys and values of so many numbers together; outputs are some units apart."""
+    inputs = numbers + 2
+    shapes = [(2, inputs), (width, inputs), (width,), (2, width), (2,), (5, 4)]  # texts up to 16, ages up to 8
     return Predictor(*(torch.randn(kv_heads, *shape, generator=draw) * 0.4 for shape in shapes))
 
 

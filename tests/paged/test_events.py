@@ -13,8 +13,9 @@ from torch import Tensor
 
 from keepset.core.rope import RotaryTable
 from keepset.core.statistics import save
+from keepset.kernels.entry_code import decode
 from keepset.kernels.page_format import PageFormat
-from keepset.kernels.predictor import entry_scores
+from keepset.kernels.predictor import entry_codes
 from keepset.paged import event_execution
 from keepset.paged.emptied_blocks import EmptiedBlocks
 from keepset.paged.event_execution import EventQueue
@@ -314,8 +315,8 @@ def test_a_prompt_of_131072_tokens(recipe: str) -> None:
 # --- what is added up before an event
 
 
-def test_scores_that_are_remembered_are_those_that_would_be_made_again(tmp_path: Path) -> None:
-    """After four events of a request, of each entry that was scored, at the position that it came from."""
+def test_codes_that_are_remembered_are_those_that_would_be_made_again(tmp_path: Path) -> None:
+    """After four events of a request, of each entry that has one, at the position that it came from."""
     indices, path = tuple(range(3)), tmp_path / "stats"
     measured = random_statistics(Shape((1,), 2, 1, 8, 8), indices)
     save(replace(measured, provenance={"model": {"layers": list(indices)}}), path)
@@ -330,11 +331,13 @@ def test_scores_that_are_remembered_are_those_that_would_be_made_again(tmp_path:
         starts = [0, *left["counts"].cumsum(0).tolist()]
         networks = measured.networks(caches[0].device).of_layers(slice(index, index + 1))
         for head, (first, end) in enumerate(pairwise(starts)):
-            own = {name: left[name][None, None, first:end] for name in ("keys", "values", "positions", "worth")}
-            worth = own.pop("worth")
-            again = entry_scores(**own, new=worth != 0, networks=networks.of_heads(slice(head, head + 1)))
-            torch.testing.assert_close(worth, again, rtol=1e-5, atol=0)
-            assert 8 <= int((worth != 0).sum()) < end - first  # all but the token after the event
+            own = {name: left[name][None, None, first:end] for name in ("keys", "values", "positions", "code")}
+            codes = own.pop("code")
+            again = entry_codes(**own, new=codes != 0, networks=networks.of_heads(slice(head, head + 1)))
+            # Other shapes of products may round one in some to the next step.
+            assert all((a - b).abs().max() <= 1 / 256 for a, b in zip(decode(codes), decode(again), strict=True))
+            assert (codes == again).float().mean() > 0.8
+            assert int((codes != 0).sum()) == end - first - 1  # all but the token after the event
             counts.append(end - first)
     assert sum(counts) == 6 * 11 and len(set(counts)) > 1
 

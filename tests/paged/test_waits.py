@@ -12,6 +12,7 @@ from torch import Tensor
 
 from keepset.core import statistics, tables
 from keepset.core.rope import RotaryTable
+from keepset.kernels.entry_code import decode
 from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.paged import append_to_pages, paged_attention
 from keepset.kernels.softmax import Softmax
@@ -328,10 +329,13 @@ def test_new_entries_are_scored_in_one_launch(
             plan = queue.plan(posing, batch_of(step, posing=True))
             gpu.reset()
             queue.run()
-            assert gpu.launches["_entry_scores"] == len(plan.events) == gpu.waits.total()
+            assert gpu.launches["_entry_codes"] == len(plan.events) == gpu.waits.total()
             assert "_read_pages" not in gpu.launches
     assert torch.equal(right, there)
-    torch.testing.assert_close(held(posing.columns["worth"]), group.columns["worth"], rtol=1e-4, atol=0)
+    codes = held(posing.columns["code"]), group.columns["code"]
+    for there, here, step in zip(*map(decode, codes), (1 / 512, 1 / 256), strict=True):
+        torch.testing.assert_close(there, here, rtol=0, atol=step)
+    assert (codes[0] == codes[1]).float().mean() > 0.9  # others are between two steps
 
 
 def decoded(recipe: str, caches: Tensor, gpu: Gpu | None) -> tuple[LayerGroup, list[tuple[int, int, bool]]]:

@@ -1,4 +1,4 @@
-"""Scores of entries by small networks: one program for each block of a head's entries, in one launch for all layers."""
+"""Codes of entries by small networks: one program for each block of a head's entries, in one launch for all layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from keepset.kernels.entry_code import SCORE_LIMIT, SCORE_STEPS, SHORTEST, SLOPE_LIMIT, SLOPE_STEPS
 from keepset.kernels.page_format import layer_scales
 from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, load_scales, load_zeros
 from keepset.kernels.triton.softmax import rows_of
@@ -16,15 +17,15 @@ _INPUTS = 32
 """Numbers of an input that a program multiplies at a time."""
 
 
-def entry_scores(keys, values, positions, new, networks, known):
-    """Compute `keepset.kernels.predictor.entry_scores` in one launch, without a host sync."""
+def entry_codes(keys, values, positions, new, networks, known):
+    """Compute `keepset.kernels.predictor.entry_codes` in one launch, without a host sync."""
     keys, values = (part if part.stride(3) == 1 else part.contiguous() for part in (keys, values))
     strides = (*keys.stride()[:3], *values.stride()[:3])
     return _launch(keys, values, None, None, strides, (1, 1, 0, 1), positions, new, networks, known, False, ())
 
 
-def entry_scores_in_pages(cache, addresses, place, subpages, positions, new, networks, known, formats):
-    """Compute `keepset.kernels.predictor.entry_scores_in_pages` in one launch, without a host sync."""
+def entry_codes_in_pages(cache, addresses, place, subpages, positions, new, networks, known, formats):
+    """Compute `keepset.kernels.predictor.entry_codes_in_pages` in one launch, without a host sync."""
     blocks, kv_heads, size, width = cache.shape
     kind = as_bytes(cache, formats[0] if formats else None)
     strides, pool = (*kind.stride()[:3], 0, 0, 0), (kv_heads, blocks, place, len(addresses.on_device))
@@ -40,25 +41,28 @@ def _launch(  # type: ignore[no-untyped-def]
     rows, heads, entries = new.shape
     layers, _, width, inputs = networks.hidden.shape
     head_dim = networks.partner.shape[1]
+    value_dim = inputs - 2 - head_dim
     known = None if known is None else known.contiguous()
     mixing = formats[0].key_mixing if formats else None
-    scores = torch.empty(rows, heads, entries, dtype=torch.float32, device=new.device)
-    if not scores.numel():
-        return scores
-    inputs_block = max(16, min(_INPUTS, triton.next_power_of_2(max(head_dim, inputs - head_dim))))
+    codes = torch.empty(rows, heads, entries, dtype=torch.float32, device=new.device)
+    if not codes.numel():
+        return codes
+    inputs_block = max(16, min(_INPUTS, triton.next_power_of_2(max(head_dim, value_dim))))
     block = rows_of(inputs_block, torch.float32)
-    _entry_scores[(rows * heads, triton.cdiv(entries, block))](
+    _entry_codes[(rows * heads, triton.cdiv(entries, block))](
         keys, values, addresses, subpages, layer_scales(formats, values=False), layer_scales(formats, values=True),
         None if mixing is None else mixing.unmix.contiguous(),
-        positions, new, known, scores, *(part.contiguous() for part in networks),
+        positions, new, known, codes, *(part.contiguous() for part in networks),
         *strides, *pool, *positions.stride(), *new.stride(), entries, rows // layers,
         0 if subpages is None else subpages.shape[2],
-        HEADS=heads, HEAD_DIM=head_dim, VALUE_DIM=inputs - head_dim, WIDTH=width, SIZE=size, BLOCK=block,
+        HEADS=heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, INPUTS=inputs, WIDTH=width, SIZE=size, BLOCK=block,
         WIDTH_BLOCK=max(16, min(_WIDTH, triton.next_power_of_2(width))), INPUTS_BLOCK=inputs_block,
-        PAGED=subpages is not None, KNOWN=known is not None, ALIGNED=aligned, SMALLEST=1e-30, HALF=half,
+        PAGED=subpages is not None, KNOWN=known is not None, ALIGNED=aligned, HALF=half,
+        SCORE_STEPS=SCORE_STEPS, SCORE_LIMIT=SCORE_LIMIT, SLOPE_STEPS=SLOPE_STEPS, SLOPE_LIMIT=SLOPE_LIMIT,
+        SHORTEST=SHORTEST,
         **kind_of(formats[0] if formats else None),
     )  # fmt: skip
-    return scores
+    return codes
 
 
 @triton.jit
@@ -129,18 +133,48 @@ def _unrotated(
     return unrotated if FORMAT == 0 else unrotated * scale[:, None]
 
 
+@triton.jit
+def _weights(hidden, unit, dims, real, exist, INPUTS: tl.constexpr):
+    """Return the weights from some inputs to some units."""
+    places = hidden + unit[None, :] * INPUTS + dims[:, None]
+    return tl.load(places, mask=real[None, :] & exist[:, None], other=0.0)
+
+
+@triton.jit
+def _log_length(square, SHORTEST: tl.constexpr):
+    """Return the logarithm of the length of rows, from their squares' sums."""
+    return 0.5 * tl.log(tl.where(square < SHORTEST * SHORTEST, SHORTEST * SHORTEST, square))  # NaN stays NaN
+
+
+@triton.jit
+def _linear(score, slope, x, weights, numbers, exist, ROW: tl.constexpr):
+    """Add to both outputs what some numbers of the rows `x` give to each; their weights lie `ROW` numbers apart."""
+    score += tl.sum(x * tl.load(weights + numbers, mask=exist, other=0.0)[None, :], 1)
+    slope += tl.sum(x * tl.load(weights + ROW + numbers, mask=exist, other=0.0)[None, :], 1)
+    return score, slope
+
+
+@triton.jit
+def _steps(numbers, STEPS: tl.constexpr, LIMIT: tl.constexpr):
+    """Compute `keepset.kernels.entry_code._steps`."""
+    steps = tl.floor(numbers * STEPS + (LIMIT * STEPS + 0.5))
+    steps = tl.where(steps < 1, 1.0, steps)  # NaN stays NaN
+    return tl.where(steps > 2 * LIMIT * STEPS - 1, 2 * LIMIT * STEPS - 1, steps)
+
+
 @triton.jit(do_not_specialize=["first", "at_row", "at_head", "new_row", "new_head", "entries", "requests", "pages"])
-def _entry_scores(
-    keys, values, addresses, subpages, key_scales, value_scales, unmix, positions, new, known, scores,
+def _entry_codes(
+    keys, values, addresses, subpages, key_scales, value_scales, unmix, positions, new, known, codes,
     linear, hidden, hidden_bias, output, output_bias, partner, turns, gain,
     key_row, key_head, key_entry, value_row, value_head, value_entry, kv_heads, blocks, first, layers,
     at_row, at_head, at_entry, new_row, new_head, new_entry, entries, requests, pages,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, INPUTS_BLOCK: tl.constexpr, PAGED: tl.constexpr,
-    KNOWN: tl.constexpr, ALIGNED: tl.constexpr, SMALLEST: tl.constexpr, HALF: tl.constexpr, FORMAT: tl.constexpr,
-    OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, INPUTS: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, INPUTS_BLOCK: tl.constexpr, PAGED: tl.constexpr,
+    KNOWN: tl.constexpr, ALIGNED: tl.constexpr, HALF: tl.constexpr, SCORE_STEPS: tl.constexpr,
+    SCORE_LIMIT: tl.constexpr, SLOPE_STEPS: tl.constexpr, SLOPE_LIMIT: tl.constexpr, SHORTEST: tl.constexpr,
+    FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Score the new entries among a block of a head's entries; program axes: (head, block)."""
+    """Encode the new entries among a block of a head's entries; program axes: (head, block)."""
     whole = tl.program_id(0).to(tl.int64)
     row, head = whole // HEADS, whole % HEADS
     entry = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -176,40 +210,46 @@ def _entry_scores(
         partner += layer * HEAD_DIM
         turns += layer * HEAD_DIM
         gain += layer * HEAD_DIM
-        linear += network * (HEAD_DIM + VALUE_DIM)
-        hidden += network * WIDTH * (HEAD_DIM + VALUE_DIM)
-        total = tl.zeros([BLOCK], tl.float32) + tl.load(output_bias + network)
+        linear += network * 2 * INPUTS
+        output += network * 2 * WIDTH
+        hidden += network * WIDTH * INPUTS
+        score = tl.zeros([BLOCK], tl.float32) + tl.load(output_bias + 2 * network)
+        slope = tl.zeros([BLOCK], tl.float32) + tl.load(output_bias + 2 * network + 1)
+        key_square, value_square = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, WIDTH, WIDTH_BLOCK):
             unit = start + tl.arange(0, WIDTH_BLOCK)
             real = unit < WIDTH
             sums = tl.zeros([BLOCK, WIDTH_BLOCK], tl.float32)
             for begin in range(0, HEAD_DIM, INPUTS_BLOCK):
                 dims = begin + tl.arange(0, INPUTS_BLOCK)
+                exist = dims < HEAD_DIM
                 x = _unrotated(key, unknown, key_scale, at, partner, turns, gain, dims, unmix, HEAD_DIM, FORMAT)
-                weights = tl.load(
-                    hidden + unit[None, :] * (HEAD_DIM + VALUE_DIM) + dims[:, None],
-                    mask=real[None, :] & (dims < HEAD_DIM)[:, None], other=0.0,
-                )  # fmt: skip
-                sums += tl.dot(x, weights, input_precision="ieee")
+                sums += tl.dot(x, _weights(hidden, unit, dims, real, exist, INPUTS), input_precision="ieee")
                 if start == 0:
-                    total += tl.sum(x * tl.load(linear + dims, mask=dims < HEAD_DIM, other=0.0)[None, :], 1)
+                    key_square += tl.sum(x * x, 1)
+                    score, slope = _linear(score, slope, x, linear, dims, exist, INPUTS)
             for begin in range(0, VALUE_DIM, INPUTS_BLOCK):
                 dims = begin + tl.arange(0, INPUTS_BLOCK)
+                exist = dims < VALUE_DIM
                 x = _numbers(value, unknown, dims, unmix, VALUE_DIM, FORMAT)
                 if FORMAT > 0:
                     x *= value_scale[:, None]
-                weights = tl.load(
-                    hidden + unit[None, :] * (HEAD_DIM + VALUE_DIM) + HEAD_DIM + dims[:, None],
-                    mask=real[None, :] & (dims < VALUE_DIM)[:, None], other=0.0,
-                )  # fmt: skip
+                weights = _weights(hidden + HEAD_DIM, unit, dims, real, exist, INPUTS)
                 sums += tl.dot(x, weights, input_precision="ieee")
                 if start == 0:
-                    of_value = tl.load(linear + HEAD_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
-                    total += tl.sum(x * of_value[None, :], 1)
+                    value_square += tl.sum(x * x, 1)
+                    score, slope = _linear(score, slope, x, linear + HEAD_DIM, dims, exist, INPUTS)
+            for place in tl.static_range(2):
+                length = _log_length(value_square if place else key_square, SHORTEST)
+                at_length = HEAD_DIM + VALUE_DIM + place
+                weights = tl.load(hidden + unit * INPUTS + at_length, mask=real, other=0.0)
+                sums += length[:, None] * weights[None, :]
+                if start == 0:
+                    score += length * tl.load(linear + at_length)
+                    slope += length * tl.load(linear + INPUTS + at_length)
             sums += tl.load(hidden_bias + network * WIDTH + unit, mask=real, other=0.0)[None, :]
             active = 0.5 * sums * (1 + tl.erf(sums * 0.7071067811865476))
-            total += tl.sum(active * tl.load(output + network * WIDTH + unit, mask=real, other=0.0)[None, :], 1)
-        score = tl.exp(total)
-        score = tl.where(score < SMALLEST, SMALLEST, score)  # NaN stays NaN
-        result = tl.where(unknown, score, result)
-    tl.store(scores + whole * entries + entry, result, mask=stored)
+            score, slope = _linear(score, slope, active, output, unit, real, WIDTH)
+        score, slope = _steps(score, SCORE_STEPS, SCORE_LIMIT), _steps(slope, SLOPE_STEPS, SLOPE_LIMIT)
+        result = tl.where(unknown, score * (2 * SLOPE_LIMIT * SLOPE_STEPS) + slope, result)
+    tl.store(codes + whole * entries + entry, result, mask=stored)

@@ -30,9 +30,10 @@ from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method
 from keepset.core.observation import Observation
 from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, knot_weights
-from keepset.core.statistics import LayerStatistics, Statistics
+from keepset.core.statistics import FORMAT, LayerStatistics, Statistics
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.prompt_session import Recorder
+from keepset.kernels.entry_code import MIDDLE, inputs_of
 from keepset.offline.calibrate.corpus import SHORTEST, Corpus
 from keepset.offline.calibrate.measure import SKIP
 from keepset.recipe import Recipe
@@ -50,6 +51,11 @@ _HALVINGS = (0, 0, 0, 1, 0, 0, 0, 2)
 _HELD_OUT = 8
 """One of this many passages is not fitted to: it says how well the networks rank."""
 _HEADS_AT_ONCE, _ENTRIES_AT_ONCE = 128, 4096
+_SLOPE_SPREAD, _SLOPE_WEIGHTS = 3.0, 0.05
+"""How many octaves of distance the fit counts as one, and how large the first weights of slopes are at most."""
+_RETRIEVAL, _LEAST_GATE = 0.5, 0.05
+"""The power of a head's gate that its scores are multiplied by, and the least gate that counts: a text that goes on, as
+the passages do, asks little of heads that find old facts."""
 _KEEP = 0.25
 """The share of a head's entries that the teacher's choice and the networks' are compared at."""
 CORRELATION, SHARE = "rank correlation with the teacher", f"share of the teacher's choice at keep={_KEEP}"
@@ -61,7 +67,7 @@ class Samples:
     """Entries of passages with what the teachers say of them.
 
     Attributes:
-        inputs: each entry's key before rotation, followed by its value.
+        inputs: what the networks read of each entry (`keepset.kernels.entry_code.inputs_of`).
         wanted: the logarithm of the teachers' scores, times the length of the passage.
         ages: how many tokens lie between an entry and the end of its passage; 1 for the last entry.
         lengths: tokens of the passage that each entry is of.
@@ -130,6 +136,8 @@ def with_predictors(
     fitted, rest = _together(parts[: len(parts) - held]), parts[len(parts) - held :]
     fitted = replace(fitted, wanted=fitted.wanted - fitted.wanted.mean())  # so that 1 is an entry as most are
     predictor = fit(fitted, width=width, seed=corpus.seed, device=model.device, on_step=on_step)
+    if statistics.retrieval:
+        predictor = _favouring(predictor, statistics.gates().flatten())
     heads = len(next(iter(statistics.layers.values())).direction)
     predictors = {
         index: predictor.of_heads(slice(place * heads, (place + 1) * heads))
@@ -188,7 +196,7 @@ def _inputs(
     angles = places[:, None].double() * layer.frequency.double()
     plain = keys / layer.gain
     plain = plain * angles.cos().float() - plain[..., layer.partner] * angles.sin().float()
-    return torch.cat([plain, values], -1).half()
+    return inputs_of(plain, values).half()
 
 
 def fit(
@@ -196,8 +204,8 @@ def fit(
 ) -> Predictor:
     """Fit one network per head by the mean square of the logarithms' errors; all heads side by side.
 
-    The linear part and what an entry's age is worth are fitted by least squares together. The hidden layer is fitted to
-    what they leave.
+    The linear part of the log score and what an entry's age is worth are fitted by least squares together. The hidden
+    layer and the slopes are fitted to what they leave.
 
     Args:
         samples: the entries of all heads.
@@ -251,30 +259,46 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
     ridge[len(ridge) - deviations.shape[1] :] = _DEVIATION
     linear, age = _least_squares((block(each) for each in blocks), ridge).split([size, knots.shape[1]], 1)
 
-    def weights(*shape: int, fan: int) -> Tensor:
-        return ((torch.rand(shape, generator=chance) * 2 - 1) / math.sqrt(fan)).to(device).requires_grad_()
+    octaves = (samples.ages.float().log2()[:, None] - MIDDLE) / _SLOPE_SPREAD
 
-    hidden, bias = weights(heads, size, width, fan=size), weights(heads, 1, width, fan=size)
-    output, last = (torch.zeros(heads, *shape, device=device, requires_grad=True) for shape in ((width, 1), (1, 1)))
-    optimizer = torch.optim.AdamW([hidden, bias, output, last], _RATE, weight_decay=_DECAY)
+    def weights(*shape: int, most: float) -> Tensor:
+        return ((torch.rand(shape, generator=chance) * 2 - 1) * most).to(device)
+
+    hidden, bias = weights(heads, size, width, most=size**-0.5), weights(heads, 1, width, most=size**-0.5)
+    # Slopes begin with small weights: with none at all, the hidden layer would learn nothing of them at first.
+    output = torch.stack([torch.zeros_like(bias[:, 0]), weights(heads, width, most=_SLOPE_WEIGHTS)], -1)
+    last, lean = torch.zeros(heads, 1, 2, device=device), torch.zeros(heads, size, 1, device=device)
+    learnt = [part.requires_grad_() for part in (hidden, bias, output, last, lean)]
+    optimizer = torch.optim.AdamW(learnt, _RATE, weight_decay=_DECAY)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for step in range(STEPS):
-        inputs, by_age, wanted = block(torch.randint(entries, (min(BATCH, entries),), generator=chance).to(device))
+        chosen = torch.randint(entries, (min(BATCH, entries),), generator=chance).to(device)
+        inputs, by_age, wanted = block(chosen)
         left = wanted - inputs @ linear - by_age @ age
-        loss = (F.gelu(inputs @ hidden + bias) @ output + last - left).square().mean(1).sum()
+        score, slope = (F.gelu(inputs @ hidden + bias) @ output + last).split(1, -1)
+        loss = (score + (slope + inputs @ lean) * octaves[chosen] - left).square().mean(1).sum()
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         on_step(step + 1)
     with torch.no_grad():
-        straight = (linear / scale.transpose(1, 2))[..., 0] * spread[..., 0]
+        units = spread * torch.tensor([1.0, 1 / _SLOPE_SPREAD], device=device)  # of both outputs
+        straight = (torch.cat([linear, lean], 2) / scale.transpose(1, 2) * units).transpose(1, 2).contiguous()
         folded = (hidden / scale.transpose(1, 2)).transpose(1, 2).contiguous()
         shifted = bias[:, 0] - (folded @ centre.transpose(1, 2))[..., 0]
-        constant = (last * spread + mean)[:, 0, 0] - (straight * centre[:, 0]).sum(1)
+        constant = (last * units)[:, 0] - (straight @ centre.transpose(1, 2))[..., 0]
+        constant[:, 0] += mean[:, 0, 0]
         by_age = (_table(age[..., 0], row_weights) - (usual @ age)[..., None]) * spread
-        parts = straight, folded, shifted, output[..., 0] * spread[..., 0], constant, by_age
+        parts = straight, folded, shifted, (output * units).transpose(1, 2).contiguous(), constant, by_age
         return Predictor(*(part.detach().cpu() for part in parts))
+
+
+def _favouring(predictor: Predictor, gates: Float[Tensor, " heads"]) -> Predictor:
+    """Return networks whose scores are multiplied by a power of what their heads retrieve, and on average as before."""
+    factor = _RETRIEVAL * gates.clamp(min=_LEAST_GATE).log()
+    bias = predictor.output_bias + torch.stack([factor - factor.mean(), torch.zeros_like(factor)], -1)
+    return replace(predictor, output_bias=bias)
 
 
 def _mean_and_spread(
@@ -317,7 +341,8 @@ def _least_squares(
         total = sums if total is None else total + sums
     assert total is not None
     products, goals = total[:, :, :-1], total[:, :, -1:]
-    return torch.linalg.solve(products + ridge.diag(), goals)
+    # By Cholesky's factors: PyTorch's general solver never returns for batches as large as these on some CPUs.
+    return torch.cholesky_solve(goals, torch.linalg.cholesky(products + ridge.diag()))
 
 
 def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[int]) -> dict[str, Any]:
@@ -326,9 +351,9 @@ def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[i
         knot_weights(held.lengths, predictor.age.shape[1]),
         knot_weights(held.ages, predictor.age.shape[2]),
     )
-    predicted = predictor.log_scores(held.inputs.float()) + torch.einsum(
-        "el,hlk,ek->he", row_weights, predictor.age, knots
-    )
+    scores, slopes = predictor.outputs_of(held.inputs.float()).unbind(-1)
+    octaves = held.ages.float().log2().clamp(max=knots.shape[1] - 1) - MIDDLE
+    predicted = scores + slopes * octaves + torch.einsum("el,hlk,ek->he", row_weights, predictor.age, knots)
     ranks = [part.argsort(-1).argsort(-1).float() for part in (predicted, held.wanted)]
     centred = [part - part.mean(-1, keepdim=True) for part in ranks]
     correlation = F.cosine_similarity(centred[0], centred[1], dim=-1)
@@ -356,6 +381,7 @@ def _together(parts: Sequence[Samples]) -> Samples:
 def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], share: float) -> str:
     """Return a text that differs where a passage's part would."""
     settings: Mapping[str, Any] = {
+        "format": FORMAT,
         "model": statistics.provenance["model"],
         "corpus": [corpus.sha256, corpus.seed, [len(passage) for passage in corpus.passages], _HALVINGS],
         "teachers": list(teachers),

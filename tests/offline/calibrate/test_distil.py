@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from keepset import KeepsetError, Method, Observation
-from keepset.core.predictor import PREDICTOR_FIELDS
+from keepset.core.predictor import PREDICTOR_FIELDS, scores_at
 from keepset.core.statistics import Statistics, load, save
+from keepset.kernels.entry_code import encode
 from keepset.offline.calibrate import distil
 from keepset.offline.calibrate.corpus import Corpus
 from keepset.offline.calibrate.distil import with_predictors
@@ -35,15 +37,20 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Linear(Method):
-    """A teacher whose logarithm is linear in values and in that of the distance from the end, more so in long texts."""
+    """A teacher whose logarithm is linear in values and in that of the distance from the end.
+
+    The distance counts more in long texts, and for some values more than for others.
+    """
 
     name = "linear"
 
     def score(self, observation: Observation) -> Tensor:
         weights = torch.linspace(-0.2, 0.2, observation.values.shape[-1])
         distances = observation.lengths[:, None, None] - observation.positions
-        slope = 0.3 + 0.1 * (observation.lengths / 16).log2()[:, None, None]
-        return (observation.values.float() @ weights).exp() / distances**slope
+        power = (
+            0.3 + 0.1 * (observation.lengths / 16).log2()[:, None, None] + observation.values.float() @ weights.flip(0)
+        )
+        return (observation.values.float() @ weights).exp() / distances**power
 
 
 def equal(left: Statistics, right: Statistics) -> bool:
@@ -109,16 +116,28 @@ def test_entries_do_not_grow_with_the_texts(measured: Statistics, monkeypatch: p
 
 
 def test_folding_scales_changes_nothing() -> None:
-    """The network with standardised inputs, in float64, beside the one with scales in its weights."""
+    """The network of inputs that have neither mean 0 nor variance 1."""
     torch.manual_seed(0)
-    inputs, wanted = torch.randn(2, 40, 5) * 3 + 1, torch.randn(2, 40)
-    predictor = distil._fitted(
-        distil.Samples(inputs, wanted, torch.arange(40) + 1, torch.full([40], 40)), 4, 0, lambda _: None
-    )
-    told = predictor.log_scores(inputs)
+    inputs, wanted, ages = torch.randn(2, 40, 5) * 3 + 1, torch.randn(2, 40), torch.arange(40) + 1
+    predictor = distil._fitted(distil.Samples(inputs, wanted, ages, torch.full([40], 40)), 4, 0, lambda _: None)
+    codes = encode(predictor.outputs_of(inputs))
+    told = scores_at(codes[None], predictor.age[None], ages.view(1, 1, -1), torch.tensor([40]))[0].log()
     error = (told - wanted).square().mean()
     assert error < 0.9 * wanted.var()  # it has learnt something of forty points by heart
-    assert torch.allclose(predictor.of_heads(slice(1, 2)).log_scores(inputs[1:]), told[1:])
+    assert torch.allclose(predictor.of_heads(slice(1, 2)).outputs_of(inputs[1:]), predictor.outputs_of(inputs)[1:])
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_heads_that_retrieve_are_favoured(measured: Statistics) -> None:
+    """By the root of their gates, while the mean of all heads stays; slopes and all else stay as well."""
+    steps = with_predictors(measured, tiny(MODEL), CORPUS, ["knorm"], width=3)
+    gates = {index: torch.tensor([0.01, 1.0]) for index in measured.layers}
+    told = with_predictors(replace(measured, retrieval=gates), tiny(MODEL), CORPUS, ["knorm"], width=3)
+    for index, predictor in told.predictors.items():
+        more = predictor.output_bias - steps.predictors[index].output_bias
+        half = math.log(1 / 0.05) / 4  # a gate counts as 0.05 at least
+        torch.testing.assert_close(more, torch.tensor([[-half, 0], [half, 0]]))
+        assert torch.equal(predictor.output, steps.predictors[index].output)
 
 
 def test_it_does_not_teach_itself() -> None:

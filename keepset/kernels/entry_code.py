@@ -1,0 +1,49 @@
+"""What networks read of an entry, and the code that holds what they say of it.
+
+The code of an entry is one whole number. It holds the logarithm of the entry's score at a distance of `MIDDLE` octaves,
+and the slope: what each doubling of the distance adds to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+MIDDLE = 6.0
+"""The distance from the end of the text that log scores in codes are of, in octaves: 64 tokens."""
+SCORE_STEPS, SCORE_LIMIT = 512.0, 16.0
+"""Parts of 1 that a log score is rounded to, and the largest one."""
+SLOPE_STEPS, SLOPE_LIMIT = 256.0, 2.0
+"""The same of a slope."""
+SHORTEST = 1e-6
+"""The least length of a key or value whose logarithm is taken."""
+
+
+def inputs_of(
+    keys: Float[Tensor, "*entries head_dim"], values: Float[Tensor, "*entries value_dim"]
+) -> Float[Tensor, "*entries inputs"]:
+    """Return what networks read of entries: key before rotation, value, and the logarithms of their lengths."""
+    lengths = [part.float().norm(dim=-1, keepdim=True).clamp(min=SHORTEST).log() for part in (keys, values)]
+    return torch.cat([keys.float(), values.float(), *lengths], -1)
+
+
+def encode(outputs: Float[Tensor, "*entries 2"]) -> Float[Tensor, "*entries"]:
+    """Return log scores and slopes as codes: whole numbers from 1 on, exact in float32; NaN stays NaN.
+
+    Holes, and entries without a code, have 0.
+    """
+    score, slope = outputs.float().unbind(-1)
+    score, slope = _steps(score, SCORE_STEPS, SCORE_LIMIT), _steps(slope, SLOPE_STEPS, SLOPE_LIMIT)
+    return score * (2 * SLOPE_LIMIT * SLOPE_STEPS) + slope
+
+
+def _steps(numbers: Float[Tensor, "*shape"], steps: float, limit: float) -> Float[Tensor, "*shape"]:
+    return (numbers * steps + (limit * steps + 0.5)).floor().clamp(1, 2 * limit * steps - 1)
+
+
+def decode(codes: Float[Tensor, "*entries"]) -> tuple[Float[Tensor, "*entries"], Float[Tensor, "*entries"]]:
+    """Return the log scores and the slopes that codes hold, to half a step; see `encode`."""
+    score = (codes / (2 * SLOPE_LIMIT * SLOPE_STEPS)).floor()
+    slope = codes - score * (2 * SLOPE_LIMIT * SLOPE_STEPS)
+    return score / SCORE_STEPS - SCORE_LIMIT, slope / SLOPE_STEPS - SLOPE_LIMIT
