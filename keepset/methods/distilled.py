@@ -54,7 +54,7 @@ class Distilled(ThresholdScorer):
         budget = self.threshold == 0
         return Traits(
             needs=Needs(self._statistics),
-            sinks=1,
+            sinks=4,  # which the fit leaves out
             recent=1,
             state_names=(_CODE,),
             equal_heads=budget,
