@@ -345,10 +345,10 @@ def test_gates_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> Non
 def test_networks_of_the_embedded_model_are_of_its_heads(embedded: Embedded) -> None:
     config = embedded[0].config
     networks = load_file(Path(models.__file__).parent / "offline" / "calibrate" / "embedded_networks.safetensors")
-    heads, inputs = config.num_key_value_heads, 2 * config.head_dim
+    heads, inputs = config.num_key_value_heads, 2 * config.head_dim + 2
     assert {name.partition(".")[0] for name in networks} == {str(index) for index in range(config.num_hidden_layers)}
     for index in range(config.num_hidden_layers):
-        assert networks[f"{index}.linear"].shape == (heads, inputs)
+        assert networks[f"{index}.linear"].shape == (heads, 2, inputs)
         assert networks[f"{index}.hidden"].shape[::2] == (heads, inputs)
     assert all(each.isfinite().all() and each.std() > 0 for name, each in networks.items() if each.numel() > heads)
 

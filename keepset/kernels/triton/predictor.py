@@ -239,11 +239,11 @@ def _entry_codes(
                 if start == 0:
                     value_square += tl.sum(x * x, 1)
                     score, slope = _linear(score, slope, x, linear + HEAD_DIM, dims, exist, INPUTS)
-            for place in tl.static_range(2):
-                length = _log_length(value_square if place else key_square, SHORTEST)
-                at_length = HEAD_DIM + VALUE_DIM + place
-                weights = tl.load(hidden + unit * INPUTS + at_length, mask=real, other=0.0)
-                sums += length[:, None] * weights[None, :]
+            for i in tl.static_range(2):
+                length = _log_length(value_square if i else key_square, SHORTEST)
+                at_length = HEAD_DIM + VALUE_DIM + i
+                of_length = tl.load(hidden + unit * INPUTS + at_length, mask=real, other=0.0)
+                sums += length[:, None] * of_length[None, :]
                 if start == 0:
                     score += length * tl.load(linear + at_length)
                     slope += length * tl.load(linear + INPUTS + at_length)
