@@ -25,7 +25,7 @@ import keepset
 from keepset.core.budget import Ranges
 from keepset.core.files import quoted
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
-from keepset.core.tensor_file import TensorFile, TensorLocation, TensorReader, below
+from keepset.core.tensor_file import TensorFile, TensorLocation, TensorReader
 from keepset.errors import KeepsetError, RecipeError
 from keepset.hf import saved_layers, saved_schema
 from keepset.hf.fingerprint import difference, fingerprint
@@ -345,8 +345,6 @@ def load(path: Path, model: PreTrainedModel) -> Saved:
         for index, layer in enumerate(layers):
             if "counts" in layer:
                 _counts(file, metadata, index, requests["lengths"])
-                columns = below("columns.", layer)
-                layer |= {f"columns.{name}": column for name, column in columns.items()}
             saved_schema.check_layer(layer, requests["lengths"], metadata["progress"]["logical"])
     try:
         layers = saved_layers.with_states(layers, model)

@@ -16,6 +16,8 @@ SCORE_STEPS, SCORE_LIMIT = 512.0, 16.0
 """Parts of 1 that a log score is rounded to, and the largest one."""
 SLOPE_STEPS, SLOPE_LIMIT = 256.0, 2.0
 """The same of a slope."""
+_SLOPES = 2 * SLOPE_LIMIT * SLOPE_STEPS
+"""How many slopes a code can hold: its score counts in these."""
 SHORTEST = 1e-6
 """The least length of a key or value whose logarithm is taken."""
 
@@ -35,7 +37,7 @@ def encode(outputs: Float[Tensor, "*entries 2"]) -> Float[Tensor, "*entries"]:
     """
     score, slope = outputs.float().unbind(-1)
     score, slope = _steps(score, SCORE_STEPS, SCORE_LIMIT), _steps(slope, SLOPE_STEPS, SLOPE_LIMIT)
-    return score * (2 * SLOPE_LIMIT * SLOPE_STEPS) + slope
+    return score * _SLOPES + slope
 
 
 def _steps(numbers: Float[Tensor, "*shape"], steps: float, limit: float) -> Float[Tensor, "*shape"]:
@@ -44,6 +46,6 @@ def _steps(numbers: Float[Tensor, "*shape"], steps: float, limit: float) -> Floa
 
 def decode(codes: Float[Tensor, "*entries"]) -> tuple[Float[Tensor, "*entries"], Float[Tensor, "*entries"]]:
     """Return the log scores and the slopes that codes hold, to half a step; see `encode`."""
-    score = (codes / (2 * SLOPE_LIMIT * SLOPE_STEPS)).floor()
-    slope = codes - score * (2 * SLOPE_LIMIT * SLOPE_STEPS)
+    score = (codes / _SLOPES).floor()
+    slope = codes - score * _SLOPES
     return score / SCORE_STEPS - SCORE_LIMIT, slope / SLOPE_STEPS - SLOPE_LIMIT

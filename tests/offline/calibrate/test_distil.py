@@ -130,14 +130,14 @@ def test_folding_scales_changes_nothing() -> None:
 @pytest.mark.usefixtures("few_steps")
 def test_heads_that_retrieve_are_favoured(measured: Statistics) -> None:
     """By the root of their gates, while the mean of all heads stays; slopes and all else stay as well."""
-    steps = with_predictors(measured, tiny(MODEL), CORPUS, ["knorm"], width=3)
+    plain = with_predictors(measured, tiny(MODEL), CORPUS, ["knorm"], width=3)
     gates = {index: torch.tensor([0.01, 1.0]) for index in measured.layers}
     told = with_predictors(replace(measured, retrieval=gates), tiny(MODEL), CORPUS, ["knorm"], width=3)
     for index, predictor in told.predictors.items():
-        more = predictor.output_bias - steps.predictors[index].output_bias
+        more = predictor.output_bias - plain.predictors[index].output_bias
         half = math.log(1 / 0.05) / 4  # a gate counts as 0.05 at least
         torch.testing.assert_close(more, torch.tensor([[-half, 0], [half, 0]]))
-        assert torch.equal(predictor.output, steps.predictors[index].output)
+        assert torch.equal(predictor.output, plain.predictors[index].output)
 
 
 def test_it_does_not_teach_itself() -> None:
