@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int, Int8
 from llvmlite import ir
 from llvmlite.binding import ffi
@@ -19,6 +20,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from keepset.kernels.page_format import LEAST_SCALE
+from keepset.kernels.vector_code import ROWS, key_products, value_sums
 
 # Each engine of a process has vLLM look at what all loaded modules hold, and take `__dict__` for a dictionary. Numba's
 # library answers this name, like every other, with a function.
@@ -35,31 +37,49 @@ _REORDERED = {"reassoc", "contract", "nsz", "arcp"}
 """What compiled sums may be altered by, so that several numbers are added at once; NaN stays NaN."""
 
 
+def supports(dim: int, size: int, dtype: torch.dtype) -> bool:
+    """Return whether there are loops for heads of so many numbers, pages of so many entries, and keys of this type."""
+    return AVAILABLE and dim % 4 == 0 and size % ROWS == 0 and dtype in NUMBERS
+
+
+def compile_for(group: int, dim: int, size: int, dtype: torch.dtype) -> None:
+    """Compile the loops for layers of these sizes, so that the first request need not wait for them.
+
+    Args:
+        group, dim, size, dtype: as `compiled_attention` takes them.
+    """
+    compiled_attention(group, dim, size, dtype)
+    compiled_writing(dim, dtype)
+
+
 def attend(
     queries: Float[Tensor, "heads group head_dim"],
     rows: Int8[Tensor, "subpages block_size entry"],
     tables: Int[Tensor, "heads pages"],
     lengths: Int[Tensor, " heads"],
     output: Float[Tensor, "heads group head_dim"],
-    bias: Float[Tensor, " slots"],
-    biased: Int[Tensor, " heads"],
+    matrices: Float[Tensor, "2 head_dim head_dim"],
+    bias: tuple[Float[Tensor, " slots"], Int[Tensor, " heads"]] | None = None,
 ) -> None:
     """Compute the attention of some queries, each over the entries of its own head.
 
-        output = softmax(queries @ keys' + bias) @ values
+        output = softmax(queries @ matrices[0] @ keys' + bias) @ values @ matrices[1]
 
     Args:
-        queries: scaled, and mixed as keys are.
+        queries: of one of `NUMBERS`.
         rows: all pages, of a multiple of four entries. An entry is a key and a value, each with its scale behind it.
         tables: the pages of each head, in the order of its entries; int32.
         lengths: the number of entries of each head; int32.
-        output: written to, mixed as values are; zero for a head without entries.
-        bias: what is added to the logits of the entry in each place of all pages.
-        biased: how many of each head's first entries have a bias, which others have not; int32.
+        output: of the queries' type; written to; zero for a head without entries.
+        matrices: what queries are multiplied by, and what sums of values are, in float32.
+        bias: what is added to the logits of the entry in each place of all pages, and how many of each head's first
+            entries have such a bias, which others have not; int32.
     """
     heads, group, dim = queries.shape
-    sizes = heads, tables.shape[1], len(rows), len(bias)
-    _run(compiled_attention(group, dim, rows.shape[1]), sizes, queries, rows, tables, lengths, output, bias, biased)
+    slots, biased = (matrices[:0], lengths) if bias is None else bias
+    sizes = heads, tables.shape[1], len(rows), len(slots)
+    function = compiled_attention(group, dim, rows.shape[1], queries.dtype)
+    _run(function, sizes, queries, rows, tables, lengths, output, matrices, slots, biased)
 
 
 def write(
@@ -67,15 +87,19 @@ def write(
     values: Float[Tensor, "n head_dim"],
     rows: Int8[Tensor, "subpages block_size entry"],
     slots: Int[Tensor, " n"],
+    mix: Float[Tensor, "head_dim head_dim"],
 ) -> None:
-    """Round mixed entries as `PageFormat.encode` does, and write entry `i` to `slots[i]`.
+    """Mix entries and round them as `PageFormat.encode_entries` does, and write entry `i` to `slots[i]`.
 
     Args:
-        keys, values: mixed.
+        keys, values: of one of `NUMBERS`.
         rows: all pages; written to.
         slots: places in all pages; int64.
+        mix: what keys and values are multiplied by, in float64.
     """
-    _run(_write, (*keys.shape, *rows.shape), keys, values, rows, slots)
+    n, dim = keys.shape
+    sizes = n, len(rows) * rows.shape[1]
+    _run(compiled_writing(dim, keys.dtype), sizes, keys, values, rows, slots, mix)
 
 
 def _run(function: Any, sizes: tuple[int, ...], *tensors: Tensor) -> None:
@@ -91,6 +115,32 @@ def _run(function: Any, sizes: tuple[int, ...], *tensors: Tensor) -> None:
     addresses = ctypes.addressof(numbers), *(tensor.data_ptr() for tensor in tensors)
     given = (ctypes.c_void_p * len(addresses))(*addresses)
     _PROCESS.GOMP_parallel(ctypes.c_void_p(function.address), given, 0, 0)  # as many threads as PyTorch has
+
+
+@njit
+def _same(x: Any) -> Any:
+    return x
+
+
+@njit
+def _widened(x: Any) -> Any:
+    """Return the float32 that a bfloat16 is, which is given as its 16 bits."""
+    return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+
+
+@njit
+def _narrowed(x: Any) -> Any:
+    """Return the nearest bfloat16, as its 16 bits; of two that are as near, the even one."""
+    bits = _F(x).view(np.uint32)
+    rounded = np.uint32(bits + np.uint32(0x7FFF) + (np.uint32(bits >> np.uint32(16)) & np.uint32(1)))
+    return np.uint16(rounded >> np.uint32(16)) if not np.isnan(x) else np.uint16(0x7FC0)
+
+
+NUMBERS: dict[torch.dtype, tuple[Any, Any, Any]] = {
+    torch.float32: (np.float32, _same, _same),
+    torch.bfloat16: (np.uint16, _widened, _narrowed),
+}
+"""The types that keys and queries may have: what memory holds of a number, and how that becomes a float32 and back."""
 
 
 @intrinsic
@@ -149,69 +199,60 @@ def _weigh(weights: Any, entries: int, table: Any, size: int, bias: Any, biased:
 
 
 @lru_cache
-def compiled_attention(group: int, dim: int, size: int) -> Any:
+def compiled_attention(group: int, dim: int, size: int, dtype: torch.dtype) -> Any:
     """Return the attention of layers of these sizes, compiled for them: loops of known lengths are faster by a quarter.
 
     Args:
         group: queries of a head.
         dim: numbers of a key, and of a value.
         size: entries of a page.
+        dtype: one of `NUMBERS`.
     """
     width = 2 * dim + 8
+    stored, widened, narrowed = NUMBERS[dtype]
+
+    write_products, add_values = key_products(group, dim, width), value_sums(group, dim, width)
 
     @njit(fastmath=_REORDERED)
-    def decode(page: Any, scales: Any, at: int, first: int, last: int, numbers: Any) -> None:
-        """Write what four keys or values stand for. Behind the last entry there may be anything, so it is taken again.
-
-        Args:
-            page, scales: a page as whole numbers, and the same memory as scales.
-            at: where in an entry a key or value begins.
-            first, last: the first of the four entries, and the last one that exists.
-            numbers: written to.
-        """
-        for i in range(4):
-            entry = min(first + i, last)
-            stored, scale, own = page[entry, at : at + dim], scales[entry, (at + dim) // 4], numbers[i]
-            for k in range(dim):
-                own[k] = scale * _F(stored[k])
+    def multiply(vectors: Any, matrix: Any, products: Any) -> None:
+        """Write the product of each vector with a matrix."""
+        for i in range(group):
+            own = products[i]
+            own[:] = 0
+            for j in range(0, dim, 2):
+                x, y, row, next_row = vectors[i, j], vectors[i, j + 1], matrix[j], matrix[j + 1]
+                for k in range(dim):
+                    own[k] += x * row[k] + y * next_row[k]
 
     @njit(fastmath=_REORDERED, error_model="numpy")
     def attend_head(
         queries: Any, rows: Any, scales: Any, table: Any, entries: int, output: Any, bias: Any, biased: int
     ) -> None:
-        """Compute one head's attention, four entries at a time, so that a query's numbers are loaded less often."""
+        """Compute one head's attention."""
         output[:] = 0
         if not entries:
             return
-        weights, four = np.zeros((group, entries + 3), np.float32), np.empty((4, dim), np.float32)
-        total = np.zeros(group, np.float32)
+        stride = entries + ROWS - 1
+        weights, total = np.empty((group, stride), np.float32), np.empty(group, np.float32)
+        pages, page_bytes = rows.ctypes.data, size * width
         for first in range(0, entries, size):
-            number, last = table[first // size], min(size, entries - first) - 1
-            following = rows[table[min(first + size, entries - 1) // size]].ctypes.data
-            for entry in range(0, last + 1, 4):
-                for line in range(0, 4 * width, 64):
+            page = pages + table[first // size] * page_bytes
+            following = pages + table[min(first + size, entries - 1) // size] * page_bytes
+            for entry in range(0, min(size, entries - first), ROWS):
+                for line in range(0, ROWS * width, 64):
                     _prefetch(following + entry * width + line)
-                decode(rows[number], scales[number], 0, entry, last, four)
-                for i in range(group):
-                    a = b = c = d = _F(0)
-                    for k in range(dim):
-                        x = queries[i, k]
-                        a += x * four[0, k]
-                        b += x * four[1, k]
-                        c += x * four[2, k]
-                        d += x * four[3, k]
-                    logits = weights[i, first + entry :]
-                    logits[0], logits[1], logits[2], logits[3] = a, b, c, d
+                place = weights.ctypes.data + 4 * (first + entry)
+                write_products(queries.ctypes.data, page + entry * width, place, stride)
         _weigh(weights, entries, table, size, bias, biased, total)
         for first in range(0, entries, size):
-            number, last = table[first // size], min(size, entries - first) - 1
-            for entry in range(0, last + 1, 4):
-                decode(rows[number], scales[number], dim + 4, entry, last, four)
-                for i in range(group):
-                    own = weights[i, first + entry :]
-                    a, b, c, d = own[0], own[1], own[2], own[3]
-                    for k in range(dim):
-                        output[i, k] += a * four[0, k] + b * four[1, k] + c * four[2, k] + d * four[3, k]
+            number, n = table[first // size], min(size, entries - first)
+            for i in range(group):
+                for k in range(n):
+                    weights[i, first + k] *= scales[number, k, dim // 2 + 1]
+            for entry in range(0, n, ROWS):
+                place = weights.ctypes.data + 4 * (first + entry)
+                values = pages + number * page_bytes + entry * width + dim + 4
+                add_values(place, values, output.ctypes.data, stride)
         for i in range(group):
             output[i] /= total[i]
 
@@ -220,14 +261,25 @@ def compiled_attention(group: int, dim: int, size: int) -> Any:
         """Compute the attention of this thread's heads."""
         sizes = carray(given[0], 4, np.int64)
         heads, pages, subpages = sizes[0], sizes[1], sizes[2]
-        queries = carray(given[1], (heads, group, dim), np.float32)
+        queries = carray(given[1], (heads, group, dim), stored)
         rows = carray(given[2], (subpages, size, width), np.int8)
         scales = carray(given[2], (subpages, size, width // 4), np.float32)
         tables, lengths = carray(given[3], (heads, pages), np.int32), carray(given[4], heads, np.int32)
-        output = carray(given[5], (heads, group, dim), np.float32)
-        bias, biased = carray(given[6], sizes[3], np.float32), carray(given[7], heads, np.int32)
+        output = carray(given[5], (heads, group, dim), stored)
+        matrices = carray(given[6], (2, dim, dim), np.float32)
+        bias, biased = carray(given[7], sizes[3], np.float32), carray(given[8], heads, np.int32)
+        own, mixed = np.empty((group, dim), np.float32), np.empty((group, dim), np.float32)
         for head in range(_thread(), heads, _threads()):
-            attend_head(queries[head], rows, scales, tables[head], lengths[head], output[head], bias, biased[head])
+            for i in range(group):
+                for k in range(dim):
+                    own[i, k] = widened(queries[head, i, k])
+            multiply(own, matrices[0], mixed)
+            number = biased[head] if sizes[3] else 0
+            attend_head(mixed, rows, scales, tables[head], lengths[head], own, bias, number)
+            multiply(own, matrices[1], mixed)
+            for i in range(group):
+                for k in range(dim):
+                    output[head, i, k] = narrowed(mixed[i, k])
 
     return attend
 
@@ -245,16 +297,43 @@ def _write_row(numbers: Any, row: Any, scale: Any) -> None:
         row[k] = np.int8(min(max(step + math.copysign(_F(0.5), step), _F(-127)), _F(127))) if finite else np.int8(0)
 
 
-@cfunc(types.void(types.CPointer(types.voidptr)))
-def _write(given: Any) -> None:
-    """Write this thread's entries."""
-    sizes = carray(given[0], 5, np.int64)
-    n, dim, subpages, size, width = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
-    keys, values = carray(given[1], (n, dim), np.float32), carray(given[2], (n, dim), np.float32)
-    rows = carray(given[3], (subpages * size, width), np.int8)
-    scales = carray(given[3], (subpages * size, width // 4), np.float32)
-    slots = carray(given[4], n, np.int64)
-    for i in range(_thread(), n, _threads()):
-        row, scale = rows[slots[i]], scales[slots[i]]
-        _write_row(keys[i], row[:dim], scale[dim // 4 :])
-        _write_row(values[i], row[dim + 4 : 2 * dim + 4], scale[dim // 2 + 1 :])
+@lru_cache
+def compiled_writing(dim: int, dtype: torch.dtype) -> Any:
+    """Return what writes entries of layers with heads of this size, compiled for them.
+
+    Args:
+        dim: numbers of a key, and of a value.
+        dtype: one of `NUMBERS`.
+    """
+    width = 2 * dim + 8
+    stored, widened, narrowed = NUMBERS[dtype]
+
+    @njit(fastmath=_REORDERED)
+    def mix_row(given: Any, mix: Any, sums: Any, mixed: Any) -> None:
+        """Write the product of a key or value with the matrix, rounded to the type that it came in."""
+        sums[:] = 0
+        for j in range(0, dim, 4):
+            a, b, c, d = widened(given[j]), widened(given[j + 1]), widened(given[j + 2]), widened(given[j + 3])
+            for k in range(dim):
+                sums[k] += a * mix[j, k] + b * mix[j + 1, k] + c * mix[j + 2, k] + d * mix[j + 3, k]
+        for k in range(dim):
+            mixed[k] = widened(narrowed(_F(sums[k])))
+
+    @cfunc(types.void(types.CPointer(types.voidptr)))
+    def write(given: Any) -> None:
+        """Write this thread's entries."""
+        sizes = carray(given[0], 2, np.int64)
+        n, slots_in_all = sizes[0], sizes[1]
+        keys, values = carray(given[1], (n, dim), stored), carray(given[2], (n, dim), stored)
+        rows = carray(given[3], (slots_in_all, width), np.int8)
+        scales = carray(given[3], (slots_in_all, width // 4), np.float32)
+        slots, mix = carray(given[4], n, np.int64), carray(given[5], (dim, dim), np.float64)
+        sums, mixed = np.empty(dim, np.float64), np.empty(dim, np.float32)
+        for i in range(_thread(), n, _threads()):
+            row, scale = rows[slots[i]], scales[slots[i]]
+            mix_row(keys[i], mix, sums, mixed)
+            _write_row(mixed, row[:dim], scale[dim // 4 :])
+            mix_row(values[i], mix, sums, mixed)
+            _write_row(mixed, row[dim + 4 : 2 * dim + 4], scale[dim // 2 + 1 :])
+
+    return write

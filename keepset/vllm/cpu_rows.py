@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
 
@@ -173,29 +173,29 @@ class Int8Pages(StridedPages):
         caches: the caches of all layers with the same block tables, which follow one another in memory.
         place: which of them is the layer's.
         format: how rows are read and written.
+        scaling: factor of the products of queries and keys.
     """
 
-    def __init__(self, caches: Sequence[Tensor], place: int, format: PageFormat) -> None:
+    def __init__(self, caches: Sequence[Tensor], place: int, format: PageFormat, scaling: float) -> None:
         super().__init__(caches, place, format)
         assert format.mixing is not None
-        self._rows, self._mixing = joined(caches).flatten(0, 1), format.mixing
+        self._rows, unmix = joined(caches).flatten(0, 1), format.mixing.unmix
+        self._mix, self._around = format.mixing.mix.double().contiguous(), torch.stack((unmix.T * scaling, unmix))
 
     def append(
-        self, keys: Float[Tensor, "n head_dim"], values: Float[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
+        self, keys: Shaped[Tensor, "n head_dim"], values: Shaped[Tensor, "n head_dim"], slots: Int[Tensor, " n"]
     ) -> None:
         """Write entry `i` to `slots[i]`, counted from the first layer's slots on."""
         from keepset.kernels import int8_rows
 
-        mixed_keys, mixed_values = self._mixing.mixed(torch.stack((keys, values))).float().unbind()
-        int8_rows.write(mixed_keys, mixed_values, self._rows, slots.long())
+        int8_rows.write(keys.contiguous(), values.contiguous(), self._rows, slots.long().contiguous(), self._mix)
 
     def attend(
         self,
-        queries: Float[Tensor, "heads group head_dim"],
+        queries: Shaped[Tensor, "heads group head_dim"],
         tables: Int[Tensor, "heads pages"],
         lengths: Int[Tensor, " heads"],
-        scaling: float,
-        output: Float[Tensor, "heads group head_dim"],
+        output: Shaped[Tensor, "heads group head_dim"],
         bias: Biased | None,
     ) -> None:
         """Compute the attention of some queries, each over the entries of its own head.
@@ -204,19 +204,13 @@ class Int8Pages(StridedPages):
             queries: after rotation.
             tables: the sub-pages of each head, numbered from the first layer's on.
             lengths: the number of entries of each head.
-            scaling: factor of the products.
             output: written to; zero for a head without entries.
             bias: what is added to logits.
         """
         from keepset.kernels import int8_rows
 
-        mixed = self._mixing.mixed_queries(queries.float()).mul_(scaling)
-        attended = torch.empty_like(mixed)
-        biases, biased = (mixed[:0, 0, 0], lengths.new_zeros(len(lengths))) if bias is None else bias
-        int8_rows.attend(
-            mixed, self._rows, tables.int(), lengths.int(), attended, biases.view(-1), biased.int().contiguous()
-        )
-        self._mixing.unmixed(attended, output)
+        biases = None if bias is None else (bias.column.view(-1), bias.counts.int().contiguous())
+        int8_rows.attend(queries.contiguous(), self._rows, tables.int(), lengths.int(), output, self._around, biases)
 
 
 def write(pages: StridedPages | ScatteredPages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
@@ -249,7 +243,7 @@ def attend(
         bias: what is added to logits.
     """
     if isinstance(pages, Int8Pages) and softmax.plain:
-        pages.attend(queries, tables, lengths, softmax.scaling, output, bias)
+        pages.attend(queries, tables, lengths, output, bias)
         return
     size, format = pages.block_size, pages.format
     added = None if bias is None else partial(bias.of_heads, tables, size)
@@ -296,21 +290,31 @@ class RowsMixin(CompressedAttentionImpl):
 
     def belong_to(self, layer: Any) -> None:
         super().belong_to(layer)
-        if layer.kv_cache_dtype == INT8:
+        if self._compiles(layer):
             from keepset.kernels import int8_rows
 
-            if int8_rows.AVAILABLE:  # compiled before the first request
-                int8_rows.compiled_attention(self.num_queries_per_kv, self.head_size, self._context.block_size)
+            sizes = self.num_queries_per_kv, self.head_size, self._context.block_size
+            int8_rows.compile_for(*sizes, self._dtype)  # before the first request
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
         pages = super().make_pages(layer, caches, place)
-        if layer.kv_cache_dtype != INT8:
+        if not self._compiles(layer):
             return pages
+        assert isinstance(pages.format, PageFormat)
+        return Int8Pages(caches, place, pages.format, self.softmax.scaling)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The model's type."""
+        return cast(torch.dtype, self._context.config.model_config.dtype)
+
+    def _compiles(self, layer: Any) -> bool:
+        """Return whether the layer's pages are written and attended to by compiled loops."""
+        if layer.kv_cache_dtype != INT8:
+            return False
         from keepset.kernels import int8_rows
 
-        assert isinstance(pages.format, PageFormat)
-        in_fours = pages.block_size % 4 == 0  # as the loops read entries
-        return Int8Pages(caches, place, pages.format) if int8_rows.AVAILABLE and in_fours else pages
+        return int8_rows.supports(self.head_size, self._context.block_size, self._dtype)
 
     def mixing(self, layer: Any) -> None:
         """Return None: `RowsImpl` mixes by the pages' format."""
