@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole, SupportsHMA
@@ -20,6 +21,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
+from keepset.errors import UnsupportedEngineError
 from keepset.vllm.engine_context import active
 from keepset.vllm.manager import KeepManager
 from keepset.vllm.settings import BESIDE
@@ -165,8 +167,12 @@ class PlainPrefixes:
     def _view(self, request: Request) -> PlainRequest:
         if request.request_id not in self._views:
             hash_size = self._manager.block_pool.hash_block_size
-            self._views[request.request_id] = PlainRequest(request, self._manager.plain_tokens, hash_size)
+            self._views[request.request_id] = PlainRequest(request, self._plain_tokens, hash_size)
         return self._views[request.request_id]
+
+    def _plain_tokens(self, request: Request) -> int | None:
+        """Return how many of a request's first tokens are plain; None for all."""
+        return self._manager.plain_tokens(request)
 
     @property
     def _manager(self) -> KeepManager:
@@ -177,10 +183,48 @@ class PlainPrefixes:
         return manager
 
 
+class PlainChunks(PlainPrefixes):
+    """The same for LMCache's connector, which stores tokens in chunks, and has copied them when a step ends.
+
+    Raises:
+        UnsupportedEngineError: LMCache is told to store what does not fill a chunk.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if not self._lmcache_engine._discard_partial_chunks:  # type: ignore[attr-defined]
+            raise UnsupportedEngineError(
+                "Beside keepset LMCache may store whole chunks alone, because tokens behind a request's plain pages "
+                "would be in the last one; leave LMCache's save_unfull_chunk out."
+            )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Load pages, once events that still read them are executed: LMCache writes to them in a stream of its own."""
+        loads = [request.load_spec for request in self._get_connector_metadata().requests]  # type: ignore[attr-defined]
+        if any(spec is not None and spec.can_load for spec in loads) and torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        super().start_load_kv(forward_context, **kwargs)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not request.skip_reading_prefix_cache:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        # vLLM takes nothing for this request, and LMCache has to know: it insists on what it has said.
+        nothing = PlainRequest(request, lambda _: 0, 1)
+        return super(PlainPrefixes, self).get_num_new_matched_tokens(nothing, num_computed_tokens)  # type: ignore[misc, no-any-return]
+
+    def _plain_tokens(self, request: Request) -> int | None:
+        """Return how many of a request's first tokens were plain: LMCache takes it for an error if they become fewer.
+
+        Where their pages are freed, those tokens are stored already, and later ones are never plain.
+        """
+        return self._manager.shareable_tokens(request)
+
+
 @cache
 def _beside(name: str) -> type:
     connector = KVConnectorFactory.get_connector_class_by_name(name)
-    return type(name, (PlainPrefixes, connector, SupportsHMA), {"__module__": __name__})
+    plain = PlainChunks if name == "LMCacheConnectorV1" else PlainPrefixes
+    return type(name, (plain, connector, SupportsHMA), {"__module__": __name__})
 
 
 def __getattr__(name: str) -> type:

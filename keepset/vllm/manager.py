@@ -193,7 +193,15 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
         Of requests with a recipe or a context of their own that is none.
         """
-        if request.request_id in self._own or self.is_released(request.request_id):
+        return 0 if self.is_released(request.request_id) else self.shareable_tokens(request)
+
+    def shareable_tokens(self, request: Request) -> int | None:
+        """Return how many of a request's first tokens fill blocks that hold what the blocks' hashes say, until a
+        compression frees them; None for all of its tokens.
+
+        Of requests with a recipe or a context of their own that is none.
+        """
+        if request.request_id in self._own:
             return 0
         shareable = self.schedule.shareable(request.num_prompt_tokens)
         return None if shareable is None else shareable // self.block_size * self.block_size

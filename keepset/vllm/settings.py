@@ -45,7 +45,7 @@ CONTEXT_CONNECTOR = {
 """The `kv_transfer_config` of an engine with contexts."""
 
 
-BESIDE = ("OffloadingConnector", "ExampleConnector")
+BESIDE = ("OffloadingConnector", "LMCacheConnectorV1", "ExampleConnector")
 """vLLM's KV connectors that can run beside keepset, as `keepset.vllm.beside` has them."""
 
 BESIDE_MODULE = "keepset.vllm.beside"

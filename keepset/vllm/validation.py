@@ -110,7 +110,8 @@ def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if own is CONTEXT_CONNECTOR:
         yield f"contexts are loaded to pages that {names} may still read; leave it out, or contexts."
     elif set(unknown) - {*BESIDE}:
-        yield f"{', '.join(unknown)} moves whole caches; take {' or '.join(BESIDE)}, or leave kv_transfer_config out."
+        known = f"{', '.join(BESIDE[:-1])} or {BESIDE[-1]}"
+        yield f"{', '.join(unknown)} moves whole caches; take {known}, or leave kv_transfer_config out."
     elif unknown:
         yield (
             f"{names} would store compressed pages as if they were whole; write "

@@ -43,6 +43,13 @@ def beside(name: str, **more: Any) -> dict[str, Any]:
     return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": parts}}
 
 
+def with_lmcache(**more: Any) -> dict[str, Any]:
+    """Settings of an engine beside LMCache, whose chunks are two blocks."""
+    settings = {"chunk_size": 64, "local_cpu": True, "max_local_cpu_size": 0.1, "save_decode_cache": True, **more}
+    transfer = beside("LMCacheConnectorV1", **{f"lmcache.{name}": value for name, value in settings.items()})
+    return {"kv_transfer_config": transfer, "worker_extension_cls": "tests.vllm.lmcache_memory.Extension"}
+
+
 def load() -> list[Ask]:
     """Prompts with a common beginning, and others that push it out of the pool and wait for the pages that it frees."""
     some = [Ask(COMMON + IDS[300:330], 40)]
@@ -110,6 +117,23 @@ def test_prefixes_come_back_from_files(engines: dict[Any, Any], tiny_oracle: Ora
     check(tiny_oracle, "once", result(engines, ("once", "files")))
 
 
+@pytest.mark.parametrize(
+    "name", ["once", *(pytest.param(name, marks=pytest.mark.full) for name in ("ragged", "every"))]
+)
+def test_prefixes_come_back_from_lmcache(name: str, tiny: Path, tiny_oracle: Oracle) -> None:
+    pytest.importorskip("lmcache")
+    answers = answers_of({name: Scenario(RECIPES[name], load(), (50, 160), engine(tiny, **with_lmcache()))})
+    check(tiny_oracle, name, result(answers, name))
+
+
+@pytest.mark.full
+def test_lmcache_stores_whole_chunks_alone(tiny: Path) -> None:
+    pytest.importorskip("lmcache")
+    own = engine(tiny, **with_lmcache(save_unfull_chunk=True))
+    (answer,) = answers_of({"": Scenario(RECIPES["once"], [Ask(IDS[:40], 2)], engine=own)}).values()
+    assert "leave LMCache's save_unfull_chunk out" in answer
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["ragged", "every"])
 def test_under_other_recipes(name: str, others: dict[Any, Any], tiny_oracle: Oracle) -> None:
@@ -122,6 +146,7 @@ def test_a_request_whose_pages_are_freed_has_none_that_are_plain() -> None:
     request = SimpleNamespace(request_id="a", num_prompt_tokens=320, num_tokens=350, num_computed_tokens=340)
     request.block_hashes, request.prompt_token_ids = list(range(10)), IDS[:320]
     state = SimpleNamespace(_own={}, is_released=lambda name: False, schedule=schedule, block_size=32)
+    state.shareable_tokens = partial(managers.KeepManager.shareable_tokens, state)
     view = beside_module.PlainRequest(request, partial(managers.KeepManager.plain_tokens, state), 32)
     assert view.block_hashes == list(range(7)) and view.num_tokens // 32 == view.num_computed_tokens // 32 == 7
     state.is_released = lambda name: True

@@ -141,12 +141,12 @@ REFUSED = [
     (
         UNIFORM,
         {"kv_transfer_config": connector(None)},
-        "MooncakeConnector moves whole caches; take OffloadingConnector or ExampleConnector, or leave kv_transfer",
+        "MooncakeConnector moves whole caches; take OffloadingConnector, LMCacheConnectorV1 or ExampleConnector, or",
     ),
     ("mass", {"kv_transfer_config": connector("lmcache.x", "Any")}, "Any moves whole caches"),
     *(
         (UNIFORM, {"kv_transfer_config": several((OWN, "BlockCountConnector"), (module, name))}, f"{name} moves whole")
-        for module, name in ((BESIDE_MODULE, "LMCacheConnectorV1"), (None, "LMCacheMPConnector"))
+        for module, name in ((BESIDE_MODULE, "LMCacheMPConnector"), (None, "LMCacheMPConnector"))
     ),
     (
         UNIFORM,
