@@ -1,9 +1,12 @@
 """Measures keepset, and plain transformers of the same environment as its full cache."""
 
+import kv_bytes
 from measure import Setting, Side, Start
 from serve import serve
 
 import keepset
+from keepset.core.statistics import Statistics
+from keepset.embedded import embedded_folder
 
 
 class Keepset(Side):
@@ -19,4 +22,6 @@ def recipe(method: str, keep: float) -> str:
 
 
 if __name__ == "__main__":
+    embedded_folder()  # offers its statistics to recipes that name none
+    kv_bytes.OUTSIDE.append(Statistics)
     serve(Keepset, ("keepset", "transformers", "torch"))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Roads that lead out of the cache into the rest of the program.
-_OUTSIDE = (nn.Module, type, types.ModuleType, types.FrameType, torch.dtype, torch.device)
+# Roads that lead out of the cache into the rest of the program; a worker adds what its library has for all caches.
+OUTSIDE: list[type] = [nn.Module, type, types.ModuleType, types.FrameType, torch.dtype, torch.device]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _reachable_tensors(root: object) -> Iterator[Tensor]:
     waiting: list[Any] = [root]
     while waiting:
         item = waiting.pop()
-        if id(item) in seen or isinstance(item, _OUTSIDE):
+        if id(item) in seen or isinstance(item, tuple(OUTSIDE)):
             continue
         seen.add(id(item))
         if isinstance(item, nn.Parameter):

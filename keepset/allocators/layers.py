@@ -134,12 +134,13 @@ def pooled_counts(values: Float[Tensor, "batch parts entries"], total: PerReques
         total: how many entries stay of each request.
         least: how many of its best entries each part keeps in any case.
     """
-    exists = ~values.isneginf()
-    certain = top_mask(values, least) & exists
+    exists, entries = ~values.isneginf(), values.shape[-1]
+    order = values.argsort(dim=-1, stable=True)
+    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(entries, device=order.device).expand_as(order))
+    certain = (ranks >= entries - least[..., None]) & exists
     # Certain places rank above all others and keep their own order.
-    ranks = values.argsort(dim=-1, stable=True).argsort(-1).to(values.dtype)
     largest = torch.finfo(values.dtype).max
-    raised = values.clamp(max=largest / 2).where(~certain, largest / 2 * (1 + (ranks + 1) / values.shape[-1]))
+    raised = values.clamp(max=largest / 2).where(~certain, largest / 2 * (1 + (ranks.to(values.dtype) + 1) / entries))
     # Place after place, the last first: `top_mask` takes the later of equal ones, and this way the parts share them.
     flat = raised.flip(-1).transpose(1, 2).flatten(1)
     chosen = top_mask(flat, total.minimum(exists.sum((1, 2)))).unflatten(1, (values.shape[2], -1))

@@ -121,10 +121,16 @@ def outputs_of(
     output_bias: Float[Tensor, "*#rows 2"],
 ) -> Float[Tensor, "*rows entries 2"]:
     """Return each entry's log score and slope; see `Networks`."""
-    # One product for the hidden layer and the linear part.
-    weights, bias = torch.cat([hidden, linear], -2), torch.cat([hidden_bias, output_bias], -1)
-    units = inputs @ weights.transpose(-1, -2) + bias[..., None, :]
-    return F.gelu(units[..., :-2]) @ output.transpose(-1, -2) + units[..., -2:]
+    units = F.gelu(_affine(inputs, hidden, hidden_bias))
+    return _affine(inputs, linear, output_bias) + units @ output.transpose(-1, -2)
+
+
+def _affine(
+    inputs: Float[Tensor, "*rows entries inputs"],
+    weights: Float[Tensor, "*#rows outputs inputs"],
+    bias: Float[Tensor, "*#rows outputs"],
+) -> Float[Tensor, "*rows entries outputs"]:
+    return (inputs @ weights.transpose(-1, -2)).add_(bias[..., None, :])
 
 
 def cos_and_sin(
@@ -182,6 +188,8 @@ def _of_block(
     """Return the codes of entries."""
     cos, sin = cos_and_sin(positions, networks.turns)
     partner, gain = (part[:, None, None, None] for part in (networks.partner, networks.gain))
-    plain = keys / gain
-    inputs = inputs_of(plain * cos - plain.gather(-1, partner.expand_as(plain)) * sin, values)
+    # The angles are of fewer heads than the keys, so it is they that the gain is taken out of.
+    plain = keys * (cos / gain)
+    plain.addcmul_(keys.gather(-1, partner.expand_as(keys)), sin / gain.gather(-1, partner), value=-1)
+    inputs = inputs_of(plain, values)
     return encode(outputs_of(inputs.flatten(2, 3), *networks[:5])).view(keys.shape[:4])
