@@ -40,9 +40,10 @@ def held_bytes(cache: object) -> HeldBytes:
 def _reachable_tensors(root: object) -> Iterator[Tensor]:
     seen: set[int] = set()
     waiting: list[Any] = [root]
+    outside = tuple(OUTSIDE)
     while waiting:
         item = waiting.pop()
-        if id(item) in seen or isinstance(item, tuple(OUTSIDE)):
+        if id(item) in seen or isinstance(item, outside):
             continue
         seen.add(id(item))
         if isinstance(item, nn.Parameter):

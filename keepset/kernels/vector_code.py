@@ -32,10 +32,14 @@ class _Code:
     Args:
         builder: where instructions go.
         lanes: the numbers of a vector.
+
+    Attributes:
+        lanes: as given.
+        zero: a vector of zeros.
     """
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
-        self._builder, self._lanes = builder, lanes
+        self._builder, self.lanes = builder, lanes
         self.zero = ir.Constant(ir.VectorType(_FLOAT, lanes), None)
 
     def place(self, address: ir.Value, steps: ir.Value, size: int) -> ir.Value:
@@ -52,8 +56,8 @@ class _Code:
 
     def whole_numbers(self, address: ir.Value, offset: int) -> ir.Value:
         """Read a vector of 8-bit integers, as floats."""
-        stored = self._builder.load(self.pointer(address, offset, ir.VectorType(_BYTE, self._lanes)), align=1)
-        return self._builder.sitofp(self._builder.sext(stored, ir.VectorType(_INT, self._lanes)), self.zero.type)
+        stored = self._builder.load(self.pointer(address, offset, ir.VectorType(_BYTE, self.lanes)), align=1)
+        return self._builder.sitofp(self._builder.sext(stored, ir.VectorType(_INT, self.lanes)), self.zero.type)
 
     def gathered(self, address: ir.Value, offsets: Sequence[int]) -> ir.Value:
         """Read some floats from places of their own, as a vector."""
@@ -66,7 +70,7 @@ class _Code:
     def repeated(self, address: ir.Value, offset: int) -> ir.Value:
         """Read a float, and return a vector of it alone."""
         one = self.gathered(address, [offset])
-        return self._picked(one, one, [0] * self._lanes)
+        return self._picked(one, one, [0] * self.lanes)
 
     def write(self, vector: ir.Value, address: ir.Value, offset: int) -> None:
         """Write a vector."""
@@ -85,8 +89,8 @@ class _Code:
         second. Where one vector is left, its numbers are halved until each of the four has one.
         """
         a, b, c, d = vectors
-        lanes = self._lanes // 4
-        total = self._halved(self._halved(a, b, self._lanes), self._halved(c, d, self._lanes), self._lanes // 2)
+        lanes = self.lanes // 4
+        total = self._halved(self._halved(a, b, self.lanes), self._halved(c, d, self.lanes), self.lanes // 2)
         while lanes > 1:
             total, lanes = self._halved(total, total, lanes, 4 * lanes), lanes // 2
         return total
@@ -133,11 +137,10 @@ def key_products(group: int, dim: int, width: int) -> Any:
     """
 
     def write(code: _Code, queries: ir.Value, entries: ir.Value, products: ir.Value, stride: ir.Value) -> None:
-        lanes = math.gcd(dim, _LANES)
         scales = code.gathered(entries, [row * width + dim for row in range(ROWS)])
         for some in _in_groups(group):
             sums = {i: [code.zero] * ROWS for i in some}
-            for k in range(0, dim, lanes):
+            for k in range(0, dim, code.lanes):
                 keys = [code.whole_numbers(entries, row * width + k) for row in range(ROWS)]
                 for i in some:
                     query = code.floats(queries, _SIZE * (i * dim + k))
@@ -164,11 +167,10 @@ def value_sums(group: int, dim: int, width: int) -> Any:
     """
 
     def write(code: _Code, weights: ir.Value, values: ir.Value, sums: ir.Value, stride: ir.Value) -> None:
-        lanes = math.gcd(dim, _LANES)
         for some in _in_groups(group):
             places = {i: code.place(weights, stride, _SIZE * i) for i in some}
             own = {i: [code.repeated(places[i], _SIZE * row) for row in range(ROWS)] for i in some}
-            for k in range(0, dim, lanes):
+            for k in range(0, dim, code.lanes):
                 rows = [code.whole_numbers(values, row * width + k) for row in range(ROWS)]
                 for i in some:
                     total = code.floats(sums, _SIZE * (i * dim + k))

@@ -46,6 +46,11 @@ class CompressedImpl:
         """What the layer does with products; it gets its sinks when weights are loaded."""
         return Softmax(self.scale, softcap_of(self), getattr(self, "sinks", None))
 
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """The model's type, in which keys and values are given."""
+        return cast(torch.dtype, self._context.config.model_config.dtype)
+
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Return False: keepset's own attention has no scales for its output."""
         return False
@@ -95,8 +100,7 @@ class CompressedImpl:
         """Return queries as events and keepset's attention look at them: some backends get them in 8 bits."""
         if query.dtype.itemsize > 1:
             return query
-        dtype = cast(torch.dtype, self._context.config.model_config.dtype)
-        return query.to(dtype) * layer._q_scale.to(dtype)
+        return query.to(self.model_dtype) * layer._q_scale.to(self.model_dtype)
 
     def record(self, layer: Any, step: PlannedStep | None, queries: Tensor) -> None:
         """Run what the step's plan says of this layer, which has attended.
@@ -125,10 +129,10 @@ class CompressedAttentionImpl(CompressedImpl):
     num_queries_per_kv: int
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
-        dtype = cast(torch.dtype, self._context.config.model_config.dtype)
         if layer.kv_cache_dtype in PACKED:
-            return ScatteredPages([parts_of(layer, cache) for cache in caches], place, packed_format(layer, dtype))
-        return StridedPages(caches, place, format_of(layer, dtype))
+            format = packed_format(layer, self.model_dtype)
+            return ScatteredPages([parts_of(layer, cache) for cache in caches], place, format)
+        return StridedPages(caches, place, format_of(layer, self.model_dtype))
 
     def mixing(self, layer: Any) -> Mixing | None:
         """Return how to mix what vLLM's backend is given, where pages hold mixed rows; None if it is not mixed.

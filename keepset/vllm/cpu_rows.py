@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -24,6 +24,7 @@ from keepset.paged.scattered_pages import ScatteredPages
 from keepset.vllm.attention import CompressedAttentionImpl
 from keepset.vllm.cpu_pages import joined
 from keepset.vllm.engine_context import PlannedStep
+from keepset.vllm.formats import row_format
 from keepset.vllm.recipe_support import INT8
 
 
@@ -294,19 +295,13 @@ class RowsMixin(CompressedAttentionImpl):
             from keepset.kernels import int8_rows
 
             sizes = self.num_queries_per_kv, self.head_size, self._context.block_size
-            int8_rows.compile_for(*sizes, self._dtype)  # before the first request
+            int8_rows.compile_for(*sizes, self.model_dtype)  # before the first request
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
-        pages = super().make_pages(layer, caches, place)
         if not self._compiles(layer):
-            return pages
-        assert isinstance(pages.format, PageFormat)
-        return Int8Pages(caches, place, pages.format, self.softmax.scaling)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The model's type."""
-        return cast(torch.dtype, self._context.config.model_config.dtype)
+            return super().make_pages(layer, caches, place)
+        format = row_format(layer.kv_cache_dtype, self.head_size, self.model_dtype)
+        return Int8Pages(caches, place, format, self.softmax.scaling)
 
     def _compiles(self, layer: Any) -> bool:
         """Return whether the layer's pages are written and attended to by compiled loops."""
@@ -314,7 +309,7 @@ class RowsMixin(CompressedAttentionImpl):
             return False
         from keepset.kernels import int8_rows
 
-        return int8_rows.supports(self.head_size, self._context.block_size, self._dtype)
+        return int8_rows.supports(self.head_size, self._context.block_size, self.model_dtype)
 
     def mixing(self, layer: Any) -> None:
         """Return None: `RowsImpl` mixes by the pages' format."""
