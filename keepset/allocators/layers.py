@@ -126,22 +126,17 @@ def padded(ranked: Sequence[Float[Tensor, "_ kv_heads _"]]) -> list[Float[Tensor
 def pooled_counts(values: Float[Tensor, "batch parts entries"], total: PerRequest, least: PerPart) -> PerPart:
     """Return how many entries each part keeps if the best of all parts together stay.
 
-    The counts sum to `total`, or to all entries where there are fewer. If the least of all parts exceed `total`, the
-    best of those stay. Of equal values the earlier places of all parts come first.
+    The counts sum to `total`, or to all entries where there are fewer. Of equal values the earlier places of all parts
+    come first.
 
     Args:
         values: the worth of each place; -inf where there is no entry.
         total: how many entries stay of each request.
-        least: how many of its best entries each part keeps in any case.
+        least: how many of its best entries each part keeps in any case: no more than it has, and together no more than
+            `total`.
     """
-    exists, entries = ~values.isneginf(), values.shape[-1]
-    order = values.argsort(dim=-1, stable=True)
-    ranks = torch.empty_like(order).scatter_(-1, order, torch.arange(entries, device=order.device).expand_as(order))
-    certain = (ranks >= entries - least[..., None]) & exists
-    # Certain places rank above all others and keep their own order.
-    largest = torch.finfo(values.dtype).max
-    raised = values.clamp(max=largest / 2).where(~certain, largest / 2 * (1 + (ranks.to(values.dtype) + 1) / entries))
+    existing = values.isneginf().logical_not().sum((1, 2))
+    certain_first = values.masked_fill(top_mask(values, least), float("inf"))
     # Place after place, the last first: `top_mask` takes the later of equal ones, and this way the parts share them.
-    flat = raised.flip(-1).transpose(1, 2).flatten(1)
-    chosen = top_mask(flat, total.minimum(exists.sum((1, 2)))).unflatten(1, (values.shape[2], -1))
-    return chosen.sum(1)
+    by_place = certain_first.flip(-1).transpose(1, 2)
+    return top_mask(by_place.flatten(1), total.minimum(existing)).view_as(by_place).sum(1)

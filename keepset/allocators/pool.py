@@ -48,7 +48,7 @@ class Pool(Allocator):
         rankings = [scorer.ranked(each, budget, scorer.quotas(each.sizes, budget)) for each in observations]
         ranked = padded([ranking.scores for ranking in rankings])
         by_head = [each.split_layers(scores).flatten(1, 2) for each, scores in zip(observations, ranked, strict=True)]
-        values = torch.cat(by_head, 1).double()  # which has room above the scores of what always stays
+        values = torch.cat(by_head, 1)
         existing = values.isneginf().logical_not().sum(-1)
         heads = existing.shape[-1]
         total = total_entries(observations, budget).clamp(min=heads).minimum(existing.sum(-1))

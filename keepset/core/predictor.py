@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -75,17 +76,22 @@ def scores_at(
         distances: from the end of the text.
         lengths: tokens of each text.
     """
-    size, last = age.shape[-2] - 1, age.shape[-1] - 1
-    places = _places(lengths, size)[..., None, None, None]
-    low = places.long()
-    row = [age.take_along_dim((low + step).clamp(max=size), -2) for step in (0, 1)]
-    of_length = row[0].lerp(row[1], places - low).squeeze(-2)
+    last = age.shape[-1] - 1
+    of_length = _interpolated(age.transpose(-1, -2), _places(lengths, age.shape[-2] - 1)[..., None, None, None])
     octaves = _places(distances, last)
-    places = octaves.expand(*of_length.shape[:-1], -1)
-    low = places.long()
-    by_age = of_length.gather(-1, low).lerp(of_length.gather(-1, (low + 1).clamp(max=last)), places - low)
+    by_age = _interpolated(of_length.squeeze(-1), octaves)
     scores, slopes = decode(codes)
-    return (scores + slopes * (octaves - MIDDLE) + by_age).exp()
+    return by_age.addcmul_(slopes, octaves - MIDDLE).add_(scores).exp_()
+
+
+def _interpolated(
+    knots: Float[Tensor, "*rows knots"], places: Float[Tensor, "*#rows entries"]
+) -> Float[Tensor, "*rows entries"]:
+    """Return what lies at places between knots, on the straight line between the two next ones."""
+    below = places.long().expand(*knots.shape[:-1], -1)
+    rise = F.pad(knots.diff(dim=-1), (0, 1))
+    at_zero = knots - rise * torch.arange(knots.shape[-1], device=knots.device)
+    return at_zero.gather(-1, below).addcmul_(rise.gather(-1, below), places)
 
 
 def knot_weights(numbers: Int[Tensor, " entries"], knots: int) -> Float[Tensor, "entries knots"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -153,8 +153,6 @@ class SecondPasses(ModelHooks):
             caches[i] = kind(entries, request, length, names)
         for i, each in caches.items():
             each.readers, each.layer = layers[i].readers, i if layers[i].store_type is LatentStore else None
-        # Layers that read another one's entries come after all that have their own.
-        caches[next((i for i, each in caches.items() if each.readers), max(caches))].last = True
         rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
         states = any(isinstance(each, _HybridEntries) for each in caches.values())
         # Layers that are not keepset's would let one part see another.
@@ -235,7 +233,7 @@ class SecondPasses(ModelHooks):
         tokens = torch.cat([part.tokens for part in parts])
         positions = first + torch.cat([part.places for part in parts], -1)[..., None, :]
         kind = "input_ids" if tokens.ndim == 1 else "inputs_embeds"
-        with _unchanged_rotations(decoder), suppress(_Done):
+        with _unchanged_rotations(decoder):
             inputs = {kind: tokens[None], "past_key_values": TransformersCache(layers=layers)}
             decoder(**inputs, position_ids=positions, use_cache=True)
 
@@ -281,10 +279,6 @@ def _calls(parts: list[Part], most: int) -> list[list[Part]]:
     return calls
 
 
-class _Done(Exception):  # noqa: N818
-    """Raised once the last layer has been looked at: nobody needs what the model would make of it."""
-
-
 class _Entries(LogicalLayer):
     """One request's entries of one layer, which tokens look at without being added to them."""
 
@@ -294,7 +288,7 @@ class _Entries(LogicalLayer):
         self.logical, self._names = length, names
         self.received: dict[ColumnStatistic, Tensor] = {}
         self.pieces: list[PackedSequence] = []
-        self.last, self.readers = False, 0
+        self.readers = 0
         self.layer: int | None = None
         self._sums: list[dict[str, Tensor]] = []
 
@@ -318,8 +312,6 @@ class _Entries(LogicalLayer):
         self.received = {
             name: name.merge(self.received[name], sums[name]) if self.received else sums[name] for name in self._names
         }
-        if self.last:
-            raise _Done
         return new.finished(output.transpose(0, 1)[None].contiguous())
 
 

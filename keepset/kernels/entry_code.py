@@ -41,11 +41,11 @@ def encode(outputs: Float[Tensor, "*entries 2"]) -> Float[Tensor, "*entries"]:
 
 
 def _steps(numbers: Float[Tensor, "*shape"], steps: float, limit: float) -> Float[Tensor, "*shape"]:
-    return (numbers * steps + (limit * steps + 0.5)).floor().clamp(1, 2 * limit * steps - 1)
+    return (numbers * steps).add_(limit * steps + 0.5).floor_().clamp_(1, 2 * limit * steps - 1)
 
 
 def decode(codes: Float[Tensor, "*entries"]) -> tuple[Float[Tensor, "*entries"], Float[Tensor, "*entries"]]:
     """Return the log scores and the slopes that codes hold, to half a step; see `encode`."""
-    score = (codes / _SLOPES).floor()
-    slope = codes - score * _SLOPES
-    return score / SCORE_STEPS - SCORE_LIMIT, slope / SLOPE_STEPS - SLOPE_LIMIT
+    score = (codes / _SLOPES).floor_()
+    slope = torch.sub(codes, score, alpha=_SLOPES)
+    return score.div_(SCORE_STEPS).sub_(SCORE_LIMIT), slope.div_(SLOPE_STEPS).sub_(SLOPE_LIMIT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -134,12 +136,12 @@ def _affine(
 
 
 def cos_and_sin(
-    positions: Int[Tensor, "layers *rows entries"], turns: Int[Tensor, "layers head_dim"]
-) -> tuple[Float[Tensor, "layers *rows entries head_dim"], Float[Tensor, "layers *rows entries head_dim"]]:
+    positions: Int[Tensor, "layers *rows entries"], turns: Int[Tensor, "layers numbers"]
+) -> tuple[Float[Tensor, "layers *rows entries numbers"], Float[Tensor, "layers *rows entries numbers"]]:
     """Return cosines and sines of a layer's rotation at positions; `turns` are as in `Networks`."""
     steps = turns.view(len(turns), *[1] * (positions.ndim - 1), -1)
-    angles = (positions[..., None] * steps).float() * (2 * torch.pi / TURN)
-    return angles.cos(), angles.sin()
+    angles = (positions[..., None] * steps).float().mul_(2 * torch.pi / TURN)
+    return angles.cos(), angles.sin_()
 
 
 def new_entries(
@@ -186,10 +188,36 @@ def _of_block(
     networks: Networks,
 ) -> Float[Tensor, "layers heads rows entries"]:
     """Return the codes of entries."""
-    cos, sin = cos_and_sin(positions, networks.turns)
-    partner, gain = (part[:, None, None, None] for part in (networks.partner, networks.gain))
-    # The angles are of fewer heads than the keys, so it is they that the gain is taken out of.
-    plain = keys * (cos / gain)
-    plain.addcmul_(keys.gather(-1, partner.expand_as(keys)), sin / gain.gather(-1, partner), value=-1)
-    inputs = inputs_of(plain, values)
+    inputs = inputs_of(keys / networks.gain[:, None, None, None], values)  # a rotation leaves lengths as they are
+    for first, second in _planes(networks.partner):
+        x, y = inputs[..., first], inputs[..., second]
+        # A layer that rotates otherwise, or not at all, turns these numbers by nothing.
+        turns = networks.turns[:, first] * (networks.partner[:, first] == torch.arange(keys.shape[-1])[second])
+        cos, sin = cos_and_sin(positions, turns)
+        from_x = x * sin
+        x.mul_(cos).addcmul_(y, sin, value=-1)
+        y.mul_(cos).add_(from_x)
     return encode(outputs_of(inputs.flatten(2, 3), *networks[:5])).view(keys.shape[:4])
+
+
+def _planes(partner: Int[Tensor, "layers head_dim"]) -> Iterator[tuple[slice, slice]]:
+    """Yield which numbers of a head rotate with each other in some layer."""
+    for numbers in dict.fromkeys(map(tuple, partner.tolist())):
+        yield from _runs(tuple((first, second) for first, second in enumerate(numbers) if first < second))
+
+
+@cache
+def _runs(pairs: tuple[tuple[int, int], ...]) -> list[tuple[slice, slice]]:
+    """Return pairs of numbers in order as pairs of slices: of the two halves of a head, or of neighbours."""
+
+    def run(item: tuple[int, tuple[int, int]]) -> tuple[int, int, int]:
+        index, (first, second) = item
+        step = 2 if second == first + 1 else 1
+        return step, second - first, first - step * index
+
+    slices = []
+    for (step, between, _), items in groupby(enumerate(pairs), run):
+        firsts = [first for _, (first, _) in items]
+        start, end = firsts[0], firsts[-1] + 1
+        slices.append((slice(start, end, step), slice(start + between, end + between, step)))
+    return slices

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from keepset.core.feature import Needs
@@ -80,7 +80,7 @@ class GVote(Method):
         for few in queries.split(at_once, 3):
             logits = query_logits(observation, few)
             paid = normalised(logits, sinks).sum((2, 3)) / (group * samples)
-            scores += _best(logits, steps).sum((2, 3)) + paid
+            scores += top_mask(logits, steps[..., None].expand(logits.shape[:-1])).sum((2, 3)) + paid
         return scores
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
@@ -128,21 +128,6 @@ def query_logits(
     )
     logits = observation.softmax.capped(logits).nan_to_num(nan=-_LARGEST, posinf=_LARGEST, neginf=-_LARGEST)
     return logits.masked_fill(~observation.valid[:, :, None], float("-inf")).unflatten(2, queries.shape[2:4])
-
-
-def _best(
-    logits: Float[Tensor, "batch kv_heads group n entries"], quotas: Int[Tensor, "batch kv_heads group"]
-) -> Bool[Tensor, "batch kv_heads group n entries"]:
-    """Return what `top_mask` returns, for queries of a head that have the same quota."""
-    wanted = quotas[..., None].expand(logits.shape[:-1])
-    if logits.device.type != "cpu":
-        return top_mask(logits, wanted)
-    # Sorting takes four times as long as finding the least chosen logit, which is enough if no other equals it.
-    rows, entries = logits.flatten(0, 2), logits.shape[-1]
-    places = (entries + 1 - quotas.clamp(min=1)).flatten().tolist()
-    least = torch.stack([row.kthvalue(place).values for row, place in zip(rows, places, strict=True)])
-    best = logits >= least.view_as(wanted)[..., None]
-    return best if torch.equal(best.sum(-1), wanted) else top_mask(logits, wanted)
 
 
 _LARGEST = torch.finfo(torch.float32).max

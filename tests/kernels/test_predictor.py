@@ -24,17 +24,19 @@ ROUNDING = 2e-4
 
 
 def random_networks(head_dim: int, value_dim: int, width: int, draw: torch.Generator) -> tuple[Networks, Tensor]:
-    """Networks whose outputs are a few units apart, and the frequencies; an odd last number is not rotated."""
+    """Networks whose outputs are a few units apart, and the frequencies of a layer that rotates its halves and one that
+    rotates neighbours, but not the last of them."""
     half, inputs = head_dim // 2, head_dim + value_dim + 2
     itself = torch.arange(head_dim)
-    partner = torch.cat([itself[half : 2 * half], itself[:half], itself[2 * half :]])
-    angle = torch.logspace(0, -5, half)
-    frequency = torch.cat([-angle, angle, torch.zeros(head_dim - 2 * half)]).repeat(LAYERS, 1)
-    frequency[1] *= 0.7  # layers differ
+    halves = torch.cat([itself[half : 2 * half], itself[:half], itself[2 * half :]])
+    neighbours = torch.where(itself < 2 * max(1, half - 1), itself ^ 1, itself)
+    partner = torch.stack([halves, neighbours])
+    plane = torch.logspace(0, -5, head_dim)[torch.minimum(itself, partner)] * torch.tensor([[1.0], [0.7]])
+    frequency = torch.where(itself < partner, -plane, plane).where(itself != partner, 0.0)
     gain = torch.where(frequency == 0, 1.0, torch.tensor([[1.3], [0.8]]))
     shapes = [(2, inputs), (width, inputs), (width,), (2, width), (2,)]
     weights = [torch.randn(LAYERS, HEADS, *shape, generator=draw) * inputs**-0.5 for shape in shapes]
-    return Networks(*weights, partner.repeat(LAYERS, 1), turns_of(frequency), gain), frequency
+    return Networks(*weights, partner, turns_of(frequency), gain), frequency
 
 
 def expected(
