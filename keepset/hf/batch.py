@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -22,6 +22,8 @@ from keepset.hf.model_support import caches_latents, readers_of
 from keepset.hf.store import EntryStore
 from keepset.kernels.attention import append_entries, ragged_attention
 from keepset.kernels.dispatch import upload
+
+Made = TypeVar("Made")
 
 
 def can_go_together(model: PreTrainedModel) -> bool:
@@ -89,23 +91,23 @@ class _Batch(TransformersCache):
 
     def _attend(self, index: int, new: AttentionInput) -> Tensor:
         self._attending = False
-        n, device = new.query.shape[2], new.query.device
-        stores: dict[int, EntryStore] = {}
+        device = new.query.device
+        stores = self._of_each(lambda row, cache: cache.managed_layers[index].make_room(new.length))
+        positions, lengths = self._positions.to(device), self._lengths.to(device)
+        batched = BatchedAttention(_attend_together(stores, new, positions), positions, lengths)
+        self._of_each(lambda row, cache: cache.attend(cache.managed_layers[index], new.row(row, batched)))
+        return batched.output
+
+    def _of_each(self, make: Callable[[int, Cache], Made]) -> dict[int, Made]:
+        """Return by row what is made of each cache that has not failed; a cache that fails leaves the others alone."""
+        made: dict[int, Made] = {}
         for row, cache in enumerate(self._caches):
             if row not in self.errors:
                 try:
-                    stores[row] = cache.managed_layers[index].make_room(n)
-                except Exception as error:  # this row's own: the others go on
+                    made[row] = make(row, cache)
+                except Exception as error:
                     self.errors[row] = error
-        positions, lengths = self._positions.to(device), self._lengths.to(device)
-        batched = BatchedAttention(_attend_together(stores, new, positions), positions, lengths)
-        for row in stores:
-            try:
-                cache = self._caches[row]
-                cache.attend(cache.managed_layers[index], new.row(row, batched))
-            except Exception as error:  # as above
-                self.errors[row] = error
-        return batched.output
+        return made
 
 
 def _attend_together(

@@ -74,21 +74,22 @@ def _last(rows: Rows, most: int) -> Rows:
 
 
 class _Row:
-    """One request's queries before rotation: of every `stride`-th position, and the newest.
+    """One request's queries before rotation: of every `stride`-th position, and the newest; and how many have come.
 
     The former are chosen by position, so that neither chunks nor padding change which are chosen. The stride doubles
     when they are too many.
     """
 
-    def __init__(self, spread: Rows, newest: Rows, stride: int) -> None:
-        self.spread, self.newest, self.stride = spread, newest, stride
+    def __init__(self, spread: Rows, newest: Rows, stride: int, tokens: int) -> None:
+        self.spread, self.newest, self.stride, self.tokens = spread, newest, stride, tokens
 
-    def extended(self, spread: Rows, newest: Rows, most: int, most_newest: int) -> _Row:
-        """Return the row with new queries: those of every `stride`-th position, and all."""
-        some = torch.cat([self.spread, spread], 1)
+    def extended(self, new: Rows, most: int, most_newest: int) -> _Row:
+        """Return the row with the request's next queries."""
+        some = torch.cat([self.spread, new[:, -self.tokens % self.stride :: self.stride]], 1)
         step = _stride(some.shape[1], most)
-        last = _last(torch.cat([self.newest, _last(newest, most_newest)], 1), most_newest)
-        return _Row(some[:, ::step].clone() if step > 1 else some, last.clone(), self.stride * step)
+        last = _last(torch.cat([self.newest, _last(new, most_newest)], 1), most_newest)
+        spread = some[:, ::step].clone() if step > 1 else some
+        return _Row(spread, last.clone(), self.stride * step, self.tokens + new.shape[1])
 
 
 class _Reference(Accumulator):
@@ -100,11 +101,11 @@ class _Reference(Accumulator):
     def add(self, chunk: Chunk) -> None:
         assert chunk.source is not None
         self._latest, queries = chunk, chunk.source.undo(chunk.queries, chunk.positions)
-        before = self._rows or [_Row(row[:, :0], row[:, :0], 1) for row in queries]
-        self._rows = []
-        for i, (row, new) in enumerate(zip(before, queries, strict=True)):
-            parts = new[:, chunk.every(row.stride, i)], new[:, chunk.every(1, i)]
-            self._rows.append(row.extended(*parts, self._feature.spread, self._feature.newest))
+        before = self._rows or [_Row(row[:, :0], row[:, :0], 1, chunk.start or 0) for row in queries]
+        self._rows = [
+            row.extended(new[:, chunk.every(1, i)], self._feature.spread, self._feature.newest)
+            for i, (row, new) in enumerate(zip(before, queries, strict=True))
+        ]
 
     def merged_with(self, others: Sequence[_Reference]) -> _Reference:
         copied = copy.copy(self)
