@@ -123,16 +123,11 @@ def outputs_of(
     output_bias: Float[Tensor, "*#rows 2"],
 ) -> Float[Tensor, "*rows entries 2"]:
     """Return each entry's log score and slope; see `Networks`."""
-    units = F.gelu(_affine(inputs, hidden, hidden_bias))
-    return _affine(inputs, linear, output_bias) + units @ output.transpose(-1, -2)
-
-
-def _affine(
-    inputs: Float[Tensor, "*rows entries inputs"],
-    weights: Float[Tensor, "*#rows outputs inputs"],
-    bias: Float[Tensor, "*#rows outputs"],
-) -> Float[Tensor, "*rows entries outputs"]:
-    return (inputs @ weights.transpose(-1, -2)).add_(bias[..., None, :])
+    # One product reads the inputs for both parts.
+    weights, biases = torch.cat([hidden, linear], -2), torch.cat([hidden_bias, output_bias], -1)
+    sums = (inputs @ weights.transpose(-1, -2)).add_(biases[..., None, :])
+    width = hidden.shape[-2]
+    return (F.gelu(sums)[..., :width] @ output.transpose(-1, -2)).add_(sums[..., width:])
 
 
 def cos_and_sin(
