@@ -26,12 +26,11 @@ COMPILE = (
     *("--recipe", "compilerkv(window=8)", "--budgets", "16", "--sample", "1", "--prompt-tokens", "40"),
     *("--continuation", "5", "--text", "text.txt"),
 )
-TRACE = ("--baseline", "knorm(keep=9)", "--forced", "--output-tokens", "6", "--html", "trace.html")
 REPRODUCE = ("--model", "embedded", "--limit", "1", "--output-tokens", "4", "--data", ".")
 COMMANDS = {
     "generate": ("generate", "Hello there, you.", "--recipe", "snapkv(window=4, keep=0.5)", "--output-tokens", "3"),
     "compare": ("compare", "--recipes", "tova", "--budgets", "0.5", "--prompt-tokens", "64", "--continuation", "8"),
-    "trace": ("trace", "Hello", "--recipe", "tova(keep=16, every=4)", *TRACE),
+    "trace": ("trace", "Hello", "--recipe", "tova(keep=16, every=4)", "--output-tokens", "6"),
     "diagnose": ("diagnose", "gvote"),
     "latency": ("bench", "latency", "--recipes", "tova(keep=9)", *LATENCY),
     "context": ("context", "build", "--text", "text.txt", "--out", "c.safetensors", "--recipe", "snapkv(keep=0.5)"),

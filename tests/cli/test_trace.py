@@ -10,8 +10,6 @@ import torch
 
 import keepset
 from keepset.bench.analysis.diagnostics import repetition_rate
-from keepset.cli.trace import REASON
-from tests.bench.report.pages import data_of
 from tests.cli.conftest import Run
 from tests.cli.test_generate import encode
 from tests.hf.models import generate
@@ -19,7 +17,6 @@ from tests.hf.models import generate
 RECIPE = "tova(keep=24, every=8)"
 MODEL = "SmolLM2-135M-Instruct"
 SHORT = "A prompt of 34 tokens is short (minimum 256): the entries that were dropped will be missed.\n"
-"""Whatever the number of recipes."""
 
 
 def alone(tiny: Any, ids: torch.Tensor, recipe: str, new: int) -> tuple[keepset.Cache, torch.Tensor]:
@@ -31,50 +28,32 @@ def alone(tiny: Any, ids: torch.Tensor, recipe: str, new: int) -> tuple[keepset.
 def test_json(run: Run, tiny: Any) -> None:
     done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30", "--json", "-")
     assert (done.code, done.err) == (0, SHORT)
-    result = json.loads(done.out)
-    assert list(result) == ["model", "forced", "runs"] and result["model"] == MODEL and result["forced"] is False
-    (figures,) = result["runs"]
+    figures = json.loads(done.out)
+    assert figures["model"] == MODEL
     ids = encode(tiny[1], "", "Go on.")
     cache, sequence = alone(tiny, ids, RECIPE, 30)
     assert figures["recipe"] == RECIPE and figures["prompt_tokens"] == ids.shape[1]
     assert figures["tokens"] == len(sequence)
     assert figures["repetition"] == repetition_rate(sequence[ids.shape[1] :])
     assert figures["text"] == tiny[1].decode(sequence[ids.shape[1] :], skip_special_tokens=True)
-    assert figures["tokens_per_second"] > 0 and figures["segments"] is None
+    assert figures["tokens_per_second"] > 0
     assert len(cache.events) > 2
     for row, event in zip(figures["events"], cache.events, strict=True):
         assert (row["length"], row["entries"], row["kept"]) == (event.length, event.entries, event.kept)
 
 
 def test_table(run: Run, tiny: Any) -> None:
-    done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30", "--region", "4")
+    done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30")
     assert (done.code, done.err) == (0, SHORT)
-    first, header, *rows, totals, _ = done.out.split("\n")[:-1]
+    first, header, *rows, totals = done.out.split("\n")[:-1]
     length = encode(tiny[1], "", "Go on.").shape[1]
     assert first == f"{RECIPE}: {length} tokens of prompt, 30 after it."
     assert header.split() == ["length", "kept", "per", "head", "of", "wipe-out", "IoU", "middle", "longest", "gap"]
     lengths = list(range(length, length + 30, 8))
     assert [int(row.split()[0]) for row in rows] == lengths
     assert [len(row.split()) for row in rows] == [6] + [7] * (len(lengths) - 1)  # the first event has no IoU
-    assert totals.startswith("Means over the events: wipe-out ") and "(regions of 4 tokens), IoU 0." in totals
+    assert totals.startswith("Means over the events: wipe-out ") and "(regions of 16 tokens), IoU 0." in totals
     assert "Repeated 4-grams: " in totals and totals.endswith(" tokens/s.")
-
-
-def test_forced_baseline_sees_the_same_tokens(run: Run, tiny: Any) -> None:
-    words = ("--recipe", RECIPE, "--output-tokens", "30", "--json", "-")
-    other = "streaming_llm(keep=24, every=8)"
-    done = run("trace", "Go on.", *words, "--baseline", other, "--forced")
-    ours, theirs = json.loads(done.out)["runs"]
-    assert (ours["recipe"], theirs["recipe"]) == (RECIPE, other)
-    assert [row["length"] for row in theirs["events"]] == [row["length"] for row in ours["events"]]
-    assert theirs["tokens"] == ours["tokens"] - 1 and theirs["tokens_per_second"] is None
-    ids = encode(tiny[1], "", "Go on.")
-    fed = alone(tiny, ids, RECIPE, 30)[1][ids.shape[1] : -1]
-    assert theirs["text"] == tiny[1].decode(fed, skip_special_tokens=True)
-    # Left to itself it writes its own text.
-    free = json.loads(run("trace", "Go on.", *words, "--baseline", other).out)["runs"][1]
-    assert free["text"] == json.loads(run("trace", "Go on.", "--recipe", other, *words[2:]).out)["runs"][0]["text"]
-    assert free["text"] != theirs["text"]
 
 
 def test_where_a_text_comes_from(run: Run, tiny: Any, text: Path) -> None:
@@ -83,29 +62,9 @@ def test_where_a_text_comes_from(run: Run, tiny: Any, text: Path) -> None:
     lengths = {
         ("--text", "text"): len(tokenizer(essay)["input_ids"]),
         ("Go on.", "--text", "text"): encode(tokenizer, essay, "Go on.").shape[1],
-        ("--problem", "1 + 1?"): encode(tokenizer, "", f"1 + 1?\n{REASON}").shape[1],
     }
     for source, length in lengths.items():
-        assert json.loads(run("trace", *source, *words).out)["runs"][0]["prompt_tokens"] == length
-
-
-def test_page(run: Run, tiny: Any) -> None:
-    words = f"--baseline|knorm(keep=24, every=8)|--forced|--output-tokens|20|--layers|1|--recipe|{RECIPE}".split("|")
-    done = run("trace", "Go on.", *words, "--html", "trace.html")
-    assert done.code == 0 and done.err == f"report: trace.html\n{SHORT}"
-    page = Path("trace.html").read_text(encoding="utf-8")
-    data = data_of(page)
-    drawn = data["sections"][-1]
-    assert drawn["layers"] == [1] and len(drawn["runs"]) == len(data["figures"]["runs"]) == 2
-    ids = encode(tiny[1], "", "Go on.")
-    cache, sequence = alone(tiny, ids, RECIPE, 20)
-    assert "".join(drawn["runs"][0]["tokens"]) == "".join(tiny[1].decode([token]) for token in sequence.tolist())
-    from keepset.bench.report.page import pack
-
-    for shown, event in zip(drawn["runs"][0]["events"], cache.events, strict=True):
-        assert event.keep_set is not None
-        assert shown["kept"] == pack(event.keep_set.layer(1).mask(event.length))
-        assert shown["segments"] == [[]]
+        assert json.loads(run("trace", *source, *words).out)["prompt_tokens"] == length
 
 
 def test_interrupted(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +81,7 @@ def test_interrupted(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(Tracer, "put", stop)
     done = run("trace", "Go on.", "--recipe", RECIPE, "--output-tokens", "30", "--json", "-")
     assert done.code == 130 and done.err == f"{SHORT}interrupted after 11 of 30 tokens\n"
-    (figures,) = json.loads(done.out)["runs"]
+    figures = json.loads(done.out)
     assert figures["tokens"] - figures["prompt_tokens"] == 11 and len(figures["events"]) == 2
 
 
@@ -133,10 +92,9 @@ def test_nothing_compressed(run: Run, tiny: Any) -> None:
 
 def test_every_column_is_explained(run: Run, tiny: Any) -> None:
     """In the help, and below the table on a terminal."""
-    from keepset.bench.report.trace import events_table
-    from keepset.cli.trace import _LEGEND
+    from keepset.cli.trace import _LEGEND, events_table
 
-    table = events_table({"layers": [0], "kv_heads": 1, "events": []})
+    table = events_table({"heads": 1, "events": []})
     shown = " ".join(run("trace", "--help").out.split())
     for name in (table.head, *(column.title for column in table.columns)):
         assert f"{name} is " in shown or f"{name} are " in shown or f"{name} and of are " in shown, name

@@ -11,7 +11,6 @@ const colourOf = (series) =>
 const SCALES = {
   share: () => [[0, css("--page")], [1, css("--c0")]],
   difference: () => [[0, css("--c0")], [0.5, css("--page")], [1, css("--c1")]],
-  fate: () => ["--keep", "--c3", "--line"].flatMap((name, i) => [[i / 3, css(name)], [(i + 1) / 3, css(name)]]),
 };
 
 // ---- charts, drawn by plotly; the labels that it gets are escaped already
@@ -266,7 +265,7 @@ function errors({ items }, box) {
 
 // ---- the page
 
-const DRAW = { table, plots, maps, choice, errors, kept, events };
+const DRAW = { table, plots, maps, choice, errors, kept };
 let sections = 0;
 
 // Draws a section into a box; one with a title is a section of the document.

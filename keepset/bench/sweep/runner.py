@@ -255,15 +255,16 @@ class _Evaluator:
         """
         asked, task = run.asked, run.asked.task
         begun = CacheMemory(cached.cache, cached.is_full)
-        decodes = task.decodes or cached.cache.schedule.every is not None
+        recompresses = cached.cache.schedule.every is not None
+        decodes = task.decodes or recompresses
         ending = StopCriterion(self._model, self._tokenizer, task.generation)
         try:
             for number, question in enumerate(prompt.questions, first):
                 used = cached.cache if question is prompt.questions[-1] else cached.cache.fork()
                 memory = copy.copy(begun)
-                events = EventFigures(used.recipe.method) if decodes else None
+                events = EventFigures(used.recipe.method) if recompresses else None
                 used.observer = None if events is None else events.observe
-                look = partial(_look, used, [] if events is None else [memory, events])
+                look = partial(_look, used, [*([memory] if decodes else []), *([] if events is None else [events])])
                 look()
                 try:
                     began, logits = time.perf_counter(), cached.logits

@@ -10,13 +10,10 @@ from typing import Any
 
 import torch
 
-from keepset import KeepSet
 from keepset.bench.analysis.summary import summarize
-from keepset.bench.analysis.trace import HeadSegments, Trace, TraceEvent
 from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import FULL, Record
-from keepset.bench.report import compare, compiled, latency, results, serving, trace, tune
-from keepset.core.keep_set import LayerKeepSet
+from keepset.bench.report import compare, compiled, latency, results, serving, tune
 from keepset.core.tables import Tables
 from keepset.texts import Needle
 from tests.bench.analysis.cells import cell, cells
@@ -110,66 +107,6 @@ def comparison(*rows: Record, tokens: int = len(TOKENS), **more: Any) -> Compari
     full = {"kv_bytes": 1_000_000, "answer": EVIL, "needle_found": True, "prefill_seconds": 1.4, "nll": 2.5}
     needle = Needle("", f"What? {EVIL}", "eat a sandwich")
     return Comparison(f"model {EVIL}", tokens, 8, full, needle, made, masks(made, tokens), **more)
-
-
-TRACED = ["Once", EVIL, "\n", "", " $data", *(f" word{i}" for i in range(25))]
-LENGTHS, PROMPT, SHOWN, KV_HEADS = [12, 20, 27], 12, [0, 7], 3
-
-
-def history(seed: int) -> list[torch.Tensor]:
-    """What three events kept; what is gone does not come back."""
-    draw = torch.Generator().manual_seed(seed)
-    held, kept = torch.ones(len(SHOWN), KV_HEADS, 0, dtype=torch.bool), []
-    for length in LENGTHS:
-        new = torch.ones(len(SHOWN), KV_HEADS, length - held.shape[-1], dtype=torch.bool)
-        held = torch.cat([held, new], -1) & (torch.rand(len(SHOWN), KV_HEADS, length, generator=draw) < 0.6)
-        kept.append(held)
-    return kept
-
-
-HISTORIES = [history(0), history(1)]
-
-
-def entries(kept: list[torch.Tensor], event: int, layer: int, head: int) -> list[int]:
-    """Positions that a head held before the event."""
-    if event == 0:
-        return list(range(LENGTHS[0]))
-    before = kept[event - 1][layer, head].nonzero()[:, 0].tolist()
-    return before + list(range(LENGTHS[event - 1], LENGTHS[event]))
-
-
-def traced(kept: list[torch.Tensor], has_segments: bool) -> Trace:
-    def head(event: int, layer: int, index: int) -> HeadSegments:
-        size = len(entries(kept, event, layer, index))
-        return HeadSegments(torch.rand(size) + 0.01, torch.tensor([3, size]), torch.tensor([2, 4]))
-
-    def event(number: int, length: int, masks: torch.Tensor) -> TraceEvent:
-        positions = torch.arange(length).expand(1, KV_HEADS, length)
-        parts = [
-            LayerKeepSet.from_mask(layer, mask[None], positions, 8) for layer, mask in zip(SHOWN, masks, strict=True)
-        ]
-        segments = {layer: [head(number, row, index) for index in range(KV_HEADS)] for row, layer in enumerate(SHOWN)}
-        return TraceEvent(KeepSet(parts), torch.tensor([length]), 60, segments if has_segments else {})
-
-    events = [event(number, length, masks) for number, (length, masks) in enumerate(zip(LENGTHS, kept, strict=False))]
-    return Trace("recipe", torch.arange(len(TRACED)), PROMPT, events, None)
-
-
-def run(recipe: str) -> dict[str, Any]:
-    means = {"wipeout": 0.25, "iou": 0.5, "middle": 0.125, "longest_gap": 4.0}
-    rows = [{"length": n, "entries": 60, "kept": 30, **means, "iou": 0.5 if i else None} for i, n in enumerate(LENGTHS)]
-    return {
-        "recipe": recipe, "prompt_tokens": PROMPT, "tokens": len(TRACED), "region": 16, "repetition": 0.1,
-        "tokens_per_second": None, "layers": [0, 3, 7], "kv_heads": KV_HEADS, "events": rows, "mean": means,
-        "by_depth": {"iou": {"early": 0.4, "middle": 0.5, "late": 0.6}}, "segments": {"count": 2.0, "length": 6.0},
-        "text": EVIL,
-    }  # fmt: skip
-
-
-def trace_page(*recipes: str) -> str:
-    made = [traced(HISTORIES[i], has_segments=i == 0) for i in range(len(recipes))]
-    result = {"model": EVIL, "forced": False, "runs": [run(recipe) for recipe in recipes]}
-    return trace.render(result, made, [TRACED] * len(made), SHOWN)
 
 
 def sweep() -> list[Record]:
@@ -274,7 +211,6 @@ TUNED = (
 PAGES = {
     "compare": lambda: compare.render(comparison(), TOKENS),
     "results": results_page,
-    "trace": lambda: trace_page(EVIL, "tova"),
     "latency": lambda: latency_page(latency_row("a", 10), latency_row(EVIL, 10)),
     "serving": lambda: serving.render(served(EVIL, "recipe"), [["tokens", EVIL, "2", "x1"]]),
     "compiled": lambda: compiled.render(tables()),
