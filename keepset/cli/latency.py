@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from typer import Exit, Option
 
 from keepset.cli.checks import check_fits_context, check_least, check_measured, check_writable
-from keepset.cli.console import counted, load, note, output, progress, say, show_table, write
-from keepset.cli.options import Html, Json, takes_model
+from keepset.cli.console import counted, load, note, output, progress, say, show_table
+from keepset.cli.options import Json, takes_model
 from keepset.errors import KeepsetError
 from keepset.models import Source
 from keepset.texts import essay, read
@@ -25,7 +25,6 @@ def latency(
     rounds: Annotated[int, Option(help="How often each is measured, in turns.")] = 3,
     text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None,
     json_file: Json = None,
-    html: Html = None,
 ) -> None:
     """Measure one request at a time, beside the full cache.
 
@@ -37,11 +36,10 @@ def latency(
     parsed = [recipe.require_budget() for recipe in Recipe.parse_list(recipes)]
     lengths = _lengths(prompt_tokens)
     check_least(1, output_tokens=output_tokens, rounds=rounds)
-    check_writable(json_file, html)
+    check_writable(json_file)
 
     from keepset.bench.latency import Timing
     from keepset.bench.latency import latency as measure
-    from keepset.bench.report.latency import render
     from keepset.offline.corpus import default_texts
 
     loaded, tokenizer = load(model)
@@ -71,7 +69,6 @@ def latency(
         "rows": rows,
     }
     output(result, json_file, lambda: _print(result))
-    write(html, lambda: render(result))
     if not finished:
         note("interrupted: this is what was measured until then")
         raise Exit(130)

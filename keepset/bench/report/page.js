@@ -31,14 +31,6 @@ function styled({ series = 0, group, scale, ...trace }) {
   if (trace.type === "heatmap") {
     return { ygap: 1, colorbar: { thickness: 12, outlinewidth: 0 }, ...trace, colorscale: SCALES[scale]() };
   }
-  if (trace.type === "bar") {
-    const { bars, ...bar } = trace;
-    return {
-      hoverinfo: "text", textposition: "inside", insidetextanchor: "start", ...bar,
-      marker: { color: bars.map(colourOf) }, insidetextfont: { color: css("--page") },
-      error_x: { type: "data", symmetric: false, thickness: 1, width: 3, color: css("--ink"), ...bar.error_x },
-    };
-  }
   const color = colourOf(series);
   return {
     type: "scatter", cliponaxis: false, hoverinfo: trace.hovertext ? "text" : undefined,
@@ -73,10 +65,10 @@ function chart(box, plot) {
 // Returns a chart as words for readers who do not see it: its axes, and some points of each series.
 function inWords(traces, { xaxis, yaxis }) {
   const short = (value) => (typeof value === "number" ? Number(value.toPrecision(3)).toLocaleString("en-US") : String(value));
-  const lines = traces.filter((trace) => (trace.name || trace.type === "bar") && trace.visible !== false && trace.x?.length).map(({ name, x, y }) => {
-    const points = [...x.keys()].filter((i) => Number.isFinite(y[i]) || Number.isFinite(x[i]));
+  const lines = traces.filter((trace) => trace.name && trace.visible !== false && trace.x?.length).map(({ name, x, y }) => {
+    const points = [...x.keys()].filter((i) => Number.isFinite(y[i]));
     const some = points.length > 12 ? [points[0], points[points.length >> 1], points.at(-1)] : points;
-    return `${name ?? "Bars"}: ${some.map((i) => `${short(y[i])} at ${short(x[i])}`).join(", ")}`;
+    return `${name}: ${some.map((i) => `${short(y[i])} at ${short(x[i])}`).join(", ")}`;
   });
   return [`Chart of ${yaxis.title.text} by ${xaxis.title.text}.`, ...lines].join(" ");
 }

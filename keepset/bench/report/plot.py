@@ -6,7 +6,7 @@ Plotly reads names and labels as a small HTML of its own, so they are escaped he
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
@@ -94,27 +94,6 @@ def _gap(high: float | None, low: float | None) -> float:
     return 0 if high is None or low is None else high - low
 
 
-def bars(
-    names: Sequence[str], points: Sequence[Point], series: Sequence[int], show: Callable[[float], str]
-) -> dict[str, Any]:
-    """Return horizontal bars with their names, values (the points' `y`) and intervals, the first at the top."""
-    values = [point.y if point.y is not None and math.isfinite(point.y) else None for point in points]
-    texts = ["" if value is None else show(value) for value in values]
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "y": [wrapped(name) for name in names],
-        "x": values,
-        "bars": list(series),
-        "text": texts,
-        "hovertext": [f"{wrapped(name)}<br>{text}" for name, text in zip(names, texts, strict=True)],
-        "error_x": {
-            "array": [_gap(point.high, point.y) for point in points],
-            "arrayminus": [_gap(point.y, point.low) for point in points],
-        },
-    }
-
-
 def heatmap(z: Sequence[Sequence[float | None]], scale: str, template: str, **options: Any) -> dict[str, Any]:
     """Return a heat map of rows `z`; `template` is plotly's of what is shown over a cell.
 
@@ -140,7 +119,7 @@ def plot(
     height: str = "",
     shapes: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return a chart with the id `name` in the document, of traces made by `line`, `bars` or `heatmap`, and two axes.
+    """Return a chart with the id `name` in the document, of traces made by `line` or `heatmap`, and two axes.
 
     The height is in CSS, or the style's. Shapes are plotly's, with `fill` and `stroke` as names of colours.
     """

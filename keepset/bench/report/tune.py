@@ -32,10 +32,6 @@ _GROUPS: dict[str, tuple[str, str, int]] = {
     _OTHERS: ("--c7", "circle-open", 6),
 }
 """Groups of recipes, the best first: a colour, plotly's symbol and its size."""
-_LABEL = 30
-"""Most characters of a label in a chart."""
-_NEAR = (0.35, 0.1)
-"""Labels of two points that are nearer to each other than these parts of both axes would overlap."""
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -174,55 +170,17 @@ def _chart(
     """Return a figure against what it costs: the frontier as steps, and a series per group of recipes."""
     groups = _groups(result, measure)
     rows = [row for row in result["rows"] if _value(row, measure) is not None]
-    frontier = _frontier(rows, measure)
-    steps = [plot.Point(_cost(row), _value(row, measure)) for row in frontier]
+    steps = [plot.Point(_cost(row), _value(row, measure)) for row in _frontier(rows, measure)]
     chart = [plot.line("frontier", steps, "--c0", group=names.get(_FRONTIER, ""), mode="lines", shape="hv")]
     chart[0]["hoverinfo"] = "skip"
-    labels = _labels(rows, frontier, groups, measure, result["budget"], is_log=y.get("type") == "log")
     # What matters is drawn above the rest.
     for group, shown in reversed(names.items()):
         colour, symbol, size = _GROUPS[group]
-        points, texts, places = [], [], []
+        points = []
         for row in (row for row in rows if groups[row["recipe"]] == group):
             hover = f"{plot.wrapped(row['recipe'])}<br>{interval(row[measure], show)}, {_pieces(row['pieces'])}"
             ends = (None, None) if group == _OTHERS else (row[measure]["low"], row[measure]["high"])
             points.append(plot.Point(_cost(row), row[measure]["mean"], hover, *ends))
-            text, place = labels.get(row["recipe"], ("", "top right"))
-            texts.append(text)
-            places.append(place)
-        labelled = {"text": texts, "textposition": places} if any(texts) else {}
-        mode = "markers+text" if labelled else "markers"
-        chart.append(plot.line(shown, points, colour, mode=mode, symbol=symbol, size=size, **labelled))
+        chart.append(plot.line(shown, points, colour, mode="markers", symbol=symbol, size=size))
     x = plot.axis("prefill, of the full cache's", tickprefix="x")
     return plot.plot(measure, chart, x, y, title=title, height="430px")
-
-
-def _labels(
-    rows: Sequence[TuneRow],
-    frontier: Sequence[TuneRow],
-    groups: dict[str, str],
-    measure: str,
-    budget: str,
-    *,
-    is_log: bool,
-) -> dict[str, tuple[str, str]]:
-    """Return labels and their places for the recipe to use, the frontier and the tied ones, where there is room."""
-    height = (lambda value: math.log(max(value, 1e-9))) if is_log else float
-    at = {row["recipe"]: (_cost(row), height(row[measure]["mean"])) for row in rows}
-    (left, right), (low, high) = ((min(values), max(values)) for values in zip(*at.values(), strict=True))
-    on_frontier = [row["recipe"] for row in frontier]
-    wanted = [recipe for recipe in at if groups[recipe] == _USED]
-    wanted += [*on_frontier, *(recipe for recipe in at if groups[recipe] == _TIED)]
-    placed: dict[str, tuple[str, str]] = {}
-    for recipe in dict.fromkeys(wanted):
-        x, y = at[recipe]
-        near = (
-            abs(x - at[other][0]) <= _NEAR[0] * (right - left) and abs(y - at[other][1]) <= _NEAR[1] * (high - low)
-            for other in placed
-        )
-        if any(near):
-            continue
-        name = recipe.replace(f", {budget})", ")").replace(f"({budget})", "")
-        text = plot.label(name if len(name) <= _LABEL else f"{name[: _LABEL - 1]}\N{HORIZONTAL ELLIPSIS}")
-        placed[recipe] = text, "top right" if x < (left + right) / 2 else "bottom left"
-    return placed

@@ -13,7 +13,7 @@ import torch
 from keepset.bench.analysis.summary import summarize
 from keepset.bench.compare.comparison import Comparison
 from keepset.bench.record import FULL, Record
-from keepset.bench.report import compare, compiled, latency, results, serving, tune
+from keepset.bench.report import compare, compiled, results, serving, tune
 from keepset.core.tables import Tables
 from keepset.texts import Needle
 from tests.bench.analysis.cells import cell, cells
@@ -142,11 +142,6 @@ def latency_row(recipe: str, tokens: int, peak: int | None = 10**9, error: str |
     return {**head, "rounds": [measured, {**measured, "first_seconds": 3.0}], **medians}
 
 
-def latency_page(*rows: dict[str, Any]) -> str:
-    head = {"model": EVIL, "device": "cpu", "dtype": "float32", "rounds": 2, "output_tokens": 5}
-    return latency.render({**head, "rows": list(rows)})
-
-
 def request(index: int, seconds: float | None, error: str | None = None) -> dict[str, Any]:
     times = dict.fromkeys(("first_token_seconds", "seconds_per_token", "seconds"), seconds)
     counts = {"index": index, "start": 0.0, "prompt_tokens": 5, "output_tokens": 4}
@@ -211,7 +206,6 @@ TUNED = (
 PAGES = {
     "compare": lambda: compare.render(comparison(), TOKENS),
     "results": results_page,
-    "latency": lambda: latency_page(latency_row("a", 10), latency_row(EVIL, 10)),
     "serving": lambda: serving.render(served(EVIL, "recipe"), [["tokens", EVIL, "2", "x1"]]),
     "compiled": lambda: compiled.render(tables()),
     "tune": lambda: tune.render(tuned(*TUNED)),

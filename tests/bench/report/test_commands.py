@@ -1,4 +1,4 @@
-"""What the pages of `results`, `latency`, `serve`, `compile` and `tune` say; `test_pages.py` has how they are drawn."""
+"""What `results`, `latency`, `serve`, `compile` and `tune` say; `test_pages.py` has how pages are drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from keepset.bench.analysis.summary import summarize
 from keepset.bench.record import FULL
-from keepset.bench.report import compiled, serving, tune
+from keepset.bench.report import compiled, latency, serving, tune
 from tests.bench.analysis.cells import cell, cells
 from tests.bench.report.pages import (
     CURVE,
@@ -19,7 +19,6 @@ from tests.bench.report.pages import (
     Described,
     chart,
     data_of,
-    latency_page,
     latency_row,
     lines,
     request,
@@ -131,15 +130,12 @@ def test_results_say_what_they_are_compared_with() -> None:
     assert nothing["sections"] == [] and "No recipe has a score" in nothing["conclusion"]
 
 
-def test_latencies_are_medians_with_the_ends_of_their_rounds() -> None:
-    measured = (latency_row(FULL, 10, None), latency_row(FULL, 20, None), latency_row(EVIL, 10, None, EVIL))
-    page = latency_page(*measured)
-    (trace,) = chart(page, "first_seconds")
-    assert (trace["x"], trace["y"], trace["error_y"]) == ([10, 20], [2, 2], {"array": [1, 1], "arrayminus": [1, 1]})
-    assert chart(page, "kv_bytes")[0]["y"] == [4, 4]
-    assert not any(plot["id"] == "peak_bytes" for section in sections(page) for plot in section.get("plots", ()))
-    _, first, _, failed = rows(page)
-    assert first[1:] == ["2.00 s", "2.0", "4.00 s", "4.0", ""] and failed == [f"{EVIL}, 10 tokens", EVIL]
+def test_latencies_are_medians() -> None:
+    made = latency.table([latency_row(FULL, 10, None), latency_row(FULL, 20, None), latency_row(EVIL, 10, None, EVIL)])
+    first, second, failed = made.lines
+    assert [text for text, _ in first.cells] == ["2.00 s", "2.0", "4.00 s", "4.0", ""] and second.short == FULL
+    assert (first.heading, second.heading) == ("10 tokens of prompt", "20 tokens of prompt")
+    assert (failed.name, failed.error) == (f"{EVIL}, 10 tokens", EVIL)
 
 
 def timed(recipe: str, *speeds: float, tokens: int = 20, nbytes: int = 10**6) -> dict[str, Any]:
@@ -152,20 +148,10 @@ def timed(recipe: str, *speeds: float, tokens: int = 20, nbytes: int = 10**6) ->
 
 def concluded(*recipes: dict[str, Any], rounds: int = 3) -> str:
     full = timed(FULL, *[2.0] * rounds, nbytes=4 * 10**6)
-    said: str = data_of(latency_page(full, timed("tova(keep=0.25)", 9.0, tokens=10), *recipes))["conclusion"]
-    return said
+    return latency.conclusion([full, timed("tova(keep=0.25)", 9.0, tokens=10), *recipes])
 
 
-def test_latencies_of_one_length_are_bars() -> None:
-    page = latency_page(latency_row(FULL, 10, None), latency_row(EVIL, 10, 2 * 10**9))
-    (bars,) = chart(page, "first_seconds")
-    assert (bars["type"], bars["x"], bars["error_x"]) == ("bar", [2, 2], {"array": [1, 1], "arrayminus": [1, 1]})
-    assert bars["y"][0] == FULL and "<img" not in bars["y"][1] and bars["text"] == ["2", "2"]
-    (peak,) = chart(page, "peak_bytes")
-    assert (peak["x"], peak["text"]) == ([2000], ["2,000"]) and next(sections(page))["legend"] == []
-
-
-def test_latencies_open_with_the_fastest_after_the_longest_prompt() -> None:
+def test_latencies_conclude_with_the_fastest_after_the_longest_prompt() -> None:
     said = concluded(timed("snapkv(keep=0.5)", 2.0, 2.0, 2.1), timed("tova(keep=0.25)", 3.2, 2.8, 3.0))
     assert said.startswith(
         "After 20 tokens tova(keep=0.25) makes 1.50 (1.40..1.60) times the full cache's tokens a second"
@@ -264,7 +250,7 @@ def test_tuning_without_facts_shows_nothing_of_them() -> None:
     assert (others["y"], frontier["y"]) == ([0.4], [0.2]) and frontier["name"] == "no other is cheaper and better"
 
 
-def test_tuning_labels_the_recipes_that_none_is_cheaper_and_better_than() -> None:
+def test_tuning_joins_the_recipes_that_none_is_cheaper_and_better_than() -> None:
     costs = {"a": (1.0, 0.5), "b": (1.1, 0.6), "c": (1.5, 0.2), "d": (2.0, 0.3), "e": (4.0, 0.01), "f": (5.0, 0.02)}
     made = [tune_row(f"{name}(bytes=0.25)", kl, found=None) for name, (_, kl) in costs.items()]
     for row, (cost, _) in zip(made, costs.values(), strict=True):
@@ -273,10 +259,7 @@ def test_tuning_labels_the_recipes_that_none_is_cheaper_and_better_than() -> Non
     steps, others, frontier, used = chart(tune.render(result), "kl")
     best = [one for one in costs.values() if not any(c <= one[0] and kl < one[1] for c, kl in costs.values())]
     assert list(zip(steps["x"], steps["y"], strict=True)) == sorted(best) and steps["mode"] == "lines"
-    assert (frontier["text"], used["text"], len(others["y"])) == (["a", "c"], ["e"], 3) and "text" not in others
-    # A recipe that is nearly the same gets no label, which would lie over the other.
-    made[0].update(made[2], recipe="a(bytes=0.25)", kl={**made[2]["kl"], "mean": 0.21}, prefill_seconds=2.9)
-    assert next(trace for trace in chart(tune.render(result), "kl") if "text" in trace)["text"] == ["a", "b", ""]
+    assert [len(trace["y"]) for trace in (frontier, used, others)] == [2, 1, 3]
 
 
 def test_a_browser_switches_to_another_option(load: Any) -> None:
