@@ -160,12 +160,9 @@ class Budget:
             raise BudgetError(f"bytes={self.bytes} says nothing of entries yet: take Recipe.budget_for's budget.")
         if self.keep is None:
             return sizes.entries
-        always = self.always(sizes)[:, None]
-        if isinstance(self.keep, float):
-            wanted = share_of(sizes.entries, self.keep) + self.extra(sizes)[:, None]
-        else:
-            wanted = self.aim(sizes)[:, None]
-        return wanted.maximum(always).clamp(min=1).minimum(sizes.entries)
+        keep = share_of(sizes.entries, self.keep) if isinstance(self.keep, float) else self.keep
+        wanted = (keep + self.extra(sizes)[:, None]).maximum(self.always(sizes)[:, None])
+        return wanted.clamp(min=1).minimum(sizes.entries)
 
     def first(self, sizes: Sizes) -> Int[Tensor, " batch"]:
         """Return how many of the first tokens always stay: the sinks, or the whole prompt if it is protected."""

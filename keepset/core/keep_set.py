@@ -25,6 +25,7 @@ class Layout(StrEnum):
     HEAD_RAGGED = "head-ragged"
 
 
+@dataclass(eq=False)
 class LazyHostInts:
     """Whole numbers on a device that the host copies when it first needs them.
 
@@ -32,8 +33,7 @@ class LazyHostInts:
         device_values: the numbers, on the device.
     """
 
-    def __init__(self, device_values: Int[Tensor, "*shape"]) -> None:
-        self.device_values = device_values
+    device_values: Int[Tensor, "*shape"]
 
     @cached_property
     def host_values(self) -> list[int]:
@@ -54,59 +54,43 @@ class LazyHostInts:
                 vars(each)["host_values"], numbers = numbers[:own], numbers[own:]
 
 
+@dataclass(eq=False)
 class HeadCounts(LazyHostInts):
     """The number of entries that each head keeps, head after head and request after request.
 
-    Args:
-        device_values: the counts, on the device.
-        total: their sum, if the host knows it beforehand.
+    Attributes:
+        device_values: the counts, `[batch, kv_heads]`, on the device.
+        expected: their sum, if the host knows it beforehand.
     """
 
-    def __init__(self, device_values: Quotas, total: int | None = None) -> None:
-        super().__init__(device_values)
-        self._total = total
+    expected: int | None = None
 
     @property
     def total(self) -> int:
         """Return the entries that all heads keep; waits for the device only if the host does not know the number."""
-        return sum(self.host_values) if self._total is None else self._total
-
-    @staticmethod
-    def check(layers: Sequence[HeadCounts]) -> None:
-        """Copy all counts that the host does not know yet, and check them.
-
-        Raises:
-            KeepsetError: if a method has kept more or fewer entries than its quotas say.
-        """
-        LazyHostInts.read(layers)
-        if any(sum(counts.host_values) != counts.total for counts in layers):
-            raise KeepsetError(
-                "A method kept another number of entries than its quotas say: its traits must say that counts come "
-                "from the data (counts_from_data)."
-            )
+        return sum(self.host_values) if self.expected is None else self.expected
 
 
+@dataclass(eq=False)
 class KeptIndices:
     """The index and position of every entry that stays, packed head after head; computed when first needed.
 
-    Args:
-        heads: how many entries each head keeps.
-        make: returns indices and positions, given the number of entries of all heads.
+    Attributes:
+        make: returns indices and positions.
     """
 
-    def __init__(self, heads: HeadCounts, make: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-        self.heads, self._make = heads, make
+    make: Callable[[], tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, indices: Tensor, positions: Tensor, heads: HeadCounts) -> KeptIndices:
-        """Return indices and positions that are known already, packed head after head."""
-        return cls(heads, lambda total: (indices, positions))
+    def of(cls, indices: Tensor, positions: Tensor) -> KeptIndices:
+        """Return indices and positions that are known already."""
+        return cls(lambda: (indices, positions))
 
     @cached_property
     def packed(self) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
         """Return indices and positions."""
-        packed = self._make(self.heads.total)
-        self._make = lambda total: packed  # which frees what they were computed from
+        packed = self.make()
+        self.make = lambda: packed  # which frees what they were computed from
         return packed
 
 
@@ -116,6 +100,7 @@ class LayerKeepSet:
 
     Attributes:
         layer: the layer's index in the model.
+        heads: how many entries each head keeps, on the device and on the host.
         places: the entries that stay.
         entry_bytes: bytes of one entry of one KV head, its key and its value.
         state: the method's own numbers for every entry of the observation, `[batch, kv_heads, entries]`. Those of kept
@@ -125,6 +110,7 @@ class LayerKeepSet:
     """
 
     layer: int
+    heads: HeadCounts
     places: KeptIndices
     entry_bytes: int
     state: Mapping[str, Tensor] = field(default_factory=dict)
@@ -150,17 +136,13 @@ class LayerKeepSet:
             state: the method's own numbers per entry, before anything is dropped.
             total: how many entries stay, if the host knows it; then the host need not wait for a device.
         """
+        heads = HeadCounts(mask.sum(-1), total)
 
-        def make(total: int) -> tuple[Tensor, Tensor]:
-            kept = _true_places(mask.flatten(), total)
+        def make() -> tuple[Tensor, Tensor]:
+            kept = _true_places(mask.flatten(), heads)
             return kept % mask.shape[-1], positions.flatten().index_select(0, kept).int()
 
-        return cls(layer, KeptIndices(HeadCounts(mask.sum(-1), total), make), entry_bytes, state or {})
-
-    @property
-    def heads(self) -> HeadCounts:
-        """Return how many entries each head keeps, on the device and on the host."""
-        return self.places.heads
+        return cls(layer, heads, KeptIndices(make), entry_bytes, state or {})
 
     @property
     def counts(self) -> Quotas:
@@ -180,7 +162,7 @@ class LayerKeepSet:
     def to_record(self) -> LayerKeepSet:
         """Return a copy that a runtime keeps after executing this: positions alone, in four bytes per entry."""
         positions = self.packed_positions
-        return replace(self, places=KeptIndices.of(positions, positions, self.heads), state={}, values=None)
+        return replace(self, places=KeptIndices(lambda: (positions, positions)), state={}, values=None)
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:
@@ -196,7 +178,7 @@ class LayerKeepSet:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the kept keys and values."""
-        return self.indices.numel() * self.entry_bytes
+        return self.heads.total * self.entry_bytes
 
     def positions(self, request: int, head: int) -> Int[Tensor, " kept"]:
         """Return the sorted original positions that one KV head of one request keeps.
@@ -238,9 +220,10 @@ class KeepSet:
     def __init__(self, layers: Sequence[LayerKeepSet]) -> None:
         if not layers:
             raise KeepsetError("A KeepSet needs at least one layer.")
-        if len({kept.layer for kept in layers}) < len(layers):
+        by_layer = {kept.layer: kept for kept in layers}
+        if len(by_layer) < len(layers):
             raise KeepsetError("A KeepSet holds each layer once; two parts are of the same layer.")
-        self._layers = {kept.layer: kept for kept in sorted(layers, key=lambda kept: kept.layer)}
+        self._layers = dict(sorted(by_layer.items()))
 
     def __repr__(self) -> str:
         return f"KeepSet({len(self._layers)} layers, {self.entries} entries, layout='{self.layout}')"
@@ -278,7 +261,13 @@ class KeepSet:
         Raises:
             KeepsetError: if a method has kept more or fewer entries than its quotas say.
         """
-        HeadCounts.check([kept.heads for kept in self._layers.values()])
+        heads = [kept.heads for kept in self._layers.values()]
+        LazyHostInts.read(heads)
+        if any(counts.expected not in (None, sum(counts.host_values)) for counts in heads):
+            raise KeepsetError(
+                "A method kept another number of entries than its quotas say: its traits must say that counts come "
+                "from the data (counts_from_data)."
+            )
         return self
 
     @property
@@ -289,7 +278,7 @@ class KeepSet:
     @property
     def entries(self) -> int:
         """Return the number of kept entries in total."""
-        return sum(kept.indices.numel() for kept in self._layers.values())
+        return sum(kept.heads.total for kept in self._layers.values())
 
     @property
     def nbytes(self) -> int:
@@ -358,13 +347,15 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
     keys, order = (rows * length + positions).sort(stable=True)
     first = order[F.pad(keys[1:] != keys[:-1], (1, 0), value=True)[: keys.numel()]]
     counts = rows[first].bincount(minlength=a.counts.numel()).view_as(a.counts)
-    return LayerKeepSet(a.layer, KeptIndices.of(indices[first], positions[first], HeadCounts(counts)), a.entry_bytes)
+    places = KeptIndices.of(indices[first], positions[first])
+    return LayerKeepSet(a.layer, HeadCounts(counts), places, a.entry_bytes)
 
 
-def _true_places(mask: Bool[Tensor, " places"], total: int) -> Int[Tensor, " total"]:
-    """Return where a mask is true, without waiting for a device as a search would."""
+def _true_places(mask: Bool[Tensor, " places"], heads: HeadCounts) -> Int[Tensor, " total"]:
+    """Return where a mask is true, as often as heads keep entries, without waiting for a device as a search would."""
     if mask.device.type == "cpu":
         return mask.nonzero()[:, 0]
+    total = heads.total
     # Places where it is false are all written to one last element, which is cut off.
     rank = (mask.cumsum(0) - 1).where(mask, total)
     places = torch.arange(len(mask), device=mask.device)

@@ -150,8 +150,10 @@ class Method(ABC):
         Raises:
             KeepsetError: if an observation lacks something that the method needs.
         """
-        rankings = (self.ranked(each, budget, self.quotas(each.sizes, budget)) for each in observations)
-        return KeepSet([self.choose(ranking) for ranking in rankings])
+        kept = []
+        for each in observations:
+            kept.append(self.choose(self.ranked(each, budget, self.quotas(each.sizes, budget))))
+        return KeepSet(kept)
 
     def _check(self, field: dataclasses.Field[Any], kind: Any) -> None:
         """Raise RecipeError if a parameter has a value that is not allowed; make a float of an int where one is due."""

@@ -9,8 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import chain
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +103,8 @@ class Cache(ObservedCache):
         self.history = history
         self.observer = observer
         self._model = weakref.ref(model)
-        # Events that some layers have not reached yet, by length: what stays, entries, bytes and seconds.
-        self._unfinished: dict[int, list[tuple[list[LayerKeepSet], int, int, float]]] = {}
+        # Events that some layers have not reached yet, by length.
+        self._unfinished: dict[int, _UnfinishedEvent] = {}
         # What the newest answer of `_num_kept` follows from, and that answer.
         self._forecast: tuple[tuple[Any, ...], list[list[int]]] | None = None
         # The same of `_budget`.
@@ -332,14 +331,14 @@ class Cache(ObservedCache):
         # Of all layers at once, since they hold the same: unless the event before has left them different numbers, or
         # their heads have other sizes.
         layers = self.compressed_layers
-        budget = self._budget((up_to_event.key.shape[-1], up_to_event.value.shape[-1]))
+        budget = self._budget([(up_to_event.key.shape[-1], up_to_event.value.shape[-1])])
         basis = budget, held, lengths, progress.prompt_tokens, layers, layers
         if self._forecast is None or self._forecast[0] != basis:
             quotas = forecast_quotas(method, *basis, self._from_files)
             self._forecast = basis, quotas.unflatten(0, (len(layers), -1)).flatten(1).tolist()
         return self._forecast[1][layers.index(layer.index)]
 
-    def _budget(self, *sizes: tuple[int, int]) -> Budget:
+    def _budget(self, sizes: list[tuple[int, int]]) -> Budget:
         """Return the budget in entries of layers whose keys and values have these sizes; made once for layers alike."""
         basis = sizes, None if self.progress is None else self.progress.images
         if self._in_entries is None or self._in_entries[0] != basis:
@@ -351,45 +350,51 @@ class Cache(ObservedCache):
         if not observations:
             return
         assert self.progress is not None and self.progress.compressed_at is not None
-        method, length = self.recipe.method, self.progress.compressed_at
-        parts = self._unfinished.setdefault(length, [])
+        method, length, before = self.recipe.method, self.progress.compressed_at, self.keep_set
+        event = self._unfinished.setdefault(length, _UnfinishedEvent())
         stacks = stacks_of(observations) if self._stacks_layers else observations
         for group in [stacks] if method.traits.across_layers else [[stack] for stack in stacks]:
             members = [each for stack in group for each in layers_of(stack)] if self._stacks_layers else group
-            counts = [observation.count for observation in members]
-            # As they are stored, which after an event before may be in few bits.
-            before = self.keep_set
-            stored = [each if before is None else before.layer(each.layer) for each in members]
-            nbytes = sum(count * each.entry_bytes for count, each in zip(counts, stored, strict=True))
             start = time.perf_counter()
-            budget = self._budget(*((each.head_dim, each.value_dim) for each in members))
+            budget = self._budget([(each.head_dim, each.value_dim) for each in members])
             keep_set = method.select_all(group, budget)
             if method.traits.across_layers:
                 keep_set.count()
             if self._stacks_layers:
                 keep_set = unstacked(keep_set, group)
-            records = []
             for observation in members:
                 kept = keep_set.layer(observation.layer)
-                self.managed_layers[observation.layer].keep(observation, kept)
-                records.append(kept.to_record())
-            parts.append((records, sum(counts), nbytes, time.perf_counter() - start))
+                self.managed_layers[kept.layer].keep(observation, kept)
+                event.kept.append(kept.to_record())
+                event.entries += observation.count
+                # As they were stored, which after an event before may be in few bits.
+                stored = observation if before is None else before.layer(kept.layer)
+                event.nbytes += observation.count * stored.entry_bytes
+            event.seconds += time.perf_counter() - start
             if self.observer is not None:
                 for observation in members:
                     self.observer(observation, budget, keep_set)
-        if sum(len(kept) for kept, *_ in parts) < len(self.managed_layers):
+        if len(event.kept) < len(self.managed_layers):
             return
         del self._unfinished[length]
-        of_layers, entries, bytes_before, seconds = zip(*parts, strict=True)
-        keep_set = KeepSet(list(chain.from_iterable(of_layers))).count()
+        keep_set = KeepSet(event.kept).count()
         for layer in self.managed_layers.values():
             layer.append_after_event()
         if self.events and not self.history:
             self.events[-1] = replace(self.events[-1], keep_set=None)
-        event = Event(length, keep_set, sum(entries), keep_set.entries, sum(bytes_before), sum(seconds))
-        self.events.append(event)
+        self.events.append(Event(length, keep_set, event.entries, keep_set.entries, event.nbytes, event.seconds))
         if self.schedule.every is None:
             self.stop_watching()
+
+
+@dataclass
+class _UnfinishedEvent:
+    """An event that some layers have not reached yet: what stays in the others, and sums of what `Event` tells."""
+
+    kept: list[LayerKeepSet] = field(default_factory=list)
+    entries: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 @functools.cache

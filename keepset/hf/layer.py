@@ -193,8 +193,8 @@ class LayerState(LogicalLayer):
         store, self.store = self.store, None
         shared = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
         shared |= {"lengths": up_to_event.lengths, "softmax": up_to_event.softmax}
-        stored = self.store_type.stored(up_to_event.key[..., :1, :], up_to_event.value[..., :1, :])
-        shared["entry_bytes"] = sum(each.shape[-1] * each.element_size() for each in stored)
+        key, value = self.store_type.stored(up_to_event.key[0, 0, 0], up_to_event.value[0, 0, 0])
+        shared["entry_bytes"] = key.nbytes + value.nbytes
         if self.prompt is not None:
             phase, self.prompt = self.prompt, None
             observation = phase.observe(up_to_event, store, features, shared)
@@ -312,8 +312,8 @@ class PromptPhase:
             return
         if size := self.needs.window:
             with self._accumulators.timed(RecentQueries):
-                recent = new if new.valid is not None else new.tokens(slice(max(new.length - size, 0), None))
-                self._window.add(recent.query, recent.positions, recent.valid, size)
+                recent = new if new.real is not None else new.tokens(slice(max(new.length - size, 0), None))
+                self._window.add(recent, size)
                 self._window.keep(size)
         if not self._accumulators:
             return
@@ -416,7 +416,7 @@ class DecodingPhase:
             self.recorder.forget(store)
             self.next = point
         self.recorder.record(up_to_event, store, point)
-        self.recorder.add_up(up_to_event, store, point)
+        self.recorder.add_up(up_to_event, store, point, point, up_to_event.lengths)
         return up_to_event, after
 
     def observe(

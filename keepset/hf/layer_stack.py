@@ -95,7 +95,8 @@ class LayerStack(LazyObservation):
             rows = slice(place * len(counts[place]), (place + 1) * len(counts[place]))
             yield LayerKeepSet(
                 member.layer,
-                KeptIndices.of(indices[place], positions[place], heads),
+                heads,
+                KeptIndices.of(indices[place], positions[place]),
                 kept.entry_bytes,
                 {name: numbers[rows, :, : member.valid.shape[2]] for name, numbers in kept.state.items()},
                 bits=kept.bits,

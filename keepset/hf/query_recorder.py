@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from keepset.core.accumulator import Chunk
@@ -53,6 +53,8 @@ class QueryRecorder:
         features = self._features = RecordedFeatures.of(needs, every)
         self.reach, self._summed, self._every = features.reach(), features.summed(), every
         self._windows = {feature: features.window(feature) for feature in features.added_up}
+        self._rotated = bool(features.moments)
+        """Whether the rotation of queries is recorded with them, because moments are made of them."""
         self.window, self.moments, self.added_up_to = QueryWindow(), dict[QueryMoments, Moments](), 0
         self._lengths: Int[Tensor, " batch"] | None = None
         """Tokens of each request at `added_up_to`; None if all have as many."""
@@ -78,19 +80,15 @@ class QueryRecorder:
             few, limit = self._limits(new, store)
             if new.length > limit:
                 earlier, new = new.tokens(slice(0, new.length - few)), new.tokens(slice(new.length - few, None))
-                self._add(earlier)
-                self.add_up(earlier, store, point)
+                self.window.add(earlier, earlier.length, self._rotated)
+                self.add_up(earlier, store, point, earlier.end, earlier.lengths)
             elif new.end - max(self.added_up_to, begins) > limit:
                 before = new.positions[:, 0] if new.valid is None else new.positions[:, 0] + ~new.valid[:, 0]
-                self._add_up(forward, store, new.start, before, point)
-        self._add(new)
+                self.add_up(forward, store, point, new.start, before)
+        self.window.add(new, new.length, self._rotated)
         bound = max(newest, new.end - max(self.added_up_to, begins))
         if keeps_all and self.window.size > bound + _MOST:
             self.window.keep(bound)
-
-    def add_up(self, new: AttentionInput, store: EntryStore, point: int) -> None:
-        """Add up all recorded queries."""
-        self._add_up(new, store, new.end, new.lengths, point)
 
     def values(self, new: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
         """Return the features of an event at the end of these tokens; window sums are taken out of `state`."""
@@ -181,15 +179,14 @@ class QueryRecorder:
         """Return the bytes of a token's queries in all requests, as they are recorded."""
         return sum(part.nbytes for part in (new.query, new.positions, *(new.rotation or ()))) // new.length
 
-    def _add(self, new: AttentionInput) -> None:
-        """Record queries, and their rotation if moments are made of them."""
-        rotation = new.rotation if self._features.moments else None
-        self.window.add(new.query, new.positions, new.valid, new.length, rotation)
-
-    def _add_up(
-        self, new: AttentionInput, store: EntryStore, end: int, lengths: Int[Tensor, " batch"], point: int
+    def add_up(
+        self, new: AttentionInput, store: EntryStore, point: int, end: int, lengths: Int[Tensor, " batch"]
     ) -> None:
-        """Add up the recorded queries, which end at the logical length `end` and at `lengths` of the requests."""
+        """Add up all recorded queries, which end at the logical length `end` and at `lengths` of the requests.
+
+        Args:
+            new: tokens of the newest forward.
+        """
         holes = self.window.holes
         for feature, window in self._windows.items():
             begins = max(self.added_up_to, point - window)
@@ -265,20 +262,14 @@ class QueryWindow:
             self._parts = [_right_aligned(joined, joined["positions"].shape[1]) if self.holes else joined]
         return self._parts[0] if self._parts else {}
 
-    def add(
-        self,
-        queries: Float[Tensor, "batch query_heads n head_dim"],
-        positions: Int[Tensor, "batch n"],
-        valid: Bool[Tensor, "batch n"] | None,
-        size: int,
-        rotation: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Record the newest `size` of these queries of each request."""
-        part = {"queries": queries.transpose(1, 2), "positions": positions}
-        if rotation is not None:
-            part |= {"cos": rotation[0].expand(len(queries), -1, -1), "sin": rotation[1].expand(len(queries), -1, -1)}
-        if valid is not None:
-            part["positions"], self.holes = positions.masked_fill(~valid, -1), True
+    def add(self, new: AttentionInput, size: int, rotated: bool = False) -> None:
+        """Record the queries of each request's newest `size` of these tokens, with their rotation if that is asked."""
+        part = {"queries": new.query.transpose(1, 2), "positions": new.positions}
+        if rotated and new.rotation is not None:
+            cos, sin = new.rotation
+            part |= {"cos": cos.expand(len(new.query), -1, -1), "sin": sin.expand(len(new.query), -1, -1)}
+        if new.real is not None:
+            part["positions"], self.holes = new.positions.masked_fill(~new.real.mask, -1), True
             self._parts.append(_right_aligned(part, size))
         else:
             self._parts.append({name: column[:, -size:].clone() for name, column in part.items()})

@@ -394,8 +394,8 @@ def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:
             columns = (tensors.get(f"columns.{name}") for name in ("keys", "values", "key_scale", "value_scale"))
             entry_bytes = sum(column[:1].nbytes for column in columns if column is not None)
             positions = tensors["kept.positions"]
-            places = KeptIndices.of(positions, positions, HeadCounts(tensors["kept.counts"]))
-            kept.append(LayerKeepSet(index, places, entry_bytes))
+            places, heads = KeptIndices.of(positions, positions), HeadCounts(tensors["kept.counts"])
+            kept.append(LayerKeepSet(index, heads, places, entry_bytes))
     return KeepSet(kept) if kept else None
 
 

@@ -29,6 +29,8 @@ _ENTRIES = ("keys", "values", "positions")
 """The columns that every store has; all others are a method's own."""
 _SCALES = {"keys": "key_scale", "values": "value_scale"}
 """Two more columns if keys and values are stored in few bits: what these are multiplied with."""
+_STORED = (*_SCALES, *_SCALES.values())
+"""The columns that keys and values are stored in."""
 RESIDUAL = "residual."
 """What the names of a residual's columns begin with, where they stand beside the others."""
 _SHARE = 8
@@ -371,13 +373,12 @@ class EntryStore:
     @property
     def _stored(self) -> dict[str, Shaped[Tensor, "places *rest"]]:
         """Keys and values as they are stored, with their scales."""
-        return {name: self._columns[name] for name in (*_SCALES, *_SCALES.values()) if name in self._columns}
+        return {name: self._columns[name] for name in _STORED if name in self._columns}
 
     @property
     def other_columns(self) -> dict[str, Shaped[Tensor, "batch kv_heads entries *rest"]]:
         """Columns other than keys and values, as in `padded`."""
-        stored = self._stored
-        return {name: self._rectangle(flat) for name, flat in self._columns.items() if name not in stored}
+        return {name: self._rectangle(flat) for name, flat in self._columns.items() if name not in _STORED}
 
     @property
     def _longest(self) -> int:
@@ -387,10 +388,9 @@ class EntryStore:
     def exists(self) -> Bool[Tensor, "batch kv_heads entries"]:
         """Mask of the places of `padded` that hold an entry."""
         shape, device = (self.batch, self.kv_heads), self._columns["positions"].device
-        longest = self._longest
         if len(self._runs) == 1:
-            return torch.ones(*shape, longest, dtype=torch.bool, device=device)
-        return (torch.arange(longest, device=device) < upload(self.counts, device)[:, None]).unflatten(0, shape)
+            return torch.ones(*shape, self._runs[0].count, dtype=torch.bool, device=device)
+        return (torch.arange(self._longest, device=device) < upload(self.counts, device)[:, None]).unflatten(0, shape)
 
     def _looked_at(self, name: Literal["keys", "values"]) -> Tensor:
         if self._format is None:
