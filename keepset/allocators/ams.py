@@ -145,7 +145,7 @@ class AMS(Allocator):
     def _usage(self, observation: Observation) -> Scores:
         """Return the mean attention of each entry from the window's queries, with `padding` for earlier queries."""
         sums = observation[WindowAttention(self.window)]
-        received = sums.mean.nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
+        received = (sums.attention_sums / sums.window).nan_to_num(0.0, 0.0, 0.0).masked_fill(~observation.valid, 0.0)
         if self.padding == "positions":
             best = received.amax(-1, keepdim=True)
             received = received.where(observation.positions < observation.lengths[:, None, None] - self.window, best)

@@ -161,7 +161,7 @@ class LayerKeepSet:
 
     def to_record(self) -> LayerKeepSet:
         """Return a copy that a runtime keeps after executing this: positions alone, in four bytes per entry."""
-        positions = self.packed_positions
+        _, positions = self.places.packed
         return replace(self, places=KeptIndices(lambda: (positions, positions)), state={}, values=None)
 
     @property

@@ -6,7 +6,7 @@ What it tells transformers is logical: it counts tokens. What it stores is physi
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,9 @@ from keepset.hf.store import EntryStore, StoredObservation
 from keepset.kernels.attention import ragged_attention
 from keepset.kernels.columns import attention_with_lse
 from keepset.kernels.softmax import softmax_attention
+
+Collected = tuple[dict[str, Any], Mapping[Feature[Any], Any]]
+"""What is known of a layer at an event: arguments of an `Observation`, and features."""
 
 
 class LogicalLayer(DynamicLayer):
@@ -191,17 +194,27 @@ class LayerState(LogicalLayer):
             features: what does not come from this layer's tokens.
         """
         store, self.store = self.store, None
-        shared = {"layer": self.index, "layers": layers, "prompts": prompts, "longest": longest, "num_kept": num_kept}
-        shared |= {"lengths": up_to_event.lengths, "softmax": up_to_event.softmax}
-        key, value = self.store_type.stored(up_to_event.key[0, 0, 0], up_to_event.value[0, 0, 0])
-        shared["entry_bytes"] = key.nbytes + value.nbytes
+        observation: Callable[..., Observation] = Observation
         if self.prompt is not None:
-            phase, self.prompt = self.prompt, None
-            observation = phase.observe(up_to_event, store, features, shared)
-            self.seconds = phase.seconds
-            return observation
-        assert self.decoding is not None and store is not None
-        return self.decoding.observe(up_to_event, store, features, shared)
+            own, collected = self.prompt.collected(up_to_event, store)
+            self.seconds, self.prompt = self.prompt.seconds, None
+        else:
+            assert self.decoding is not None and store is not None
+            own, collected = self.decoding.collected(up_to_event, store)
+            observation = partial(StoredObservation, store)
+        key, value = self.store_type.stored(up_to_event.key[0, 0, 0], up_to_event.value[0, 0, 0])
+        return observation(
+            **own,
+            lengths=up_to_event.lengths,
+            prompts=prompts,
+            longest=longest,
+            layer=self.index,
+            layers=layers,
+            features={**features, **collected},
+            softmax=up_to_event.softmax,
+            num_kept=num_kept,
+            entry_bytes=key.nbytes + value.nbytes,
+        )
 
     def held(self, up_to_event: AttentionInput) -> list[list[int]]:
         """Return how many entries each head of each request holds at an event that `attend` has returned."""
@@ -332,19 +345,12 @@ class PromptPhase:
         )
         self._accumulators.add(chunk)
 
-    def observe(
-        self,
-        up_to_event: AttentionInput,
-        store: EntryStore | None,
-        features: Mapping[Feature[Any], Any],
-        shared: Mapping[str, Any],
-    ) -> Observation:
-        """Return the observation at the prompt's end.
+    def collected(self, up_to_event: AttentionInput, store: EntryStore | None) -> Collected:
+        """Return what there is to look at at the prompt's end.
 
         Args:
+            up_to_event: the newest tokens of the prompt.
             store: the entries of the prompt; None if `up_to_event` has all of them.
-            features: what does not come from this layer's tokens.
-            shared: the arguments of an `Observation` that both phases give.
         """
         if store is None:
             entries: dict[str, Any] = {"keys": up_to_event.key, "values": up_to_event.value}
@@ -357,9 +363,8 @@ class PromptPhase:
                 exists = exists.new_zeros(*exists.shape[:2], 1)
             entries = {name: state.pop(name) for name in ("keys", "values", "positions")}
             entries |= {"state": state, "valid": exists, "count": store.entries}
-        collected = self._accumulators.values(up_to_event.lengths, entries["keys"].shape[2])
-        queries: dict[str, Any] = self._window.newest(self.needs.window)
-        return Observation(**entries, **queries, **shared, features={**features, **collected})
+        features = self._accumulators.values(up_to_event.lengths, entries["keys"].shape[2])
+        return entries | self._window.newest(self.needs.window), features
 
     def fork(self) -> PromptPhase:
         """Return an independent copy."""
@@ -419,26 +424,20 @@ class DecodingPhase:
         self.recorder.add_up(up_to_event, store, point, point, up_to_event.lengths)
         return up_to_event, after
 
-    def observe(
-        self,
-        up_to_event: AttentionInput,
-        store: EntryStore,
-        features: Mapping[Feature[Any], Any],
-        shared: Mapping[str, Any],
-    ) -> Observation:
-        """Return the observation at an event, and begin the interval to the next one.
+    def collected(self, up_to_event: AttentionInput, store: EntryStore) -> Collected:
+        """Return what there is to look at at an event, and begin the interval to the next one.
 
         Args:
-            features: what does not come from this layer's tokens.
-            shared: the arguments of an `Observation` that both phases give.
+            up_to_event: the newest tokens before the event.
+            store: the entries, whose keys and values are looked at where they are.
         """
         state = store.other_columns
-        entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries}
+        entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries, "state": state}
         queries = self.recorder.window.newest(self._newest)
-        collected = self.recorder.values(up_to_event, state)  # takes its columns out of the state
+        features = self.recorder.values(up_to_event, state)  # takes its columns out of the state
         self.recorder.start_interval(up_to_event.padded)
         self.next += self._every
-        return StoredObservation(store, **entries, **queries, **shared, state=state, features={**features, **collected})
+        return entries | queries, features
 
     def fork(self) -> DecodingPhase:
         """Return an independent copy."""

@@ -69,7 +69,7 @@ class QueryRecorder:
     def record(self, forward: AttentionInput, store: EntryStore | None, point: int) -> None:
         """Record those queries of a forward that the next event looks at."""
         newest = self._features.newest
-        keeps_all = forward.padded and newest  # a request with padding may have its newest queries further back
+        keeps_all = newest and forward.padded  # a request with padding may have its newest queries further back
         first = 0 if keeps_all else max(point - self.reach - forward.start, 0)
         if first >= forward.length:
             return

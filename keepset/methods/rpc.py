@@ -42,7 +42,8 @@ class RPC(Method):
         return Traits(needs=Needs(WindowAttention(self.window)), sinks=4, recent=self.window)
 
     def score(self, observation: Observation) -> Scores:
-        received = observation[WindowAttention(self.window)].mean
+        sums = observation[WindowAttention(self.window)]
+        received = sums.attention_sums / sums.window
         if self.aggregation == "all":
             received = observation.mean_over_heads(received)
         return F.avg_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)

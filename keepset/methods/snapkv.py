@@ -35,6 +35,7 @@ class SnapKV(Method):
         return Traits(needs=Needs(WindowAttention(self.window)), recent=self.window)
 
     def score(self, observation: Observation) -> Scores:
-        received = observation[WindowAttention(self.window)].mean
+        sums = observation[WindowAttention(self.window)]
+        received = sums.attention_sums / sums.window
         in_window = observation.positions >= observation.lengths[:, None, None] - self.window
         return F.avg_pool1d(received.masked_fill(in_window, 0.0), self.kernel, stride=1, padding=self.kernel // 2)

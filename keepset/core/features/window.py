@@ -19,16 +19,11 @@ class WindowSums:
 
     Attributes:
         attention_sums: summed over the window's queries, float32; of each query head if the feature says so.
-        window: how many queries; a shorter request has fewer.
+        window: how many queries; those that a shorter request does not have count as zero.
     """
 
     attention_sums: Float[Tensor, "batch kv_heads entries *group"]
     window: int
-
-    @property
-    def mean(self) -> Float[Tensor, "batch kv_heads entries *group"]:
-        """The attention received per query of the window; queries that a short request does not have count as zero."""
-        return self.attention_sums / self.window
 
     def asked(
         self, observation: Observation, positions: Int[Tensor, "batch #kv_heads #entries"]
