@@ -16,7 +16,7 @@ from typer import Argument, Exit, Option
 
 import keepset
 from keepset.cli.checks import check_writable
-from keepset.cli.console import counted, foretold, note, output, progress, say, show_table, status, write
+from keepset.cli.console import counted, note, output, progress, say, show_table, status, write
 from keepset.cli.options import Html, Json, group
 from keepset.embedded import EMBEDDED
 from keepset.errors import KeepsetError
@@ -260,10 +260,9 @@ def _under_load(
 
 def _compressed(documents: Iterator[Document], load: Load) -> list[Document]:
     """Return all documents, with progress."""
-    what = "documents compressed"
     done: list[Document] = []
     with progress() as bar:
-        advance = foretold(counted(bar, what, load.requests), what, load.requests)
+        advance = counted(bar, "documents compressed", load.requests)
         for document in documents:
             done.append(document)
             advance()

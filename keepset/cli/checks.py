@@ -48,12 +48,6 @@ def check_least(least: int, **options: int | None) -> None:
             raise KeepsetError(f"--{name.replace('_', '-')} {value} is out of range: use an integer from {least}.")
 
 
-def check_minutes(minutes: float | None) -> None:
-    """Refuse a number of minutes that is not above 0."""
-    if minutes is not None and not 0 < minutes < 1e6:
-        raise KeepsetError(f"--minutes {minutes} is out of range: use a number above 0.")
-
-
 def check_writable(*paths: Path | None) -> None:
     """Refuse output files that could not be written.
 

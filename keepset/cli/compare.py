@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.bounded import bounded
 from keepset.cli.checks import (
     check_least,
     check_measured,
-    check_minutes,
     check_text,
     check_writable,
     note_few_entries,
     offered_recipes,
     parse_budgets,
 )
-from keepset.cli.console import counted, explain, foretold, load, output, progress, say, show_table, write
-from keepset.cli.options import Html, Images, Json, Minutes, OneText, Recipes, takes_model
+from keepset.cli.console import counted, explain, interruptible, load, output, progress, say, show_table, write
+from keepset.cli.options import Html, Images, Json, OneText, Recipes, takes_model
 from keepset.cli.recipe_notes import say_advice, say_always, say_networks
 from keepset.errors import KeepsetError
 from keepset.images import Pictured, read_images
@@ -88,7 +85,6 @@ def compare(
     generate: Annotated[
         int | None, Option(help="With --decode: feed so many tokens that the full cache generated, not the text.")
     ] = None,
-    minutes: Minutes = None,
     json_file: Json = None,
     html: Html = None,
 ) -> None:
@@ -100,15 +96,12 @@ def compare(
     """
     from keepset.recipe import Recipe
 
-    began = time.monotonic()
-
     # The defaults of prompts depend on the model.
     parsed = [] if recipes is None and not decode else Recipe.parse_list(DECODING if recipes is None else recipes)
     given = parse_budgets((DECODING_BUDGETS if decode else BUDGETS) if budgets is None else budgets)
     note_few_entries(given)
     _check_lengths(decode, prompt_tokens=prompt_tokens, continuation=continuation, every=every, generate=generate)
     _check_budgets(decode, given)
-    check_minutes(minutes)
     needle = _needle(text, question, answer, decode)
     source, images = essay() if text is None else read(text), read_images(image)
     if decode and images:
@@ -121,7 +114,7 @@ def compare(
     from keepset.bench.report.compare import render
 
     comparer: Comparer | None = None
-    with bounded(minutes, began) as ending:
+    with interruptible() as ending:
         loaded, tokenizer = load(model)
         longest = context_length(loaded)
         if generate is not None:
@@ -146,11 +139,10 @@ def compare(
             else:
                 comparer, ids = _prefilled(loaded, tokenizer, task, model.called, candidates, bar), task.prompt
                 advance = counted(bar, "recipes", len(candidates))
-            advance = foretold(advance, f"{len(candidates)} rows", len(candidates))
             for _ in comparer.run(candidates):
                 advance()
     if comparer is None or not (ending.finished or comparer.comparison.rows):
-        raise ending.before("a recipe was measured")
+        raise KeyboardInterrupt
     comparison = comparer.comparison
     doubt = task.doubt(bool(comparison.full.get("needle_found")))
     sentence = (doubt or conclusion(comparison)) if ending.finished else ""  # rows that are missing might be the best

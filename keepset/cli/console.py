@@ -9,16 +9,18 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from typer import Exit
 
 from keepset import embedded, models
 from keepset.bench.report import page
 from keepset.cli.grid import Grid, sanitize
 from keepset.cli.options import STANDARD_OUTPUT
-from keepset.cli.time_limit import seconds_left
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -28,10 +30,6 @@ if TYPE_CHECKING:
     from keepset.bench.report.table import Table
 
 
-_LONG = 20
-"""Least seconds of remaining work that are worth a note."""
-_TRIED = 3
-"""Steps by which the time of the others is estimated."""
 _SILENT = 30
 """Seconds without output after which a note says what is under way, if there is no terminal."""
 
@@ -145,17 +143,18 @@ def progress(description: str = "at work") -> Iterator[Progress]:
     The description says what is under way while the bar has no line of its own.
     """
     from rich import progress as rich
-    from rich.text import Text
 
-    class Left(rich.ProgressColumn):
-        def render(self, task: Any) -> Any:
-            left = _left(task)
-            return Text("" if left is None or task.finished else f"{duration(left)} left")
-
-    columns = rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn()
     console = stderr()
     bar = rich.Progress(
-        *columns, rich.TimeElapsedColumn(), Left(), console=console, transient=True, disable=not console.is_terminal
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        speed_estimate_period=math.inf,  # steps may take minutes
     )
     with bar, beating(lambda: how_far(bar) or description):
         yield bar
@@ -202,59 +201,37 @@ def how_far(bar: Progress) -> str:
     task = next((task for task in reversed(bar.tasks) if task.completed < (task.total or 0)), None)
     if task is None:
         return ""
-    left = _left(task)
+    left = task.time_remaining  # without the first step, which includes what is done once
     rest = "" if left is None else f", {duration(left)} left"
     return f"{task.description}: {task.completed:.0f} of {task.total:.0f}{rest}"
 
 
-def _left(task: Any) -> float | None:
-    """Return the seconds that a line of a bar still takes, at most until the minutes are over; None if not known."""
-    left: Callable[[], float | None] | None = task.fields.get("left")
-    seconds = None if left is None else left()
-    return None if seconds is None else max(min(seconds, seconds_left()), 0.0)
-
-
-def counted(
-    bar: Progress,
-    description: str,
-    total: int,
-    completed: int = 0,
-    left: Callable[[], float | None] | None = None,
-) -> Callable[..., None]:
-    """Add a line to a progress bar, and return a function that advances it by a count, which is 1 by default.
-
-    `left` returns the seconds left, or None while they cannot be told. By default the mean time of a step so far is
-    what each of the others takes.
-    """
-    before, began = completed, time.monotonic()
+def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
+    """Add a line to a progress bar, and return a function that advances it by a count, which is 1 by default."""
     number = bar.add_task(description, total=total, completed=completed)
-    task = next(task for task in bar.tasks if task.id == number)
-
-    def by_mean() -> float | None:
-        done = task.completed - before
-        return (time.monotonic() - began) / done * ((task.total or 0) - task.completed) if done > 0 else None
-
-    bar.update(number, left=by_mean if left is None else left)
     return lambda count=1: bar.advance(number, count)
 
 
-def foretold(advance: Callable[..., None], what: str, total: int) -> Callable[..., None]:
-    """Return `advance` with a note on how long the rest will take; the first step includes what is done once."""
-    began, first, done, estimated = 0.0, 0, 0, False
+@dataclass
+class Ending:
+    """How a block of `interruptible` has ended."""
 
-    def step(count: int = 1) -> None:
-        nonlocal began, first, done, estimated
-        advance(count)
-        done, now = done + count, time.perf_counter()
-        if not first:
-            # From here on every step is typical.
-            began, first = now, done
-        elif not estimated and (done - first >= _TRIED or now - began >= _LONG):
-            estimated, left = True, (now - began) / (done - first) * (total - done)
-            if left >= _LONG:
-                note(f"{what}: {duration(left)} from here on")
+    finished: bool = False
 
-    return step
+    def say(self, where: str) -> None:
+        """Note where Ctrl-C has ended the block, if it has, and end the command."""
+        if not self.finished:
+            note(f"interrupted {where}")
+            raise Exit(130)
+
+
+@contextmanager
+def interruptible() -> Iterator[Ending]:
+    """End the block quietly at Ctrl-C; what it yields says whether that has happened."""
+    ending = Ending()
+    with suppress(KeyboardInterrupt):
+        yield ending
+        ending.finished = True
 
 
 def duration(seconds: float) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
-from keepset.cli.checks import check_least, check_minutes, check_writable, note_few_entries, parse_budgets, parse_whole
+from keepset.cli.checks import check_least, check_writable, note_few_entries, parse_budgets, parse_whole
 from keepset.cli.console import note, output, status
-from keepset.cli.options import Json, Minutes, Recipes, Temperature, takes_model
+from keepset.cli.options import Json, Recipes, Temperature, takes_model
 from keepset.cli.results import print_summary
 from keepset.cli.streaming import Sampling
 from keepset.cli.sweep import Asking, check_ray, say_lost, sweep_grid
@@ -102,7 +101,6 @@ def evaluate(
         bool, Option("--no-baselines", help="Leave out random and streaming_llm under the same budgets.")
     ] = False,
     ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster make the cells.")] = False,
-    minutes: Minutes = None,
     json_file: Json = None,
 ) -> None:
     """Measure recipes on benchmarks.
@@ -111,7 +109,6 @@ def evaluate(
     same command goes on where it was stopped. Recipes, budgets, tasks and seeds can be added to a file. One process
     adds to a file at a time; --ray uses many machines.
     """
-    began = time.monotonic()
     check_least(1, limit=limit, output_tokens=output_tokens)
     check_least(0, every=every)
     if limit is not None and sample is not None:
@@ -121,7 +118,6 @@ def evaluate(
         Sampling(1, temperature, seed)
     check_writable(out, json_file)
     check_ray(ray)
-    check_minutes(minutes)
 
     from keepset.bench.tasks.find import check_names, find
 
@@ -150,7 +146,7 @@ def evaluate(
         if cost.prompt_tokens + cost.answer_tokens >= _LONG:
             note(str(cost))
 
-    swept = sweep_grid(out, grid, model, asking, ray, foretell, minutes, began)
+    swept = sweep_grid(out, grid, model, asking, ray, foretell)
     failed = _show(swept.cells, out, json_file)
     say_lost(swept.lost)
     if failed or swept.lost:

@@ -1,13 +1,12 @@
 """`keepset bench latency`: time to the first token, tokens per second and memory, by length of the prompt."""
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Exit, Option
 
 from keepset.cli.checks import check_fits_context, check_least, check_measured, check_writable
-from keepset.cli.console import counted, load, note, output, progress, say, show_table
+from keepset.cli.console import counted, interruptible, load, output, progress, say, show_table
 from keepset.cli.options import Json, takes_model
 from keepset.errors import KeepsetError
 from keepset.models import Source
@@ -51,12 +50,10 @@ def latency(
         raise KeepsetError(f"The text has {ids.shape[1]} tokens, fewer than {lengths[-1]}: give a longer --text.")
     prompts = [ids[:, :length] for length in lengths]
     timings: list[Timing] = []
-    finished = False
-    with suppress(KeyboardInterrupt), progress() as bar:
+    with interruptible() as ending, progress() as bar:
         advance = counted(bar, "generations", len(lengths) * (len(parsed) + 1) * (rounds + 1))
         for timings in measure(loaded, prompts, parsed, output_tokens, rounds):  # noqa: B007
             advance()
-        finished = True
     rows = [timing.to_json() for timing in timings if timing.rounds or timing.error]
     if not rows:
         raise KeyboardInterrupt
@@ -69,9 +66,7 @@ def latency(
         "rows": rows,
     }
     output(result, json_file, lambda: _print(result))
-    if not finished:
-        note("interrupted: this is what was measured until then")
-        raise Exit(130)
+    ending.say("before the last round")
     if any(timing.error for timing in timings):
         raise Exit(1)
 

@@ -38,7 +38,6 @@ Json = Annotated[
 Html = Annotated[Path | None, Option(metavar="<path>", help="Write the report to this file.")]
 Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")]
 OutputTokens = Annotated[int, Option(help="The most tokens to generate.")]
-Minutes = Annotated[float | None, Option(help="Stop after so many minutes, with the results so far.")]
 Temperature = Annotated[float, Option(help="0 for greedy decoding.")]
 SamplingSeed = Annotated[int, Option(help="Seed of sampling.")]
 

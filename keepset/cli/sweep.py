@@ -13,7 +13,6 @@ from typer import Exit
 
 from keepset.cli.checks import check_measured
 from keepset.cli.console import counted, load, note, progress, status
-from keepset.cli.time_limit import TimeUp, time_limit
 from keepset.errors import KeepsetError
 from keepset.models import Source, context_length
 
@@ -72,14 +71,12 @@ def sweep_grid(
     asking: Asking,
     ray: bool,
     foretell: Foretell,
-    minutes: float | None = None,
-    began: float | None = None,
     *,
     complete: bool = True,
 ) -> Swept:
     """Make the cells that a file lacks. The model is not loaded if it lacks none.
 
-    Ctrl-C ends the command with a note of how far it has come. When the minutes are over, what is there is returned.
+    Ctrl-C ends the command with a note of how far it has come.
 
     Args:
         out: the sweep's file, begun or not.
@@ -88,8 +85,6 @@ def sweep_grid(
         asking: how candidates are asked.
         ray: whether the workers of a Ray cluster make the cells.
         foretell: called before the first cell is made.
-        minutes: the time that the command may take; None for any.
-        began: when the command began, by `time.monotonic`; now if not given.
         complete: whether a recipe is refused whose statistics or tables cannot be read; else its cells say so.
 
     Raises:
@@ -101,29 +96,9 @@ def sweep_grid(
     settings = {"--limit": grid.limit, "--sample": grid.sample, **asking.options}
     if (finished := _finished(out, grid, source, asking.chat, settings)) is not None:
         return finished
-    try:
-        with time_limit(minutes, began):
-            return _swept(out, grid, source, asking, ray, foretell, settings, complete=complete)
-    except TimeUp:
-        raise KeepsetError(f"--minutes {minutes:g} were over before the model was ready: give it more.") from None
-
-
-def _swept(
-    out: Path,
-    grid: SweepGrid,
-    source: Source,
-    asking: Asking,
-    ray: bool,
-    foretell: Foretell,
-    settings: dict[str, Any],
-    *,
-    complete: bool,
-) -> Swept:
-    """Load the model and make the cells that the file lacks; see `sweep_grid`."""
     from keepset.bench.sweep import sweep
     from keepset.bench.sweep.runner import Runner
     from keepset.bench.sweep.store import Store
-    from keepset.bench.sweep.time_left import TimeLeft
     from keepset.hf.fingerprint import fingerprint
 
     # With Ray it is the workers' GPUs that compute.
@@ -140,16 +115,9 @@ def _swept(
             groups = grid.groups(store, tokenizer)
         foretell(sweep.cost(groups, tokenizer, asking.mode, chat))
         left, total = sweep.unfinished(groups, store.done()), sweep.count(groups)
-        missing = sweep.count(left)
         try:
             with progress() as bar:
-                rest = TimeLeft(left)
-                step = counted(bar, "cells", total, total - missing, left=rest.seconds)
-
-                def advance(count: int = 1) -> None:
-                    rest.advance(count)
-                    step(count)
-
+                advance = counted(bar, "cells", total, total - sweep.count(left))
                 if ray:
                     from keepset.bench.sweep import ray_sweep
 
@@ -158,13 +126,11 @@ def _swept(
                     lost = ray_sweep.run(store, left, make, nbytes, advance)
                 else:
                     lost = sweep.run(store, left, Runner(loaded, tokenizer, **runner), advance)
-        except (KeyboardInterrupt, TimeUp) as stop:
+        except KeyboardInterrupt:
             done = total - sweep.count(sweep.unfinished(groups, store.done()))
             many = f"{done} of {total} cells, which are in {str(out)!r}: the same command goes on"
             note(f"stopped after {many}" if done else f"stopped before one of {total} cells was made")
-            if isinstance(stop, KeyboardInterrupt):
-                raise Exit(130) from None
-            lost = []
+            raise Exit(130) from None
         return Swept(grid.of(store.cells()), lost)
 
 

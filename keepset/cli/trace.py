@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Exit, Option
+from typer import Argument, Option
 
 from keepset.bench.report.table import Column, Table, decimals, percent
 from keepset.cli.checks import check_fits_context, check_text, check_writable, note_short
-from keepset.cli.console import counted, explain, load, note, output, progress, say, show_table
+from keepset.cli.console import counted, explain, interruptible, load, output, progress, say, show_table
 from keepset.cli.options import Json, OutputTokens, SamplingSeed, Temperature, takes_model
 from keepset.cli.recipe_notes import say_always
 from keepset.cli.streaming import Sampling
@@ -64,22 +63,19 @@ def trace(
     ids = _encoded(tokenizer, before, prompt).to(loaded.device)
     length = ids.shape[1]
     check_fits_context(loaded, length, sampling.tokens)
-    tracer, finished = Tracer(loaded, parsed), False
+    tracer = Tracer(loaded, parsed)
     torch.manual_seed(sampling.seed)
-    with suppress(KeyboardInterrupt), progress() as bar:
+    with interruptible() as ending, progress() as bar:
         tracer.generate(ids, counted(bar, "tokens", sampling.tokens), **sampling.options)
-        finished = True
     events = tracer.events.events
-    if not events and not finished:
+    if not events and not ending.finished:
         raise KeyboardInterrupt
     answer = str(tokenizer.decode(tracer.ids[length:], skip_special_tokens=True))
     result = {"model": model.called, **tracer.to_json(), "text": answer}
     output(result, json_file, lambda: _print(result))
     note_short(length, min((event.kept / event.entries for event in events if event.length == length), default=1.0))
     say_always(parsed, loaded, length)
-    if not finished:
-        note(f"interrupted after {len(tracer.ids) - length} of {sampling.tokens} tokens")
-        raise Exit(130)
+    ending.say(f"after {len(tracer.ids) - length} of {sampling.tokens} tokens")
 
 
 def _encoded(tokenizer: Any, before: str, question: str | None) -> Any:

@@ -1,15 +1,13 @@
 """`keepset tune`: which recipe suits a text."""
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
-from keepset.cli.bounded import bounded
-from keepset.cli.checks import check_minutes, check_whole, check_writable, note_few_entries, parse_budgets
-from keepset.cli.console import load, output, progress, say, show_table, write
-from keepset.cli.options import Html, Json, Minutes, takes_model
+from keepset.cli.checks import check_whole, check_writable, note_few_entries, parse_budgets
+from keepset.cli.console import interruptible, load, output, progress, say, show_table, write
+from keepset.cli.options import Html, Json, takes_model
 from keepset.errors import BudgetError, KeepsetError
 from keepset.models import Source, context_length
 from keepset.texts import read
@@ -29,7 +27,6 @@ def tune(
         bool, Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first.")
     ] = False,
     seed: Annotated[int, Option(help="Of the order of the text's pieces and of the facts.")] = 0,
-    minutes: Minutes = None,
     json_file: Json = None,
     html: Html = None,
 ) -> None:
@@ -40,13 +37,11 @@ def tune(
     that follows and, with --retrieval, facts that are found after the text was compressed. What the intervals over
     pieces cannot tell apart is said to be tied.
     """
-    began = time.monotonic()
     budgets = parse_budgets(budget)
     note_few_entries(budgets)
     if len(budgets) > 1:
         raise BudgetError(f"--budget {budget!r} is more than one: all recipes are compared under one, give that.")
     check_whole(2**63, seed=(seed, 0))
-    check_minutes(minutes)
     for path in text:
         if [other.resolve() for other in text].count(path.resolve()) > 1:
             raise KeepsetError(f"{str(path)!r} is given twice: give each text once.")
@@ -63,19 +58,18 @@ def tune(
         assert tuner is not None
         race = tuner.race
         description = f"round {race.round} of {race.rounds}: {len(race.alive)} recipes"
-        bar.update(line, description=description, total=race.planned.steps, completed=race.done.steps)
+        bar.update(line, description=description, total=race.planned, completed=race.done)
 
-    with bounded(minutes, began) as ending:
+    with interruptible() as ending:
         loaded, tokenizer = load(model)
         pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
         with progress("looking which recipes the model takes") as bar:
             tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
-            race = tuner.race
-            line = bar.add_task("", total=race.planned.steps, left=lambda: race.seconds_left)
+            line = bar.add_task("")
             show_progress()
             tuner.run()
     if tuner is None or not any(entry.figures for entry in tuner.race.entries):
-        raise ending.before("a recipe was measured")
+        raise KeyboardInterrupt
     result = tuner.to_json()
     output(result, json_file, lambda: print_result(result))
     write(html, lambda: render(result))

@@ -13,7 +13,6 @@ from keepset.bench.compare.prompt import PromptComparer
 from keepset.cli import checks, console
 from keepset.cli.checks import offered_recipes
 from keepset.cli.compare import BUDGETS as DEFAULT_BUDGETS
-from keepset.cli.time_limit import TimeUp
 from keepset.hf.prompt_session import CachedPrompt
 from tests.cli.conftest import Run, load_json
 
@@ -244,31 +243,10 @@ def test_what_is_done_is_there_after_an_interrupt(run: Run, tmp_path: Path, as_j
     assert CANONICAL[0] in page and CANONICAL[1] not in page
 
 
-def test_minutes_end_it_with_the_rows_so_far(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = PromptComparer._measure
-
-    def row(self: PromptComparer, *args: Any) -> Any:
-        if self.comparison.rows:
-            raise TimeUp
-        return measure(self, *args)
-
-    monkeypatch.setattr(PromptComparer, "_measure", row)
-    done = run(*COMPARE, "--minutes", "60")
-    assert done.code == 0 and "stopped after 1 of 6 rows: nothing is concluded" in done.err
-    assert done.out.splitlines()[-1].split()[0] == "tova"
-
-
 def test_a_small_budget_may_be_meant_as_a_percentage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(PromptComparer, "_measure", lambda *_: pytest.fail("measured"))
-    done = run(*COMPARE, "--budgets", "0.5,3", "--minutes", "0.00001")
+    done = run(*COMPARE, "--budgets", "0.5,3")
     assert done.err.splitlines()[0] == "The budget 3 is 3 entries of every head; 3 % of the bytes are 0.03."
-
-
-def test_minutes_that_are_over_before_a_row(run: Run) -> None:
-    done = run(*COMPARE, "--minutes", "0.00001")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("keepset: --minutes 1e-05 were over before a recipe was measured")
 
 
 def test_without_a_terminal_decoding_says_how_many_tokens_were_read(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,22 +21,6 @@ LEAST = 6
 """Fewest pieces that tell recipes apart: five differences have the same sign by chance in 6 of 100 cases."""
 PREFILL = 10
 """Cost of a piece's prefill with second passes, in measurements of a recipe."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """Prefills of pieces, which all recipes share, and measurements of a recipe on a piece; or the seconds of both."""
-
-    prefills: float = 0
-    measurements: float = 0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.prefills + other.prefills, self.measurements + other.measurements)
-
-    @property
-    def steps(self) -> int:
-        """The work in measurements of a recipe."""
-        return round(PREFILL * self.prefills + self.measurements)
 
 
 @dataclass(eq=False)
@@ -86,7 +69,7 @@ class Halving:
 
     In every round the better half of the recipes goes on and the text doubles. Recipes are compared on the same pieces.
     `entries` are all recipes that have ever been in the race, in their order, and `alive` those that still are. `done`
-    and `planned` are the work, `spent` its seconds.
+    and `planned` are the work, in measurements of a recipe.
 
     Args:
         measure: measures recipes on a piece.
@@ -113,7 +96,7 @@ class Halving:
         self._rounds = [count for count in ROUNDS if count < pieces] + [pieces]
         self.entries = [TunedRecipe(recipe) for recipe in recipes]
         self.alive = list(self.entries)
-        self.round, self.rounds, self.done, self.spent = 1, len(self._rounds), Work(), Work()
+        self.round, self.rounds, self.done = 1, len(self._rounds), 0
         first, entries = self._rounds[0], len(self.alive)
         self.planned = _cost(first, entries) + _cost(first, grown) + self._later(1, entries + grown)
 
@@ -121,17 +104,6 @@ class Halving:
     def pieces(self) -> int:
         """Number of pieces on which every recipe in the race has been measured."""
         return min((len(entry.figures) for entry in self.alive if entry.error is None), default=0)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Seconds that the rest takes at most, by the mean times so far; None before a piece is done."""
-        if self.done.prefills <= 1 and not self.pieces:
-            return None
-        prefills = self.planned.prefills - self.done.prefills
-        # A piece's first recipe is in the time of its prefill.
-        others = self.planned.measurements - self.done.measurements - prefills
-        known = max(1, self.done.measurements - self.done.prefills)
-        return prefills * self.spent.prefills / self.done.prefills + others * self.spent.measurements / known
 
     def run(self) -> None:
         """Run all rounds. What is known stays if they are interrupted."""
@@ -175,24 +147,19 @@ class Halving:
             running = [entry for entry in entries if entry.error is None]
             if not running:
                 break
-            self.done += Work(prefills=1)
-            before, is_first = time.monotonic(), True
+            self.done += PREFILL
             for entry, row in zip(running, self._measure(piece, [e.recipe for e in running]), strict=True):
-                # The first recipe's time is that of the prefill: its own is small beside it.
-                took, before = time.monotonic() - before, time.monotonic()
-                self.spent += Work(prefills=took) if is_first else Work(measurements=took)
-                is_first = False
                 if row.error is not None:
                     entry.error = row.error
                 else:
                     entry.figures.append(row)
-                self.done += Work(measurements=1)
+                self.done += 1
                 self._on_step()
         self.alive = [entry for entry in self.alive if entry.error is None]
 
-    def _later(self, done: int, entries: int) -> Work:
+    def _later(self, done: int, entries: int) -> int:
         """Return the work of the rounds after `done` ones, at whose end there are this many recipes."""
-        cost = Work()
+        cost = 0
         for before, after in pairwise(self._rounds[done - 1 :]):
             entries = _half(entries)
             cost += _cost(after - before, entries)
@@ -268,5 +235,6 @@ def _half(entries: int) -> int:
     return max(math.ceil(entries / 2), min(entries, FINALISTS))
 
 
-def _cost(pieces: int, entries: int) -> Work:
-    return Work(pieces, pieces * entries) if entries else Work()
+def _cost(pieces: int, entries: int) -> int:
+    """Return the work of measuring recipes on pieces."""
+    return pieces * (PREFILL + entries) if entries else 0

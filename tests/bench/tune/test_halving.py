@@ -91,28 +91,7 @@ def test_the_best_wins_and_costs_as_much_as_halving_says(count: int, place: floa
     assert sum(made.asked.values()) == cost
     assert len(race.alive) == left and race.pieces == PIECES
     assert made.asked[best] == PIECES and set(made.pieces.values()) == {1}
-    assert race.done == race.planned and race.done.steps == cost + PREFILL * PIECES
-
-
-def test_what_is_left_is_told_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill takes 30 seconds and a recipe 2: from the first piece on the end is known, and it stays where it is."""
-    clock, ends = [0.0], list[float | None]()
-    monkeypatch.setattr("keepset.bench.tune.halving.time.monotonic", lambda: clock[0])
-
-    def measure(piece: int, recipes: Sequence[Recipe]) -> Iterator[Record]:
-        clock[0] += 30.0
-        for recipe in recipes:
-            clock[0] += 2.0
-            yield noisy(3, 1)(recipe.method.seed, piece)  # type: ignore[attr-defined]
-
-    def on_step() -> None:
-        left = race.seconds_left
-        ends.append(None if left is None else clock[0] + left)
-
-    race = Halving(measure, recipes(10), PIECES, on_step=on_step)
-    race.run()
-    assert ends[:9] == [None] * 9 and race.seconds_left == 0
-    assert {round(end) for end in ends[9:] if end is not None} == {round(clock[0])} and None not in ends[9:]
+    assert race.done == race.planned and race.done == cost + PREFILL * PIECES
 
 
 def test_later_rounds_correct_what_the_first_pieces_say() -> None:
@@ -172,7 +151,7 @@ def test_more_recipes_join_after_the_first_round_and_catch_up() -> None:
     assert told == [[7, 6, 5, 4, 3, 2, 1, 0]]
     assert made.asked[0] == 2 and made.asked[25] == PIECES
     assert list(map(number_of, race.tied())) == [25]
-    assert race.done == race.planned and race.done.steps < before.steps
+    assert race.done == race.planned and race.done < before
 
 
 def test_stopped_halfway_it_knows_what_it_has_measured() -> None:
