@@ -126,7 +126,7 @@ def _learning(curves: dict[str, list[dict[str, float]]]) -> Section:
                     [plot.Point(point["step"], point[figure]) for point in points],
                     at,
                     mode="lines",
-                    dash=plot.DASHES[at],
+                    dash=("solid", "dash")[at],
                     template="step %{x}: %{y:.4f}",
                 )
                 for at, (name, points) in enumerate(curves.items())
