@@ -433,9 +433,7 @@ class DecodingPhase:
         """
         state = store.other_columns
         entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries, "state": state}
-        queries = self.recorder.window.newest(self._newest)
-        features = self.recorder.values(up_to_event, state)  # takes its columns out of the state
-        self.recorder.start_interval(up_to_event.padded)
+        queries, features = self.recorder.take(up_to_event, state)  # takes its columns out of the state
         self.next += self._every
         return entries | queries, features
 

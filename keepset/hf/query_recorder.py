@@ -90,27 +90,34 @@ class QueryRecorder:
         if keeps_all and self.window.size > bound + _MOST:
             self.window.keep(bound)
 
-    def values(self, new: AttentionInput, state: dict[str, Tensor]) -> dict[Feature[Any], Any]:
-        """Return the features of an event at the end of these tokens; window sums are taken out of `state`."""
-        values: dict[Feature[Any], Any] = {
+    def take(self, new: AttentionInput, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[Feature[Any], Any]]:
+        """Return what an event looks at, and begin the interval to the next one.
+
+        Args:
+            new: the newest tokens before the event.
+            state: columns of the entries; window sums are taken out of it.
+
+        Returns:
+            The newest queries, as arguments of an Observation, and features.
+        """
+        features: dict[Feature[Any], Any] = {
             feature: WindowSums(state.pop(feature.column), self._windows[feature]) for feature in self._features.sums
         }
         for feature, moments in self.moments.items():
             assert new.layer_input is not None
-            values[feature] = feature.distribution(moments, new.layer_input, new.lengths)
-        return values
+            features[feature] = feature.distribution(moments, new.layer_input, new.lengths)
+        newest, padded = self._features.newest, new.padded
+        queries = self.window.newest(newest)
+        self.moments, self._few = {}, None
+        self._lengths = self._lengths if padded else None
+        self.window.keep(newest if padded else newest - self._every)
+        return queries, features
 
     def forget(self, store: EntryStore) -> None:
         """Drop sums and moments."""
         self.moments = {}
         for feature in self._features.sums:
             store.forget(feature.column)
-
-    def start_interval(self, padded: bool) -> None:
-        """Begin the next interval, right after an event."""
-        self.moments, self._few = {}, None
-        self._lengths = self._lengths if padded else None
-        self.window.keep(self._features.newest if padded else self._features.newest - self._every)
 
     def can_take_back(self, end: int, point: int) -> bool:
         """Return whether the newest queries can be forgotten: those in the sums only if all queries in the sums are."""
