@@ -1,6 +1,5 @@
 """The command line: `keepset`."""
 
-import difflib
 import errno
 import sys
 import warnings
@@ -44,11 +43,6 @@ SECTIONS = {
 
 class Commands(TyperGroup):
     """All commands. The help lists them under headings, and Ctrl-C ends each of them with a note."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the commands' names in the order of their headings."""
-        listed = [name for names in SECTIONS.values() for name in names]
-        return listed + [name for name in super().list_commands(ctx) if name not in listed]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write each heading with its commands and what they do."""
@@ -108,27 +102,6 @@ app.add_typer(context_commands)
 bench.command()(latency)
 app.add_typer(bench)
 app.add_typer(diagnose)
-
-
-@app.command("help", hidden=True)
-def show_help(
-    context: typer.Context,
-    command: Annotated[
-        list[str] | None, typer.Argument(help="A command, such as bench latency; all without one.")
-    ] = None,
-) -> None:
-    """Show the help of a command, as --help does."""
-    whole = context.parent
-    assert whole is not None
-    for at, name in enumerate(command or ()):
-        group = whole.command if isinstance(whole.command, TyperGroup) else None
-        known = group.get_command(whole, name) if group else None
-        if known is None:
-            close = difflib.get_close_matches(name, group.list_commands(whole) if group else [], n=1)
-            guess = f"; did you mean {close[0]!r}? All are" if close else ": all are"
-            raise KeepsetError(f"There is no command {' '.join((command or [])[: at + 1])!r}{guess} in keepset --help.")
-        whole = type(whole)(known, parent=whole, info_name=name)
-    typer.echo(whole.get_help())
 
 
 def main() -> None:

@@ -178,14 +178,6 @@ def _guess(text: str) -> str:
     return f"{float(number) / 100:g}" if is_percent and 0 < float(number) <= 100 else ""
 
 
-def parse_indices(text: str) -> list[int] | None:
-    """Return different whole numbers from 0, rising; None if the text is no such list."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
-        return None
-    return sorted({int(part) for part in parts})
-
-
 def parse_whole(text: str, option: str) -> list[int]:
     """Return whole numbers from a list, each once.
 

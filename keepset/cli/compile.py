@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_tensor_file, check_whole, check_writable, parse_indices
+from keepset.cli.checks import check_fits_context, check_tensor_file, check_whole, check_writable, parse_whole
 from keepset.cli.console import counted, load, note, progress, say, write
 from keepset.cli.options import Force, Html, takes_model
-from keepset.errors import BudgetError, KeepsetError, RecipeError
-from keepset.models import Source, context_length
+from keepset.errors import KeepsetError, RecipeError
+from keepset.models import Source
 
 if TYPE_CHECKING:
     from keepset.core.tables import Tables
@@ -116,10 +116,8 @@ def _settings(
             f"--recipe {recipe!r} is not compilerkv with parameters of its own alone: write for example "
             "compilerkv(window=32), and the budgets as --budgets."
         )
-    counts = parse_indices(budgets)
-    if counts is None:
-        raise BudgetError(f"--budgets {budgets!r} is no list of budgets: write whole numbers such as 128,256,512.")
-    return CompileSettings(parsed.method, tuple(counts), contexts, tokens, continuation, seed, **learned)
+    counts = tuple(sorted(parse_whole(budgets, "budgets")))
+    return CompileSettings(parsed.method, counts, contexts, tokens, continuation, seed, **learned)
 
 
 def _compiled(model: Source, files: list[Path], settings: CompileSettings, log: Path | None) -> Tables:
@@ -130,12 +128,7 @@ def _compiled(model: Source, files: list[Path], settings: CompileSettings, log: 
     tokens, continuation, contexts = settings.tokens, settings.continuation, settings.contexts
     texts = read_texts(files) if files else default_texts()
     loaded, tokenizer = load(model)
-    longest = context_length(loaded)
-    if longest is not None and tokens + continuation > longest:
-        raise KeepsetError(
-            f"--prompt-tokens {tokens} and --continuation {continuation} are more than the model's context of "
-            f"{longest}: use fewer."
-        )
+    check_fits_context(loaded, tokens, continuation)
     pool = ContextPool.draw(
         tokenizer, texts, tokens=tokens, continuation=continuation, count=POOL * contexts, seed=settings.seed
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option
 
+from keepset.bench.sweep.prompts import Mode
 from keepset.cli.checks import check_least, check_writable, note_few_entries, parse_budgets, parse_whole
 from keepset.cli.console import note, output, status
 from keepset.cli.options import Json, Recipes, Temperature, takes_model
@@ -71,7 +72,7 @@ def evaluate(
     ] = None,
     seeds: Annotated[str, Option(help="Seeds of generated data and of sampling, separated by commas.")] = "0",
     mode: Annotated[
-        str,
+        Mode,
         Option(
             help="What is compressed. 'prompt': context and question together. 'agnostic': the context before its "
             "questions are known. 'task': the context by recipes that take the question (kvcompose, second_pass); "
@@ -125,7 +126,6 @@ def evaluate(
     lengths = tuple(parse_whole(prompt_tokens, "prompt-tokens"))
     check_names(names)
 
-    from keepset.bench.sweep.prompts import checked_mode
     from keepset.bench.sweep.sweep import SweepGrid
     from keepset.bench.tasks.task import TaskSettings
 
@@ -140,7 +140,7 @@ def evaluate(
     if limit is None and sample is None and all(hasattr(task, "length") for task in chosen):
         limit = _GENERATED
     grid = SweepGrid(chosen, numbers, candidates, limit, None if sample is None else _sample(sample))
-    asking = Asking(checked_mode(mode), not no_chat, temperature, output_tokens)
+    asking = Asking(mode, not no_chat, temperature, output_tokens)
 
     def foretell(cost: Cost) -> None:
         if cost.prompt_tokens + cost.answer_tokens >= _LONG:

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from typer import Exit, Option
 
-from keepset.cli.checks import check_fits_context, check_least, check_measured, check_writable
+from keepset.cli.checks import check_fits_context, check_least, check_measured, check_writable, parse_whole
 from keepset.cli.console import counted, interruptible, load, output, progress, say, show_table
 from keepset.cli.options import Json, takes_model
 from keepset.errors import KeepsetError
@@ -33,8 +33,8 @@ def latency(
     from keepset.recipe import Recipe
 
     parsed = [recipe.require_budget() for recipe in Recipe.parse_list(recipes)]
-    lengths = _lengths(prompt_tokens)
-    check_least(1, output_tokens=output_tokens, rounds=rounds)
+    lengths = sorted(parse_whole(prompt_tokens, "prompt-tokens"))
+    check_least(1, prompt_tokens=lengths[0], output_tokens=output_tokens, rounds=rounds)
     check_writable(json_file)
 
     from keepset.bench.latency import Timing
@@ -43,7 +43,7 @@ def latency(
 
     loaded, tokenizer = load(model)
     check_measured(loaded, parsed)
-    check_fits_context(loaded, max(lengths), output_tokens)
+    check_fits_context(loaded, lengths[-1], output_tokens)
     whole = "\n\n".join([essay(), *default_texts()]) if text is None else read(text)
     ids = tokenizer(whole, return_tensors="pt", verbose=False)["input_ids"].to(loaded.device)
     if ids.shape[1] < lengths[-1]:
@@ -69,18 +69,6 @@ def latency(
     ending.say("before the last round")
     if any(timing.error for timing in timings):
         raise Exit(1)
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        lengths = [int(word) for word in text.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1 or len(set(lengths)) < len(lengths):
-        raise KeepsetError(
-            f"--prompt-tokens {text!r} is no list of lengths: write different whole numbers such as 1024,4096."
-        )
-    return sorted(lengths)
 
 
 def _print(result: dict[str, Any]) -> None:

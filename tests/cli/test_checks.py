@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from keepset import Budget, KeepsetError
-from keepset.cli.checks import parse_budgets, parse_indices, parse_whole
+from keepset.cli.checks import parse_budgets, parse_whole
 
 
 def test_each_number_once() -> None:
     assert parse_whole("3, 5,3,-1", "seeds") == [3, 5, -1]
-    assert parse_indices("7, 0,7") == [0, 7]
 
 
 def test_budgets_are_entries_or_shares_of_bytes() -> None:
@@ -25,8 +24,3 @@ def test_what_is_no_budget(budget: str) -> None:
         parse_budgets(f"0.5,{budget}")
     with pytest.raises(KeepsetError, match="is too large a number"):
         parse_budgets("9" * 20)
-
-
-@pytest.mark.parametrize("text", ["", "1,", "-1", "1.5", "٣", "1 2", "9" * 10])
-def test_what_is_no_list_of_indices(text: str) -> None:
-    assert parse_indices(text) is None

@@ -101,12 +101,9 @@ def test_a_misspelt_method_is_suggested(run: Run) -> None:
 
 
 @pytest.mark.parametrize("command", ["methods", "bench", "bench latency"])
-def test_help_in_three_ways(command: str, run: Run) -> None:
-    words = command.split()
-    first, *others = (run(*each) for each in ((*words, "--help"), (*words, "-h"), ("help", *words)))
-    assert all(each.code == 0 and each.out == first.out for each in others)
-    assert run("help").out == run("--help").out
-    assert f"There is no command '{words[0]} methodz'" in run("help", words[0], "methodz").err
+def test_help_in_two_ways(command: str, run: Run) -> None:
+    long, short = (run(*command.split(), option) for option in ("--help", "-h"))
+    assert long.code == short.code == 0 and long.out == short.out
 
 
 def test_help_has_every_command_once_under_a_heading(run: Run) -> None:

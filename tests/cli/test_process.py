@@ -20,10 +20,10 @@ def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_refuses_without_a_trace_back(tmp_path: Path) -> None:
-    done, module = (start([*how, "help", "compere"], tmp_path) for how in (SCRIPT, MODULE))
+    done, module = (start([*how, "methods", "snapvk"], tmp_path) for how in (SCRIPT, MODULE))
     assert (done.returncode, done.stdout, done.stderr) == (module.returncode, module.stdout, module.stderr)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("keepset: There is no command 'compere'") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("keepset: There is no method 'snapvk'") and done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from keepset.bench.tasks.task import Example, Question, Tokenizer
 from keepset.errors import KeepsetError
@@ -16,14 +16,6 @@ Mode = Literal["prompt", "agnostic", "task"]
 - `task`: the context, by recipes that are given its questions (KVCompose 2025, arXiv:2509.05165, section 3.2.1:
   task-aware). For all other recipes the question is the end of what is compressed.
 """
-
-
-def checked_mode(name: str) -> Mode:
-    """Return the mode of this name; raise `KeepsetError` if there is none."""
-    for mode in get_args(Mode):
-        if name == mode:
-            return mode
-    raise KeepsetError(f"There is no mode {name!r}: use {', '.join(get_args(Mode))}.")
 
 
 @dataclass(frozen=True)
