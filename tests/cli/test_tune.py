@@ -45,7 +45,7 @@ def test_json_and_report(run: Run) -> None:
     )
     assert result["recipe"] in result["tied"] and set(result["tied"]) <= names
     assert result["recipe"] in result["verdict"][0]
-    assert data_of(Path("page.html").read_text(encoding="utf-8"))["figures"] == result
+    assert data_of(Path("page.html").read_text(encoding="utf-8"))["conclusion"] == " ".join(result["verdict"])
 
 
 @pytest.mark.full

@@ -144,7 +144,6 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
                 grids=comparison.grids,
             ),
         ],
-        comparison.to_json(),
         conclusion=conclusion,
         lead=_lead(comparison),
         facts=[

@@ -35,15 +35,6 @@ def render(tables: Tables) -> str:
             _counts(tables),
             *([_learning(learning)] if any(learning.values()) else []),
         ],
-        {
-            "budgets": tables.budgets.tolist(),
-            "weights": [_rounded(each) for each in tables.weights.tolist()],
-            "gate": [[_rounded(layer) for layer in each] for each in tables.gate.tolist()],
-            "entropy_edges": tables.entropy_edges.tolist(),
-            "perplexity_edges": tables.perplexity_edges.tolist(),
-            "counts": tables.counts.tolist(),
-            "curves": learning,
-        },
         conclusion=f"Heads weigh from {low:.2f} to {high:.2f}; the mean threshold is {thresholds}.",
         lead=f"The decision tables of {layers} layers of {heads} query heads, compiled for budgets of "
         f"{', '.join(budgets)} entries per KV head.",

@@ -279,8 +279,5 @@ async function show() {
   id("facts").append(...data.facts.map(fact));
   for (const section of data.sections) await draw(section, id("sections"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-  id("json").addEventListener("toggle", () => {
-    id("json").querySelector("pre").textContent = JSON.stringify(data.figures, null, 1);
-  }, { once: true });
   id("origin").append(...data.origin.map(fact));
 }

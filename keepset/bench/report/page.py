@@ -43,7 +43,6 @@ def page(
     command: str,
     model: str,
     sections: Sequence[Section],
-    figures: Any,
     *,
     conclusion: str = "",
     lead: str = "",
@@ -56,7 +55,6 @@ def page(
         command: the command that makes it, which is its title.
         model: the model's name.
         sections: its parts, in their order.
-        figures: all figures as JSON, which a reader can open at the end.
         conclusion: the sentence that it opens with.
         lead: what was measured, in a few sentences.
         facts: stand below the lead.
@@ -69,7 +67,6 @@ def page(
         "facts": _known(facts),
         "sections": list(sections),
         "origin": [*_origin().items(), *_known(settings)],
-        "figures": figures,
     }
     packed = resources.files(__package__).joinpath("plotly-cartesian.min.js.gz").read_bytes()
     script = "".join(map(asset, ("elements.js", "page.js", "kept.js")))

@@ -185,7 +185,6 @@ def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> st
         "keepset results",
         model,
         sections,
-        summary.to_json(),
         conclusion=summary.conclusion,
         lead=f"{len(recipes)} recipe{'' if len(recipes) == 1 else 's'} on {count} task{'' if count == 1 else 's'}. "
         "Every score has its interval of 95 % over examples.",

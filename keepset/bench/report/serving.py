@@ -56,7 +56,6 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
             table(servers, rows).section("Figures"),
             {"kind": "errors", "items": failures(servers)},
         ],
-        {**result, "servers": [_short(server) for server in servers]},
         conclusion=conclusion(result),
         lead=_lead(load),
         facts=[
@@ -84,15 +83,6 @@ def _lead(load: dict[str, Any]) -> str:
         )
     rounds = f", in {load['rounds']} rounds." if load["rounds"] > 1 else "."
     return f"{asked}{integer(load['output_tokens'])} more, at most {integer(load['concurrency'])} at once{rounds}"
-
-
-def _short(server: dict[str, Any]) -> dict[str, Any]:
-    """Return what was measured of a server with the number of chunks for the chunks, of which there may be millions."""
-    rounds = [
-        {**each, "requests": [{**request, "chunks": len(request["chunks"])} for request in each["requests"]]}
-        for each in server["rounds"]
-    ]
-    return {**server, "rounds": rounds}
 
 
 def _series(at: int, servers: Sequence[Any]) -> int:

@@ -92,7 +92,6 @@ def render(result: dict[str, Any]) -> str:
                 "the recipe, divided by that of one with the full cache.",
             ),
         ],
-        result,
         conclusion=" ".join(result["verdict"]),
         lead=_lead(result, asked),
         facts=[

@@ -191,31 +191,29 @@ def test_serving_shows_samples_and_answered_requests() -> None:
     assert shares["y"] == pytest.approx([0, *(i / 6 for i in range(1, 7))])
     assert rows(page)[1] == ["tokens", EVIL, "2", "x2.00"] and data_of(page)["facts"][0] == ["Recipe", EVIL]
     assert data_of(page)["sections"][-1]["items"] == [f"{name}: {EVIL}" for name in ("plain", "recipe")]
-    # Chunks, of which there may be millions, are counted only.
-    assert data_of(page)["figures"]["servers"][0]["rounds"][0]["requests"][0]["chunks"] == 3
 
 
-def test_figures_of_tables_are_the_tables() -> None:
+def near(drawn: Any, table: Any) -> bool:
+    """Whether a chart has the numbers of a table, of which it shows four digits."""
+    return np.allclose(drawn, np.asarray(table), rtol=0, atol=1e-4)
+
+
+def test_charts_of_tables_are_the_tables() -> None:
     page, made = compiled.render(tables()), tables()
-    figures = data_of(page)["figures"]
-    assert figures["budgets"] == [8, 64] and figures["counts"] == made.counts.tolist()
-    for name, table in (("weights", made.weights), ("gate", made.gate)):
-        assert np.allclose(figures[name], table, rtol=0, atol=1e-4)
+    assert list(options(page, "budget")) == ["8", "64"]
     for budget, described in enumerate(options(page, "budget").values()):
-        assert chart(described, "heads")[0]["z"] == figures["weights"][budget]
+        assert near(chart(described, "heads")[0]["z"], made.weights[budget])
         for part, name in enumerate(("below 2", "2 to 5", "5 to 20", "from 20")):
-            expected = [[row[part] for row in layer] for layer in figures["gate"][budget]]
-            assert chart(described, f"gate-{part}")[0]["z"] == expected
+            assert near(chart(described, f"gate-{part}")[0]["z"], made.gate[budget, :, :, part])
             assert described[1]["plots"][part]["title"] == f"Perplexity {name}"
-    assert chart(page, "counts")[0]["z"] == [[row[part] for row in figures["counts"]] for part in range(4)]
-    assert [line["y"] for line in chart(page, "bellman")] == [[point["bellman"] for point in CURVE]] * 2
-    assert figures["curves"]["gate"] == [{name: float(x) for name, x in point.items()} for point in CURVE]
+    assert chart(page, "counts")[0]["z"] == made.counts.T.tolist()
+    for name in ("bellman", "conservative"):
+        assert [line["y"] for line in chart(page, name)] == [[point[name] for point in CURVE]] * 2
 
 
 @pytest.mark.parametrize("curves", [None, [1], {"head": 3}, {"head": [{"step": "x"}]}, {"head": [{"step": 1}]}])
 def test_a_strangers_curves_are_left_out(curves: Any) -> None:
-    page = data_of(compiled.render(tables(curves=curves)))
-    assert page["figures"]["curves"] == {"head": [], "gate": []} and len(page["sections"]) == 2
+    assert len(data_of(compiled.render(tables(curves=curves)))["sections"]) == 2
 
 
 def test_tuning_shows_costs_and_intervals() -> None:
@@ -264,10 +262,10 @@ def test_tuning_joins_the_recipes_that_none_is_cheaper_and_better_than() -> None
 
 def test_a_browser_switches_to_another_option(load: Any) -> None:
     made = compiled.render(tables())
-    page, figures = load(made, color_scheme="dark"), data_of(made)["figures"]
+    page = load(made, color_scheme="dark")
     for budget in (1, 0):
         page.select_option("#budget", str(budget))
-        assert traces(page, "heads")[0]["z"] == figures["weights"][budget]
+        assert near(traces(page, "heads")[0]["z"], tables().weights[budget])
 
 
 def test_a_browser_says_that_nothing_was_measured(load: Any) -> None:

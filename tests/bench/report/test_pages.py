@@ -83,9 +83,6 @@ def test_text_stays_text_and_nothing_overflows_the_page(load: Any, name: str, wi
     assert page.locator(".js-plotly-plot .main-svg").count()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("#origin dt").all_text_contents()[:5] == ["Command", "Date", "Machine", "Threads", "Versions"]
-    page.locator("#json summary").click()
-    page.wait_for_selector("#json pre:not(:empty)", state="attached")
-    assert json.loads(page.locator("#json pre").text_content()) == data_of(made)["figures"]
     check_drawn(page, data_of(made)["sections"])
 
 
