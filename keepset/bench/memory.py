@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import psutil
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
@@ -108,15 +109,11 @@ class MemoryBudget:
 
 
 def available(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated; None where the system does not say."""
+    """Return the bytes that can still be allocated; None on a device that does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    meminfo = Path("/proc/meminfo")
-    if device.type != "cpu" or not meminfo.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in meminfo.read_text("ascii").splitlines())
-    return min(int(lines["MemAvailable"].split()[0]) * 1024, _left_to_this_container())
+    return min(psutil.virtual_memory().available, _left_to_this_container()) if device.type == "cpu" else None
 
 
 def _left_to_this_container() -> int:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import torch
 
 from keepset import models
@@ -94,9 +95,10 @@ def check_model(folder: str) -> None:
     if not Path(folder).is_dir():
         return
     weights = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
-    if not torch.accelerator.is_available() and weights > _memory():
+    free = psutil.virtual_memory().available
+    if not torch.accelerator.is_available() and weights > free:
         raise KeepsetError(
-            f"The weights in {folder!r} take {weights / 1e6:.0f} MB, and {_memory() / 1e6:.0f} MB of memory are free: "
+            f"The weights in {folder!r} take {weights / 1e6:.0f} MB, and {free / 1e6:.0f} MB of memory are free: "
             "free some, or serve a smaller model."
         )
 
@@ -120,7 +122,7 @@ def limit_cpu_pool(options: Sequence[str]) -> str | None:
     asked = [option(options, name) for name in ("--gpu-memory-utilization", "--kv-cache-memory-bytes")]
     if any(asked) or _POOL in os.environ or torch.accelerator.is_available():
         return None
-    space = max(1, min(_MOST_GIB, int(_memory() / 4 / _GIB)))
+    space = max(1, min(_MOST_GIB, int(psutil.virtual_memory().available / 4 / _GIB)))
     os.environ[_POOL] = str(space)
     megabytes = space * _GIB / 1e6
     return f"The KV cache gets {megabytes:.0f} MB; the environment variable {_POOL} asks for more, in GiB."
@@ -153,12 +155,3 @@ def compile_hint(options: Sequence[str]) -> str | None:
         "The first start with a model and options takes minutes, because vLLM compiles the model for them; it keeps "
         "what it has compiled for later starts. --enforce-eager compiles nothing, and answers more slowly."
     )
-
-
-def _memory() -> int:
-    """Return the bytes of memory that are free or only cache files."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

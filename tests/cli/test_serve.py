@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,7 +206,7 @@ def test_a_port_that_is_taken(run: Run, became: list[list[str]]) -> None:
 def test_a_model_that_memory_has_no_room_for(
     run: Run, became: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_checks, "_memory", lambda: 1000)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     (tmp_path / "embedded" / "model.safetensors").write_bytes(b"x" * 1001)
     done = run("serve", "--port", "0")
@@ -217,7 +218,7 @@ def test_on_a_cpu_memory_is_asked_for_sparingly(
     run: Run, became: list[list[str]], monkeypatch: pytest.MonkeyPatch, free: int, space: int
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    monkeypatch.setattr(start_checks, "_memory", lambda: free)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free))
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     assert run("serve", "a/model", "--port", "0", "--gpu-memory-utilization", "0.5").code == 0
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
