@@ -3,12 +3,12 @@
 import csv
 import io
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from keepset.bench.analysis.intervals import Figure
 from keepset.bench.analysis.rows import Row
-from keepset.bench.analysis.summary import TOLERANCES, Summary, Trade
+from keepset.bench.analysis.summary import Summary
 from keepset.bench.record import FULL, largest_first
 
 _INTERVALS = ("score", "difference")
@@ -49,30 +49,25 @@ def _flat(row: Row) -> dict[str, Any]:
 
 
 def to_latex(summary: Summary) -> str:
-    """Return tables for the `booktabs` package: scores by method and budget, then areas under the curves.
+    """Return a table of scores by method and budget for the `booktabs` package.
 
     Scores are percentages with their intervals. A dagger marks a recipe that failed on some of the examples, a fraction
     a recipe that was run on only some of them.
     """
-    parts = [_scores([*summary.rows, *summary.averages]), *([_trades(summary.trades)] if summary.trades else [])]
-    return "\n\n".join(parts) + "\n"
-
-
-def _scores(rows: Sequence[Row]) -> str:
-    own = {row.requested for row in rows if row.recipe != FULL}
-    budgets = sorted(own, key=largest_first)
-    lines = []
+    rows = [*summary.rows, *summary.averages]
+    budgets = sorted({row.requested for row in rows if row.recipe != FULL}, key=largest_first)
+    head = ["method", *("own budget" if each is None else each.replace("=", " ") for each in budgets)]
+    lines = [rf"\begin{{tabular}}{{l{'r' * len(budgets)}}}", r"\toprule", _line(head)]
     for task in dict.fromkeys(row.task for row in rows):
         here = [row for row in rows if row.task == task]
         full = "".join(f", {FULL} {_score(row)}" for row in here if row.recipe == FULL)
         examples = max(row.examples_of for row in here)
         title = rf"\textit{{{escape(task)}}}, {examples} example{'' if examples == 1 else 's'}{full}"
-        lines += [r"\midrule", rf"\multicolumn{{{len(budgets) + 1}}}{{l}}{{{title}}} \\"]
+        lines += [r"\midrule", rf"\multicolumn{{{len(head)}}}{{l}}{{{title}}} \\"]
         for method in dict.fromkeys(row.method for row in here if row.recipe != FULL):
             scores = {row.requested: _score(row) for row in here if row.method == method}
             lines.append(_line([rf"\texttt{{{escape(method)}}}", *(scores.get(each, "--") for each in budgets)]))
-    head = ["method", *("own budget" if each is None else each.replace("=", " ") for each in budgets)]
-    return _tabular(head, lines)
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
 def _score(row: Row) -> str:
@@ -84,35 +79,11 @@ def _score(row: Row) -> str:
     return _percent(row.score) + (f"$^{{{marks}}}$" if marks else "")
 
 
-def _trades(trades: Sequence[Trade]) -> str:
-    lines = []
-    for task in dict.fromkeys(trade.task for trade in trades):
-        lines += [r"\midrule", rf"\multicolumn{{{len(TOLERANCES) + 3}}}{{l}}{{\textit{{{escape(task)}}}}} \\"]
-        for trade in (each for each in trades if each.task == task):
-            reach = {each.tolerance: each for each in trade.reach}
-            mark = r"$^{\dagger}$" if trade.failed else ""
-            cells = [rf"\texttt{{{escape(trade.method)}}}{mark}", f"{trade.smallest:.3g}", _percent(trade.area)]
-            for tolerance in TOLERANCES:
-                within = reach.get(tolerance)
-                sign = r"$\geq$ " if within and within.at_least else ""
-                cells.append(sign + _percent(None if within is None else within.removed))
-            lines.append(_line(cells))
-    losses = (rf"removed, loss $\leq$ {tolerance:.0%}".replace("%", r"\,\%") for tolerance in TOLERANCES)
-    return _tabular(["method", "from", "AUC", *losses], lines)
-
-
-def _tabular(head: Sequence[str], lines: Iterable[str]) -> str:
-    begin = [rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule", _line(head)]
-    return "\n".join([*begin, *lines, r"\bottomrule", r"\end{tabular}"])
-
-
 def _line(cells: Iterable[str]) -> str:
     return " & ".join(cells) + r" \\"
 
 
-def _percent(figure: Figure | None) -> str:
-    if figure is None:
-        return "--"
+def _percent(figure: Figure) -> str:
     if figure.low is None or figure.high is None:
         return f"{100 * figure.value:.1f}"
     return rf"{100 * figure.value:.1f} {{\scriptsize [{100 * figure.low:.1f}, {100 * figure.high:.1f}]}}"
