@@ -120,17 +120,16 @@ def evaluate(
     check_writable(out, json_file)
     check_ray(ray)
 
-    from keepset.bench.tasks.find import check_names, find
+    from keepset.bench.tasks.find import find
+    from keepset.bench.tasks.task import TaskSettings
 
     names = [name.strip() for word in tasks for name in word.split(",") if name.strip()]
     lengths = tuple(parse_whole(prompt_tokens, "prompt-tokens"))
-    check_names(names)
-
-    from keepset.bench.sweep.sweep import SweepGrid
-    from keepset.bench.tasks.task import TaskSettings
-
     with status("reading the tasks"):
         chosen = find(names, TaskSettings(data, lengths))
+
+    from keepset.bench.sweep.sweep import SweepGrid
+
     if every is not None and not any(task.decodes for task in chosen):
         raise KeepsetError("--every is for tasks that decode, such as gsm8k, and none of these does: leave it out.")
     each = _EVERY if every is None else every

@@ -32,7 +32,6 @@ def render(tables: Tables) -> str:
         name,
         [
             choice("budget", "Budget", [(budget, _budget(tables, at)) for at, budget in enumerate(budgets)]),
-            _counts(tables),
             *([_learning(learning)] if any(learning.values()) else []),
         ],
         conclusion=f"Heads weigh from {low:.2f} to {high:.2f}; the mean threshold is {thresholds}.",
@@ -93,18 +92,6 @@ def _budget(tables: Tables, at: int) -> list[Section]:
             "act with elastic=True only.",
         ),
     ]
-
-
-def _counts(tables: Tables) -> Section:
-    entropy, perplexity = _bins(tables.entropy_edges.tolist()), _bins(tables.perplexity_edges.tolist())
-    words = [[f"entropy {each}, perplexity {name}" for each in entropy] for name in perplexity]
-    counts = plot.heatmap(tables.counts.T.tolist(), "share", "%{text}: %{z}", zmin=0, text=words)
-    chart = plot.plot(
-        "counts", [counts], _bare("bin of entropy"), _bare("bin of perplexity", autorange="reversed"), height="200px"
-    )
-    return plot.plots(
-        "Contexts in each bin of risk", [chart], note="A bin without a context takes its layer's other bins."
-    )
 
 
 def _learning(curves: dict[str, list[dict[str, float]]]) -> Section:

@@ -72,7 +72,7 @@ def _of_harness(name: str, settings: TaskSettings) -> list[Task]:
         )
     harness = _module("harness")
     if not harness.knows(name, settings):
-        raise KeepsetError(f"There is no task {name!r}{_nearest(name, [*own, *harness.names(settings)])}")
+        raise KeepsetError(f"There is no task {name!r}{_nearest(name, own)}")
     return harness.make(name, settings)
 
 

@@ -30,11 +30,6 @@ _LONG = 1024
 """An answer of so many tokens is long."""
 
 
-def names(settings: TaskSettings) -> list[str]:
-    """Return the names of tasks, groups and tags."""
-    return list(_manager(settings.data).all_tasks)
-
-
 def knows(name: str, settings: TaskSettings) -> bool:
     """Return whether the name is that of a task, group or tag of the harness, or of a YAML file."""
     return _is_file(name) or name in _manager(settings.data).task_index
