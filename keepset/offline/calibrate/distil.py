@@ -38,9 +38,8 @@ from keepset.offline.calibrate.corpus import SHORTEST, Corpus
 from keepset.offline.calibrate.measure import SKIP
 from keepset.recipe import Recipe
 
-WIDTH, ROWS, STEPS, BATCH = 14, 49152, 500, 512
-"""Numbers of the hidden layer, most entries of each head that are fitted to, steps, and entries of a step. With both
-outputs the hidden layer makes 16 columns, for which a product is fast."""
+WIDTH, ROWS, STEPS, BATCH = 64, 49152, 500, 512
+"""Numbers of the hidden layer, most entries of each head that are fitted to, steps, and entries of a step."""
 _RATE, _DECAY, _FLOOR = 2e-3, 0.05, 5e-3
 """AdamW's learning rate and weight decay; the share of a passage's mean score that is added before the logarithm."""
 _RIDGE = 1.0
