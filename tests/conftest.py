@@ -1,4 +1,5 @@
 # First of all: only what is imported of keepset after this line is checked while it runs.
+import atexit
 import gc
 
 from tests import imports, lifetime, on_gpu, tiers, typecheck
@@ -19,6 +20,8 @@ if TYPE_CHECKING:  # the process that only divides the tests among others need n
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 lifetime.begin()
+# Not earlier, since pytest looks for garbage twice as it ends; nor never, since nanobind complains of what is left.
+atexit.register(gc.unfreeze)
 # Read when PyTorch is first imported, here and in processes that tests start: threads over tiny tensors only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if on_gpu.GPU:
@@ -83,10 +86,6 @@ def leave_to_themselves() -> None:
     """What there is stays: garbage is looked for among what a file's tests make, or each look takes half a second."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from itertools import combinations
 from typing import Any
 
@@ -22,16 +23,16 @@ settings.load_profile("untimed")
 
 
 def examples(number: int, *, derandomize: bool = True, **options: Any) -> settings:
-    """So many random examples in the full tier, an eighth of them in the fast one.
+    """So many random examples in the full tier, a sixteenth of them in the fast one.
 
     The same in every run, since a near tie must not fail once in a thousand runs; unless the full tier says otherwise.
     """
-    number, derandomize = (number, derandomize) if FULL else (min(number, max(5, number // 8)), True)
+    number, derandomize = (number, derandomize) if FULL else (min(number, max(4, number // 16)), True)
     return settings(max_examples=number, derandomize=derandomize, **options)
 
 
 def narrow(metafunc: pytest.Metafunc) -> None:
-    """Leave of a test's combinations those that this tier runs, if it is marked `cross` or `spread`.
+    """Leave of a test's combinations those that this tier runs, if it is marked `cross`, `spread` or `few`.
 
     Those that `cross` adds in the full tier are marked `full`. Others are never collected: there are twice as many of
     them as of all tests that run, and to make them takes seconds.
@@ -45,6 +46,33 @@ def narrow(metafunc: pytest.Metafunc) -> None:
                 for number in chosen - _diagonal(product):
                     calls[number].marks.append(pytest.mark.full.mark)
             metafunc._calls = [call for number, call in enumerate(calls) if number in chosen]
+    if "few" in marks and not FULL:
+        (most,) = metafunc.definition.get_closest_marker("few").args or (sys.maxsize,)
+        quick = [call for call in metafunc._calls if "full" not in {mark.name for mark in call.marks}]
+        metafunc._calls = _few(quick, most) or metafunc._calls
+
+
+def _few(calls: list[Any], most: int) -> list[Any]:
+    """Choose combinations until each value is in one: always the one with most new values, of these that of the rarest.
+
+    Args:
+        calls: a test's combinations, in their order; their values include those of fixtures.
+        most: how many are chosen at most.
+    """
+    values = [list(call.indices.items()) for call in calls]
+    missing = {value for own in values for value in own}
+    met: Counter[tuple[str, int]] = Counter()
+    chosen: set[int] = set()
+
+    def worth(number: int) -> tuple[int, int]:
+        return len(missing.intersection(values[number])), -sum(met[value] for value in values[number])
+
+    while missing and len(chosen) < most:
+        best = max(range(len(calls)), key=worth)
+        chosen.add(best)
+        met.update(values[best])
+        missing.difference_update(values[best])
+    return [call for number, call in enumerate(calls) if number in chosen]
 
 
 Product = dict[int, tuple[int, ...]]

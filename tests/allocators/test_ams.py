@@ -488,6 +488,7 @@ def test_an_event_does_not_wait_for_a_device_nor_loop_over_heads() -> None:
         assert not any(wait in name for wait in Counted.WAITS), name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("scorer", ["tova", "expected_attention", "snapkv", "keydiff", "knorm", "r_kv", "rpc"])
 def test_nothing_is_asked_of_a_device(scorer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without contents run through a whole choice: whatever needed a value would fail."""

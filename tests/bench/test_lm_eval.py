@@ -148,6 +148,7 @@ def test_texts_that_are_empty_too_long_or_what_the_model_would_say(
     assert max_length or (mine[len(PAIRS)][1] and not mine[2][1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "lfm2"])
 def test_models_with_other_layers(folder: str, architecture: str) -> None:
     options: dict[str, Any] = dict(tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=3)
@@ -173,6 +174,7 @@ def naive(model: Any, recipe: str, context: list[int], continuation: list[int]) 
     return total, greedy
 
 
+@pytest.mark.few(2)
 @pytest.mark.cross
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("recipe", ["snapkv(keep=0.25, recent=1)", "adakv(knorm, keep=0.25)", "tova(keep=6, every=4)"])

@@ -97,6 +97,7 @@ def test_figures_page_and_table(run: Run) -> None:
     assert last == "Nothing can be concluded from a text of 200 tokens: give one of at least 256."
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
     [
@@ -225,6 +226,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptComparer, "_measure", row)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "table"])
 def test_what_is_done_is_there_after_an_interrupt(run: Run, tmp_path: Path, as_json: bool) -> None:

@@ -68,6 +68,7 @@ def test_a_short_text_is_compressed_only_by_a_recipe_that_is_named(run: Run, tin
     assert int(keepset.Cache.load("less", tiny[0]).keep_set.counts.max()) == length // 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", [RECIPE, "tova(keep=24, every=4)", "tova(keep=24, prefill=False, every=900)"])
 def test_answers_are_those_of_a_cache_that_was_never_saved(run: Run, tiny: Any, text: Path, recipe: str) -> None:
     model, tokenizer = tiny

@@ -48,6 +48,7 @@ def test_streams_what_the_model_generates(run: Run, embedded: Any, monkeypatch: 
     assert match and int(match[1]) == len(new)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keep", ["1.0", "100000"])
 def test_nothing_dropped_gives_the_same_text(run: Run, tiny: Any, text: Path, keep: str) -> None:
     words = ["--text", "text", "--output-tokens", "8", "--compare-full"]
@@ -80,6 +81,7 @@ def test_first_difference_is_the_one_shown(run: Run, tiny: Any, text: Path) -> N
     assert done.out == f"{written[0]}\n\nThe full cache:\n{written[1]}\n"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "before", [("generate", "Hello", "--recipe", "knorm(keep=0.5)"), ("trace", "Hello", "--recipe", "tova(keep=9)")]
 )

@@ -77,6 +77,7 @@ def check_window(observation: Observation, window: int, attention: dict[str, flo
             torch.testing.assert_close(usage[request, head, :length], expected.sum(0), **sums)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [1, 3, 8])
 @pytest.mark.parametrize("block", [1, 40, 2**18])

@@ -105,6 +105,7 @@ by_padding = pytest.mark.parametrize("padding", PADDINGS, ids=str)
 by_chunk = pytest.mark.parametrize("chunk", [None, 7, 16, 35])
 
 
+@pytest.mark.few(4)
 @pytest.mark.cross
 @by_architecture
 @by_padding

@@ -83,6 +83,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(4)
 @pytest.mark.cross
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("name", BY_LAYOUT)
@@ -90,6 +91,7 @@ def test_rows_of_any_lengths_go_on_as_each_would_alone(name: str, architecture: 
     check_rows(name, architecture)
 
 
+@pytest.mark.few(2)
 @pytest.mark.spread
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("name", OTHERS)

@@ -107,6 +107,7 @@ def test_layers_that_share_a_budget_take_their_share_together(text: str, share: 
     assert entries == heads * length or allocated + allocated / entries > allowed
 
 
+@pytest.mark.few(12)
 @pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 @pytest.mark.parametrize("method", keepset.METHODS)
 def test_what_an_entry_is_said_to_take_is_what_it_takes(method: str) -> None:
@@ -119,6 +120,7 @@ def test_what_an_entry_is_said_to_take_is_what_it_takes(method: str) -> None:
         assert layer.store.entry_bytes == cache.recipe.method.traits.entry_bytes(16, 16)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("text", ENTRY)
 def test_models_of_32_bits_keep_the_same_number(text: str) -> None:
     counts = [compressed(text, 0.3, "llama", 40, dtype).keep_set for dtype in (torch.float32, *HALF)]

@@ -37,6 +37,7 @@ def tables(tmp_path: Path, request: pytest.FixtureRequest) -> str:
     return str(tmp_path / "tables")
 
 
+@pytest.mark.few(4)
 @by_model
 @padded_or_not
 def test_elastic_layers_are_as_if_masked(name: str, tables: str, padding: list[int]) -> None:

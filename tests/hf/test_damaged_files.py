@@ -111,7 +111,7 @@ def prove(folder: Path, seed: int, steps: range, minutes: float | None = None, s
 
 
 @pytest.mark.parametrize(
-    "steps", [range(150), pytest.param(range(150, 1000), marks=pytest.mark.full)], ids=["few", "many"]
+    "steps", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.full)], ids=["few", "many"]
 )
 def test_a_file_of_any_content_is_what_was_saved_or_refused(steps: range, tmp_path: Path) -> None:
     counts = prove(tmp_path, 1, steps)

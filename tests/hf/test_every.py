@@ -408,6 +408,7 @@ def test_tokens_and_positions_are_those_of_the_reference(name: str, every: int, 
     assert not torch.equal(said, full(tiny("llama"), prompt(1, LENGTH), max_new_tokens=new).sequences)
 
 
+@pytest.mark.few(4)
 @pytest.mark.cross
 @pytest.mark.parametrize(
     ("architecture", "name"),
@@ -424,6 +425,7 @@ def test_other_architectures(architecture: str, name: str, prefill: bool) -> Non
     follow(RECIPES[name](every=5, prefill=prefill), 14, tiny(architecture))
 
 
+@pytest.mark.few(2)
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention", "habit"])
 @pytest.mark.parametrize("length", [1, 2, 4])
@@ -431,6 +433,7 @@ def test_prompts_shorter_than_what_is_looked_at(name: str, length: int) -> None:
     follow(RECIPES[name](every=3), 20, tiny("smollm3"), length)
 
 
+@pytest.mark.few(3)
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "habit", "pool", "knorm"])
 @pytest.mark.parametrize("every", [1, 6, 8, 30])
@@ -476,6 +479,7 @@ def test_tokens_beyond_the_prompt_in_its_own_forward(name: str) -> None:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "recipe", ["random(keep=6, ", "snapkv(window=3, keep=25, ", "adakv(keydiff, keep=6, recent=2, "]
 )
@@ -527,6 +531,7 @@ def test_padded_rows_equal_single_rows(name: str, every: int, padding: list[int]
                     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention", "habit", "adakv"])
 @torch.no_grad()
 def test_padding_in_later_turns(name: str) -> None:
@@ -603,6 +608,7 @@ def test_windows_follow_their_rows_and_copies_go_their_own_ways(name: str, paddi
     assert past.events[-1].length == LENGTH + 16
 
 
+@pytest.mark.few(2)
 @pytest.mark.cross
 @pytest.mark.parametrize("name", ["snapkv", "expected_attention", "adakv", "knorm"])
 @pytest.mark.parametrize("padding", [[0, 0], [0, 6]], ids=str)

@@ -113,6 +113,7 @@ SOME = [
 # --- nothing dropped
 
 
+@pytest.mark.few(9)
 @pytest.mark.cross
 @by_architecture
 @by_layout
@@ -186,6 +187,7 @@ def test_keeping_all_in_bfloat16(layout: str) -> None:
 # --- a request does not notice its batch
 
 
+@pytest.mark.few(6)
 @pytest.mark.cross
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=[pytest.mark.full] * (name in LIKE_LLAMA)) for name in COMPRESSED]
@@ -219,6 +221,7 @@ def heads_of(kept: keepset.KeepSet) -> list[tuple[int, int]]:
     return [(layer, head) for layer in kept.layers for head in range(kept.counts.shape[-1])]
 
 
+@pytest.mark.few(6)
 @pytest.mark.filterwarnings("ignore:compilerkv has no tables")
 @pytest.mark.parametrize("name", OF_EACH_KIND)
 @torch.no_grad()
@@ -253,6 +256,7 @@ def test_a_request_whose_prompt_is_padding_keeps_nothing(name: str) -> None:
 # --- counts
 
 
+@pytest.mark.few(18)
 @pytest.mark.cross
 @by_method
 @padded_or_not
@@ -287,6 +291,7 @@ def test_a_text_shorter_than_keep_stays_whole(method: str) -> None:
 # --- bytes
 
 
+@pytest.mark.few(9)
 @pytest.mark.cross
 @by_architecture
 @by_layout
@@ -336,6 +341,7 @@ def test_the_dropped_part_is_gone(text: Any) -> None:
     assert len(reachable(length)) >= 2 * len(whole)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("nesting", SOME, ids="-".join)
 def test_bytes_of_nestings_are_those_of_the_budget(nesting: Nesting) -> None:
     check_nesting(nesting)
@@ -393,6 +399,7 @@ def both_kernels(text: Any, padding: list[int], architecture: str, monkeypatch: 
     assert cache.keep_set.iou(plain.keep_set).eq(1).all() and cache.nbytes == plain.nbytes
 
 
+@pytest.mark.few(3)
 @pytest.mark.cross
 @by_layout
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "llama_odd_head", "phi3_partial", "gemma3"])

@@ -44,6 +44,7 @@ by_recipe = pytest.mark.parametrize("recipe", [SNAPKV, PYRAMID, ADAKV], ids=list
 # --- sampling and beams
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "options", [dict(do_sample=True, temperature=0.8, top_k=50), dict(num_beams=3)], ids=["samples", "beams"]
 )
@@ -136,6 +137,7 @@ def test_rows_move_and_tokens_are_taken_back(recipe: str, padding: list[int], ho
     assert (logits - expected)[real].abs().max() < 5e-5
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -193,6 +195,7 @@ MORE_ASSISTED = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("architecture", "recipe", "drafts"), [*ASSISTED, *MORE_ASSISTED])
 def test_drafts_change_nothing(architecture: str, recipe: str, drafts: Any) -> None:
     """Looked up in the prompt, or by an assistant with so much noise in its weights."""
@@ -249,6 +252,7 @@ def test_drafts_that_follow_the_last_chunk(recipe: str, padding: list[int]) -> N
 # --- chunked prefill
 
 
+@pytest.mark.few(4)
 @pytest.mark.cross
 @pytest.mark.parametrize("chunk", [7, 16, 39])
 @pytest.mark.parametrize("padding", [[0, 0], [0, 7], [3, 18]], ids=str)
@@ -278,6 +282,7 @@ def test_chunks_change_nothing(recipe: str, padding: list[int], chunk: int) -> N
 # --- small and odd calls
 
 
+@pytest.mark.few(4)
 @pytest.mark.cross
 @pytest.mark.parametrize("padding", [[0], [0, 7]], ids=["whole", "padded"])
 @pytest.mark.parametrize("length", [1, 2, 3, 9])
@@ -294,6 +299,7 @@ def test_prompts_of_a_few_tokens(recipe: str, length: int, padding: list[int]) -
 # --- what keepset leaves alone
 
 
+@pytest.mark.few(2)
 @padded_or_not
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_other_caches_behave_as_under_sdpa(architecture: str, padding: list[int]) -> None:

@@ -42,6 +42,7 @@ def test_what_it_drops_is_as_if_masked_and_all_attention_changes_nothing(archite
     assert torch.equal(output.sequences, full(tiny(architecture), ids, mask, max_new_tokens=NEW).sequences)
 
 
+@pytest.mark.few(2)
 @of_models
 def test_padded_rows_equal_rows_alone_in_any_order(architecture: str) -> None:
     ids, mask = padded_prompt(PADDING, LENGTH)

@@ -126,6 +126,7 @@ def test_a_shared_prefill_brings_its_states(architecture: str) -> None:
     assert torch.equal(model(new, past_key_values=shared, use_cache=True).logits, expected)
 
 
+@pytest.mark.few(2)
 @pytest.mark.cross
 @by_model
 @pytest.mark.parametrize("recipe", ["snapkv(window=5, kernel=3, keep=12)", "adakv(knorm, keep=12, every=4)"])

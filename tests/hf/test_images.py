@@ -64,6 +64,7 @@ def close(gap: Tensor, logits: Tensor) -> bool:
     return bool(gap.abs().max() < 2e-3 * max(float(logits.std()), 1.0))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_image_changes_nothing_of_what_holds_of_a_text(kind: str) -> None:
     given = inputs(kind, LAYOUT)
@@ -87,6 +88,7 @@ def test_an_image_changes_nothing_of_what_holds_of_a_text(kind: str) -> None:
         assert past.keep_set.counts.unique().tolist() == [14]
 
 
+@pytest.mark.few(3)
 @pytest.mark.cross
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("protected", ["image", "text"])

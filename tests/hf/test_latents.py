@@ -133,6 +133,7 @@ def test_bytes_are_those_of_latents() -> None:
     assert past.nbytes == past.keep_set.nbytes + positions and past.share == pytest.approx(12 / LENGTH, rel=0.2)
 
 
+@pytest.mark.few
 @by_model
 @pytest.mark.parametrize("recipe", ["snapkv(window=5, keep=14)", "snapkv(window=5, keep=14, every=4)"])
 @torch.no_grad()

@@ -36,6 +36,7 @@ def decoded(name: str, text: str, padding: list[int]) -> tuple[Tensor, keepset.C
     return torch.stack(said.logits), past
 
 
+@pytest.mark.few(4)
 @pytest.mark.cross
 @padded_or_not
 @pytest.mark.parametrize("method", METHODS)

@@ -44,6 +44,7 @@ class Both(Method):
         return observation.values.float().norm(dim=-1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("architecture", "every", "padding", "dtype"),
     [
@@ -132,6 +133,7 @@ MORE = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.cross
 @pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
 @pytest.mark.parametrize("method", ["ams(tova)", "r_kv", "zigzag(snapkv)", "compilerkv(elastic=False)", *MORE])
@@ -147,6 +149,7 @@ def test_so_does_one_with_sums_of_each_query_head(shape: tuple[Any, ...]) -> Non
     assert 1 < most_bytes(shape, "compilerkv(elastic=False, global_mean=False)") <= 1.1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", [SMOLLM2, HALF_A_BILLION, OF_AMS_PAPER], ids=["smollm2", "half a billion", "ams"])
 def test_moments_weigh_as_much_as_their_queries_or_less(shape: tuple[Any, ...]) -> None:
     """Each query head's covariance is a triangle of d x (d + 1) / 2 numbers, which no tenth of a cache holds."""

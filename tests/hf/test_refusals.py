@@ -246,6 +246,7 @@ def fed(model: Any, cache: keepset.Cache, rows: int, covered: int) -> None:
     model(prompt(rows, 3), attention_mask=torch.ones(rows, covered), past_key_values=cache)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -138,6 +138,7 @@ def test_without_a_chat_template_the_turn_is_said_in_words() -> None:
     check(model, "kvzip(chunk=20, keep=9)", prompt(2, LENGTH), PADDING, 20, turn="\n\nAnswer: ")
 
 
+@pytest.mark.full
 def test_the_words_of_a_real_model() -> None:
     model = copy.copy(tiny("llama"))
     model.config = copy.copy(model.config)

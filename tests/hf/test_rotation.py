@@ -32,6 +32,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("architecture", ["gemma4", "ministral3", "phi"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_stays_is_attended_as_under_a_mask(architecture: str, name: str) -> None:

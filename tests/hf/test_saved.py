@@ -152,6 +152,7 @@ def test_a_loaded_context_goes_on_as_the_one_in_memory(tmp_path: Path, data: st.
     assert [event.length for event in past.events][-len(loaded.events) :] == [event.length for event in loaded.events]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("name", "recipe", "rows", "length", "said"),
     [

@@ -83,6 +83,7 @@ SEEN = [name for name in ARCHITECTURES if name != "mistral_window"]
 """All but the one of which nothing is compressed."""
 
 
+@pytest.mark.few(8)
 @pytest.mark.cross
 @pytest.mark.parametrize("architecture", SEEN)
 @padded_or_not

@@ -53,6 +53,7 @@ def test_its_own_tokens_if_all_stays(kind: str) -> None:
         assert torch.equal(generate(model, ids, keepset.Cache(model, recipe), 8).sequences, expected)
 
 
+@pytest.mark.few(4)
 @pytest.mark.cross
 @by_model
 @pytest.mark.parametrize(

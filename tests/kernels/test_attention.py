@@ -346,6 +346,7 @@ def test_new_entries_of_8_bits(implementation: str, n: int, dtype: torch.dtype) 
         assert torch.equal(part[untouched].nan_to_num(), old[untouched].nan_to_num())
 
 
+@pytest.mark.few
 @pytest.mark.cross
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [1, 5, 40])

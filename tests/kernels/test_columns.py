@@ -177,6 +177,7 @@ def test_what_an_operator_pads_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(lse.held.double(), expected_lse, **EXACT)
 
 
+@pytest.mark.few
 @pytest.mark.cross
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kv_heads", "group", "head_dim"), HEADS)
@@ -196,6 +197,7 @@ def test_statistics_of_the_newest_queries_columns(
     check(statistics, of_matrix(attention), EXACT if exact else ROUNDED_LOGITS)
 
 
+@pytest.mark.few
 @pytest.mark.cross
 @pytest.mark.parametrize("kind", [1, 2, 3])
 @pytest.mark.parametrize("value_dim", [8, 5])

@@ -23,6 +23,7 @@ def test_the_matrix_is_orthogonal_and_never_changes(size: int) -> None:
         assert mixing(size).abs().max() <= math.sqrt(2 / (size & -size))
 
 
+@pytest.mark.few
 @pytest.mark.cross
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("size", [6, 80, 160])

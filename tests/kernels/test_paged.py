@@ -159,6 +159,7 @@ def softmax_of(shape: Shape, capped: bool) -> Softmax:
     return Softmax(0.2, 1.5, sinks) if capped else Softmax(0.2)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize(
@@ -188,6 +189,7 @@ def test_attention_is_that_of_every_entry(
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("group", "dtype"), [(3, torch.float32), (20, torch.bfloat16)])
 def test_attention_over_latents_is_that_of_every_entry(
     implementation: str, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -207,6 +209,7 @@ def test_attention_over_latents_is_that_of_every_entry(
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
+@pytest.mark.few
 @pytest.mark.cross
 @pytest.mark.parametrize(("kind", "scales", "listed"), [*((*each, False) for each in ALL_FORMATS), (INT4, None, True)])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2]])
@@ -233,6 +236,7 @@ def test_attention_over_quantised_pages_is_that_of_what_they_stand_for(
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
+@pytest.mark.few
 @pytest.mark.cross
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("shape", [(2, 3, 16, 80, torch.float32), (1, 8, 32, 128, BF16), (3, 1, 16, 64, BF16)])
@@ -256,6 +260,7 @@ def test_attention_over_packed_pages_is_that_of_what_they_stand_for(
     torch.testing.assert_close(output.double(), right, **TOLERANCE[dtype])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", [kind for kind in PACKED if kind not in ("k4v4", "k3v4")])
 @pytest.mark.parametrize("listed", [True, False])
 def test_new_packed_entries_are_where_an_allocator_puts_them(implementation: str, kind: str, listed: bool) -> None:
@@ -277,6 +282,7 @@ def test_new_packed_entries_are_where_an_allocator_puts_them(implementation: str
     assert torch.equal(packed.memory[1], right)
 
 
+@pytest.mark.few
 @pytest.mark.cross
 @pytest.mark.parametrize(("kind", "scales"), ALL_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -340,6 +346,7 @@ def test_of_no_tokens_nothing_is_launched(implementation: str) -> None:
     assert torch.equal(case.caches[1].nan_to_num(), before.nan_to_num())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("size", [16, 24])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -396,6 +403,7 @@ def test_tables_are_shifted_by_what_was_dropped(implementation: str, size: int) 
         assert torch.equal(left_table[row, :blocks], table[row, gone // size : gone // size + blocks])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("taken_back", range(7))
 def test_layouts_are_found_again_after_drafts_were_taken_back(implementation: str, taken_back: int) -> None:
     """Of 7 new tokens in three pages of two requests; the other one's were all right."""

@@ -34,6 +34,7 @@ def expected(queries: Tensor, entries: list[tuple[Tensor, Tensor]], softmax: Sof
     return output
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("block", [1, 100, 2**20])
 @pytest.mark.parametrize(("biased", "capped"), [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize(

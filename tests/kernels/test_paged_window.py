@@ -142,6 +142,7 @@ def test_sums(
             torch.testing.assert_close(made.double(), of, **TOLERANCE[dtype])
 
 
+@pytest.mark.few
 @pytest.mark.cross
 @pytest.mark.parametrize(("kind", "scales"), [*ALL_FORMATS, *((kind, None) for kind in PACKED)])
 @pytest.mark.parametrize("dtype", TOLERANCE)

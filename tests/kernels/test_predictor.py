@@ -96,6 +96,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("head_dim", "value_dim", "width", "entries", "dtype"), CASES)
 def test_codes_are_the_formulas(
     implementation: str, head_dim: int, value_dim: int, width: int, entries: int, dtype: torch.dtype
@@ -124,11 +125,11 @@ def test_what_a_code_holds() -> None:
     assert encode(torch.tensor([[math.nan, 0.0], [0.0, math.nan]])).isnan().all()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("head_dim", "size", "dtype", "kind", "scales"),
-    [(5, 4, torch.float32, "", None), (80, 16, torch.bfloat16, "", None)]
+    [(5, 4, torch.float32, "", None), (80, 16, torch.bfloat16, "", None), (40, 16, torch.float32, "int4", None)]
     + [(12, 4, torch.float32, *each) for each in ALL_FORMATS]
-    + [(40, 16, torch.float32, "int4", None)]
     + [pytest.param(40, 16, torch.float32, "int8", None, marks=pytest.mark.full)],
 )
 def test_codes_of_pages_are_those_of_stores(

@@ -58,6 +58,7 @@ def expected(
     return column
 
 
+@pytest.mark.few
 @pytest.mark.cross
 @pytest.mark.parametrize("sums_of", GroupReduction)
 @pytest.mark.parametrize("group", [1, 3, 8])

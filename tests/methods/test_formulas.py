@@ -34,6 +34,7 @@ def check(method: Method, shape: Shape, dtype: torch.dtype, positions: torch.Ten
     check_scores(method, observation, expected, **(formula.exact if dtype == torch.float32 else formula.rounded))
 
 
+@pytest.mark.few
 @every_type
 @every_scorer
 def test_scores_are_the_papers(method: Method, dtype: torch.dtype) -> None:

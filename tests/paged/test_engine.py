@@ -48,7 +48,7 @@ DRAFTED = [recipe for recipe in RECIPES if recipe.startswith(("adakv", "snapkv",
 """A recipe of each layout, and of each thing that is looked at."""
 MORE_DRAFTED = [recipe for recipe in [*RECIPES[3:], *FURTHER] if recipe not in DRAFTED]
 pytestmark = pytest.mark.filterwarnings("ignore:compilerkv has no tables")
-PROMPTS, TOKENS = ((23, 9, 40, 14), 20) if FULL else ((23, 9, 40), 14)
+PROMPTS, TOKENS = ((23, 9, 40, 14), 20) if FULL else ((23, 40), 14)
 BLOCKS = 200
 
 
@@ -58,6 +58,7 @@ def test_requests_come_run_are_preempted_and_go(recipe: str, seed: int) -> None:
     assert run(recipe, f"{recipe} {seed}") == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.cross
 @pytest.mark.parametrize("drafts", [1, 3, 2 * BLOCK + 1])
 @pytest.mark.parametrize("recipe", [*DRAFTED, *(pytest.param(one, marks=pytest.mark.full) for one in MORE_DRAFTED)])

@@ -70,6 +70,7 @@ def test_an_event_is_executed_though_its_request_is_gone(executed: Executed) -> 
     assert sorted(executed) == sorted((layer, at) for layer in range(3) for at in (30, 40))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("recipe", "prompts", "rows"),
     [
@@ -144,6 +145,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_heads_one_by_one_are_as_all_together(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where entries have come after the event, in its own step."""
@@ -192,6 +194,7 @@ def test_quantised_entries_are_those_that_they_stand_for(recipe: str, kind: str,
     assert {tuple(row) for row in held.flatten(0, -2).tolist()} <= known
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "per_layer"), FORMATS)
 def test_fitted_values_are_rounded_once(kind: str, per_layer: bool) -> None:
     """All others are moved, and keys as well."""
@@ -231,6 +234,7 @@ def packed_caches(kind: str) -> Packed:
     return Packed.like(like, kind, torch.float32, torch.Generator().manual_seed(3))
 
 
+@pytest.mark.few(2)
 @pytest.mark.cross
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("recipe", [RECIPES[1], RECIPES[3]])
@@ -247,6 +251,7 @@ def test_packed_entries_are_those_that_they_stand_for(recipe: str, kind: str) ->
     assert {tuple(row) for row in after.flatten(0, -2).tolist()} <= known
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", PACKED)
 def test_fitted_values_are_packed_once(kind: str) -> None:
     """All others are moved, and keys as well."""

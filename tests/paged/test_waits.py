@@ -309,6 +309,7 @@ def test_what_depends_on_the_layer_launches_the_same(
     assert few == more and few[1] == few[2] and 0 < few[0] < 500, gpu.launches
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "recipe", ["distilled(stats, recent=2, keep=10, every=7)", "adakv(distilled(stats), recent=2, keep=10, every=7)"]
 )

@@ -48,6 +48,7 @@ def kept_by(cache: keepset.Cache, layers: int, heads: int) -> Sets:
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "text",
     [

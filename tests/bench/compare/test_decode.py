@@ -79,6 +79,7 @@ def comparer(architecture: str = "llama", after: int = AFTER) -> DecodeComparer:
     return DecodeComparer(tiny(architecture), IDS[:, :BEFORE], IDS[:, BEFORE : BEFORE + after], architecture)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", RECIPES)
 def test_figures_are_those_of_one_token_at_a_time(text: str, expected: Naive) -> None:
     cache, ids = keepset.Cache(tiny("llama"), text), IDS[0].tolist()
@@ -120,6 +121,7 @@ def test_the_full_cache(expected: Naive) -> None:
     assert figures["prefill_seconds"] > 0 and figures["decode_tokens_per_second"] > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.cross
 @pytest.mark.parametrize("method", ["tova", "adakv(snapkv(window=5))", "expected_attention(future=16)"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3", "lfm2"])

@@ -72,6 +72,7 @@ def test_prompt_and_question_are_one_message_of_the_chat(tokenizer: Any, needle:
     assert head and tail.endswith("<|im_start|>assistant\n")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("needle", [None, NEEDLE, OWN], ids=["none", "hidden", "own"])
 def test_prompt_begins_once(tokenizer: Any, needle: Needle | None) -> None:
     tokenizer = copy.deepcopy(tokenizer)

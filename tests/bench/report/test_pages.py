@@ -72,6 +72,7 @@ def test_text_is_only_in_the_data_block(name: str) -> None:
     assert policy and "unsafe" not in policy[1] and "default-src 'none'" in page
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("width", [400, 1280])
 def test_text_stays_text_and_nothing_overflows_the_page(load: Any, name: str, width: int) -> None:

@@ -227,6 +227,7 @@ def test_one_prefill_serves_all_candidates_and_questions_but_those_that_compress
 MIXED = [*RECIPES, *Recipe.parse_list("gvote, snapkv(window=4, keep=16, every=4)")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.spread
 @pytest.mark.parametrize(
     "options", [{"mode": "agnostic"}, {"mode": "prompt"}, {"mode": "agnostic", "temperature": 1.5}]
@@ -283,6 +284,7 @@ def test_where_a_batch_cannot_be_had_they_are_asked_one_after_another(error: Exc
     assert max(rows for rows, _ in calls) > 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("starts", [1, 3, 4])
 def test_what_memory_is_not_enough_for_beside_others_waits_for_them(
     monkeypatch: pytest.MonkeyPatch, starts: int, expected: list[Record]
@@ -385,6 +387,7 @@ def one_by_one_decoded() -> dict[str, Record]:
     return all_timeless(one_by_one(asked(DECODING[0], Exact(12, decodes=True))))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("error", "where"),
     [
@@ -658,6 +661,7 @@ def test_an_example_that_cannot_be_asked_is_an_error_of_every_candidate() -> Non
     assert all("Example one has no context" in (cell.error or "") for cell in cells)
 
 
+@pytest.mark.few(2)
 @pytest.mark.cross
 @pytest.mark.parametrize("text", ["adakv(expected_attention, keep=0.5)", "expected_attention(keep=24, every=4)"])
 @pytest.mark.parametrize("call", [0, 1, 4])

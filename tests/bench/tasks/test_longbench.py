@@ -39,6 +39,7 @@ def manager() -> Any:
     return tasks.TaskManager(include_defaults=False, include_path=str(folder))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", TASKS)
 def test_prompts_and_scores_are_the_harness_own(
     name: str, manager: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch

@@ -42,6 +42,7 @@ def taken(tokenizer: Any, made: Task, example: Example) -> int:
     return len(tokenizer(before + after + question.prefix)["input_ids"]) + made.generation.tokens
 
 
+@pytest.mark.few(6)
 @pytest.mark.cross
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("length", [600, 2000])
@@ -55,6 +56,7 @@ def test_lengths_are_filled_and_never_exceeded(name: str, length: int, tokenizer
         assert example.facts == {"length": length}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MADE)
 def test_examples_depend_on_index_and_seed_only(name: str, tokenizer: Any) -> None:
     made = task(name, max(700, SHORTEST.get(name, 0)))

@@ -36,6 +36,7 @@ def of(
 SIZE = {496: 256, 700: 256, 991: 256, 992: 512, 2047: 1024, 2048: 1024, 3967: 1024, 3968: 2048, 12000: 2048}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("tokens", "size"), SIZE.items())
 def test_pieces_are_as_long_as_the_text_allows(tokenizer: Any, essay: list[int], tokens: int, size: int) -> None:
     starts = []

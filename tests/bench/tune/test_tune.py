@@ -128,6 +128,7 @@ def followed(model: Any, cache: Any, one: TextPiece) -> list[list[float]]:
     return [step.double().log_softmax(-1).tolist() for step in steps]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "llama_mqa"])
 def test_figures_are_those_of_a_run_of_its_own(architecture: str) -> None:
     model, one = tiny(architecture), piece()

@@ -82,6 +82,7 @@ def test_direction_is_the_first_right_singular_vector_of_rotated_queries(name: s
         torch.testing.assert_close(layer.direction.double(), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*ROTARY, "gpt2"])
 def test_the_measured_rotation_is_the_models(name: str, dtype: torch.dtype) -> None:

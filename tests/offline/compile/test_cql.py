@@ -31,6 +31,7 @@ def alone(states: int) -> torch.Tensor:
     return torch.arange(states)[:, None]
 
 
+@pytest.mark.few(1)
 @pytest.mark.cross
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("alpha", [0.0, 0.1, 1.0])

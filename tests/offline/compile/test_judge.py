@@ -43,6 +43,7 @@ def continued(model: Any, cache: Any) -> list[list[float]]:
     return logits.double().log_softmax(-1).tolist()
 
 
+@pytest.mark.few
 @by_model
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("variant", ["", "global_mean=False, ", "relative_norm=False, "])
