@@ -64,6 +64,7 @@ def sweep(tmp_path: Path) -> None:
     write(made, tmp_path / "sweep.sqlite")
 
 
+@pytest.mark.few(4)
 @pytest.mark.usefixtures("tiny", "text", "sweep")
 @pytest.mark.parametrize(
     "words",

@@ -280,6 +280,7 @@ BY_LAYER = [
 """Methods that depend on the layer."""
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("many", [8, pytest.param(32, marks=pytest.mark.full)])
 @pytest.mark.parametrize("recipe", [*BY_LAYER, "adakv(snapkv(window=5), keep=10)"])
 def test_what_depends_on_the_layer_launches_the_same(
