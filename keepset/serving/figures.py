@@ -48,8 +48,7 @@ _TIMES = {"first_token_seconds": "ttft", "seconds_per_token": "tpot", "request_s
 def figures(measured: Measured) -> dict[str, Any]:
     """Return the summary of a load, its requests, and the server's metrics."""
     samples = [vars(sample) for sample in measured.samples]
-    whole = {"seconds": measured.report["duration"], "requests": measured.requests, "samples": samples}
-    return {"summary": summary(measured), "rounds": [whole]}
+    return {"summary": summary(measured), "requests": measured.requests, "samples": samples}
 
 
 def summary(measured: Measured) -> dict[str, Any]:

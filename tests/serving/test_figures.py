@@ -48,7 +48,7 @@ def test_a_summary_is_of_whole_answers_and_of_metrics_while_requests_were_open()
     assert result["running"] == {"mean": 1.5, "max": 2} and result["waiting"] == {"mean": 0.5, "max": 1}
     assert result["kv_usage"] == {"mean": 0.375, "max": 0.5}
     assert result["preemptions"] == 4 and result["keepset"] == {"events": 3, "late": 2.0}
-    assert figures(Measured(LOAD, REPORT, SAMPLES))["rounds"][0]["samples"][0]["running"] == 9
+    assert figures(Measured(LOAD, REPORT, SAMPLES))["samples"][0]["running"] == 9
     assert first_tokens(Measured(LOAD, REPORT, [])) == {"first": {"p50": 0.75}, "later": {"p50": None}}
 
 

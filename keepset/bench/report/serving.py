@@ -91,15 +91,10 @@ def _series(at: int, servers: Sequence[Any]) -> int:
 
 
 def _over_time(servers: Sequence[dict[str, Any]], key: str, form: str) -> Iterator[dict[str, Any]]:
-    """Yield a line of samples for each server; its rounds follow one another with a gap between them."""
+    """Yield a line of samples for each server."""
     for at, server in enumerate(servers):
-        points: list[plot.Point] = []
-        before = 0.0
-        for each in server["rounds"]:
-            points += [plot.Point(before, None)] if points else []
-            known = [sample for sample in each["samples"] if sample[key] is not None and sample["time"] > 0]
-            points += [plot.Point(before + sample["time"], sample[key]) for sample in known]
-            before += each["seconds"] + 1
+        known = [sample for sample in server["samples"] if sample[key] is not None and sample["time"] > 0]
+        points = [plot.Point(sample["time"], sample[key]) for sample in known]
         template = f"%{{x:.1f}} s: %{{y:{form}}}"
         yield plot.line(server["name"], points, _series(at, servers), mode="lines", template=template)
 
@@ -107,8 +102,8 @@ def _over_time(servers: Sequence[dict[str, Any]], key: str, form: str) -> Iterat
 def _shares(servers: Sequence[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
     """Yield for each server which share of its answered requests took at most how long."""
     for at, server in enumerate(servers):
-        requests = [request for each in server["rounds"] for request in each["requests"] if request["error"] is None]
-        values = sorted(request[key] for request in requests if request[key] is not None)
+        answered = [request for request in server["requests"] if request["error"] is None]
+        values = sorted(request[key] for request in answered if request[key] is not None)
         steps = [(values[0], 0.0)] if values else []
         steps += [(value, (place + 1) / len(values)) for place, value in enumerate(values)]
         points = [plot.Point(*step) for step in steps]
