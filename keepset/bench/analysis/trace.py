@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 from keepset.allocators.ams import Segments
 from keepset.bench.analysis.diagnostics import (
     REGION,
-    Snapshot,
     by_depth,
-    gone,
     longest_run,
     middle_retention,
     proxy_segments,
@@ -109,11 +107,11 @@ class EventFigures:
             return
         event = cache.events[-1]
         assert event.keep_set is not None
-        snapshot = Snapshot(event.keep_set, event.keep_set.counts.new_tensor([event.length]))
+        kept = event.keep_set.mask(event.length)[:, 0]
         figures = {
-            "wipeout": float(wipeout_rate(snapshot, REGION).mean()),
-            "middle": float(middle_retention(snapshot).mean()),
-            "longest_gap": float(longest_run(gone(snapshot)).float().mean()),
+            "wipeout": float(wipeout_rate(kept).mean()),
+            "middle": float(middle_retention(kept).mean()),
+            "longest_gap": float(longest_run(~kept).float().mean()),
         }
         if self._before is not None:
             figures["survived"] = float(self._before.overlap(event.keep_set).mean())
@@ -122,7 +120,7 @@ class EventFigures:
             number, length = torch.tensor(self._segments).unbind(-1)
             self._segments.clear()
         else:
-            number, length = (part.flatten(1).mean(1) for part in proxy_segments(snapshot))
+            number, length = (part.mean(1) for part in proxy_segments(kept))
         figures |= _with_depths("segments", number) | _with_depths("segment_length", length)
         if self._length_by_mass:
             figures["length_by_mass"] = fmean(self._length_by_mass)
