@@ -53,7 +53,8 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """Return the row with its means among its other figures."""
         row = asdict(self)
-        return {**row, **row.pop("means")}
+        means = row.pop("means")
+        return {**row, **means}
 
 
 def row_of(records: Records, baseline: Records | None, examples: Collection[str]) -> Row:
