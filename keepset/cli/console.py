@@ -143,6 +143,12 @@ def progress(description: str = "at work") -> Iterator[Progress]:
     The description says what is under way while the bar has no line of its own.
     """
     from rich import progress as rich
+    from rich.text import Text
+
+    class Left(rich.ProgressColumn):
+        def render(self, task: Any) -> Any:
+            left = _left(task)
+            return Text("" if left is None or task.finished else f"{duration(left)} left")
 
     console = stderr()
     bar = rich.Progress(
@@ -150,11 +156,10 @@ def progress(description: str = "at work") -> Iterator[Progress]:
         rich.BarColumn(),
         rich.MofNCompleteColumn(),
         rich.TimeElapsedColumn(),
-        rich.TimeRemainingColumn(),
+        Left(),
         console=console,
         transient=True,
         disable=not console.is_terminal,
-        speed_estimate_period=math.inf,  # steps may take minutes
     )
     with bar, beating(lambda: how_far(bar) or description):
         yield bar
@@ -201,14 +206,23 @@ def how_far(bar: Progress) -> str:
     task = next((task for task in reversed(bar.tasks) if task.completed < (task.total or 0)), None)
     if task is None:
         return ""
-    left = task.time_remaining  # without the first step, which includes what is done once
+    left = _left(task)
     rest = "" if left is None else f", {duration(left)} left"
     return f"{task.description}: {task.completed:.0f} of {task.total:.0f}{rest}"
 
 
+def _left(task: Any) -> float | None:
+    """Return the seconds that a line of a bar still takes, by the mean of its steps; None before the first.
+
+    Rich itself goes by the newest steps, and cells of an example come together after its prefill.
+    """
+    done = task.completed - task.fields.get("before", 0)
+    return task.elapsed / done * (task.total - task.completed) if done else None
+
+
 def counted(bar: Progress, description: str, total: int, completed: int = 0) -> Callable[..., None]:
     """Add a line to a progress bar, and return a function that advances it by a count, which is 1 by default."""
-    number = bar.add_task(description, total=total, completed=completed)
+    number = bar.add_task(description, total=total, completed=completed, before=completed)
     return lambda count=1: bar.advance(number, count)
 
 
