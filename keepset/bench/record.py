@@ -67,6 +67,7 @@ class Record:
         metric: which of the scores counts.
         scores: by the task's names, from 0 to 1.
         figures: numbers by name; what is not known is not there.
+        curves: figures along the text by name.
         replies: the answers, one per question; likelihoods of choices as JSON has them.
         error: why there are no figures, in one sentence; None if there are.
     """
@@ -81,6 +82,7 @@ class Record:
     metric: str = ""
     scores: Mapping[str, float] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)
     replies: Sequence[Any] = ()
     error: str | None = None
 

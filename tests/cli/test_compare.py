@@ -162,16 +162,17 @@ def test_decode_figures(run: Run) -> None:
     done = run(*DECODE, "--continuation", "300", "--budgets", "20,40", "--every", "16", "--json", "-")
     assert (done.code, done.err) == (0, "")
     comparison = load_json(done.out)
-    assert (comparison["tokens"], comparison["continuation_tokens"], comparison["decoded"]) == (100, 300, True)
+    assert (comparison["tokens"], comparison["continuation_tokens"], comparison["drift_tokens"]) == (100, 300, 256)
     assert set(comparison["full"]) == FULL | {"kv_bytes_peak"}
     assert comparison["full"]["kv_bytes_peak"] == 400 * KEYS_AND_VALUES
     recipes = ["tova(keep=20, every=16)", "tova(keep=40, every=16)", "knorm(keep=30, every=7)"]
     assert [row["recipe"] for row in comparison["rows"]] == recipes
     for row, keep, every in zip(comparison["rows"], (20, 40, 30), (16, 16, 7), strict=True):
-        assert set(row) == ROW | {"kv_bytes_peak"}
+        assert set(row) == ROW | {"kv_bytes_peak", "kl_drift"}
         assert row["keep"] == (keep + 300 % every) / 400
         assert row["kv_bytes"] <= row["kv_bytes_peak"] < (keep + every + 64) * (KEYS_AND_VALUES + POSITIONS)
         assert row["kv_bytes_full"] == comparison["full"]["kv_bytes"]
+        assert len(row["kl_drift"]) == 2 and min(row["kl_drift"]) > 1e-6
 
 
 def test_decode_table_and_report(run: Run, tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_decode_table_and_report(run: Run, tmp_path: Path) -> None:
     assert header.split() == ["recipe", "MB", "of", "16-bit", "peak", "MB", "KL", "top-1", "prefill"]
     assert "  tova(every=64) " in done.out
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "knorm(keep=30, every=7)" in page
+    assert "kl_drift" in page and "knorm(keep=30, every=7)" in page
 
 
 @pytest.mark.full

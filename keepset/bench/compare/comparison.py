@@ -26,9 +26,9 @@ class Comparison:
     """Recipes on one text; records are appended as they are measured.
 
     A record's `kl` is the mean KL(full || compressed) in nats over the continuation's tokens, `kl_low` and `kl_high`
-    are the ends of its interval over these tokens. `nll_delta` is its negative log-likelihood less the full cache's, in
-    nats; `top1` the share of its tokens after which both caches prefer the same next token. Bytes while decoding are
-    means over the tokens, and the most.
+    are the ends of its interval over these tokens, and `kl_drift` has its parts. `nll_delta` is its negative
+    log-likelihood less the full cache's, in nats; `top1` the share of its tokens after which both caches prefer the
+    same next token. Bytes while decoding are means over the tokens, and the most.
 
     Attributes:
         tokens: tokens of the prompt; `continuation_tokens` of the text that follows it.
@@ -37,7 +37,7 @@ class Comparison:
         rows: a record for every recipe.
         kept: for every record which tokens stayed; None for a record with an error.
         grids: the grid of patches that each image's tokens are (`image_grids`).
-        decoded: whether recipes compress while the continuation is decoded.
+        drift_tokens: tokens of the continuation for each number of `kl_drift`; None without decoding.
     """
 
     model: str
@@ -47,7 +47,7 @@ class Comparison:
     needle: Needle | None = None
     rows: list[Record] = field(default_factory=list)
     kept: list[Bool[Tensor, "layers kv_heads tokens"] | None] = field(default_factory=list)
-    decoded: bool = False
+    drift_tokens: int | None = None
     grids: Sequence[tuple[int, int, int]] = ()
 
     @property
@@ -62,7 +62,7 @@ class Comparison:
             "model": self.model,
             "tokens": self.tokens,
             "continuation_tokens": self.continuation_tokens,
-            "decoded": self.decoded,
+            **({} if self.drift_tokens is None else {"drift_tokens": self.drift_tokens}),
             "needle": needle,
             "full": self.full,
             "rows": [_row(record) for record in self.rows],
@@ -74,7 +74,7 @@ def _row(record: Record) -> dict[str, Any]:
     named = {name: getattr(record, name) for name in ("recipe", "method", "requested", "error")}
     answer = {"answer": record.replies[0]} if record.replies else {}
     known = {name: value for name, value in named.items() if value is not None}
-    return {**known, **record.figures, **answer}
+    return {**known, **record.figures, **record.curves, **answer}
 
 
 class Comparer(ABC):

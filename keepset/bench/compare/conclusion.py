@@ -22,7 +22,7 @@ def conclusion(comparison: Comparison) -> str:
     because some entries always stay, is not compared with others under that budget. Nothing is concluded from a text of
     fewer than `LEAST_TOKENS` tokens.
     """
-    tokens = comparison.tokens + (comparison.continuation_tokens if comparison.decoded else 0)
+    tokens = comparison.tokens + (comparison.continuation_tokens if comparison.drift_tokens is not None else 0)
     if tokens < LEAST_TOKENS:
         return f"Nothing can be concluded from a text of {tokens} tokens: give one of at least {LEAST_TOKENS}."
     groups = sorted(([row for row in rows if _keeps_to_it(row)] or rows for rows in by_budget(comparison)), key=_share)

@@ -24,6 +24,9 @@ from keepset.hf.prompt_session import warm_up
 from keepset.hf.store import SLACK
 from keepset.recipe import Recipe
 
+DRIFT_TOKENS = 256
+"""Tokens of the text for each number of the drift."""
+
 
 def feed_slices(tokens: int, every: int | None) -> list[slice]:
     """Return the parts of a text of `tokens` after the prompt that may be fed at once, as if token by token.
@@ -103,7 +106,7 @@ class DecodeComparer(Comparer):
                 "prefill_seconds": self._full.prefill_seconds,
                 "decode_tokens_per_second": self._speed(full, self._full),
             },
-            decoded=True,
+            drift_tokens=DRIFT_TOKENS,
         )
 
     def _measure(self, record: Record, recipe: Recipe) -> tuple[Record, Bool[Tensor, "layers kv_heads tokens"]]:
@@ -118,7 +121,7 @@ class DecodeComparer(Comparer):
                 f"{cache.recipe} compresses nothing before the last of {n} tokens: let more tokens follow the prompt."
             )
         counted = slice(first, None)
-        divergences = kl(full.logits, run.logits)
+        drift = kl(full.logits, run.logits)
         nll_delta = nll(run.logits, self._text[0]) - nll(full.logits, self._text[0])
         same = run.logits.argmax(-1) == full.logits.argmax(-1)
         kept = _kept(cache, self._length)
@@ -128,7 +131,7 @@ class DecodeComparer(Comparer):
             "kv_bytes": round(fmean(run.nbytes[counted])),
             "kv_bytes_peak": max(run.nbytes[counted]),
             "kv_bytes_full": round(fmean(full.nbytes[counted])),
-            **kl_figures(divergences[counted]),
+            **kl_figures(drift[counted]),
             "nll_delta": mean(nll_delta[counted]),
             "top1": float(same[counted].double().mean()),
             "prefill_seconds": run.prefill_seconds,
@@ -136,7 +139,8 @@ class DecodeComparer(Comparer):
             "select_seconds": sum(event.seconds for event in cache.events),
             "decode_tokens_per_second": self._speed(cache, run),
         }
-        return replace(record, figures=figures), kept
+        curves = {"kl_drift": [mean(part) for part in drift.split(DRIFT_TOKENS)]}
+        return replace(record, figures=figures, curves=curves), kept
 
     def _speed(self, cache: Any, run: _Run) -> float:
         """Return tokens per second at the end of the text, one at a time."""

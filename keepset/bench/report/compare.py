@@ -100,8 +100,8 @@ _COLUMNS = [
     Column("top-1", _figure("top1"), whole_percent),
     Column("prefill", lambda record: record.ratio("prefill_seconds"), times, "of full", rank=3),
     Column("select", _figure("select_seconds"), seconds, "s", page_only=True),
-    Column("found", _figure("needle_found"), yes),
-    Column("answer", lambda record: next(iter(record.replies), None), page_only=True, is_text=True),
+    Column("found", _figure("needle_found"), yes, is_pinned=True),
+    Column("answer", lambda record: next(iter(record.replies), None), page_only=True, is_text=True, is_pinned=True),
 ]
 
 
@@ -122,6 +122,7 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
     )
     first = next((at for at, record in enumerate(rows) if record is best), None)
     failed = len(rows) - len(ran)
+    decoding = comparison.drift_tokens is not None
     asked = [
         ("Asked after compression", needle.question if needle else None),
         ("A right answer contains", needle.answer if needle else None),
@@ -148,7 +149,7 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
         lead=_lead(comparison),
         facts=[
             ("Recipes", f"{len(rows)}, of which {failed} failed" if failed else str(len(rows))),
-            ("Full KV cache: mean" if comparison.decoded else "Full KV cache", f"{megabytes(full['kv_bytes'])} MB"),
+            ("Full KV cache: mean" if decoding else "Full KV cache", f"{megabytes(full['kv_bytes'])} MB"),
             ("Full cache: prefill", f"{seconds(full['prefill_seconds'])} s"),
             ("Full cache: NLL", f"{full['nll']:.4f} nats/token"),
             *asked,
@@ -158,7 +159,7 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
 
 def _lead(comparison: Comparison) -> str:
     prompt, after = integer(comparison.tokens), integer(comparison.continuation_tokens)
-    if comparison.decoded:
+    if comparison.drift_tokens is not None:
         return (
             f"A text of {after} tokens follows a prompt of {prompt}, fed as if decoded. Each recipe compresses the "
             "model's KV cache again and again on the way. Its predictions after its first compression are compared "
@@ -175,7 +176,7 @@ def _methods(comparison: Comparison) -> list[str]:
 
 
 def _fidelity(comparison: Comparison, ran: Sequence[Record]) -> list[Section]:
-    """Return charts of fidelity against bytes, one per metric."""
+    """Return charts of fidelity against bytes, one per metric, and of the drift along a decoded text."""
     if not ran:
         return []
     legend = [plot.entry(method, at) for at, method in enumerate(_methods(comparison))]
@@ -184,7 +185,10 @@ def _fidelity(comparison: Comparison, ran: Sequence[Record]) -> list[Section]:
         chart, is_clipped = _against_bytes(metric, comparison, ran)
         note = metric.note + (f" {_HOLLOW}" if is_clipped else "")
         metrics.append((metric.name, [plot.plots("", [chart], legend, note)]))
-    return [{**choice("metric", "Fidelity measure", metrics, radio=True), "title": "Fidelity against bytes"}]
+    sections = [{**choice("metric", "Fidelity measure", metrics, radio=True), "title": "Fidelity against bytes"}]
+    if any(len(record.curves.get("kl_drift", ())) > 1 for record in ran):
+        sections.append(_drift(comparison, ran))
+    return sections
 
 
 def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]) -> tuple[dict[str, Any], bool]:
@@ -209,6 +213,33 @@ def _against_bytes(metric: Metric, comparison: Comparison, ran: Sequence[Record]
     traces = [plot.line(method, points, at) for at, (method, points) in enumerate(lines)]
     is_clipped = any(point.is_hollow for _, points in lines for point in points)
     return plot.plot("plot", traces, x, metric.axis, height="430px"), is_clipped
+
+
+def _drift(comparison: Comparison, ran: Sequence[Record]) -> Section:
+    """Return the chart of the KL of one part of the text after another, a line per recipe."""
+    size = comparison.drift_tokens or 1
+    methods, seen = _methods(comparison), dict.fromkeys(_methods(comparison), 0)
+    drifting = [record for record in ran if len(record.curves.get("kl_drift", ())) > 1]
+    floor = _floor(value for record in drifting for value in record.curves["kl_drift"])
+    lines = []
+    for record in drifting:
+        points = []
+        for part, value in enumerate(record.curves["kl_drift"]):
+            end = min((part + 1) * size, comparison.continuation_tokens)
+            hover = f"{plot.wrapped(record.recipe)}<br>KL {value:.3g} nats<br>tokens {part * size} to {end}"
+            points.append(plot.Point(end, floor if value <= 0 else value, hover, is_hollow=value <= 0))
+        dash = plot.DASHES[seen[record.method] % len(plot.DASHES)]
+        seen[record.method] += 1
+        lines.append(plot.line(record.recipe, points, methods.index(record.method), group=record.method, dash=dash))
+    note = (
+        f"Mean KL(full ‖ compressed) of every {integer(size)} tokens after the prompt, one line per recipe; budgets of "
+        "one method differ in their dashes."
+    )
+    if any(value <= 0 for record in drifting for value in record.curves["kl_drift"]):
+        note += f" {_HOLLOW}"
+    x = plot.axis("Tokens after the prompt", rangemode="tozero", zeroline=False)
+    chart = plot.plot("drift", lines, x, _LOG, height="430px")
+    return plot.plots("Drift over the text", [chart], note=note)
 
 
 def _floor(values: Iterable[float]) -> float:

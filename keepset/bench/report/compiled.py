@@ -104,7 +104,7 @@ def _learning(curves: dict[str, list[dict[str, float]]]) -> Section:
                     [plot.Point(point["step"], point[figure]) for point in points],
                     at,
                     mode="lines",
-                    dash=("solid", "dash")[at],
+                    dash=plot.DASHES[at],
                     template="step %{x}: %{y:.4f}",
                 )
                 for at, (name, points) in enumerate(curves.items())

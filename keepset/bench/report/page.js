@@ -153,8 +153,13 @@ function row({ name, mark, cells, error, reference, go }, columns) {
   const why = error && el("div", { className: "failed" }, error);
   if (error && !cells.length) tr.append(el("td", { colSpan: columns.length, className: "text" }, why));
   else if (error) th.append(why);
+  const pinned = [...cells.keys()].filter((i) => columns[i].pinned && cells[i][0]);
+  if (pinned.length) {
+    th.append(el("dl", { className: "under" }, ...pinned.map((i) => el("div", {}, el("dt", {}, columns[i].title), el("dd", {}, cells[i][0])))));
+  }
   cells.forEach(([text, , share], i) => {
-    const td = el("td", { className: columns[i].text ? "text" : "" }, el("span", { title: columns[i].text ? text : "" }, text));
+    const classes = [columns[i].text && "text", columns[i].pinned && "folded"].filter(Boolean).join(" ");
+    const td = el("td", { className: classes }, el("span", { title: columns[i].text ? text : "" }, text));
     if (share !== undefined) td.style.setProperty("--share", share);
     tr.append(td);
   });
@@ -165,9 +170,9 @@ function table({ id: name, columns, lines, head = "" }, box) {
   const made = lines.map((line) => ({ line, tr: row(line, columns) }));
   const body = el("tbody"), header = el("tr");
   const keys = [(line) => line.name, ...columns.map((_, i) => (line) => line.cells[i]?.[1])];
-  [{ title: head }, ...columns].forEach(({ title, unit, text }, i) => {
+  [{ title: head }, ...columns].forEach(({ title, unit, text, pinned }, i) => {
     const button = el("button", { type: "button" }, title, ...(unit ? [el("br"), el("small", {}, unit)] : []));
-    const th = el("th", { scope: "col", className: !i ? "recipe" : text ? "text" : "", ariaSort: "none" }, button);
+    const th = el("th", { scope: "col", className: i ? [text && "text", pinned && "folded"].filter(Boolean).join(" ") : "recipe", ariaSort: "none" }, button);
     button.addEventListener("click", () => {
       const direction = th.ariaSort === "ascending" ? -1 : 1;
       for (const other of header.children) other.ariaSort = "none";

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 MARKS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "star", "cross", "x")
 """Plotly's symbols, as many as the style has colours; `page.js` draws the same shapes in legends and tables."""
+DASHES = ("solid", "dash", "dot", "dashdot")
 _WRAP = 44
 
 

@@ -76,6 +76,7 @@ class Column:
         rank: where a terminal is too narrow, columns of the highest rank are left out first; 0 always stays.
         page_only: whether the terminal leaves the column out.
         is_text: whether values are words, which stand at the left.
+        is_pinned: whether a narrow page shows the value below the line's name, which stays in view.
     """
 
     title: str
@@ -85,6 +86,7 @@ class Column:
     rank: int = 0
     page_only: bool = False
     is_text: bool = False
+    is_pinned: bool = False
 
     def cell(self, row: Any) -> Cell:
         """Return a row's text and sort value; empty text and None if it has no value."""
@@ -142,7 +144,10 @@ class Table:
 
     def section(self, title: str, name: str = "rows", note: str = "") -> dict[str, Any]:
         """Return the table as a section of a page: its heading, its id and a note below it."""
-        columns = [{"title": each.title, "unit": each.unit, "text": each.is_text} for each in self.columns]
+        columns = [
+            {"title": each.title, "unit": each.unit, "text": each.is_text, "pinned": each.is_pinned}
+            for each in self.columns
+        ]
         lines = [line.to_json() for line in self.lines]
         section = {"kind": "table", "id": name, "title": title, "note": note}
         return {**section, "head": self.head, "columns": columns, "lines": lines}

@@ -65,7 +65,7 @@ def test_nothing_is_concluded_from_a_short_text() -> None:
         f"Nothing can be concluded from a text of 41 tokens: give one of at least {LEAST_TOKENS}."
     )
     assert "a is nearest" in conclusion(compared(*rows, tokens=LEAST_TOKENS))
-    decoded = replace(compared(*rows, tokens=200), decoded=True)
+    decoded = replace(compared(*rows, tokens=200), drift_tokens=256)
     assert "a is nearest" in conclusion(decoded)  # what was decoded is part of the text
 
 

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 import keepset
 from keepset.bench.candidate import grid
+from keepset.bench.compare import decode
 from keepset.bench.compare.decode import DecodeComparer, feed_slices
 from keepset.core.budget import Budget
 from keepset.hf.store import SLACK
@@ -81,7 +82,8 @@ def comparer(architecture: str = "llama", after: int = AFTER) -> DecodeComparer:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("text", RECIPES)
-def test_figures_are_those_of_one_token_at_a_time(text: str, expected: Naive) -> None:
+def test_figures_are_those_of_one_token_at_a_time(text: str, expected: Naive, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "DRIFT_TOKENS", 32)
     cache, ids = keepset.Cache(tiny("llama"), text), IDS[0].tolist()
     ours, one = naive(cache), comparer()
     (row,) = one.run(grid([keepset.Recipe.parse(text)], []))
@@ -91,6 +93,8 @@ def test_figures_are_those_of_one_token_at_a_time(text: str, expected: Naive) ->
     kl, first = [divergence(a, b) for a, b in pairs], ours.events[0] - BEFORE
     assert row.figures["kl"] == pytest.approx(fmean(kl[first:]), rel=1e-3, abs=1e-6)
     assert row.figures["kl"] > 1e-3
+    drift = [fmean(kl[i : i + 32]) for i in range(0, AFTER, 32)]
+    assert row.curves["kl_drift"] == pytest.approx(drift, rel=1e-3, abs=1e-6)
     deltas = [a[token] - b[token] for (a, b), token in zip(pairs, ids[BEFORE + 1 :], strict=False)]
     assert row.figures["nll_delta"] == pytest.approx(fmean(deltas[first:]), abs=1e-4)
     assert row.figures["top1"] == pytest.approx(fmean(best(a) == best(b) for a, b in pairs[first:]))
@@ -130,6 +134,7 @@ def test_what_holds_everything_differs_in_nothing(architecture: str, method: str
     (row,) = comparer(architecture).run(grid([recipe], [], 16))
     assert row.error is None and row.figures["keep"] == 1.0 and row.figures["top1"] == 1.0
     assert abs(row.figures["kl"]) < 1e-6 and abs(row.figures["nll_delta"]) < 1e-5
+    assert row.curves["kl_drift"] == pytest.approx([0.0], abs=1e-6)
 
 
 def test_one_token_is_enough_and_none_after_an_event_is_an_error() -> None:
@@ -153,7 +158,7 @@ def test_what_fails_is_a_row_and_the_others_go_on() -> None:
     for row, (recipe, error), kept in zip(rows, says.items(), one.comparison.kept, strict=True):
         assert row.recipe == recipe and error in (row.error or "")
         assert bool(row.error) == bool(error) == (kept is None) == (not row.figures)
-    assert one.comparison.failed and one.comparison.to_json()["decoded"]
+    assert one.comparison.failed and one.comparison.to_json()["drift_tokens"] == 256
 
 
 @given(st.integers(1, 300), st.none() | st.integers(1, 310))

@@ -76,14 +76,14 @@ TOKENS = [
 LAYERS, HEADS = 3, 2
 
 
-def record(recipe: str, method: str, kl: float, share: float) -> Record:
+def record(recipe: str, method: str, kl: float, share: float, **curves: Any) -> Record:
     figures = {
         "keep": share, "share": share, "kv_bytes": int(share * 1e6), "kv_bytes_full": 1_000_000,
         "kl": kl, "nll_delta": kl / 2 - 0.01, "top1": 1 - kl / 4,
         "prefill_seconds": 1.5, "prefill_seconds_full": 1.4, "select_seconds": 0.01,
         "decode_tokens_per_second": 20.0, "needle_found": kl < 0.1,
     }  # fmt: skip
-    return Record(recipe, method, f"keep={share}", figures=figures, replies=[EVIL])
+    return Record(recipe, method, f"keep={share}", figures=figures, replies=[EVIL], curves=curves)
 
 
 def masks(rows: list[Record], tokens: int = len(TOKENS)) -> list[torch.Tensor | None]:

@@ -17,6 +17,7 @@ from tests.bench.report.pages import (
     HEADS,
     LAYERS,
     TOKENS,
+    chart,
     comparison,
     data_of,
     masks,
@@ -152,11 +153,23 @@ def test_metric_switches_the_plot(page: Any) -> None:
     page.get_by_label("KL").check(force=True)  # what was hidden stays so
     assert trace("tova")["visible"] is False
     assert page.locator(".methods button[aria-pressed=false]").text_content().endswith("tova")
+    assert page.locator("#drift").count() == 0  # nothing was decoded
 
 
-def test_a_decoded_text_is_said_to_be_one() -> None:
-    made = dataclasses.replace(comparison(), decoded=True, continuation_tokens=600)
-    assert "600 tokens follows a prompt" in data_of(compare.render(made, TOKENS))["lead"]
+def test_drift_has_a_line_per_recipe(load: Any) -> None:
+    kls = {"tova(keep=0.5)": 0.5, "tova(keep=0.25)": 0.25, "tova(keep=0.1)": 0.1, "knorm(keep=0.5)": 0.4}
+    drifting = [record(name, name.split("(")[0], kl, kl, kl_drift=[kl, 0.0, float("nan")]) for name, kl in kls.items()]
+    made = dataclasses.replace(comparison(*drifting), drift_tokens=256, continuation_tokens=600)
+    content = compare.render(made, TOKENS)
+    drawn = chart(content, "drift")
+    # Budgets of one method differ in their dashes.
+    assert [line["line"]["dash"] for line in drawn] == ["solid", "dash", "dot", "solid"]
+    for line, kl in zip(drawn, kls.values(), strict=True):
+        assert line["x"] == [256, 512, 600] and line["y"] == [kl, pytest.approx(0.025), None]
+    assert "600 tokens follows a prompt" in data_of(content)["lead"]
+    page = load(content)
+    page.locator(".methods button", has_text="tova").click()
+    assert [line["visible"] for line in traces(page, "drift")] == [False] * 3 + [True]
 
 
 def test_plot_labels_are_text(page: Any) -> None:
@@ -168,6 +181,17 @@ def test_plot_labels_are_text(page: Any) -> None:
     shown = re.sub(r"\s", "", hover.text_content())
     assert re.sub(r"\s", "", f"{EVIL}(keep=0.5)") in shown and "KL0.05nats50.0%ofafull16-bitcache" in shown
     assert page.locator(".methods button").nth(1).text_content() == EVIL
+
+
+def test_a_phone_shows_facts_and_answers_however_far_the_table_is_scrolled(load: Any) -> None:
+    page = load(compare.render(comparison(), TOKENS), viewport={"width": 390, "height": 844})
+    page.locator(".scroll").evaluate("box => { box.scrollIntoView(); box.scrollLeft = box.scrollWidth; }")
+    under = page.locator("#rows tbody tr").nth(1).locator(".under")
+    assert under.locator("dt").all_text_contents() == ["found", "answer"]
+    assert under.locator("dd").all_text_contents() == ["yes", EVIL]
+    box = under.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    assert page.locator("#rows td.folded").first.is_hidden()
 
 
 def test_a_comparison_in_which_all_failed(load: Any) -> None:
