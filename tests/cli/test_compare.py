@@ -182,7 +182,7 @@ def test_decode_table_and_report(run: Run, tmp_path: Path) -> None:
     assert header.split() == ["recipe", "MB", "of", "16-bit", "peak", "MB", "KL", "top-1", "prefill"]
     assert "  tova(every=64) " in done.out
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "kl_drift" in page and "knorm(keep=30, every=7)" in page
+    assert "Fidelity against bytes" in page and "knorm(keep=30, every=7)" in page
 
 
 @pytest.mark.full
