@@ -183,11 +183,12 @@ def _of_block(
     networks: Networks,
 ) -> Float[Tensor, "layers heads rows entries"]:
     """Return the codes of entries."""
+    numbers = torch.arange(keys.shape[-1], device=keys.device)
     inputs = inputs_of(keys / networks.gain[:, None, None, None], values)  # a rotation leaves lengths as they are
     for first, second in _planes(networks.partner):
         x, y = inputs[..., first], inputs[..., second]
         # A layer that rotates otherwise, or not at all, turns these numbers by nothing.
-        turns = networks.turns[:, first] * (networks.partner[:, first] == torch.arange(keys.shape[-1])[second])
+        turns = networks.turns[:, first] * (networks.partner[:, first] == numbers[second])
         cos, sin = cos_and_sin(positions, turns)
         from_x = x * sin
         x.mul_(cos).addcmul_(y, sin, value=-1)
