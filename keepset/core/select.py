@@ -90,19 +90,28 @@ def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"
         ranked: numbers to compare; none is NaN.
         quotas: how many entries of each row are chosen; all of them if the row has fewer.
     """
-    last = ranked.shape[-1] - 1
-    worst = _ascending(ranked).gather(-1, (last + 1 - quotas).clamp(0, last)[..., None])
+    return (_best_by_value if ranked.device.type == "cpu" else _best_by_order)(ranked, quotas)
+
+
+def _best_by_value(
+    ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]
+) -> Bool[Tensor, "*rows entries"]:
+    """Return `top_mask` on a CPU, where NumPy sorts numbers ten times as fast as PyTorch finds their order."""
+    ascending, last = torch.from_numpy(np.sort(ranked.detach().numpy(), axis=-1)), ranked.shape[-1] - 1
+    worst = ascending.gather(-1, (last + 1 - quotas).clamp(0, last)[..., None])
     chosen, equal = ranked >= worst, ranked == worst
     too_many = chosen.sum(-1, keepdim=True) - quotas[..., None]
     return chosen ^ (equal & (equal.cumsum(-1, dtype=torch.int32) <= too_many))
 
 
-def _ascending(numbers: Float[Tensor, "*rows entries"]) -> Float[Tensor, "*rows entries"]:
-    """Return every row's numbers, the smallest first."""
-    if numbers.device.type != "cpu":
-        return numbers.sort(dim=-1).values
-    # NumPy sorts by vector instructions, in a tenth to a thirtieth of PyTorch's time.
-    return torch.from_numpy(np.sort(numbers.detach().numpy(), axis=-1))
+def _best_by_order(
+    ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]
+) -> Bool[Tensor, "*rows entries"]:
+    """Return `top_mask` in few launches."""
+    last = ranked.shape[-1] - 1
+    best_first = last - ranked.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    chosen = torch.arange(last + 1, device=ranked.device) < quotas[..., None]
+    return torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best_first, chosen)
 
 
 def round_to_total(shares: Float[Tensor, "*rows parts"], total: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows parts"]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepset import Budget, Observation
-from keepset.core.select import ranked_scores, round_to_total, top_mask
+from keepset.core.select import _best_by_order, _best_by_value, ranked_scores, round_to_total, top_mask
 from tests.tiers import examples
 
 NAN, INF = math.nan, math.inf
@@ -37,10 +37,12 @@ number = st.integers(-2, 2).map(float) | st.floats(allow_nan=False, width=32)
 @examples(150, derandomize=False)
 @given(data=st.data(), rows=st.integers(1, 4), entries=st.integers(1, 8))
 def test_top_mask_is_a_sort_in_which_later_entries_win_ties(data: st.DataObject, rows: int, entries: int) -> None:
+    """On a CPU and as elsewhere."""
     scores = [data.draw(st.lists(number, min_size=entries, max_size=entries)) for _ in range(rows)]
-    quotas = [data.draw(st.integers(0, entries)) for _ in range(rows)]
-    mask = top_mask(torch.tensor(scores), torch.tensor(quotas))
-    for row, quota, chosen in zip(scores, quotas, mask.tolist(), strict=True):
+    quotas = [data.draw(st.integers(0, entries + 1)) for _ in range(rows)]
+    masks = [best(torch.tensor(scores), torch.tensor(quotas)) for best in (_best_by_value, _best_by_order)]
+    assert torch.equal(*masks)
+    for row, quota, chosen in zip(scores, quotas, masks[0].tolist(), strict=True):
         order = sorted(range(entries), key=lambda entry: (row[entry], entry), reverse=True)
         assert {entry for entry, kept in enumerate(chosen) if kept} == set(order[:quota])
 
