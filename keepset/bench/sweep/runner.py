@@ -262,9 +262,12 @@ class _Evaluator:
             for number, question in enumerate(prompt.questions, first):
                 used = cached.cache if question is prompt.questions[-1] else cached.cache.fork()
                 memory = copy.copy(begun)
+                watchers: list[CacheMemory | EventFigures] = [memory] if decodes else []
                 events = EventFigures(used.recipe.method) if recompresses else None
-                used.observer = None if events is None else events.observe
-                look = partial(_look, used, [*([memory] if decodes else []), *([] if events is None else [events])])
+                if events is not None:
+                    used.observer = events.observe
+                    watchers.append(events)
+                look = partial(_look, used, watchers)
                 look()
                 try:
                     began, logits = time.perf_counter(), cached.logits
