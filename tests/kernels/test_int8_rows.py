@@ -47,7 +47,7 @@ def around(dim: int, draw: torch.Generator, scaling: float = 1.0) -> Tensor:
     return torch.stack((matrix * scaling, matrix.T)).float()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", list(int8_rows.NUMBERS), ids=str)
 @pytest.mark.parametrize(("dim", "size", "group"), [(12, 8, 2), (80, 16, 5), (8, 4, 3), (64, 32, 1), (128, 16, 8)])
@@ -90,7 +90,7 @@ def test_a_key_that_is_no_number_makes_none_of_its_head_and_alters_no_other() ->
     torch.testing.assert_close(after[0], before[0], rtol=0, atol=0)
 
 
-@pytest.mark.few
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", list(int8_rows.NUMBERS), ids=str)
 @pytest.mark.parametrize("dim", [64, 80])

@@ -12,7 +12,6 @@ import pytest
 
 from keepset import Recipe
 from keepset.paged.eviction_schedule import EvictionSchedule
-from tests.tiers import FULL
 from tests.vllm.compared import IDS, answers_of, check_request, result
 from tests.vllm.engine import Ask, Result, Scenario
 from tests.vllm.late import Late
@@ -27,7 +26,7 @@ RECIPES = {
     "every": "snapkv(window=16, keep=80, every=24)",
 }
 COMMON = IDS[:280]
-AGAIN = (6, 12, 18) if FULL else (6, 12)
+AGAIN = (6, 12, 18)
 """The requests that begin as an earlier one did."""
 
 
@@ -72,8 +71,7 @@ def engines(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, A
     files = beside("ExampleConnector", shared_storage_path=str(tmp_path_factory.mktemp("pages")))
     whole = {"kv_transfer_config": files, "max_num_batched_tokens": 1024}
     scenarios = {("once", "files"): Scenario(RECIPES["once"], load(), (50, 160), engine(tiny, **whole))}
-    kinds = {"alone": settings.CONNECTOR} if FULL else {}
-    for kind, transfer in (kinds | {"beside": with_offloading()}).items():
+    for kind, transfer in {"alone": settings.CONNECTOR, "beside": with_offloading()}.items():
         own = engine(tiny, kv_transfer_config=transfer)
         scenarios["once", kind] = Scenario(RECIPES["once"], load(), (50, 160), own)
     return answers_of(scenarios)
@@ -103,6 +101,7 @@ def check(oracle: Oracle, name: str, offloaded: Result) -> None:
     assert not any(cached for index, cached in enumerate(offloaded.cached) if index not in AGAIN)
 
 
+@pytest.mark.full
 def test_prefixes_come_back_and_answers_stay(engines: dict[Any, Any], tiny_oracle: Oracle) -> None:
     check(tiny_oracle, "once", result(engines, ("once", "beside")))
 
@@ -113,13 +112,13 @@ def test_the_pool_is_too_short_to_hold_prefixes(engines: dict[Any, Any]) -> None
     assert alone < offloaded
 
 
+@pytest.mark.full
 def test_prefixes_come_back_from_files(engines: dict[Any, Any], tiny_oracle: Oracle) -> None:
     check(tiny_oracle, "once", result(engines, ("once", "files")))
 
 
-@pytest.mark.parametrize(
-    "name", ["once", *(pytest.param(name, marks=pytest.mark.full) for name in ("ragged", "every"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", RECIPES)
 def test_prefixes_come_back_from_lmcache(name: str, tiny: Path, tiny_oracle: Oracle) -> None:
     pytest.importorskip("lmcache")
     answers = answers_of({name: Scenario(RECIPES[name], load(), (50, 160), engine(tiny, **with_lmcache()))})

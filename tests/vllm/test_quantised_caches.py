@@ -25,12 +25,15 @@ EQUAL = "snapkv(window=8, keep=40, every=16)"
 RAGGED = "adakv(snapkv(window=8), keep=40, every=12)"
 MOMENTS = "expected_attention(keep=40, buffer=40, every=20)"
 INT8, INT4, FP8 = "int8_per_token_head", "int4_per_token_head", "fp8_per_token_head"
-CASES = [
+CASES = [(INT8, "int8(adakv(snapkv(window=8)), keep=40, every=12)")]
+MORE = [
     (INT8, EQUAL),
-    (INT8, "int8(adakv(snapkv(window=8)), keep=40, every=12)"),
     (INT4, "quantized(adakv(snapkv(window=8)), bits=4, keep=40, every=12)"),
+    (INT4, EQUAL),
+    (INT8, MOMENTS),
+    (FP8, RAGGED),
+    ("fp8", RAGGED),
 ]
-MORE = [(INT4, EQUAL), (INT8, MOMENTS), (FP8, RAGGED), ("fp8", RAGGED)]
 """Kinds of caches, and recipes. Not fp8_e5m2: on a boundary the last bit of a number decides a quarter of it."""
 FITTED = "int8(match(adakv(snapkv(window=8)), window=8), keep=40, every=12)"
 FITTED_ONCE = "int8(match(snapkv(window=8), biases=False), bytes=0.2)"
