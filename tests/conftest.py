@@ -69,17 +69,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = left_out | {item for item in items if asked is not bool(item.get_closest_marker(name))}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
-    # Engines first, and examples, a server among them: processes take work from each other's end, where it is divided
-    # more finely, and none shall be left alone with what takes half a minute.
-    items.sort(key=lambda item: ["vllm" not in item.path.parts, item.path.name != "test_examples.py"])
+
+    # Processes take work from each other's end, so what takes half a minute comes first. So does Ray: each process that
+    # has one of its tests starts a cluster.
+    def order(item: pytest.Item) -> list[bool]:
+        name = item.path.name
+        return [name != "test_ray_sweep.py", "vllm" not in item.path.parts, name != "test_examples.py"]
+
+    items.sort(key=order)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Of a product of parameters the diagonal has every type in it; to check the rest too takes minutes."""
     if item.path != item.config.stash.get(FILE, None):
         item.config.stash[FILE] = item.path
         leave_to_themselves()
-    typecheck.begin_test(checks=not {"cross", "full"} <= {mark.name for mark in item.iter_markers()})
+    typecheck.begin_test(getattr(item, "function", item), full=item.get_closest_marker("full") is not None)
 
 
 def leave_to_themselves() -> None:

@@ -17,14 +17,24 @@ _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _jaxtyped = jaxtyping.jaxtyped
 CALLS = 2
 """So many calls of a function are checked in a test: a prompt and a token, and further ones are of the same kind."""
+COMBINATIONS = 4
+"""So many combinations of a test's parameters are checked, if it is of the full tier."""
 _calls: Counter[int] = Counter()
 """By a function's code: one that is defined anew at each call of another is the same."""
+_combinations: Counter[object] = Counter()
+"""By the test."""
 _test = SimpleNamespace(checks=True)
 
 
-def begin_test(checks: bool) -> None:
-    """All functions are checked again, or none."""
-    _test.checks = checks
+def begin_test(test: object, full: bool) -> None:
+    """Check all functions again, unless enough combinations of this test were checked.
+
+    Args:
+        test: the function whose parameters are combined.
+        full: whether this combination is of the full tier.
+    """
+    _combinations[test] += 1
+    _test.checks = not full or _combinations[test] <= COMBINATIONS
     _calls.clear()
 
 

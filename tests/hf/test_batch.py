@@ -84,7 +84,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.few(4)
-@pytest.mark.cross
+@pytest.mark.spread
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("name", BY_LAYOUT)
 def test_rows_of_any_lengths_go_on_as_each_would_alone(name: str, architecture: str) -> None:

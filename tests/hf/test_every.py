@@ -395,7 +395,7 @@ def follow(
     return past, naive, said
 
 
-@pytest.mark.cross
+@pytest.mark.spread
 @by_recipe
 @pytest.mark.parametrize(("every", "new"), [(1, 9), (7, 16), (16, NEW)])
 @with_prefill

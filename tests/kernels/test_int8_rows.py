@@ -48,6 +48,7 @@ def around(dim: int, draw: torch.Generator, scaling: float = 1.0) -> Tensor:
 
 
 @pytest.mark.few(1)
+@pytest.mark.spread
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", list(int8_rows.NUMBERS), ids=str)
 @pytest.mark.parametrize(("dim", "size", "group"), [(12, 8, 2), (80, 16, 5), (8, 4, 3), (64, 32, 1), (128, 16, 8)])

@@ -160,6 +160,7 @@ def softmax_of(shape: Shape, capped: bool) -> Softmax:
 
 
 @pytest.mark.few
+@pytest.mark.spread
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize(
