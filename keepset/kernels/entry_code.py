@@ -26,8 +26,12 @@ def inputs_of(
     keys: Float[Tensor, "*entries head_dim"], values: Float[Tensor, "*entries value_dim"]
 ) -> Float[Tensor, "*entries inputs"]:
     """Return what networks read of entries: key before rotation, value, and the logarithms of their lengths."""
-    lengths = [part.float().norm(dim=-1, keepdim=True).clamp(min=SHORTEST).log() for part in (keys, values)]
-    return torch.cat([keys.float(), values.float(), *lengths], -1)
+    inputs = torch.empty(*keys.shape[:-1], keys.shape[-1] + values.shape[-1] + 2, device=keys.device)
+    key, value, lengths = inputs.split([keys.shape[-1], values.shape[-1], 2], -1)
+    for part, given, length in zip((key, value), (keys, values), lengths.unbind(-1), strict=True):
+        torch.linalg.vector_norm(part.copy_(given), dim=-1, out=length)
+    lengths.clamp_(min=SHORTEST).log_()
+    return inputs
 
 
 def encode(outputs: Float[Tensor, "*entries 2"]) -> Float[Tensor, "*entries"]:

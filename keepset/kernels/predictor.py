@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size, launched_on, uses_triton
+from keepset.kernels.dispatch import CACHE_BLOCK, block_size, launched_on, uses_triton
 from keepset.kernels.entry_code import encode, inputs_of
 from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.page_format import RowFormat
@@ -127,7 +127,7 @@ def outputs_of(
     weights, biases = torch.cat([hidden, linear], -2), torch.cat([hidden_bias, output_bias], -1)
     sums = (inputs @ weights.transpose(-1, -2)).add_(biases[..., None, :])
     width = hidden.shape[-2]
-    return (F.gelu(sums)[..., :width] @ output.transpose(-1, -2)).add_(sums[..., width:])
+    return (F.gelu(sums[..., :width]) @ output.transpose(-1, -2)).add_(sums[..., width:])
 
 
 def cos_and_sin(
@@ -165,31 +165,57 @@ def _in_blocks(
         return codes
     some = new_entries(new)
     chosen = [part[some] for part in (keys, values, positions, new)]
-    if new.device.type == "cpu" and bool((chosen[2] == chosen[2][:, :1]).all()):
-        chosen[2] = chosen[2][:, :1]  # as nearly always; heads that hold the same positions share the angles
-    numbers = rows * heads * max(networks.hidden.shape[2:])
-    size = max(1, block_size(new.device, PRODUCT_BLOCK) // numbers)
-    by_layer = [part.unflatten(0, (layers, -1)).transpose(1, 2).split(size, 3) for part in chosen[:3]]
-    made = [_of_block(key, value, at, networks) for key, value, at in zip(*by_layer, strict=True)]
-    fresh = torch.cat(made, 3).transpose(1, 2).flatten(0, 1)
+    some_keys, some_values, places = (part.unflatten(0, (layers, -1)).transpose(1, 2) for part in chosen[:3])
+    rotations = _rotations(places, networks)
+    made = torch.empty(places.shape, device=new.device)
+    size = max(1, block_size(new.device, 2 * CACHE_BLOCK) // (rows // layers * heads * max(networks.hidden.shape[2:])))
+    for some_layers in _slices(layers, max(1, size // max(1, made.shape[3]))):
+        for entries in _slices(made.shape[3], size):
+            block = (some_layers, slice(None), slice(None), entries)
+            turned = [(first, second, cos[block], sin[block]) for first, second, cos, sin in rotations]
+            made[block] = _of_block(some_keys[block], some_values[block], turned, networks.of_layers(some_layers))
+    fresh = made.transpose(1, 2).flatten(0, 1)
     codes[some] = fresh.where(chosen[3], codes[some])
     return codes
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    """Return slices of a size that are the whole length together."""
+    return [slice(first, first + size) for first in range(0, length, size)]
+
+
+def _rotations(
+    positions: Int[Tensor, "layers heads rows entries"], networks: Networks
+) -> list[tuple[slice, slice, Tensor, Tensor]]:
+    """Return which numbers of a key rotate with each other, and the cosines and sines of their angles.
+
+    On a CPU layers and heads share them if they hold the same positions, as nearly always.
+    """
+    layers, on_cpu = len(positions), positions.device.type == "cpu"
+    if on_cpu and bool((positions == positions[:1, :1]).all()):
+        positions = positions[:1, :1]
+    numbers = torch.arange(networks.partner.shape[-1], device=positions.device)
+    rotations = []
+    for first, second in _planes(networks.partner):
+        # A layer that rotates otherwise, or not at all, turns these numbers by nothing.
+        turns = networks.turns[:, first] * (networks.partner[:, first] == numbers[second])
+        if on_cpu and bool((turns == turns[:1]).all()):
+            turns = turns[:1]
+        cos, sin = (part.expand(layers, -1, -1, -1, -1) for part in cos_and_sin(positions, turns))
+        rotations.append((first, second, cos, sin))
+    return rotations
 
 
 def _of_block(
     keys: Float[Tensor, "layers heads rows entries head_dim"],
     values: Float[Tensor, "layers heads rows entries value_dim"],
-    positions: Int[Tensor, "layers #heads rows entries"],
+    rotations: list[tuple[slice, slice, Tensor, Tensor]],
     networks: Networks,
 ) -> Float[Tensor, "layers heads rows entries"]:
     """Return the codes of entries."""
-    numbers = torch.arange(keys.shape[-1], device=keys.device)
     inputs = inputs_of(keys / networks.gain[:, None, None, None], values)  # a rotation leaves lengths as they are
-    for first, second in _planes(networks.partner):
+    for first, second, cos, sin in rotations:
         x, y = inputs[..., first], inputs[..., second]
-        # A layer that rotates otherwise, or not at all, turns these numbers by nothing.
-        turns = networks.turns[:, first] * (networks.partner[:, first] == numbers[second])
-        cos, sin = cos_and_sin(positions, turns)
         from_x = x * sin
         x.mul_(cos).addcmul_(y, sin, value=-1)
         y.mul_(cos).add_(from_x)
