@@ -30,7 +30,7 @@ def load_methods() -> None:
             import_module(module)
         except Exception as error:  # of code that is not keepset's
             raise KeepsetError(
-                f"The plug-in {module!r} cannot be imported ({type(error).__name__}: {error}): mend it, or take it out "
+                f"The plug-in {module!r} cannot be imported ({type(error).__name__}: {error}): fix it, or take it out "
                 f"of {MODULES} and --plugin, or uninstall its package."
             ) from error
 

@@ -79,7 +79,7 @@ def options(
         Option(metavar="<module>", help="A Python module with methods of your own; may be given several times."),
     ] = None,
 ) -> None:
-    """Decide which entries of a language model's KV cache to keep, and really free the rest."""
+    """Choose which entries of a language model's KV cache to keep, and free the rest."""
     if version:
         say(f"keepset {__version__}")
         raise Exit

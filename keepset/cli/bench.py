@@ -43,7 +43,7 @@ def serve(
     ] = None,
     recipe: Annotated[
         str | None,
-        Option(help="A recipe, such as 'snapkv(keep=512, every=256)'. [default: as keepset serve or context build]"),
+        Option(help="A recipe, such as 'snapkv(keep=512, every=256)'. [default: as in keepset serve or context build]"),
     ] = None,
     requests: Annotated[int, Option(help="Number of requests in each round.")] = 28,
     prompt_tokens: Annotated[int, Option(help="Tokens of each prompt.")] = 512,
@@ -54,8 +54,8 @@ def serve(
         bool,
         Option(
             "--contexts",
-            help="Texts are documents. Each is compressed once into a context and asked one question a round; plain "
-            "vLLM has the documents in its prefix cache.",
+            help="Treat texts as documents: each is compressed once into a context and asked one question a round. "
+            "Plain vLLM has its prefix cache.",
         ),
     ] = False,
     question_tokens: Annotated[int, Option(help="Tokens of a question, with --contexts.")] = 32,
@@ -75,9 +75,9 @@ def serve(
 ) -> None:
     """Compare a recipe with plain vLLM under load.
 
-    Throughput, latencies, requests at once, preemptions. A server without the recipe is started, measured with `vllm
-    bench serve`, and stopped; then a server with the recipe. Each request has a text of its own. With --contexts the
-    second server has the texts as saved contexts, which are built before.
+    The table has throughput, latencies, requests at once and preemptions. A server without the recipe is started,
+    measured with `vllm bench serve`, and stopped; then a server with the recipe. Each request has its own text. With
+    --contexts the second server has the texts as saved contexts, which are built before.
     """
     from keepset.bench.report.serving import render
     from keepset.recipe import Recipe
@@ -150,7 +150,7 @@ def _check_urls(urls: Sequence[str], recipe: Recipe | None, options: Sequence[st
 
 
 def _prepare(model: str | None, recipe: Recipe | None, options: list[str], load: Load, *, started: bool) -> None:
-    """Refuse what would keep servers or the load from starting, and say what is about to happen."""
+    """Refuse what would keep servers or the load from starting, and note what happens next."""
     from keepset.serving.command import folder, name_statistics
     from keepset.serving.start_checks import check_installed, check_model, check_recipe, limit_cpu_pool
 
@@ -190,7 +190,7 @@ def _measure(
 
     running = [served_model(url) for url in urls]
     if len({each.root or each.name for each in running}) > 1:
-        raise KeepsetError(f"{' and '.join(urls)} serve different models: give two servers of one.")
+        raise KeepsetError(f"{' and '.join(urls)} serve different models: give two servers of the same model.")
     place = folder(model) if model is not None or not running else running[0].root or running[0].name
     source = text_source(place)
     if source.note is not None:

@@ -72,10 +72,10 @@ def calibrate(
     distilled needs networks that were fitted to other methods' scores: --teacher reread --teacher prompt_queries. A
     teacher that is named three times counts three times. Take a --length that is as long as the texts that you
     compress, and --tokens 65536 or more. One passage of four is cut to a half or a quarter of that length. What each
-    passage gave is kept in a folder beside the file until all is done, so an interrupted command goes on where it was.
+    passage gave is kept in a folder beside the file until all is done, so an interrupted command can resume.
 
-    kvzap and fast_kvzip need modules that their authors have published: --import. A .pt file is read without running
-    what it says.
+    kvzap and fast_kvzip need modules that their authors have published: --import. Reading a .pt file runs no code
+    from it.
 
     Any coherent text will do, except the one that you evaluate on. A recipe names the file:
     qfilter(stats='stats.safetensors', keep=0.25). The file fits this model alone.
@@ -147,7 +147,7 @@ def calibrate(
 def _note_artefacts(artefacts: Mapping[Path, Artefact]) -> None:
     """Say what each imported file has given, and what its authors advise."""
     for path, artefact in artefacts.items():
-        note(f"{path.name} is of {artefact.format} and gives: {', '.join(artefact.gives)}.")
+        note(f"{path.name} has the format of {artefact.format} and gives: {', '.join(artefact.gives)}.")
         if artefact.advice:
             note(f"{path.name}: {artefact.advice}.")
 

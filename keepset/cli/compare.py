@@ -39,8 +39,8 @@ BUDGETS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
 DECODING_BUDGETS = "256,128"
 _LEGEND = (
-    "of 16-bit: bytes, of a full 16-bit cache's; KL: how far predictions are from the full cache's, in nats, 0 where "
-    "they are the same; top-1: how often both expect the same token; prefill: its time, of the full cache's."
+    "of 16-bit: bytes, as a share of a full 16-bit cache's; KL: distance of predictions from the full cache's, in "
+    "nats; top-1: how often both predict the same token; prefill: time, as a share of the full cache's."
 )
 _PROMPT_TOKENS, _CONTINUATION, _LONG_CONTINUATION, _ANSWER_TOKENS, _EVERY = 1024, 64, 1024, 32, 64
 
@@ -52,46 +52,46 @@ def compare(
     budgets: Annotated[
         str | None,
         Option(
-            help="For recipes that name none, separated by commas: shares of a full 16-bit cache's bytes, or entries "
+            help="For recipes without a budget, separated by commas: shares of a full 16-bit cache's bytes, or entries "
             f"per head as whole numbers. [default: {BUDGETS}; with --decode {DECODING_BUDGETS}]"
         ),
     ] = None,
     text: OneText = None,
     image: Images = None,
     question: Annotated[str | None, Option(help="A question about your text.")] = None,
-    answer: Annotated[str | None, Option(help="What a right answer to it contains.")] = None,
+    answer: Annotated[str | None, Option(help="Text that a right answer contains.")] = None,
     prompt_tokens: Annotated[
         int | None,
         Option(
-            help="Tokens of the prompt, the first of the text. "
+            help="Tokens of the prompt, which begins the text. "
             f"[default: {_PROMPT_TOKENS}; with --question as many as the text and the model have]"
         ),
     ] = None,
     continuation: Annotated[
         int | None,
         Option(
-            help="Tokens of the text after it, for fidelity. "
+            help="Tokens after the prompt, to measure fidelity. "
             f"[default: {_CONTINUATION}; with --decode {_LONG_CONTINUATION}; with --question what the full cache "
             "answers]"
         ),
     ] = None,
     decode: Annotated[
-        bool, Option("--decode", help="Compress while decoding: what follows the prompt is fed as if decoded.")
+        bool, Option("--decode", help="Compress while decoding: feed what follows the prompt token by token.")
     ] = False,
     every: Annotated[
         int | None,
-        Option(help=f"With --decode, for recipes that do not say it: after how many tokens. [default: {_EVERY}]"),
+        Option(help=f"With --decode: tokens between compressions, for recipes without every=. [default: {_EVERY}]"),
     ] = None,
     generate: Annotated[
-        int | None, Option(help="With --decode: feed so many tokens that the full cache generated, not the text.")
+        int | None, Option(help="With --decode: feed this many tokens of the full cache's answer, not the text.")
     ] = None,
     json_file: Json = None,
     html: Html = None,
 ) -> None:
     """Compare recipes: the memory they take, and what they lose.
 
-    Best first, beside the full cache. One prefill serves all recipes. With no text of your own an essay is used, with a
-    fact hidden in it and a question that is asked after compression. With --decode nothing is asked: a long text is
+    The best come first, after the full cache. One prefill serves all recipes. Without a text of yours an essay is used:
+    it hides a fact, for which a question asks after compression. With --decode nothing is asked: a long text is
     followed token by token.
     """
     from keepset.recipe import Recipe
@@ -171,8 +171,8 @@ def _check_budgets(decode: bool, budgets: Sequence[Budget]) -> None:
     for budget in budgets:
         if decode and budget.bytes is not None:
             raise KeepsetError(
-                f"--budgets {budget.bytes} is a share, of which less would be left at every event: with --decode give "
-                f"whole numbers of entries, such as {DECODING_BUDGETS}."
+                f"--budgets {budget.bytes} is a share of what is left, which would shrink at every event: with "
+                f"--decode give whole numbers of entries, such as {DECODING_BUDGETS}."
             )
 
 
@@ -197,7 +197,7 @@ def _needle(text: Path | None, question: str | None, answer: str | None, decode:
     check_text("--answer", answer)
     if (question is None) != (answer is None):
         raise KeepsetError(
-            "A question needs its answer and the reverse: give both --question and --answer, or neither."
+            "A question needs an answer, and an answer a question: give both --question and --answer, or neither."
         )
     if decode and question is not None:
         raise KeepsetError("--decode follows a text and asks nothing: leave --question and --answer out.")

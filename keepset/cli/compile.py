@@ -36,7 +36,7 @@ def compile(
     ] = None,
     budgets: Annotated[str, Option(help="Budgets in entries per KV head, separated by commas.")] = "128,256,512",
     recipe: Annotated[
-        str, Option(help="The method to compile for: compilerkv with its window and what is left out of it.")
+        str, Option(help="The method to compile for: compilerkv with its window and switches.")
     ] = "compilerkv",
     sample: Annotated[int, Option(help="Number of contexts that are drawn from the texts to try actions on.")] = 64,
     prompt_tokens: Annotated[int, Option(help="Tokens of a context.")] = 1024,
@@ -44,18 +44,18 @@ def compile(
     weights: Annotated[str, Option(help="Weights that a head may get.")] = "1,2,0.5,0,-1",
     reward: Annotated[
         Literal["expected", "said"],
-        Option(help="said: the loss of the text's own tokens, as in the paper; expected: of all that might follow."),
+        Option(help="said: the loss on the text's own tokens, as in the paper; expected: its expectation."),
     ] = "said",
     gate: Annotated[
         Literal["table", "sum"],
-        Option(help="table: a value for layer and risk together, as in the paper; sum: one for each."),
+        Option(help="table: a value for each pair of layer and risk, as in the paper; sum: one for each of both."),
     ] = "table",
     seed: Annotated[int, Option(help="Seed of the contexts' order and of the actions.")] = 0,
     log: Annotated[
         Path | None,
         Option(
             metavar="<path>",
-            help="A file for rewards. The same command goes on there, and several processes may use it at once.",
+            help="A file for rewards, from which the same command resumes. Several processes may share it.",
         ),
     ] = None,
     html: Html = None,
@@ -113,8 +113,8 @@ def _settings(
     parsed = Recipe.parse(recipe)
     if not isinstance(parsed.method, CompilerKV) or parsed != Recipe.of(parsed.method):
         raise RecipeError(
-            f"--recipe {recipe!r} is not compilerkv with parameters of its own alone: write for example "
-            "compilerkv(window=32), and the budgets as --budgets."
+            f"--recipe {recipe!r} is not compilerkv with only its own parameters: write for example "
+            "compilerkv(window=32), and give budgets by --budgets."
         )
     counts = tuple(sorted(parse_whole(budgets, "budgets")))
     return CompileSettings(parsed.method, counts, contexts, tokens, continuation, seed, **learned)

@@ -49,8 +49,8 @@ def build(
     """Compress a text, and images before it, into a file.
 
     A model runs over the text, and its cache is compressed. The text is put where keepset generate --text puts it: in a
-    user's message, before the question. A vLLM server gives the file to any number of requests: keepset serve
-    --contexts. It takes no file with images, which keepset context ask takes.
+    user's message, before the question. With keepset serve --contexts any number of requests share the file, unless it
+    has images. keepset context ask takes files with images, too.
     """
     from keepset.recipe import Recipe
 
@@ -116,7 +116,7 @@ def _frame(tokenizer: Any, tokens: list[int]) -> dict[str, Any]:
 def ask(
     file: Annotated[Path, Argument(metavar="FILE", help="A file that keepset context build has written.")],
     question: Annotated[str, Argument(metavar="QUESTION", help="What to ask about the text.")],
-    model: Annotated[str | None, Option(help="The model's place now, if it is not where the file says.")] = None,
+    model: Annotated[str | None, Option(help="Where the model is, if not where the file says.")] = None,
     device: Device = None,
     dtype: Dtype = None,
     output_tokens: OutputTokens = 200,

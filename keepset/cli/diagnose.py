@@ -38,7 +38,7 @@ def gvote(
     parsed = Recipe.parse(recipe)
     method = parsed.method
     if not isinstance(method, GVote):
-        raise RecipeError(f"--recipe {parsed} is not about synthetic queries: write gvote with its parameters.")
+        raise RecipeError(f"--recipe {parsed} has no synthetic queries: write gvote with its parameters.")
     if parsed != Recipe.of(method):
         raise RecipeError(f"--recipe {parsed}: nothing is compressed here, so leave all but gvote's parameters out.")
     if prompt_tokens < method.skip + 3:
@@ -90,9 +90,9 @@ def _print(result: dict[str, Any]) -> None:
         table.add(title, {name: (result[title][name], []) for name in FIGURES})
     show_table(table)
     say(
-        "overlap: the next query's attention on what a synthetic query needs; usage: the share of entries that is; "
-        "needed: the share that the next query needs itself; correlation: of its attention with the mean of the "
-        "synthetic queries' (in the paper of one head). A digit is one head's tenths."
+        "overlap: the next query's attention on the entries that a synthetic query needs; usage: these entries' share "
+        "of all; needed: the share that the next query itself needs; correlation: of its attention and the synthetic "
+        "queries' mean (in the paper for one head). A digit is one head's tenths."
     )
 
 

@@ -51,8 +51,8 @@ def evaluate(
     budgets: Annotated[
         str | None,
         Option(
-            help="For recipes that name none, separated by commas: shares of a full 16-bit cache's bytes, or entries "
-            "per head as whole numbers; tasks that decode use the entries only. "
+            help="For recipes without a budget, separated by commas: shares of a full 16-bit cache's bytes, or entries "
+            "per head as whole numbers; tasks that decode take only whole numbers. "
             f"[default: {BUDGETS}; for tasks that decode {DECODING_BUDGETS}]"
         ),
     ] = None,
@@ -85,30 +85,29 @@ def evaluate(
     every: Annotated[
         int | None,
         Option(
-            help="The tokens between compressions in tasks that decode, for recipes that do not say it. 0 compresses "
-            f"the prompt only, and then shares are budgets too. [default: {_EVERY}]"
+            help="The tokens between compressions in tasks that decode, for recipes without every=. 0 compresses the "
+            f"prompt only, and then budgets may be shares. [default: {_EVERY}]"
         ),
     ] = None,
     always: Annotated[
         str,
         Option(
             metavar="SINKS,RECENT",
-            help="How many of the first and of the newest tokens always stay, such as 4,32, for recipes that do not "
-            "say it.",
+            help="How many of the first and of the newest tokens always stay, such as 4,32, unless the recipe says.",
         ),
     ] = "0,0",
     out: Annotated[Path, Option(help="The sweep's file, new or begun before.")] = Path("sweep.sqlite"),
     no_baselines: Annotated[
         bool, Option("--no-baselines", help="Leave out random and streaming_llm under the same budgets.")
     ] = False,
-    ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster make the cells.")] = False,
+    ray: Annotated[bool, Option("--ray", help="Measure on the workers of a Ray cluster.")] = False,
     json_file: Json = None,
 ) -> None:
     """Measure recipes on benchmarks.
 
-    Every recipe and budget runs on every example, on one prefill of it. Each figure is written to a file at once. The
-    same command goes on where it was stopped. Recipes, budgets, tasks and seeds can be added to a file. One process
-    adds to a file at a time; --ray uses many machines.
+    Every recipe runs under every budget on every example, and one prefill of an example serves all. Each figure is
+    written to a file at once. The same command resumes after a stop. Recipes, budgets, tasks and seeds can be added to
+    a file. One process adds to a file at a time; --ray uses many machines.
     """
     check_least(1, limit=limit, output_tokens=output_tokens)
     check_least(0, every=every)

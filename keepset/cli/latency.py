@@ -21,7 +21,7 @@ def latency(
     ),
     prompt_tokens: Annotated[str, Option(help="Lengths of prompts, separated by commas.")] = "1024,4096",
     output_tokens: Annotated[int, Option(help="Tokens to generate.")] = 64,
-    rounds: Annotated[int, Option(help="How often each is measured, in turns.")] = 3,
+    rounds: Annotated[int, Option(help="How often each recipe is measured.")] = 3,
     text: Annotated[Path | None, Option(help="A UTF-8 text file for the prompts; essays if none is given.")] = None,
     json_file: Json = None,
 ) -> None:

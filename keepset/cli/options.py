@@ -23,17 +23,17 @@ Device = Annotated[
     ),
 ]
 Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16. [default: as the model is stored]")]
-Recipes = Annotated[str | None, Option(help="Recipes, separated by commas. [default: a choice]")]
+Recipes = Annotated[str | None, Option(help="Recipes, separated by commas. [default: a selection]")]
 OneText = Annotated[Path | None, Option(help="A UTF-8 text file. [default: an essay]")]
 Images = Annotated[
     list[Path] | None,
     Option(
-        "--image", metavar="<path>", help="An image that goes before the text, for models that look at such. [several]"
+        "--image", metavar="<path>", help="An image that goes before the text; may be given several times."
     ),
 ]
 Json = Annotated[
     Path | None,
-    Option("--json", metavar="<path>", help="Write all figures to this file; - prints them in place of tables."),
+    Option("--json", metavar="<path>", help="Write all figures to this file; - prints them instead of tables."),
 ]
 Html = Annotated[Path | None, Option(metavar="<path>", help="Write the report to this file.")]
 Force = Annotated[bool, Option("--force", help="Replace the file if it exists.")]

@@ -37,7 +37,7 @@ def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
     budget = recipe.budget
     stays, always = budget.sinks + budget.recent, _always(recipe)
     if length < budget.short:
-        note(f"The prompt stays whole: it has {length} tokens, and short={budget.short} is more.")
+        note(f"The prompt stays whole: it has {length} tokens, fewer than short={budget.short}.")
         return
     if budget.keep == 1.0 or budget.recent_extra:
         return
@@ -52,7 +52,7 @@ def say_always(recipe: Recipe, model: PreTrainedModel, length: int) -> None:
 
 
 def say_of_all_prompts(recipe: Recipe) -> None:
-    """Note what `say_always` and `note_short` say of a prompt, for prompts that are not known yet: a server's."""
+    """Note the same as `say_always` and `note_short`, for a server, whose prompts are not known yet."""
     from keepset.defaults import SHORT
 
     budget = recipe.budget
@@ -61,7 +61,7 @@ def say_of_all_prompts(recipe: Recipe) -> None:
     if budget.short:
         note(f"Prompts of fewer than {budget.short} tokens stay whole.")
     elif budget.bytes is not None or (isinstance(budget.keep, float) and budget.keep < 1):
-        note(f"Short prompts are compressed, too, and can spare little: short={SHORT} leaves those whole.")
+        note(f"Short prompts are compressed too, though they can spare little: short={SHORT} leaves them whole.")
 
 
 def _always(recipe: Recipe) -> str:

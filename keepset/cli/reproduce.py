@@ -52,15 +52,15 @@ def reproduce(
     tables: Annotated[
         Path | None, Option(help="The model's tables, from `keepset compile`, for recipes that need them.")
     ] = None,
-    out: Annotated[Path, Option(help="A folder for the sweeps' files: begun, or gone on with.")] = Path("reproduced"),
-    ray: Annotated[bool, Option("--ray", help="Let the workers of a Ray cluster do it.")] = False,
+    out: Annotated[Path, Option(help="A folder for the sweeps' files, new or begun before.")] = Path("reproduced"),
+    ray: Annotated[bool, Option("--ray", help="Measure on the workers of a Ray cluster.")] = False,
     json_file: Json = None,
 ) -> None:
     """Repeat tables and figures of papers.
 
     The command measures what a table or figure shows, and prints the paper's own figures beside. Models, recipes,
     budgets, intervals, tasks, lengths, and answers are the paper's unless an option says otherwise. A note says first
-    how much there is to do. The same command goes on where it was stopped.
+    how much there is to do. The same command resumes after a stop.
     """
     check_least(1, limit=limit, output_tokens=output_tokens)
     Sampling(1, 0.0, seed)
@@ -192,9 +192,9 @@ def _print_list(entries: Sequence[Entry], json_file: Path | None) -> None:
             table.add(each.name, each)
         show_table(table)
         say(
-            "\nData come from the hub, or from a folder with --data; what names none runs here. "
-            f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing. H100: hours of one card at the "
-            "least, from tokens, operations and bytes."
+            "\nData come from the hub, or from a folder with --data; entries that name no data need none. "
+            f"--model {_EMBEDDED} tries any entry out, though its scores mean nothing. H100: at least so many hours of "
+            "one card, computed from tokens, operations and bytes."
         )
 
     listed = [

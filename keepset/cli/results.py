@@ -21,8 +21,8 @@ def results(
     baseline: Annotated[
         str | None,
         Option(
-            help="What to compare with: a recipe, or a method for its recipe with the same budget; the full cache if "
-            "not given."
+            help="What to compare with: a recipe, or a method (its recipe of the same budget). [default: the full "
+            "cache]"
         ),
     ] = None,
     by: Annotated[
@@ -38,8 +38,8 @@ def results(
 ) -> None:
     """Show what keepset eval has measured.
 
-    Scores with intervals, differences, bytes, areas under curves. Differences are over the examples that both recipes
-    were run on. Intervals are of 95 %, over examples.
+    The tables have scores, differences, bytes and areas under curves. Differences are over the examples that both
+    recipes were run on. Intervals are 95 % intervals over examples.
     """
     from keepset.bench.analysis.export import to_csv, to_latex
     from keepset.bench.analysis.summary import split, summarize
@@ -48,7 +48,7 @@ def results(
 
     paths = [path for path in (html, csv, latex) if path is not None]
     if len({path.resolve() for path in (file, *paths)}) <= len(paths):
-        raise KeepsetError("--html, --csv, --latex and the sweep's file are the same in part: name different files.")
+        raise KeepsetError("Two of --html, --csv, --latex and the sweep's file are the same: name different files.")
     check_writable(json_file, *paths)
     with Store.open(file) as store:
         cells, model, configuration = store.cells(), store.model, store.configuration

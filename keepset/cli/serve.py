@@ -23,8 +23,8 @@ def serve(
     recipe: Annotated[
         str | None,
         Option(
-            help="A recipe, such as 'snapkv(keep=512, every=256)'. [default: as keepset generate, less what the server "
-            "cannot serve; with --contexts none]"
+            help="A recipe, such as 'snapkv(keep=512, every=256)'. [default: as in keepset generate, without what the "
+            "server cannot serve; with --contexts none]"
         ),
     ] = None,
     contexts: Annotated[
@@ -36,9 +36,9 @@ def serve(
 ) -> None:
     """Serve a model with vLLM and a recipe.
 
-    The address is OpenAI-compatible. Saved contexts can be served too, or alone. This process runs `vllm serve`, which
-    gets every option that is not keepset's own, and ends with it. It listens on 127.0.0.1 unless --host says otherwise.
-    The model comes before vLLM's options. For plain vLLM run `vllm serve` itself.
+    The server is OpenAI-compatible. It can also serve saved contexts, or only these. This process runs `vllm serve`,
+    which gets every option that is not keepset's own, and ends with it. It listens on 127.0.0.1 unless --host says
+    otherwise. The model comes before vLLM's options. For plain vLLM run `vllm serve` itself.
     """
     from keepset.recipe import Recipe
     from keepset.serving.command import (

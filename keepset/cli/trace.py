@@ -19,9 +19,9 @@ from keepset.texts import chat_parts, read
 
 RECIPE = "ams(tova, window=32, keep=256, every=128)"
 _LEGEND = (
-    "length: tokens so far; kept per head, of: entries that stayed, of those that were there; wipe-out: regions of "
-    "which nothing stayed; IoU: overlap with what the event before kept (intersection over union); middle: of the "
-    "text's middle third, what stayed; longest gap: tokens in a row of which nothing stayed."
+    "length: tokens so far; kept per head, of: entries that stayed, and entries before; wipe-out: share of regions of "
+    "which nothing stayed; IoU: overlap with what the event before kept (intersection over union); middle: share of "
+    "the text's middle third that stayed; longest gap: most tokens in a row of which nothing stayed."
 )
 
 
@@ -29,9 +29,9 @@ _LEGEND = (
 def trace(
     model: Source,
     prompt: Annotated[str | None, Argument(metavar="[PROMPT]", help="What to say to the model.")] = None,
-    recipe: Annotated[str, Option(help="What to keep, and after how many tokens again.")] = RECIPE,
+    recipe: Annotated[str, Option(help="What to keep, and how often to compress.")] = RECIPE,
     text: Annotated[
-        Path | None, Option(help="A UTF-8 text file that goes before the prompt; alone it is written on.")
+        Path | None, Option(help="A UTF-8 text file that goes before the prompt; without one it is continued.")
     ] = None,
     output_tokens: OutputTokens = 512,
     temperature: Temperature = 0.0,
@@ -41,9 +41,9 @@ def trace(
     """Generate a long answer, and tell what each compression kept.
 
     The table has a line for each compression, with means over layers and heads: length is the tokens so far; kept per
-    head and of are the entries that stayed and those that were there; wipe-out is the share of regions of which nothing
-    stayed; IoU is the overlap with what the event before kept; middle is what stayed of the text's middle third;
-    longest gap is the most tokens in a row of which nothing stayed.
+    head and of are the entries after and before it; wipe-out is the share of regions of which nothing stayed; IoU is
+    the overlap with what the event before kept; middle is the share of the text's middle third that stayed; longest gap
+    is the most tokens in a row of which nothing stayed.
     """
     from keepset.recipe import Recipe
 

@@ -18,7 +18,7 @@ def tune(
     model: Source,
     text: Annotated[
         list[Path],
-        Option(metavar="<path>", help="A UTF-8 text file like those that you use; as often as you like."),
+        Option(metavar="<path>", help="A UTF-8 text file like those that you use; may be given several times."),
     ],
     budget: Annotated[
         str, Option(help="A share of a full 16-bit cache's bytes, or entries per KV head (a whole number).")
@@ -26,21 +26,21 @@ def tune(
     retrieval: Annotated[
         bool, Option("--retrieval", help="Hide facts in the text, ask for them after compression, rank by them first.")
     ] = False,
-    seed: Annotated[int, Option(help="Of the order of the text's pieces and of the facts.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the order of pieces and of the facts.")] = 0,
     json_file: Json = None,
     html: Html = None,
 ) -> None:
     """Find the recipe that suits your text.
 
-    All methods compete under one budget, and what the best of them compose to. The text is cut into pieces. All recipes
-    are measured on few of them, the better half on twice as many, and so on: fidelity to the full cache over the text
-    that follows and, with --retrieval, facts that are found after the text was compressed. What the intervals over
-    pieces cannot tell apart is said to be tied.
+    All methods and compositions of the best compete under one budget. The text is cut into pieces. All recipes are
+    measured on a few of them, the better half on twice as many, and so on. What is measured is fidelity to the full
+    cache over the text that follows and, with --retrieval, how many facts are found after compression. Recipes that
+    the intervals over pieces cannot tell apart are tied.
     """
     budgets = parse_budgets(budget)
     note_few_entries(budgets)
     if len(budgets) > 1:
-        raise BudgetError(f"--budget {budget!r} is more than one: all recipes are compared under one, give that.")
+        raise BudgetError(f"--budget {budget!r} has several values: give one, under which all recipes are compared.")
     check_whole(2**63, seed=(seed, 0))
     for path in text:
         if [other.resolve() for other in text].count(path.resolve()) > 1:
@@ -63,7 +63,7 @@ def tune(
     with interruptible() as ending:
         loaded, tokenizer = load(model)
         pieces = cut(tokenizer, sources, retrieval=retrieval, longest=context_length(loaded), seed=seed)
-        with progress("looking which recipes the model takes") as bar:
+        with progress("checking which recipes the model takes") as bar:
             tuner = Tuner(loaded, tokenizer, pieces, budgets[0], model.called, show_progress)
             line = bar.add_task("")
             show_progress()
@@ -87,7 +87,7 @@ def print_result(result: dict[str, Any]) -> None:
     )
     if result["facts"]:
         found = interval(result["full"]["found"], whole_percent)
-        say(f"Found of {result['facts']} facts in each piece by the full cache: {found}.")
+        say(f"Of {result['facts']} facts in each piece the full cache finds {found}.")
     show_table(table(result))
     for sentence in result["verdict"]:
         say(sentence)

@@ -22,7 +22,7 @@ _CHARACTERS = 2400
 @takes_model
 def ui(
     model: Source,
-    port: Annotated[int, Option(help="Where on 127.0.0.1; 0 for any free one.")] = 8765,
+    port: Annotated[int, Option(help="Port on 127.0.0.1; 0 for any free one.")] = 8765,
 ) -> None:
     """Open a playground in the browser.
 

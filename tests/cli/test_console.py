@@ -70,7 +70,7 @@ ALWAYS = "always keeps the newest 64"
 @pytest.mark.parametrize(
     ("recipe", "length", "said"),
     [
-        ("knorm(keep=0.5, short=256)", 255, "The prompt stays whole: it has 255 tokens, and short=256 is more."),
+        ("knorm(keep=0.5, short=256)", 255, "The prompt stays whole: it has 255 tokens, fewer than short=256."),
         ("snapkv(keep=0.25)", 64, f"The prompt stays whole: it has 64 tokens, and snapkv(keep=0.25) {ALWAYS}."),
         ("snapkv(keep=0.05)", 700, f"More than the budget stays: snapkv(keep=0.05) {ALWAYS} of 700 tokens (9%)."),
         ("snapkv(bytes=0.05)", 700, f"More than the budget stays: snapkv(bytes=0.05) {ALWAYS} of 700 tokens (9%)."),

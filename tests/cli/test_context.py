@@ -61,7 +61,7 @@ def test_a_short_text_is_compressed_only_by_a_recipe_that_is_named(run: Run, tin
     Path("few").write_text("A few words are no text that could spare any of them.")
     length = parts(tiny[1], Path("few").read_text(), "")[0].shape[1]
     done = run("context", "build", "--text", "few", "--out", "whole")
-    assert f"The prompt stays whole: it has {length} tokens, and short=256" in done.err and length < 256
+    assert f"The prompt stays whole: it has {length} tokens, fewer than short=256" in done.err and length < 256
     assert int(keepset.Cache.load("whole", tiny[0]).keep_set.counts.min()) == length
     done = run("context", "build", "--text", "few", "--out", "less", "--recipe", "knorm(keep=0.5)")
     assert f"A prompt of {length} tokens is short (minimum 256)" in done.err

@@ -125,7 +125,7 @@ def test_without_a_recipe_it_is_the_default(run: Run, became: list[list[str]], t
         ("snapkv(keep=65)", None),
         (
             "snapkv(bytes=0.25)",
-            "Short prompts are compressed, too, and can spare little: short=256 leaves those whole.",
+            "Short prompts are compressed too, though they can spare little: short=256 leaves them whole.",
         ),
         ("snapkv(keep=0.25, short=100)", "Prompts of fewer than 100 tokens stay whole."),
         ("snapkv(keep=1.0)", None),

@@ -57,7 +57,7 @@ def test_table_with_facts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.code == 0
     first, second, header, *rows = done.out.splitlines()
     assert first.startswith(f"{MODEL}, keep=64: 6 pieces of ") and "found" in header
-    assert second.startswith("Found of 4 facts in each piece by the full cache: 0% (0%..")  # of a random model
+    assert second.startswith("Of 4 facts in each piece the full cache finds 0% (0%..")  # of a random model
     assert {row.split()[0] for row in rows[:3]} == {"streaming_llm(keep=64)", "tova(keep=64)", "knorm(keep=64)"}
     assert "There is no file 'absent'" in rows[3]
     assert "(keep=64)" in rows[4] and "retrieval says nothing" in rows[5] and len(rows) == 6
