@@ -37,7 +37,7 @@ class LayerAllocator(Allocator):
 
     def objection(self, inner: Method) -> str:
         if inner.traits.across_layers or not inner.traits.equal_layers:
-            return f"{self.name} says how much every layer keeps, and so does {inner.name}: leave one of them out."
+            return f"{self.name} and {inner.name} both set how much every layer keeps: leave one of them out."
         return ""
 
     @abstractmethod

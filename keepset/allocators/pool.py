@@ -40,7 +40,7 @@ class Pool(Allocator):
     def objection(self, inner: Method) -> str:
         inside = inner.traits
         if inside.across_layers or not (inside.equal_layers and inside.equal_heads):
-            return f"{self.name} says how much every head keeps, and {inner.name} says so too: leave one of them out."
+            return f"{self.name} and {inner.name} both set how much every head keeps: leave one of them out."
         return ""
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> KeepSet:

@@ -27,9 +27,7 @@ Recipes = Annotated[str | None, Option(help="Recipes, separated by commas. [defa
 OneText = Annotated[Path | None, Option(help="A UTF-8 text file. [default: an essay]")]
 Images = Annotated[
     list[Path] | None,
-    Option(
-        "--image", metavar="<path>", help="An image that goes before the text; may be given several times."
-    ),
+    Option("--image", metavar="<path>", help="An image that goes before the text; may be given several times."),
 ]
 Json = Annotated[
     Path | None,

@@ -218,7 +218,7 @@ class Allocator(Method):
             )
         if not isinstance(self.scorer, Allocator) and (inside.across_layers or not inside.equal_layers):
             raise RecipeError(
-                f"{self.scorer.name} says itself how much every head keeps, which {self.name} cannot divide again: "
+                f"{self.scorer.name} itself sets how much every head keeps, which {self.name} cannot divide again: "
                 "use it alone."
             )
         for inner in self.inner():

@@ -472,7 +472,7 @@ def keepset_mask(**arguments: Any) -> MaskRule | Tensor | None:
     if not isinstance(held, KeepsetLength):
         return sdpa_mask(**arguments)
     if not new:
-        raise KeepsetError(f"The cache holds {int(held)} tokens and the input goes no further: {OTHER_PROMPT}.")
+        raise KeepsetError(f"The cache holds {int(held)} tokens and the input has no more: {OTHER_PROMPT}.")
     padding, end = arguments.get("attention_mask"), int(held) + new
     if padding is not None and padding.shape[-1] < end:  # before any layer has stored a token
         raise KeepsetError(

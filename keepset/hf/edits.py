@@ -68,12 +68,12 @@ class EditableCache(TransformersCache):
             )
         if removed and self._looks_at_prompt:
             raise KeepsetError(
-                "Tokens of a prompt that is not complete cannot be taken back, because the recipe looks at more than "
-                "its entries, and has seen theirs: go on from a copy made before them (cache.fork())."
+                "Tokens of an incomplete prompt cannot be taken back, because the recipe has collected more from them "
+                "than entries: go on from a copy made before them (cache.fork())."
             )
         if not all(kept.can_take_back(removed) for kept in self.managed_layers.values()):
             raise KeepsetError(
-                f"What the newest {removed} tokens look at is added up for the next compression already, which "
+                f"The attention of the newest {removed} tokens is added up for the next compression already, which "
                 "cannot be undone: take fewer back, or go on from a copy made before them (cache.fork())."
             )
         if removed and any(isinstance(kept, HybridLayerState) for kept in self.managed_layers.values()):

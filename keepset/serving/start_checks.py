@@ -143,7 +143,7 @@ def bits_hint(recipe: Recipe | None) -> str | None:
         return None
     return (
         "Pages of 4 bits: answers are farther from the full cache's than in pages of 8 bits with the same bytes; "
-        "write bits=8 unless prompts need the room while they are whole."
+        "write bits=8 unless whole prompts need the room."
     )
 
 

@@ -47,9 +47,9 @@ def check_layer(name: str, layer: Any, *, unseen: bool = False) -> None:
             getattr(layer, "kv_sharing_target_layer_name", None) is not None
         ),
         "attends to chunks": getattr(impl, "chunk_lookback", -1) != -1,
-        "adds to its logits what depends on distance (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
+        "adds biases by distance to its logits (ALiBi)": getattr(impl, "alibi_slopes", None) is not None,
         "has a scale for each head of its cache": getattr(layer, "_k_scale", torch.ones(())).numel() > 1,
-        "is in no module of its own, so that its queries before rotation are not found": unseen,
+        "has no module of its own, so its queries before rotation are not found": unseen,
     }
     for reason, applies in reasons.items():
         if applies:
@@ -93,8 +93,8 @@ def check_layers(config: VllmConfig, recipe: Recipe, layers: Sequence[Any], othe
     """
     if not layers:
         raise UnsupportedModelError(
-            f"keepset cannot serve {recipe}: what the model's layers hold is bounded by itself (windows, chunks or "
-            "recurrent states), so there is nothing to compress; serve the model without a recipe."
+            f"keepset cannot serve {recipe}: all layers of the model have windows, chunks or recurrent states, so "
+            "there is nothing to compress; serve the model without a recipe."
         )
     if reasons := list(_of_others(config, recipe, others)):
         raise UnsupportedEngineError(refusal(recipe, reasons))
@@ -118,10 +118,10 @@ def _of_others(config: VllmConfig, recipe: Recipe, others: Sequence[KVCacheSpec]
     if attention and dtype not in WHOLE and current_platform.is_cpu():
         yield f"on CPUs the model's other layers cannot read a KV cache of kind {dtype}; leave kv_cache_dtype out."
     if config.kv_transfer_config is None and any(isinstance(spec, MambaSpec) for spec in others):
-        yield "beside recurrent layers a KV connector has pages packed in time; none is given."
+        yield "with recurrent layers a KV connector must have pages packed in time; none is given."
         yield how_to_start(config, recipe)
     if any(connector.module == BESIDE_MODULE for connector in connectors_of(config)):
-        yield "other KV connectors are told what is compressed, and not what other layers hold; leave them out."
+        yield "other KV connectors cannot store layers that are not compressed; leave them out."
 
 
 def check_spec(spec: AttentionSpec) -> FullAttentionSpec:

@@ -78,20 +78,20 @@ def unserved(traits: Traits, limits: EngineLimits) -> Iterator[str]:
         limits: what is known of the engine.
     """
     if limits.several_gpus and traits.across_layers:
-        yield "it compares all heads of all layers, of which each of several GPUs holds a part; use one GPU."
+        yield "it compares all heads of all layers, and each of several GPUs holds only some; use one GPU."
     if limits.drafts and limits.contexts:
-        yield "speculative decoding takes tokens back, which requests with contexts do not; leave one of them out."
+        yield "speculative decoding takes tokens back, which requests with contexts cannot; leave one of them out."
     if limits.drafts and limits.ahead and table_per_head(traits):
         yield COUNTED_AHEAD
     if limits.contexts and not (traits.fixed_total and traits.equal_layers):
         yield (
-            "requests share contexts as they share prefixes, for which all layers must keep as many entries, whatever "
+            "requests share contexts as they share prefixes, so all layers must keep equally many entries, whatever "
             "the data: take a recipe such as adakv(snapkv, keep=512)."
         )
     if limits.latents and traits.biased:
         yield "the model caches latents, of which keys and values are both made; leave match out."
     if limits.latents and traits.needs.of(QuantizedEntries):
-        yield "vLLM has no cache of 8 or 4 bits for latents that keepset takes apart; leave quantized out."
+        yield "vLLM has no cache of 8 or 4 bits for latents that keepset can read; leave quantized out."
 
 
 def lacking(traits: Traits, limits: EngineLimits) -> Iterator[str]:
@@ -102,7 +102,7 @@ def lacking(traits: Traits, limits: EngineLimits) -> Iterator[str]:
         limits: what is known of the engine.
     """
     if not limits.contexts and not limits.connector and not traits.fixed_total:
-        yield "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given."
+        yield "how much it keeps depends on the data, so a KV connector must tell the scheduler; none is given."
     if cache_kind_of(traits) not in (None, limits.cache_dtype):
         yield f"it stores entries in {traits.key_bits} bits, and the KV cache is of kind {limits.cache_dtype}."
 

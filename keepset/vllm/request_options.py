@@ -160,7 +160,7 @@ def parse_options(given: Any) -> RequestOptions:
         raise KeepsetError(f"{KEY} has no option {shortened(name)}{nearest(name, known - {*_FRONT_END})}")
     for name in _FRONT_END:
         if name in fields:
-            raise KeepsetError(f"{KEY}: whose contexts they are the API key says: leave {name} out.")
+            raise KeepsetError(f"{KEY}: the API key decides who owns contexts: leave {name} out.")
     return RequestOptions(**fields)
 
 

@@ -72,7 +72,7 @@ def _of_version(config: VllmConfig) -> Iterator[str]:
     dtype = config.cache_config.cache_dtype
     rows = dtype in ROW_SCALES and not current_platform.is_cpu()
     for name in changed(rows, dtype == INT4, config.model_config.use_mla, dtype in TURBOQUANT):
-        yield f"{name} of vLLM {vllm.__version__} is not what it knows; install {served}."
+        yield f"{name} of vLLM {vllm.__version__} differs from the tested one; install {served}."
 
 
 def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 def _of_cache_dtype(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     dtype, served = config.cache_config.cache_dtype, (*WHOLE, *LAYER_SCALES, *ROW_SCALES, *PACKED)
     if dtype not in served:
-        yield f"a KV cache of kind {dtype} is none that it takes apart; use kv_cache_dtype {', '.join(served)}."
+        yield f"it cannot read a KV cache of kind {dtype}; use kv_cache_dtype {', '.join(served)}."
     elif dtype in PACKED:
         yield from _of_packed(config, recipe)
 
@@ -139,7 +139,7 @@ def _of_packed(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     dtype, has_whole_layers = config.cache_config.cache_dtype, bool(config.cache_config.kv_cache_dtype_skip_layers)
     if has_whole_layers and contexts_of(config) is not None:
         yield (
-            f"contexts are loaded to layers that are alike, and with kind {dtype} vLLM keeps some in 16 bits; leave "
+            f"contexts need layers of one kind, and with kind {dtype} vLLM keeps some in 16 bits; leave "
             f"contexts out, or use kv_cache_dtype {INT4}."
         )
     elif has_whole_layers and not one_table(recipe):
@@ -161,9 +161,9 @@ def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     if any(connector.module == BESIDE_MODULE for connector in connectors_of(config)):
         yield "other KV connectors store keys and values, and the model caches latents; leave them out."
     if config.cache_config.cache_dtype not in WHOLE:
-        yield "of latents it takes 16-bit and 32-bit caches apart; leave kv_cache_dtype out."
+        yield "it reads latents in 16 and 32 bits only; leave kv_cache_dtype out."
     if ranks > 1 and traits.needs.of(ModelStatistics):
-        yield "statistics are of all heads, of which with tensor parallelism a process holds a part; use one GPU."
+        yield "statistics are of all heads, and with tensor parallelism a process holds only some; use one GPU."
 
 
 def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         config.model_config.is_multimodal_model or config.model_config.use_mla
     ):
         yield (
-            f"layers that draft ({drafts.method}) are not served of models that look at images or cache latents; "
+            f"layers that draft ({drafts.method}) are not served for models that take images or cache latents; "
             "use ngram."
         )
 
@@ -187,7 +187,7 @@ def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 def _of_contexts(config: VllmConfig) -> Iterator[str]:
     connector = config.kv_transfer_config
     if connector is not None and connector.kv_load_failure_policy != "fail":
-        yield "there is nothing to compute a context from that cannot be loaded; leave kv_load_failure_policy out."
+        yield "a context that cannot be loaded cannot be computed instead; leave kv_load_failure_policy out."
 
 
 def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
@@ -203,14 +203,14 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
         yield "its layers keep different numbers of entries, so that requests cannot share prefixes."
     told = has_connector(config, CONNECTOR) or has_connector(config, CONTEXT_CONNECTOR)
     if not told and config.speculative_config is not None and recipe.schedule.every is not None:
-        yield "drafts must end before events, for which a KV connector knows the requests; none is given."
+        yield "drafts must end before events, which a KV connector sees to; none is given."
     if not told and config.model_config.is_multimodal_model:
         if recipe.budget.kinds:
-            yield "where images are differs from request to request, which a KV connector tells; none is given."
+            yield "a KV connector must tell where each request's images are; none is given."
         elif rotates(recipe) and config.model_config.uses_mrope:
-            yield "it cannot rotate images, and a KV connector refuses requests that have some; none is given."
+            yield "it cannot rotate images, so a KV connector must refuse requests with images; none is given."
     if recipe.method.traits.needs.unrotated and config.model_config.uses_mrope:
-        yield "tokens of an image have positions of their own, by which it cannot undo rotations; take snapkv."
+        yield "tokens of an image have positions along several axes, whose rotation it cannot undo; take snapkv."
     if recipe.method.traits.needs.hidden_states and not config.model_config.enforce_eager:
         yield "compiled code does not show the hidden states that it looks at."
 
@@ -249,9 +249,9 @@ def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
     """Each process compresses its own heads (tensor parallelism) of its own layers (pipeline parallelism)."""
     heads, stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
     if heads > 1 and recipe.method.traits.counts_from_files and recipe.method.traits.needs.of(ModelStatistics):
-        yield "it compares all heads, of which with tensor parallelism a process holds a part; use one GPU."
+        yield "it compares all heads, and with tensor parallelism a process holds only some; use one GPU."
     if stages > 1 and contexts_of(config) is not None:
-        yield "contexts are of all layers, of which a pipeline's stage holds a part; use tensor parallelism."
+        yield "contexts hold all layers, and a pipeline's stage only some; use tensor parallelism."
 
 
 def _of_model(config: VllmConfig) -> Iterator[str]:

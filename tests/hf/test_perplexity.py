@@ -131,7 +131,7 @@ def test_what_cannot_be_told_is_refused() -> None:
         model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache_of(model))
     with refusal("with return_dict=True"):
         model(ids, past_key_values=cache_of(model), return_dict=False)
-    with refusal("the prompt's perplexity, and only there: leave every= out"):
+    with refusal("the prompt's perplexity, which only exists at the prompt's end: leave every= out"):
         keepset.Cache(model, looking(*PERPLEXITIES, every=8))
     with refusal(r"give Observation\(features=\{Perplexity\(tokens=8\): ...\}\)"):
         Observation(keys=torch.zeros(1, 1, 1, 1), values=torch.zeros(1, 1, 1, 1))[Perplexity(8)]

@@ -110,7 +110,7 @@ def test_a_model_of_windows_only_is_said_to_stay_whole(states: bool) -> None:
     [
         ("tova", {}, "how much to keep"),
         ("tova(every=8)", {}, "write tova\\(keep=512, every=8\\)"),
-        ("h2o(keep=12, every=8)", {}, "attention of the whole prompt, and only there"),
+        ("h2o(keep=12, every=8)", {}, "attention of the whole prompt, which only exists at"),
         ("adakv(h2o, keep=12, prefill=False, every=8)", {}, "leave every= out"),
         ("prompt_queries(keep=20, every=8)", {}, "leave every= out"),
         ("gvote(every=8)", {}, "looks at moments over the whole prompt"),
@@ -207,7 +207,7 @@ def test_two_caches_at_once(implementation: str) -> None:
         generate(tiny("llama"), prompt(1, LENGTH), past, max_new_tokens=2, cache_implementation=implementation)
 
 
-@pytest.mark.parametrize(("length", "words"), [(LENGTH, "for another prompt make a new cache"), (9, "goes no further")])
+@pytest.mark.parametrize(("length", "words"), [(LENGTH, "for another prompt make a new cache"), (9, "has no more")])
 def test_a_cache_that_serves_another_conversation(length: int, words: str) -> None:
     model, cache = tiny("llama"), keepset.Cache(tiny("llama"), "knorm(keep=8)")
     generate(model, prompt(1, LENGTH), cache, max_new_tokens=3)
@@ -298,7 +298,7 @@ def test_tokens_of_an_incomplete_prompt_stay_where_they_were_looked_at(recipe: s
     wrong = chunked.fork()
     model(ids[:, :2], past_key_values=wrong)
     if looks:
-        with refusal("that is not complete cannot be taken back"):
+        with refusal("of an incomplete prompt cannot be taken back"):
             wrong.crop(-2)
         wrong = chunked
     else:

@@ -107,7 +107,7 @@ PASTED = (
 UNIFORM, RAGGED, INT8 = "snapkv(keep=0.25)", "adakv(snapkv, keep=0.25)", "int8(adakv(snapkv), keep=96)"
 INT4 = "quantized(snapkv, bytes=0.05)"
 GIVE_CARRIER = (
-    "how much it keeps depends on the data, of which a KV connector tells the scheduler; none is given. Write "
+    "how much it keeps depends on the data, so a KV connector must tell the scheduler; none is given. Write "
     "LLM(model, **keepset.vllm.engine_args('"
 )
 
@@ -132,7 +132,7 @@ REFUSED = [
     (
         "snapkv(window=8, keep=256, every=64)",
         {"speculative_config": NGRAM},
-        "drafts must end before events, for which a KV",
+        "drafts must end before events, which a KV",
     ),
     *(
         (UNIFORM, {"speculative_config": SimpleNamespace(method=method)}, f"drafts by {method} are not served; use")
@@ -190,7 +190,7 @@ REFUSED = [
     (
         UNIFORM,
         {"cache_config__cache_dtype": "ultraquant_4bit"},
-        "a KV cache of kind ultraquant_4bit is none that it takes apart; use kv_cac",
+        "it cannot read a KV cache of kind ultraquant_4bit; use kv_cac",
     ),
     *(
         (recipe, SERVED | PACKED | changes, reason)
@@ -198,7 +198,7 @@ REFUSED = [
             (
                 UNIFORM,
                 CONTEXTS,
-                "contexts are loaded to layers that are alike, and with kind turboquant_4bit_nc vLLM k",
+                "contexts need layers of one kind, and with kind turboquant_4bit_nc vLLM k",
             ),
             *(
                 (recipe, {}, "layers that vLLM keeps in 16 bits share block tables with those of kind")
@@ -239,7 +239,7 @@ REFUSED = [
     (
         UNIFORM,
         {"model_config__use_mla": True, "cache_config__cache_dtype": "fp8"},
-        "of latents it takes 16-bit and 32-bit caches apart; leave kv_cache_dtype out",
+        "it reads latents in 16 and 32 bits only; leave kv_cache_dtype out",
     ),
     (
         UNIFORM,
@@ -251,7 +251,7 @@ REFUSED = [
     (
         "snapkv(keep=0.25, protect='text')",
         {"model_config__is_multimodal_model": True},
-        "where images are differs from request to request, which a KV connector tells; none is given.",
+        "a KV connector must tell where each request's images are; none is given.",
     ),
     (
         UNIFORM,
@@ -328,7 +328,7 @@ def test_engine_args_are_all_that_vllm_must_be_told(recipe: str | None, shares: 
         cache_config__cache_dtype=args.get("kv_cache_dtype", "auto"),
     )
     if shares and recipe in ("mass", "pyramid(snapkv, keep=128)", "gvote"):  # for which no argument helps
-        with pytest.raises(UnsupportedEngineError, match="share contexts as they share prefixes, for which all layers"):
+        with pytest.raises(UnsupportedEngineError, match="share contexts as they share prefixes, so all layers"):
             validation.check(made, Recipe.parse(recipe))
     else:
         validation.check(made, recipe_of(made))
@@ -502,7 +502,7 @@ def test_a_vllm_whose_inside_is_another(borrowed: dict[str, tuple[str, ...]], mo
     assert list(compat.changed(mixed=True, latents=True, turboquant=True)) == []
     monkeypatch.setattr("keepset.vllm.compat.BORROWED", borrowed)
     said = refused(UNIFORM)
-    assert f"{next(iter(borrowed))} of vLLM" in said and "is not what it knows; install " in said
+    assert f"{next(iter(borrowed))} of vLLM" in said and "differs from the tested one; install " in said
 
 
 WINDOWS = ("SlidingWindowSpec", {"sliding_window": 128})
@@ -523,7 +523,7 @@ BESIDE = [
         {"cache_config__cache_dtype": "fp8"},
         "on CPUs the model's other layers cannot read a KV cache of kind fp8;",
     ),
-    (STATES, {}, "beside recurrent layers a KV connector has pages packed in time; none is given. Write LLM(model, **"),
+    (STATES, {}, "with recurrent layers a KV connector must have pages packed in time; none is given. Write LLM("),
 ]
 
 
@@ -566,9 +566,9 @@ def test_layers_that_cannot_be_compressed_together() -> None:
 LAYERS = [
     ({"kv_sharing_target_layer_name": "model.layers.3"}, {}, "shares its keys and values with another layer"),
     ({}, {"chunk_lookback": 1}, "attends to chunks"),
-    ({}, {"alibi_slopes": [0.5]}, "adds to its logits what depends on distance (ALiBi)"),
+    ({}, {"alibi_slopes": [0.5]}, "adds biases by distance to its logits (ALiBi)"),
     ({"_k_scale": torch.ones(8)}, {}, "has a scale for each head of its cache"),
-    ({"unseen": True}, {}, "is in no module of its own, so that its queries before rotation are not found"),
+    ({"unseen": True}, {}, "has no module of its own, so its queries before rotation are not found"),
 ]
 
 

@@ -16,7 +16,7 @@ from keepset.core.accumulator import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
 from keepset.kernels.columns import ColumnAccumulator, ColumnStatistic, mean_square_attention
 
-_PROMPT_ATTENTION = "looks at the attention of the whole prompt, and only there"
+_PROMPT_ATTENTION = "looks at the attention of the whole prompt, which only exists at the prompt's end"
 """Why these features do not exist at later events."""
 
 

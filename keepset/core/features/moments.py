@@ -159,7 +159,7 @@ class HiddenMoments(_OfRows[HiddenDistribution]):
 
     label = "hidden-state moments"
     hidden_states = True
-    prompt_only = f"{_WHOLE_PROMPT}and only there"
+    prompt_only = f"{_WHOLE_PROMPT}which only exist at the prompt's end"
 
     skip: int
 

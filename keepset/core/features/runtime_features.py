@@ -76,7 +76,7 @@ class Perplexity(Feature[Float[Tensor, " batch"]]):
     """
 
     label = "perplexity of the newest tokens"
-    prompt_only = "looks at the prompt's perplexity, and only there"
+    prompt_only = "looks at the prompt's perplexity, which only exists at the prompt's end"
     transformers_only = (
         "looks at the prompt's perplexity, which attention layers do not see: leave what depends on it out (gate=False)"
     )
