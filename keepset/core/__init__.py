@@ -1,1 +1,1 @@
-"""The types that everything hangs on: what a method sees, and what it answers."""
+"""The central types: what a method sees (`Observation`), and what it returns (`KeepSet`)."""

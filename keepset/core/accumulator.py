@@ -1,4 +1,4 @@
-"""`Accumulator`: collects what a method can look at over a prompt, chunk by chunk, under every runtime."""
+"""`Accumulator`: collects features over a prompt, chunk by chunk, under every runtime."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class QuerySource(ABC):
 
     @abstractmethod
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
-        """Return a function that rotates rows by the mean rotation of the positions that follow each request."""
+        """Return a function that rotates rows by the mean rotation of the positions after each request."""
 
     @abstractmethod
     def queries(self, hidden: HiddenStates, lengths: Int[Tensor, " batch"], future: int) -> Queries:
         """Return the queries that the layer makes of other hidden states, at the rotation of `ahead`."""
 
     def merged_with(self, others: Sequence[Self]) -> QuerySource:
-        """Return the source for its own requests and, after them, those of others; of one layer any source will do."""
+        """Return the source for these requests and, after them, those of others; in one layer any source will do."""
         return self
 
 
@@ -55,12 +55,12 @@ class Chunk:
     Attributes:
         queries: queries after rotation.
         entries: makes the entries so far, including this chunk's, for an accumulator that looks at them.
-        positions, valid: position of each new token, and which of them are no padding; None if all are.
+        positions, valid: position of each new token, and which of them are real; None if all are.
         softmax: how the model makes attention of query-key products.
         lse: log-sum-exp of every query's logits, if attention has computed it already.
-        source: given if somebody looks at queries before rotation or at hidden states.
+        source: given if a feature needs queries before rotation or hidden states.
         start: position of the first token, if all requests have the same and the host knows it.
-        host_positions: the tokens' positions on the host, negative for padding, if the host knows them otherwise.
+        host_positions: the tokens' positions on the host, negative for padding, if `start` is None and it knows them.
         entry_scores: scores of the new tokens' entries, `[batch, kv_heads, n]`, by the features that score entries
             while they are written.
     """
@@ -106,14 +106,14 @@ class Accumulator(ABC):
 
     @abstractmethod
     def merged_with(self, others: Sequence[Self]) -> Self:
-        """Return an accumulator of this one's requests and, after them, those of others."""
+        """Return an accumulator of these requests and, after them, those of others."""
 
     @abstractmethod
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Any, Any]:
         """Return what was collected, by feature.
 
         Args:
-            width: entries to make a place for, at least.
+            width: the least number of entries of the result.
         """
 
 

@@ -1,4 +1,4 @@
-"""`Budget`: how many entries may stay, and which ones always do."""
+"""`Budget`: how many entries may stay, and which tokens always stay."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from keepset.errors import BudgetError
 from keepset.kernels.dispatch import upload
 
 Ranges = tuple[tuple[int, int], ...]
-"""Ranges of tokens: the first of each, and the one after its last."""
+"""Ranges of tokens: the first token of each, and the one after its last."""
 
 
 @dataclass(frozen=True, eq=False)
 class Budget:
     """The number of entries that each KV head keeps, and the tokens that always stay.
 
-    The number is exact: a method that is asked for n entries keeps n, or all where there are fewer.
+    The number is exact: a method that is asked for n entries keeps n, or all if there are fewer.
 
     Attributes:
         keep: a float in (0, 1] is a fraction of the entries, an int is entries per KV head, and None leaves the
             number to `bytes` or to the method.
-        bytes: in place of `keep`, the share in (0, 1] that the entries may take of a full 16-bit cache of the same
-            tokens, keys and values alone. `Traits.entry_bytes` says what an entry takes. A recipe makes `keep` of it
+        bytes: instead of `keep`, the share in (0, 1] that the entries may take of a full 16-bit cache of the same
+            tokens, keys and values alone. `Traits.entry_bytes` says what an entry takes. A recipe converts it to `keep`
             once the size of a head is known (`Recipe.budget_for`).
         sinks: first tokens that always stay; they count towards `keep`.
-        recent: newest tokens that always stay; they count towards `keep`. Where a fraction of a short text is fewer
+        recent: newest tokens that always stay; they count towards `keep`. If a fraction of a short text is fewer
             entries than sinks and recent tokens together, all of these stay.
-        recent_extra: whether the recent tokens stay in addition to `keep`, which then says how much stays of the text
-            before them. It does not go with `bytes`, which counts every entry.
-        short: prompts of fewer tokens than this are protected, each request's by itself: little of them can be spared.
-        protect_prompt: whether the request's prompt always stays, as sinks do. It counts towards `keep`. Where prompt
-            and recent tokens are more than that, they are what stays.
-        protect: what always stays, as a protected prompt does: ranges of tokens `(first, end)`, of which `end` is not
-            part, `"image"` for the tokens of images and videos, `"text"` for all others, or a list of these. Names are
-            stored first, then ranges in order, those that meet joined. Where images are, a runtime knows (`located`).
+        recent_extra: whether the recent tokens stay in addition to `keep`, which then counts only entries before them.
+            It cannot be combined with `bytes`, which counts every entry.
+        short: a request whose prompt has fewer tokens than this keeps all of it, because little of it can be spared.
+        protect_prompt: whether the request's prompt always stays, as sinks do. It counts towards `keep`. If prompt
+            and recent tokens are more than `keep`, exactly these stay.
+        protect: what always stays, as a protected prompt does: ranges of tokens `(first, end)` without `end`,
+            `"image"` for the tokens of images and videos, `"text"` for all others, or a list of these. Names are
+            stored first, then ranges in order, with touching ones joined. A runtime tells where images are (`located`).
 
     Raises:
         BudgetError: if a value is out of range, or the values contradict one another.
@@ -82,7 +82,7 @@ class Budget:
             )
 
     def _check_bytes(self, share: object) -> None:
-        """Raise BudgetError if `bytes` is no share, or stands beside `keep`; make a float of 1."""
+        """Raise BudgetError if `bytes` is no share, or `keep` is given too; convert an int 1 to a float."""
         if isinstance(share, bool) or not isinstance(share, int | float):
             raise BudgetError(f"bytes={share!r} is not a number: {BYTES_HELP}.")
         if not 0 < share <= 1:
@@ -112,7 +112,7 @@ class Budget:
 
     @property
     def protects(self) -> bool:
-        """Return whether more than the first and the newest tokens may always stay."""
+        """Return whether tokens other than the first and the newest may always stay."""
         return self.protect_prompt or self.protects_ranges or self.short > 0
 
     @property
@@ -129,7 +129,7 @@ class Budget:
         """Return the same budget with ranges of tokens in place of `"image"` and `"text"`.
 
         Raises:
-            BudgetError: if the budget protects images or text, and nobody knows where images are.
+            BudgetError: if the budget protects images or text, and it is not known where images are.
         """
         if not self.kinds:
             return self
@@ -145,7 +145,7 @@ class Budget:
         return LocatedBudget(**given, protect=(), requests=found)
 
     def _ranges_beside(self, images: Ranges) -> Ranges:
-        """Return the protected ranges of a request whose images are in these."""
+        """Return the protected ranges of a request whose images are in these ranges."""
         texts = pairwise([0, *chain.from_iterable(_joined(images)), LIMIT - 1])
         kinds = {IMAGE: images, TEXT: [each for each in islice(texts, 0, None, 2) if each[0] < each[1]]}
         return _joined([*self.ranges, *chain.from_iterable(kinds[kind] for kind in self.kinds)])
@@ -174,7 +174,7 @@ class Budget:
     def always(self, sizes: Sizes) -> Int[Tensor, " batch"]:
         """Return how many tokens always stay: the first ones, the protected ranges and the newest ones.
 
-        A token that is several of these counts once.
+        A token in several of these counts once.
         """
         first, newest = self.first(sizes), sizes.lengths.clamp(max=self.recent)
         if not self.protects_ranges:
@@ -190,8 +190,8 @@ class Budget:
     def aim(self, sizes: Sizes) -> Int[Tensor, " batch"]:
         """Return how many entries a KV head keeps if it has that many; `keep` must be a number of entries.
 
-        This is `keep` and what stays in addition, or the number of tokens that always stay if something is protected
-        and that is more.
+        This is `keep` plus what stays in addition; or, if tokens are protected, the number of tokens that always stay
+        if that is more.
         """
         assert isinstance(self.keep, int)
         keep = self.keep + self.extra(sizes)
@@ -225,7 +225,7 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class LocatedBudget(Budget):
-    """A budget of a batch whose requests protect different ranges, because their images are in different places.
+    """The budget of a batch whose requests protect different ranges, because their images are in different places.
 
     Attributes:
         requests: the protected ranges of each request.
@@ -250,7 +250,7 @@ class LocatedBudget(Budget):
 
 
 def _out_of_range(name: str, value: float, allowed: str) -> str:
-    """Return a sentence about a number that is no share; one that may be a percentage gets a guess."""
+    """Return a sentence about a number that is no share; if it may be a percentage, the sentence suggests a share."""
     if 2 <= value <= 100:
         allowed = allowed[0].upper() + allowed[1:]
         return f"{name}={value!r} is out of range; did you mean {name}={value / 100:g}? {allowed}."
@@ -258,7 +258,7 @@ def _out_of_range(name: str, value: float, allowed: str) -> str:
 
 
 def _protected(given: object) -> tuple[str | tuple[int, int], ...]:
-    """Return the names among what is protected, then its ranges in order."""
+    """Return the names in `protect`, then its ranges in order."""
     parts = [given] if isinstance(given, str) else given
     if not isinstance(parts, list | tuple) or not all(each in KINDS or _is_range(each) for each in parts):
         # Ranges are shown as recipes and requests write them.
@@ -273,7 +273,7 @@ def _protected(given: object) -> tuple[str | tuple[int, int], ...]:
 
 
 def _joined(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """Return ranges in order, those that meet joined into one."""
+    """Return ranges in order, with touching ones joined into one."""
     joined: list[tuple[int, int]] = []
     for first, end in sorted(map(tuple, ranges)):
         if joined and first <= joined[-1][1]:
@@ -302,7 +302,7 @@ def _is_range(bounds: object) -> bool:
 
 
 def share_of(counts: Int[Tensor, "*shape"], share: float) -> Int[Tensor, "*shape"]:
-    """Return a share, from 0 to 1, of each number, rounded down."""
+    """Return each number times a share from 0 to 1, rounded down."""
     # 0.29 * 100 is 28.999...96 in binary; no text is long enough for 1e-9 to matter.
     return (counts.double() * share + 1e-9).floor().long()
 

@@ -1,4 +1,4 @@
-"""`Feature`: one thing that a method can look at besides entries. `Needs`: what a method looks at. `Accumulators`."""
+"""`Feature`: one input of methods besides entries. `Needs`: the features of a method. `Accumulators` collect them."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ class Feature(ABC, Generic[Value]):
     """One thing that a method can look at; `observation[feature]` is its value.
 
     A subclass is a frozen dataclass in `keepset/core/features` that tells a runtime all it has to know. Equal features
-    are the same thing, and are collected once for all methods that look at them. A feature that is collected while a
-    prompt runs has an `accumulator`, which every runtime drives; a runtime gives the others by other means
-    (`runtime_features.py`).
+    are collected once for all methods that look at them. A feature that is collected while a prompt runs has an
+    `accumulator`, which every runtime calls; runtimes provide the others themselves (`runtime_features.py`).
 
     Attributes:
         label: the feature's name in words.
-        window: how many of the newest queries are recorded for it at every event, or at the prompt's end alone if it
+        window: how many of the newest queries are recorded for it: at every event, or only at the prompt's end if it
             is `summed`.
         buffer: how many of the newest queries it covers at events after the prompt.
-        summed: whether, after the prompt, it is added up entry by entry while the queries of its window pass.
-        unrotated: whether it reads queries before rotation, or rotates queries ahead.
+        summed: whether, after the prompt, it is summed per entry while the queries of its window come.
+        unrotated: whether it reads queries before rotation, or rotates queries to future positions.
         hidden_states: whether it reads the hidden states that enter the layer's attention.
         log_sum_exp: whether the log-sum-exp of the prompt's attention saves it work.
-        transformers_only: why no paged runtime gives it, as the end of a sentence about a method; `{engine}` stands
-            for the engine's name.
-        accumulator: the class that collects features of this kind over a prompt; None if a runtime gives them by
-            other means.
+        transformers_only: why no paged runtime has it, as the end of a sentence about a method; `{engine}` stands for
+            the engine's name.
+        accumulator: the class that collects features of this kind over a prompt; None if a runtime provides them
+            itself.
     """
 
     label: ClassVar[str]
@@ -63,7 +62,7 @@ class Feature(ABC, Generic[Value]):
 
     @property
     def prompt_only(self) -> str:
-        """Return why it does not exist after the prompt, as the end of a sentence about a recipe; "" if it does."""
+        """Return why it does not exist after the prompt, as the end of a sentence about a recipe; "" if it exists."""
         return ""
 
     @property
@@ -89,7 +88,7 @@ class Feature(ABC, Generic[Value]):
         raise self.missing()
 
     def missing(self) -> KeepsetError:
-        """Return the error for a value that nobody gave."""
+        """Return the error for a missing value."""
         return KeepsetError(f"This method looks at {self.name}: give Observation(features={{{self!r}: ...}}).")
 
 
@@ -171,7 +170,7 @@ class Accumulators:
         needs: the features.
 
     Attributes:
-        seconds: time that features took, by their `cost`. A prefill that collects for many methods at once can so say
+        seconds: time that features took, by their `cost`. So a prefill that collects for many methods at once knows
             what each of them would have cost.
     """
 
@@ -204,7 +203,7 @@ class Accumulators:
         return copied
 
     def merged_with(self, others: Sequence[Accumulators]) -> Accumulators:
-        """Return accumulators of its own requests and, after them, of others; all have reached their prompt's end."""
+        """Return accumulators of these requests and, after them, of others; all have reached their prompt's end."""
         if not others:
             return self
         copied = self.fork()
@@ -216,7 +215,7 @@ class Accumulators:
         """Return what was collected, as an Observation's features.
 
         Args:
-            width: entries to make a place for, at least.
+            width: the least number of entries of the result.
         """
         values: dict[Feature[Any], Any] = {}
         for cost, part in self._parts.items():

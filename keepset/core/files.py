@@ -18,10 +18,10 @@ def quoted(path: Path | str) -> str:
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuse to write to a path where something other than a file is, such as a folder, a named pipe or a device.
+    """Refuse to write to a path that is no regular file, such as a folder, a named pipe or a device.
 
     Raises:
-        KeepsetError: if there is such a thing, or no file can have this name.
+        KeepsetError: if it is none, or no file can have this name.
     """
     try:
         regular, cause = stat.S_ISREG(path.stat().st_mode), "it is no regular file"

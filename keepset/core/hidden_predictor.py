@@ -1,4 +1,4 @@
-"""Modules that tell an entry's score from the hidden state that enters the layer (`kvzap`, `fast_kvzip`)."""
+"""Modules that compute an entry's score from the hidden state that enters the layer (`kvzap`, `fast_kvzip`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepset.kernels.dispatch import upload
 _BLOCK = 2**12
 """The most tokens that a module reads at a time."""
 _EPSILON = 1e-6
-"""What is added to the mean square inside the root of a gate's norms."""
+"""The number added to the mean square inside the root of a gate's norms."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class HiddenPredictor(ABC):
 
 @dataclass(frozen=True, eq=False)
 class HiddenNetwork(HiddenPredictor):
-    """KVzap's module (arXiv:2601.07891): one linear map, or two with GELU, exact and not by tanh, between them.
+    """KVzap's module (arXiv:2601.07891): one linear map, or two with an exact GELU (no tanh) between them.
 
     Attributes:
         weight: the weights of the last map.
@@ -137,7 +137,7 @@ class HiddenGate(HiddenPredictor):
         query_norm: the weights of the queries' norm.
         key_norm: the weights of the keys' norm.
         base: the base keys.
-        offset: what is added to the logit of a token's own key.
+        offset: the number added to the logit of a token's own key.
     """
 
     kind = "fast_kvzip"

@@ -56,7 +56,7 @@ class LazyHostInts:
 
 @dataclass(eq=False)
 class HeadCounts(LazyHostInts):
-    """The number of entries that each head keeps, head after head and request after request.
+    """The number of entries that each head keeps.
 
     Attributes:
         device_values: the counts, `[batch, kv_heads]`, on the device.
@@ -83,14 +83,14 @@ class KeptIndices:
 
     @classmethod
     def of(cls, indices: Tensor, positions: Tensor) -> KeptIndices:
-        """Return indices and positions that are known already."""
+        """Return an object for indices and positions that are known already."""
         return cls(lambda: (indices, positions))
 
     @cached_property
     def packed(self) -> tuple[Int[Tensor, " kept"], Int[Tensor, " kept"]]:
         """Return indices and positions."""
         packed = self.make()
-        self.make = lambda: packed  # which frees what they were computed from
+        self.make = lambda: packed  # frees what they were computed from
         return packed
 
 
@@ -127,14 +127,14 @@ class LayerKeepSet:
         state: Mapping[str, Tensor] | None = None,
         total: int | None = None,
     ) -> LayerKeepSet:
-        """Return the part of a layer whose kept entries are those where a mask is true.
+        """Return the keep set of one layer that keeps the entries where a mask is true.
 
         Args:
             mask: true where an entry of an observation stays.
             positions: the original position of every entry.
             entry_bytes: bytes of one entry of one KV head, its key and its value.
             state: the method's own numbers per entry, before anything is dropped.
-            total: how many entries stay, if the host knows it; then the host need not wait for a device.
+            total: how many entries stay, if the host knows it without waiting for a device.
         """
         heads = HeadCounts(mask.sum(-1), total)
 
@@ -160,13 +160,13 @@ class LayerKeepSet:
         return self.places.packed[1]
 
     def to_record(self) -> LayerKeepSet:
-        """Return a copy that a runtime keeps after executing this: positions alone, in four bytes per entry."""
+        """Return the record that a runtime keeps after the event: only positions, in four bytes per entry."""
         _, positions = self.places.packed
         return replace(self, places=KeptIndices(lambda: (positions, positions)), state={}, values=None)
 
     @property
     def cu_seqlens(self) -> Int[Tensor, " heads_plus_1"]:
-        """Return where each head's part begins in the packed tensors, and their length: `[batch * kv_heads + 1]`."""
+        """Return where each head begins in the packed tensors, and at last their length: `[batch * kv_heads + 1]`."""
         return F.pad(self.counts.flatten().cumsum(0), (1, 0))
 
     @property
@@ -256,7 +256,7 @@ class KeepSet:
         return torch.stack([kept.mask(length) for kept in self._layers.values()])
 
     def count(self) -> KeepSet:
-        """Return this set after the host has learnt how many entries each head keeps; waits at most once per device.
+        """Return this set once the host knows how many entries each head keeps; wait at most once per device.
 
         Raises:
             KeepsetError: if a method has kept more or fewer entries than its quotas say.
@@ -294,7 +294,7 @@ class KeepSet:
         return Layout.LAYER_RAGGED if bool((counts != counts[:1]).any()) else Layout.DENSE
 
     def union(self, other: KeepSet) -> KeepSet:
-        """Return the entries that either of two sets of the same observations keeps.
+        """Return the entries that at least one of two sets of the same observations keeps.
 
         Raises:
             KeepsetError: if its layers, requests or KV heads are others.
@@ -335,7 +335,7 @@ class KeepSet:
 
 
 def _share(part: Mask, whole: Mask) -> Float[Tensor, "batch kv_heads"]:
-    """Return the share of a mask that a part of it is; 1 where the mask is empty."""
+    """Return the size of a mask's part as a share of the mask; 1 where the mask is empty."""
     return part.sum(-1) / whole.sum(-1).clamp(min=1) + (whole.sum(-1) == 0).float()
 
 
@@ -352,11 +352,11 @@ def _merge(a: LayerKeepSet, b: LayerKeepSet) -> LayerKeepSet:
 
 
 def _true_places(mask: Bool[Tensor, " places"], heads: HeadCounts) -> Int[Tensor, " total"]:
-    """Return where a mask is true, as often as heads keep entries, without waiting for a device as a search would."""
+    """Return the indices where a mask is true; their known number avoids a wait for the device."""
     if mask.device.type == "cpu":
         return mask.nonzero()[:, 0]
     total = heads.total
-    # Places where it is false are all written to one last element, which is cut off.
+    # All indices where it is false are written to one last element, which is cut off.
     rank = (mask.cumsum(0) - 1).where(mask, total)
     places = torch.arange(len(mask), device=mask.device)
     return places.new_empty(total + 1).scatter_(0, rank, places)[:total]

@@ -1,4 +1,4 @@
-"""`Method` and `Allocator`: they look at an Observation and answer with a KeepSet."""
+"""`Method` and `Allocator`: they look at an Observation and return a KeepSet."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def parameter(
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """A frozen set of hyper-parameters, and the decision that follows from them.
+    """A frozen set of hyper-parameters that decides which entries stay.
 
     The decision has four steps: `score` the entries, set `quotas` over layers and heads, order the entries (`ranked`)
-    and `choose`. A method overrides the steps that its paper is about; a scorer defines the first one alone. A method
-    that looks across layers says so in its traits and overrides `select_all`.
+    and `choose`. A method overrides the steps that its paper is about; a scorer only defines the first. A method that
+    looks across layers says so in its traits and overrides `select_all`.
 
     Attributes:
         name: the method's name in recipes.
         family: `"scorer"` or `"allocator"`.
         paper: the paper that it is from, or `"none"`.
-        stage: the order of a recipe's steps: 0 chooses what stays, and post-processors of higher stages come around
-            those of lower ones.
-        advice: what to write instead where the bare defaults do badly, and why; the end of a sentence about the
-            method.
+        stage: the order of a recipe's steps: 0 chooses what stays; post-processors of higher stages wrap those of
+            lower ones.
+        advice: what to write instead if the plain defaults do badly, and why; the end of a sentence that begins with
+            the method's name.
 
     Raises:
         RecipeError: if a parameter is out of its range.
@@ -75,20 +75,20 @@ class Method(ABC):
 
     @cached_property
     def traits(self) -> Traits:
-        """Return what a runtime has to know of this method; computed once."""
+        """Return what a runtime has to know about this method; computed once."""
         return Traits()
 
     def for_bytes(self, share: float | None) -> Method:
-        """Return this method with the parameters that follow from the budget's `bytes`, which may be None."""
+        """Return this method with the parameters that the budget's `bytes` (or None) decides."""
         return self
 
     def without_bytes(self, share: float | None) -> Method:
-        """Return this method without what `for_bytes` would give it."""
+        """Return this method without the parameters that `for_bytes` would give it."""
         return self
 
     @property
     def chooses(self) -> bool:
-        """Return whether this method has its own way from a ranking to the entries that stay."""
+        """Return whether this method overrides how the entries that stay are chosen from a ranking."""
         return type(self).choose not in (Method.choose, Allocator.choose)
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Method(ABC):
     def remember(self, observation: Observation, scores: Scores) -> Mapping[str, Tensor]:
         """Return the numbers that the method remembers of each entry after this event.
 
-        They move with the entries, and are `observation.state` at the next event. By default they do not change.
+        They move with the entries and are `observation.state` at the next event. By default the old ones are returned.
 
         Returns:
             Tensors `[batch, kv_heads, entries]` by their names, which the traits list as `state_names`.
@@ -111,11 +111,11 @@ class Method(ABC):
         return observation.state
 
     def quotas(self, sizes: Sizes, budget: Budget) -> Quotas:
-        """Return how many entries each KV head of a layer keeps, or on average if heads differ."""
+        """Return how many entries each KV head of a layer keeps; if heads differ, their average."""
         return budget.quotas(sizes)
 
     def ranked(self, observation: Observation, budget: Budget, quotas: Quotas) -> Ranking:
-        """Return the layer's entries in order: what always stays is above the rest, and holes are below everything."""
+        """Return the layer's entries in order: those that always stay first, holes last."""
         scores = self.score(observation)
         if scores.shape != observation.valid.shape:
             raise KeepsetError(
@@ -126,7 +126,7 @@ class Method(ABC):
         return Ranking(observation, budget, order, scores, quotas, self.remember(observation, scores))
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:
-        """Return what stays of a layer and what is remembered of it: by default the best entries of every head."""
+        """Return what stays of a layer (by default the best entries of every head), and what is remembered of it."""
         return ranking.best()
 
     def select(self, observation: Observation, budget: Budget) -> KeepSet:
@@ -156,7 +156,7 @@ class Method(ABC):
         return KeepSet(kept)
 
     def _check(self, field: dataclasses.Field[Any], kind: Any) -> None:
-        """Raise RecipeError if a parameter has a value that is not allowed; make a float of an int where one is due."""
+        """Raise RecipeError if a parameter has a value that is not allowed; convert ints of float parameters."""
         value, allowed = getattr(self, field.name), field.metadata
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             object.__setattr__(self, field.name, value := float(value))
@@ -177,13 +177,13 @@ class Method(ABC):
 
 @dataclass(frozen=True)
 class Allocator(Method):
-    """A method that divides a budget for another one.
+    """A method that divides the budget of another one.
 
-    It leaves every step that it does not override to the method inside, so allocators nest. A nesting without an exact
-    total is refused.
+    The method inside takes every step that the allocator does not override, so allocators nest. A nesting whose total
+    is not exact is refused.
 
     Attributes:
-        scorer: the method inside, which the budget is divided for.
+        scorer: the method inside, whose budget is divided.
         chooses_alone: whether no method inside may choose entries.
 
     Raises:
@@ -226,7 +226,7 @@ class Allocator(Method):
                 raise RecipeError(objection)
 
     def objection(self, inner: Method) -> str:
-        """Return why this method does not go with one inside it, as a sentence; "" if it does."""
+        """Return why this method cannot wrap the one inside, as a sentence; "" if it can."""
         if not (self.chooses_alone and inner.chooses):
             return ""
         return (
@@ -265,7 +265,7 @@ class Allocator(Method):
 
 @functools.cache
 def _kinds(method: type[Method]) -> dict[str, Any]:
-    """Return the types of a method's parameters; resolving them takes longer than the rest of constructing one."""
+    """Return the types of a method's parameters; cached, because resolving them is the slowest part of making one."""
     return get_type_hints(method)
 
 
@@ -298,8 +298,8 @@ def forecast_quotas(
 
     Args:
         method: a method whose traits have `fixed_total` or `count_known_on_host`.
-        entries: entries that each head of each request holds, `[requests][kv_heads]`. Under `fixed_total` the average
-            of a request's heads, given for each of them, leads to the same total.
+        entries: entries that each head of each request holds, `[requests][kv_heads]`. Under `fixed_total`, giving
+            every head the average of its request leads to the same total.
         prompts: tokens of each request's prompt.
         layer_ids: indices of the layers.
         layers: indices of all layers that are compressed.

@@ -1,6 +1,6 @@
-"""`Observation`: everything that a method may look at at one compression event.
+"""`Observation`: everything that a method may read at one compression event.
 
-Of a `LazyObservation` keys and values are copied out of a cache when a method reads them.
+A `LazyObservation` copies keys and values out of a cache when a method reads them.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from keepset.kernels.window import first_unseen, masked_softmax, received_attent
 
 @dataclass(frozen=True, eq=False, init=False)
 class Observation:
-    """One layer at one compression event, for all requests of a batch: everything that a method may look at.
+    """One layer at one compression event, for all requests of a batch: everything that a method may read.
 
     A runtime may show several layers as one batch, layer after layer, each with all requests. A row is then a request
-    in a layer, and what depends on the layer is looked up for each row (`depths`, `indices`, `repeat_per_request`).
+    in a layer, and values that depend on the layer are given per row (`depths`, `indices`, `repeat_per_request`).
 
     Entries are in the order of their positions. Entries where `valid` is false are holes, because a request or a head
-    has fewer; they are never kept. Positions count from each request's own first token, and padding has none. An
+    has fewer entries; they are never kept. Positions count from each request's own first token; padding has none. An
     observation is complete when a method gets it, and does not change.
 
     Args:
@@ -46,18 +46,18 @@ class Observation:
         lengths: tokens that each request has had so far, dropped ones included.
         prompts: tokens of each request's prompt; by default all that it has had.
         query_positions: the position of every query; negative where the request is shorter than W.
-        features: what was collected of everything else that the method needs; `observation[feature]` is its value.
+        features: the values of the other features that the method needs; `observation[feature]` is one.
         softmax: how the model makes attention of query-key products; by default it scales them by head_dim ** -0.5. Its
             sinks, if it has some, are `[query_heads]`, of all layers of the batch.
         layer: the layer's index in the model, if there is one layer.
-        layer_ids: indices of the layers in the batch's rows, neighbours among `layers`; `layer` alone by default.
+        layer_ids: indices of the layers in the batch's rows, neighbours among `layers`; by default only `layer`.
         layers: indices of all layers that are compressed; for methods that depend on depth.
         state: the method's own numbers per entry, `[batch, kv_heads, entries]`, that `Method.remember` returned at the
             previous event.
         count: entries of all requests and heads, if the host knows the number without asking the device.
         longest: tokens of the longest request, or any larger number, if the host knows it.
-        num_kept: how many entries of every head will stay, request after request and head after head, if lengths and
-            files alone decide it. If heads differ, their average.
+        num_kept: how many entries of every head will stay, request after request and head after head, if only lengths
+            and files decide it. If heads differ, their average.
         entry_bytes: bytes of one entry as it is stored in one KV head; by default those of its key and its value.
 
     Raises:
@@ -80,7 +80,7 @@ class Observation:
     num_kept: Sequence[int] | None
     entry_bytes: int
     moved_as_stored: ClassVar[bool] = False
-    """Whether what stays is moved as it is stored, so that keys are those that will be read, in however few bits."""
+    """Whether entries are moved as stored. `keys` are then those that attention will read, also in few bits."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Observation:
         return Sizes(entries, self.lengths, self.prompts, self.layer_ids, self.layers, self.features)
 
     def __getitem__(self, feature: Feature[Value]) -> Value:
-        """Return a feature's value as it was collected, or else as the newest queries give it.
+        """Return a feature's collected value, or else compute it from the newest queries.
 
         Raises:
             KeepsetError: if there is neither.
@@ -165,11 +165,11 @@ class Observation:
         return self.features[feature] if feature in self.features else feature.of(self)
 
     def once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """Return what `make` returns, made once for this observation: scoring and remembering share it.
+        """Return the result of `make`, which is called once for this observation: `score` and `remember` share it.
 
         Args:
-            key: says what it is; a method's own begins with the method.
-            make: makes it.
+            key: names the result; a method's own keys begin with the method.
+            make: computes it.
         """
         made: dict[Hashable, Tensor] = vars(self).setdefault("_made", {})
         if key not in made:
@@ -194,7 +194,7 @@ class Observation:
     def over_heads(self, look: Callable[[slice], Tensor]) -> Tensor:
         """Compute something from keys or values, for a few KV heads at a time if there are many entries.
 
-        A method that reads them this way needs no second copy of all keys, and a paged runtime not even a first one.
+        So a method never holds a second copy of all keys, and a paged runtime not even a first one.
 
         Args:
             look: computes `[batch, heads, ...]` for a slice of KV heads, by `keys_of` and `values_of`.
@@ -209,7 +209,7 @@ class Observation:
 
         Args:
             networks: of the observed layers.
-            known: the codes that were made before, 0 for entries that have none; these alone are read.
+            known: the codes that were computed before, 0 for entries that have none; only the latter are read.
         """
         new = self.valid if known is None else self.valid & (known == 0)
         codes = self._codes_in_place(new, networks, known)
@@ -226,7 +226,7 @@ class Observation:
     def _codes_in_place(
         self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
     ) -> Scores | None:
-        """Return what `codes_by` does, of entries where they lie; None if they have to be copied out for that."""
+        """Return the result of `codes_by` if entries can be read where they lie, without a copy; else None."""
         return None
 
     @cached_property
@@ -274,20 +274,20 @@ class Observation:
         return self.sizes.depths
 
     def split_layers(self, statistic: Shaped[Tensor, "layers_batch *rest"]) -> Shaped[Tensor, "batch layers *rest"]:
-        """Return a view of a statistic of every row, with an axis for requests and one for layers."""
+        """Return a view of a per-row statistic, with one axis for requests and one for layers."""
         return statistic.unflatten(0, (len(self.layer_ids), -1)).transpose(0, 1)
 
     def merge_layers(self, statistic: Shaped[Tensor, "batch layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
-        """Return a statistic of every request and layer as one of every row; undoes `split_layers`."""
+        """Return a statistic per request and layer as one per row; undoes `split_layers`."""
         return statistic.transpose(0, 1).flatten(0, 1)
 
     def repeat_per_request(self, statistic: Shaped[Tensor, "layers *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
-        """Return a statistic of every observed layer as one of every row; a view for one layer or one request."""
+        """Return a statistic per observed layer as one per row; a view for one layer or one request."""
         requests = self.valid.shape[0] // len(self.layer_ids)
         return self.merge_layers(statistic.expand(requests, *statistic.shape))
 
     def repeat_per_layer(self, statistic: Shaped[Tensor, "batch *rest"]) -> Shaped[Tensor, "layers_batch *rest"]:
-        """Return a statistic of every request as one of every row; a view for one layer or one request."""
+        """Return a statistic per request as one per row; a view for one layer or one request."""
         return self.merge_layers(statistic[:, None].expand(-1, len(self.layer_ids), *statistic.shape[1:]))
 
     @property
@@ -357,7 +357,7 @@ class Observation:
             sums_of: as in `received_attention`.
 
         Returns:
-            A sum for every query head of a group, or one sum for the group if its largest logit counts.
+            A sum for every query head of a group, or one for the group if only its largest logit counts.
         """
         queries, sinks = self.by_query_group(queries), self.sinks
 
@@ -380,13 +380,13 @@ class Observation:
 
     @property
     def sinks(self) -> Float[Tensor, "kv_heads group"] | None:
-        """Return the logits of the softmax's sinks, under the KV heads of their query heads; None if there are none."""
+        """Return the logits of the softmax's sinks, grouped by KV head; None if there are none."""
         return self.softmax.by_query_group(1, self.valid.shape[1]).sinks
 
     def by_query_group(
         self, statistic: Float[Tensor, "batch query_heads *rest"]
     ) -> Float[Tensor, "batch kv_heads group *rest"]:
-        """Return a view of a statistic with query heads under the KV head that they share (grouped-query attention)."""
+        """Return a view of a per-query-head statistic, grouped by the KV head that they share."""
         return statistic.unflatten(1, (self.valid.shape[1], -1))
 
     @property
@@ -396,7 +396,7 @@ class Observation:
         return alike.flatten(1).all(1)
 
     def mean_over_heads(self, statistic: Scores) -> Scores:
-        """Return each entry's mean over the KV heads; its own number where a request's heads hold different entries."""
+        """Return each entry's mean over the KV heads; its own number if a request's heads hold different entries."""
         return statistic.mean(1, keepdim=True).where(self.heads_alike[:, None, None], statistic)
 
     def keep(self, mask: Bool[Tensor, "batch kv_heads entries"]) -> KeepSet:
@@ -404,7 +404,7 @@ class Observation:
         return KeepSet([self.kept(mask, self.state)])
 
     def kept(self, mask: Bool[Tensor, "batch kv_heads entries"], state: Mapping[str, Tensor]) -> LayerKeepSet:
-        """Return this layer's part of a KeepSet: the entries where a mask is true, and the numbers per entry."""
+        """Return the keep set of this layer: the entries where a mask is true, and the numbers per entry."""
         total = None if self.num_kept is None else sum(self.num_kept)
         valid = mask & self.valid
         return LayerKeepSet.from_mask(self.layer_ids[0], valid, self.positions, self.entry_bytes, state, total)
@@ -451,4 +451,4 @@ _AT_ONCE = 2**24
 """The most numbers of keys that are read at a time, unless one head has more: 64 MiB in float32."""
 
 BIAS = "bias"
-"""The name of the one remembered number per entry that attention reads as well: it is added to the logits."""
+"""The name of the one remembered number per entry that attention reads too: it is added to the logits."""

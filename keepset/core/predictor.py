@@ -1,4 +1,4 @@
-"""`Predictor`: a layer's small networks, which tell an entry's scores from the entry's own key and value."""
+"""`Predictor`: a layer's small networks, which compute an entry's score from its own key and value."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from keepset.kernels.predictor import outputs_of
 class Predictor:
     """A network with one hidden layer for each KV head of a layer.
 
-    With x an entry's key before rotation, its value, and the logarithms of both lengths, the network gives two
-    numbers, `linear x + output gelu(hidden x + hidden_bias) + output_bias`: the logarithm of the entry's score at a
-    distance of 64 tokens from the end of the text, and the slope, which each doubling of the distance adds. The weights
+    With x an entry's key before rotation, its value, and the logarithms of both norms, the network gives two numbers,
+    `linear x + output gelu(hidden x + hidden_bias) + output_bias`: the logarithm of the entry's score at a distance of
+    64 tokens from the end of the text, and the slope, which is what each doubling of the distance adds. The weights
     contain the scales of the inputs.
 
-    Most heads look less at what is far from the end of the text, whatever it holds, and in long texts more so. So what
-    a distance is worth in a text of some length, to all entries alike, is added as well: `age` has it for the lengths
-    1, 2, 4, ... and the distances 1, 2, 4, .... Between them it is interpolated linearly in both logarithms. Beyond the
-    last of them it stays as it is, and so does what slopes add.
+    Most heads look less at entries far from the end of the text, whatever these hold, and in long texts more so. So a
+    number that depends only on the distance and the text's length is added to all log scores: `age` has it for the
+    lengths 1, 2, 4, ... and the distances 1, 2, 4, .... Between them it is interpolated linearly in both logarithms.
+    Beyond the last of them it stays constant, and so does what slopes add.
 
     Attributes:
         linear: the weights from the inputs to both outputs.
@@ -71,7 +71,7 @@ def scores_at(
     """Return the scores of entries at their distances from the end of the text, 1 for the newest token.
 
     Args:
-        codes: what networks say of the entries; see `keepset.kernels.entry_code.encode`.
+        codes: the networks' outputs for the entries, as `keepset.kernels.entry_code.encode` returns them.
         age: as in `Predictor`.
         distances: from the end of the text.
         lengths: tokens of each text.
@@ -87,7 +87,7 @@ def scores_at(
 def _interpolated(
     knots: Float[Tensor, "*rows knots"], places: Float[Tensor, "*#rows entries"]
 ) -> Float[Tensor, "*rows entries"]:
-    """Return what lies at places between knots, on the straight line between the two next ones."""
+    """Return values at places between knots, by linear interpolation between the two neighbouring knots."""
     below = places.long().expand(*knots.shape[:-1], -1)
     rise = F.pad(knots.diff(dim=-1), (0, 1))
     at_zero = knots - rise * torch.arange(knots.shape[-1], device=knots.device)
@@ -95,7 +95,7 @@ def _interpolated(
 
 
 def knot_weights(numbers: Int[Tensor, " entries"], knots: int) -> Float[Tensor, "entries knots"]:
-    """Return the weights of the knots 1, 2, 4, ... at distances or lengths: what they add is linear in the knots."""
+    """Return the interpolation weights of the knots 1, 2, 4, ... at distances or lengths."""
     places = _places(numbers, knots - 1)[:, None]
     return (1 - (places - torch.arange(knots, device=numbers.device)).abs()).clamp(min=0)
 

@@ -1,7 +1,7 @@
 """Rotary position embeddings (Su et al., RoFormer, arXiv:2104.09864, section 3.2): undone, and averaged ahead.
 
 A rotation is a pair of a cosine and a sine per plane. Both runtimes rotate and undo by the same arithmetic. The model
-says where cosines and sines come from, and which numbers of a row form a plane.
+defines the cosines and sines, and which numbers of a row form a plane.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def mean_rotation(
 
 
 def matches_unrotated(queries: Tensor, unrotated: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether queries whose rotation was undone equal the model's own without one, as far as a type is exact."""
+    """Return whether queries with their rotation undone equal the model's unrotated ones, as far as a type is exact."""
     tolerance = 1e-3 if dtype == torch.float32 else 5e-2
     scale = float(unrotated.nan_to_num(0.0, 0.0, 0.0).abs().max() + 1e-6)
     # A text whose numbers overflow says nothing about the model.

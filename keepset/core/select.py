@@ -32,9 +32,9 @@ _nan_refused: ContextVar[bool] = ContextVar("_nan_refused", default=False)
 
 @contextmanager
 def nan_scores_refused() -> Iterator[None]:
-    """Refuse scores of NaN inside this context, because a measured figure would be that of another choice.
+    """Refuse scores of NaN inside this context, because measured figures would not be those of the method's choice.
 
-    It costs a wait for the device per layer.
+    The check costs a wait for the device per layer.
     """
     before = _nan_refused.set(True)
     try:
@@ -44,7 +44,7 @@ def nan_scores_refused() -> Iterator[None]:
 
 
 def finite(scores: Scores) -> Scores:
-    """Return scores in float32 that have an order: NaN is below all others, and what is too large is cut."""
+    """Return scores in float32 that can be ordered: NaN is below all others, and too large ones are cut."""
     return scores.float().clamp(-LARGEST_SCORE, LARGEST_SCORE).nan_to_num_(-2 * LARGEST_SCORE)
 
 
@@ -82,7 +82,7 @@ def ranked_scores(scores: Scores, observation: Observation, budget: Budget) -> S
 
 
 def top_mask(ranked: Float[Tensor, "*rows entries"], quotas: Int[Tensor, "*rows"]) -> Bool[Tensor, "*rows entries"]:
-    """Return which entries are the best of every row; of equal ones the later.
+    """Return which entries are the best of every row; among equal ones the later win.
 
     The order is total, so that the same scores choose the same entries on every device and in every batch.
 
@@ -115,7 +115,7 @@ def _best_by_order(
 
 
 def round_to_total(shares: Float[Tensor, "*rows parts"], total: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows parts"]:
-    """Return shares, which sum to a total up to rounding errors, as whole numbers that sum to it exactly.
+    """Round shares that sum to a total, up to rounding errors, to whole numbers that sum to it exactly.
 
     The largest remainders are rounded up; of equal ones the earlier.
     """
@@ -148,9 +148,9 @@ class Ranking:
     state: Mapping[str, Tensor]
 
     def best(self) -> LayerKeepSet:
-        """Return the best entries of every head, as many as its quota; of equal ones the later."""
+        """Return the best entries of every head, as many as its quota; among equal ones the later win."""
         return self.keep(top_mask(self.scores, self.quotas))
 
     def keep(self, mask: Mask, **state: Tensor) -> LayerKeepSet:
-        """Return the entries where a mask is true, without holes, and numbers per entry that have changed."""
+        """Return the keep set of entries where a mask is true, without holes; `state` replaces numbers per entry."""
         return self.observation.kept(mask, {**self.state, **state})

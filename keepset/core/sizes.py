@@ -1,4 +1,4 @@
-"""`Sizes`: what decides how many entries stay, whatever the entries hold."""
+"""`Sizes`: the lengths and counts that decide how many entries stay, whatever the entries hold."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class HeadShare:
     kv_heads: int
 
     def of(self, heads: int) -> slice:
-        """Return which of so many heads the process has."""
+        """Return which of `heads` heads the process has."""
         first = self.rank * heads // self.ranks
         return slice(first, first + max(1, heads // self.ranks))
 
@@ -149,10 +149,10 @@ class Statistics:
         layers: statistics by the layer's index in the model.
         retrieval: for each of these layers, how much each KV head needs of the distant text, from 0 to 1; see
             `duo_attention`. Empty if it was not measured.
-        predictors: for each of these layers, networks that tell an entry's score from its key and value; see
+        predictors: for each of these layers, networks that compute an entry's score from its key and value; see
             `distilled`. Empty if none was fitted.
-        hidden: for each kind of module that was imported, the modules of these layers, which tell an entry's score from
-            its hidden state; see `kvzap` and `fast_kvzip`.
+        hidden: for each kind of imported module, the modules of these layers, which compute an entry's score from its
+            hidden state; see `kvzap` and `fast_kvzip`.
         provenance: model, texts and version of keepset that they come from; plain JSON.
         name: the recipe's name for them, for messages.
     """
@@ -225,7 +225,7 @@ class Statistics:
         return self._once((kind, layer, device), lambda: self.hidden[kind][layer].on(device))
 
     def _once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what was made for a key; made now if it was not."""
+        """Return the value for a key, computed at the first call."""
         made: dict[Hashable, Made] = vars(self).setdefault("_made", {})
         if key not in made:
             with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's mode

@@ -39,8 +39,8 @@ class TensorFile:
         version: the version of the format that is written.
         foreign: the sentence for a file of another kind.
         other: the sentence for a file of another format, `{found}`.
-        damaged: the sentence for a file that does not hold what it should.
-        unreadable: the sentence for what is no file of tensors; `foreign` by default.
+        damaged: the sentence for a damaged file.
+        unreadable: the sentence for a file that is no file of tensors; `foreign` by default.
     """
 
     metadata: str
@@ -51,10 +51,10 @@ class TensorFile:
     unreadable: str = ""
 
     def write(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-        """Write a file whole or not at all; an existing one is replaced once everything is written.
+        """Write a file whole or not at all; replace an existing one once everything is written.
 
         Raises:
-            KeepsetError: if the file cannot be written, or something that is no regular file is there.
+            KeepsetError: if the file cannot be written, or the path is no regular file.
         """
         from safetensors import SafetensorError
         from safetensors.torch import save_file
@@ -75,7 +75,7 @@ class TensorFile:
                 unfinished.unlink(missing_ok=True)
 
     def corrupt(self, path: Path) -> CorruptFileError:
-        """Return the error for a file that does not hold what it should."""
+        """Return the error for a damaged file."""
         return CorruptFileError(self.damaged.format(path=repr(str(path))))
 
     @contextmanager
@@ -86,8 +86,8 @@ class TensorFile:
             The file's tensors, each read when it is accessed, and its metadata.
 
         Raises:
-            CorruptFileError: if the file is not as it should be; also if the code inside the context raises an error
-                that damaged contents cause.
+            CorruptFileError: if the file is damaged or of another kind; also if the code inside the context raises an
+                error that damaged contents cause.
         """
 
         def refused(sentence: str, found: Any = None) -> CorruptFileError:
@@ -215,7 +215,7 @@ class TensorReader:
 
 @contextmanager
 def opened(path: Path) -> Iterator[TensorReader]:
-    """Open a safetensors file; raise what `TensorReader` raises."""
+    """Open a safetensors file; raise the errors of `TensorReader`."""
     # Non-blocking, because a named pipe that nobody writes to would hold this process.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -225,7 +225,7 @@ def opened(path: Path) -> Iterator[TensorReader]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text; raise ValueError if it is none, repeats a name, or has NaN or infinity."""
+    """Return the value of a JSON text; raise ValueError if it is no JSON, repeats a name, or has NaN or infinity."""
     return json.loads(text, parse_constant=_no_number, object_pairs_hook=_once)
 
 
@@ -262,7 +262,7 @@ def is_count(said: Any) -> bool:
 
 
 def _mode_of_a_new_file(path: Path) -> int:
-    """Make an empty file, and return the permissions that the umask gives it: no other way asks without changing it."""
+    """Make an empty file, and return the permissions that the umask gives it; this is how to read an umask safely."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         return stat.S_IMODE(os.fstat(descriptor).st_mode)

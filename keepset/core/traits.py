@@ -18,15 +18,15 @@ class Traits:
         sinks: first tokens that always stay, unless the recipe gives another number.
         recent: newest tokens that always stay, unless the recipe gives another number.
         state_names: names of the numbers per entry that `Method.remember` returns. Paged runtimes store no others.
-        equal_heads: whether all KV heads of a layer keep equally many entries.
-        equal_layers: whether all layers keep equally many entries.
+        equal_heads: whether all KV heads of a layer keep the same number of entries.
+        equal_layers: whether all layers keep the same number of entries.
         across_layers: whether the method chooses for all layers together, once the last one has been observed.
         counts_from_data: whether the number of entries that a layer keeps depends on keys, values or queries.
-        counts_from_files: whether that number depends on files of measurements, which no scheduler loads.
+        counts_from_files: whether that number depends on files of measurements, which schedulers do not load.
         needs_budget: whether a recipe must say how much to keep.
         prefill_only: names of the steps that do nothing at events after the prompt.
-        memory_factor: about how many numbers per entry the method computes at a time. At an event a paged
-            runtime divides the entries that it shows together by this number.
+        memory_factor: about how many numbers per entry the method computes at a time. At an event a paged runtime
+            shows fewer entries together by this factor.
         key_bits: bits of a number of a stored key.
         value_bits: bits of a number of a stored value.
         extra_bytes: bytes that an entry stores beside key, value, position and `state_names`, such as scales.
@@ -53,26 +53,26 @@ class Traits:
 
         This is what the transformers runtime allocates for a model of 16 bits: key, value, position, the method's own
         numbers and `extra_bytes`. It is counted for models of every type and under every runtime, so that the same
-        recipe keeps the same entries everywhere. Paged runtimes store no position where no event follows, and a model
-        of 32 bits takes more.
+        recipe keeps the same entries everywhere. Paged runtimes allocate less if no event follows (no position), and a
+        model of 32 bits takes more.
         """
         return self.layer_bytes(key_size, value_size) + COLUMN_BYTES * len(self.state_names)
 
     def layer_bytes(self, key_size: int, value_size: int) -> int:
-        """Return the bytes of one entry without the method's own numbers: also what a residual adds to it."""
+        """Return the bytes of one entry without the method's own numbers; a residual adds as many."""
         stored = -(-self.key_bits * key_size // 8) + -(-self.value_bits * value_size // 8)
         return stored + self.extra_bytes + COLUMN_BYTES
 
     @property
     def layout(self) -> Layout:
-        """Return where the numbers of kept entries may differ."""
+        """Return the dimensions in which numbers of kept entries may differ."""
         if not self.equal_heads:
             return Layout.HEAD_RAGGED
         return Layout.DENSE if self.equal_layers else Layout.LAYER_RAGGED
 
     @property
     def fixed_total(self) -> bool:
-        """Return whether lengths and budget alone decide how many entries a layer keeps: the sum of its quotas.
+        """Return whether lengths and budget alone decide how many entries a layer keeps (the sum of its quotas).
 
         A paged runtime then frees pages without asking what was kept.
         """
@@ -80,15 +80,15 @@ class Traits:
 
     @property
     def count_known_on_host(self) -> bool:
-        """Return whether lengths, budget and files decide how many entries a layer keeps: the sum of its quotas.
+        """Return whether lengths, budget and files decide how many entries a layer keeps (the sum of its quotas).
 
-        A runtime that has the files need not wait for a device to know the number.
+        A runtime that has the files then knows the number without waiting for a device.
         """
         return not (self.counts_from_data or self.across_layers)
 
     @property
     def biased(self) -> bool:
-        """Return whether attention adds a number of the method's to the logits of entries (`observation.bias`)."""
+        """Return whether attention adds a bias by the method to each entry's logits (`observation.bias`)."""
         return bool(self.needs.of(EntryBiases))
 
 

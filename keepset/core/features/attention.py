@@ -1,4 +1,4 @@
-"""Attention that entries receive from the prompt, from its queries once more, and from a second pass over it."""
+"""Attention that entries receive from the prompt, from its queries moved behind it, and from a second pass over it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class _PromptQueries(Accumulator):
         self._newest, rows = chunk, chunk.source.undo(chunk.queries, chunk.positions)
         queries = {}
         for feature, parts in self._queries.items():
-            # By position, so that neither chunks nor padding change who is asked; the first token always is.
+            # By position, so that neither chunks nor padding change which queries count; the first token's always does.
             asked = [row[:, chunk.every(feature.stride, request)] for request, row in enumerate(rows)]
             queries[feature] = [*parts, asked]
         self._queries = queries
@@ -94,7 +94,7 @@ class _PromptQueries(Accumulator):
         return {of: widened([column for columns in each for column in columns[of]], width) for of in self._queries}
 
     def _columns(self, lengths: Int[Tensor, " batch"]) -> dict[PromptQueryAttention, list[Tensor]]:
-        """Return the columns of each of its own requests."""
+        """Return the columns of each request."""
         newest = self._newest
         assert newest.source is not None
         turn, entries = newest.source.ahead(lengths, 1), newest.entries()
@@ -116,7 +116,7 @@ class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
     Each query sees all entries. Its value is `[batch, query_heads, entries]`.
 
     Attributes:
-        stride: one query out of so many is asked.
+        stride: every `stride`-th query counts.
     """
 
     label = "the prompt's queries once more"
@@ -128,7 +128,7 @@ class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
 
     @property
     def cost(self) -> PromptQueryAttention:
-        """The feature itself: other strides are asked separately."""
+        """The feature itself: each stride is computed separately."""
         return self
 
 
@@ -138,8 +138,8 @@ class SecondPassColumns:
 
     Attributes:
         statistics: by name, one number for each query head and entry; zero where an entry received nothing.
-        tokens: how many tokens have looked at the entries.
-        opening: how many of the first entries were left out because they belong to the chat template; None: none were.
+        tokens: how many tokens attended to the entries.
+        opening: how many of the first entries were left out, as the chat template's opening; None if none were.
     """
 
     statistics: Mapping[ColumnStatistic, Float[Tensor, "batch query_heads entries"]]
@@ -151,14 +151,14 @@ class SecondPassColumns:
 class SecondPass(Feature[SecondPassColumns]):
     """Tokens that run once more after the prompt's whole cache, for the attention that they pay to it.
 
-    They are the task's tokens if the cache was given some, else the prompt's own. Nothing of them stays.
+    They are the task's tokens if the cache was given some, else the prompt's own. Their entries are dropped.
 
     Attributes:
         statistics: statistics of the columns of that attention.
-        chunk: how many tokens of the prompt run together. They see the whole prompt and one another; each chunk follows
-            the prompt anew. 0: all tokens run together.
-        repeat: whether each chunk comes after words that ask to repeat it. The statistics are then those of a softmax
-            over the chunk, these words, the first few entries and the chunk's own entries alone (KVzip).
+        chunk: how many tokens of the prompt run together. They see the whole prompt and one another, but no other
+            chunk. 0: all tokens run together.
+        repeat: whether each chunk follows words that ask to repeat it. Its softmax then covers only the chunk, these
+            words, the prompt's first few entries and the chunk's entries in the prompt (KVzip).
     """
 
     label = "a second pass"
@@ -174,5 +174,5 @@ class SecondPass(Feature[SecondPassColumns]):
 
     @property
     def cost(self) -> SecondPass:
-        """The pass without its statistics: passes that differ in these alone are run as one."""
+        """The pass without its statistics: passes that differ only in these run once."""
         return replace(self, statistics=frozenset())

@@ -1,4 +1,4 @@
-"""`HiddenScores`: what a module tells of each entry from its hidden state, computed while entries are written."""
+"""`HiddenScores`: scores of entries by a module on hidden states, computed while entries are written."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class _Scores(Accumulator):
 class HiddenScores(Feature[Scores]):
     """The score of every entry by a module on the hidden states that enter its layer's attention.
 
-    A token is scored when its entry is written, so that no hidden state is kept: there is a number per entry and KV
-    head. Between events it is a column of the entries, which `Method.remember` has to return to keep it.
+    A token is scored when its entry is written, so no hidden state is kept, only a number per entry and KV head.
+    Between events it is a column of the entries; `Method.remember` must return the column to keep it.
 
     Attributes:
         file: the file of statistics that holds the modules; a method needs `statistics`, too.

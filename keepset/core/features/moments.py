@@ -30,7 +30,7 @@ class QueryDistribution:
 
     Attributes:
         mean, covariance: of each query head.
-        rotate: rotates rows ahead.
+        rotate: rotates rows to future positions.
     """
 
     mean: Float[Tensor, "batch query_heads head_dim"]
@@ -112,7 +112,7 @@ class _OfRows(Feature[Value]):
 
     @abstractmethod
     def distribution(self, moments: Moments, source: QuerySource, lengths: Int[Tensor, " batch"]) -> Value:
-        """Return the feature's value, made of the moments of its rows, for requests of these lengths in tokens."""
+        """Return the feature's value from the moments of its rows, for requests of these lengths in tokens."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class QueryMoments(_OfRows[QueryDistribution]):
 
     Attributes:
         skip: how many of the first tokens to leave out.
-        buffer: how many of the newest queries they are made of at an event after the prompt, as far as these came since
-            the event before. At the prompt's end they are made of the whole prompt. 0: they do not exist at later
-            events. Moments with another buffer are the same feature.
+        buffer: over how many of the newest queries they are taken at an event after the prompt, at most those since the
+            event before. At the prompt's end they are taken over the whole prompt. 0: they do not exist at later
+            events. Moments that differ only in their buffer are merged.
     """
 
     label = "query moments"

@@ -45,13 +45,13 @@ class PaddedQueries(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Queries of each request's prompt, as if they came right after it: some at equal distances, and the newest."""
+    """Queries of each request's prompt, rotated as if they came right after it: some evenly spaced, and the newest."""
 
     spread: PaddedQueries
     newest: PaddedQueries
 
     def at_most(self, spread: int, newest: int) -> PaddedQueries:
-        """Return the queries that there would be if at most so many of each request had been asked for."""
+        """Return the queries of a request for at most so many of each kind."""
         some, last = self
         if some.queries.shape[2] > spread:
             some = PaddedQueries.padded([row[:, :: _stride(row.shape[1], spread)] for row in some.rows])
@@ -76,8 +76,8 @@ def _last(rows: Rows, most: int) -> Rows:
 class _Row:
     """One request's queries before rotation: of every `stride`-th position, and the newest; and how many have come.
 
-    The former are chosen by position, so that neither chunks nor padding change which are chosen. The stride doubles
-    when they are too many.
+    Spaced queries are chosen by position, so neither chunks nor padding change the choice. The stride doubles when
+    there are too many of them.
     """
 
     def __init__(self, spread: Rows, newest: Rows, stride: int, tokens: int) -> None:
@@ -124,11 +124,11 @@ class _Reference(Accumulator):
 class ReferenceQueries(Feature[Reference]):
     """Some of the prompt's own queries, as if they came once more right after it.
 
-    At later events they do not exist.
+    They exist only at the prompt's end.
 
     Attributes:
-        spread: how many at equal distances, at most. Queries of other numbers are the same feature.
-        newest: how many of the newest, at most. Where the former are among them, both count.
+        spread: the most evenly spaced queries. Features that differ only in numbers are merged.
+        newest: the most newest queries. A query may be among both.
     """
 
     label = "the prompt's queries once more"

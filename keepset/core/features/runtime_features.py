@@ -1,4 +1,4 @@
-"""Features that a runtime gives by other means than an accumulator."""
+"""Features that a runtime provides without an accumulator."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class RecentQueries(Feature[Tensor]):
 
 @dataclass(frozen=True)
 class EntryBiases(Feature[Tensor]):
-    """Attention that adds a number of the method's to the logits of every entry: `observation.bias`."""
+    """Attention that adds a bias by the method to the logits of every entry: `observation.bias`."""
 
     label = "biases of entries"
 
 
 @dataclass(frozen=True)
 class QuantizedEntries(Feature[Tensor]):
-    """Attention over keys and values in few bits, each with a scale of its own.
+    """Attention over keys and values that are stored in few bits, each with its own scale.
 
     Attributes:
         bits: of each number.
@@ -116,9 +116,10 @@ class ModelStatistics(Feature[Statistics]):
     Attributes:
         file: the file that holds them; "" for the statistics that are offered for the model.
         predictors: whether the networks of `distilled` are asked for.
-        covariances: whether covariances are looked at, which take room: paged runtimes then show fewer layers at once.
-        rotates: whether the method rotates by the measured frequencies, for which a token needs one position.
-        modules: the kind of modules on hidden states that are asked for, as in `Statistics.hidden`; "" for none.
+        covariances: whether the method reads covariances. They take memory: paged runtimes then show fewer layers at
+            once.
+        rotates: whether the method rotates by the measured frequencies, for which a token needs a single position.
+        modules: the kind of modules on hidden states that the method needs, as in `Statistics.hidden`; "" for none.
     """
 
     label = "statistics of the model"

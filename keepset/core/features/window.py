@@ -1,4 +1,4 @@
-"""`WindowAttention`: what every entry receives from the newest queries, added up while they come."""
+"""`WindowAttention`: the attention that entries receive from the newest queries, summed while these come."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class WindowSums:
     """Attention that entries received from a window of queries.
 
     Attributes:
-        attention_sums: summed over the window's queries, float32; of each query head if the feature says so.
-        window: how many queries; those that a shorter request does not have count as zero.
+        attention_sums: summed over the window's queries, float32; per query head if the feature says so.
+        window: how many queries; queries that a shorter request lacks count as zero.
     """
 
     attention_sums: Float[Tensor, "batch kv_heads entries *group"]
@@ -36,14 +36,14 @@ class WindowSums:
 class WindowAttention(Feature[WindowSums]):
     """Causal attention of the newest `window` queries, summed over them, for each entry and KV head.
 
-    At the prompt's end it is made of these queries. After the prompt it is added up entry by entry while they come, so
-    that numbers are held for entries and hardly a query. A window reaches no further back than the event before. If
-    events are at least `window` tokens apart, nothing is dropped while the window passes, and the sums are those that
-    the queries would give at the event. If they come more often (`every=I`), the window is the newest I queries.
+    At the prompt's end it is computed from these queries. After the prompt it is summed per entry while the queries
+    come, so that hardly a query is stored. A window reaches no further back than the event before. If events are at
+    least `window` tokens apart, nothing is dropped during the window, and the sums equal those that the queries would
+    give at the event. If events come more often (`every=I`), the window is the newest I queries.
 
     Attributes:
         window: how many queries.
-        history: whether the queries see only the entries before the newest `window`; nothing else counts then.
+        history: whether only attention to entries before the newest `window` tokens counts, by a softmax over these.
         sums_of: how to reduce the query heads that share a KV head.
     """
 
@@ -71,7 +71,7 @@ class WindowAttention(Feature[WindowSums]):
         return self.made(observation, self.window)
 
     def made(self, observation: Observation, window: int) -> WindowSums:
-        """Return the sums of the newest `window` of an observation's queries."""
+        """Return the sums over the newest `window` queries of an observation."""
         queries, at = observation.newest_queries(window)
         last_visible = self.last_visible(at, observation.lengths)
         return WindowSums(self.sums_of.of(observation.attention_sums(queries, last_visible, self.sums_of)), window)
