@@ -25,9 +25,9 @@ class AdaKV(Allocator):
 
     Attributes:
         floor: the share of its budget that a head keeps in any case.
-        safeguard: "mix" as in the authors' program: a head's number is a mix of its adaptive and its uniform share.
-            "least" as in kvpress and the program of AMS' authors: each head keeps so many of its best, at least one,
-            and the best of all others fill the budget.
+        safeguard: "mix", as in the authors' program: a head's number is a mix of its adaptive and its uniform share.
+            "least", as in kvpress and the program of AMS' authors: each head keeps its best, a share
+            `floor` of its quota and at least one, and the best of all others fill the budget.
     """
 
     name = "adakv"
@@ -38,7 +38,7 @@ class AdaKV(Allocator):
     safeguard: str = parameter("mix", choices=("mix", "least"))
 
     def objection(self, inner: Method) -> str:
-        # A head that is given less than others would be taken for one that holds less (`_filled`).
+        # `_filled` would take a head with a smaller quota for one that holds less.
         twice = "adakv: one inside another would divide again what its heads were given: use it once."
         return twice if isinstance(inner, AdaKV) else ""
 
@@ -61,8 +61,8 @@ class AdaKV(Allocator):
 def _filled(quotas: Quotas, existing: Quotas) -> Quotas:
     """Return quotas that sum to what all heads may keep together, though some hold less than their share.
 
-    The largest quota is everybody's share, cut to what a head holds. Without this, heads that were given little at
-    one event would shrink the layer at the next.
+    The largest quota is the share of every head, cut to what a head holds. Otherwise heads that got little at one event
+    would shrink the layer at the next.
     """
     total = torch.minimum(quotas.amax(-1) * quotas.shape[-1], existing.sum(-1))
     quotas = quotas.minimum(existing)

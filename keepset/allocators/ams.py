@@ -1,4 +1,4 @@
-"""AMS: quotas for regions, so that none of them is wiped out."""
+"""AMS: quotas for regions of the text, so that no region is dropped completely."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ class AMS(Allocator):
     last `window` queries (equation 1): their mean, over the query group as well, average-pooled over `kernel` entries.
     It is mixed with the entries' credit, c <- `decay` c + (1 - `decay`) m from c = 0 (section 3.3), so that entries
     that are attended to at one event after another count for more than new ones. The text is cut where every further
-    `segment_mass` is full. Each segment gets `min_quota` entries, and of the rest a share in proportion to its mass, so
-    that all of the budget is given out. Inside a segment the best entries by the scorer are chosen. Sinks and the
-    recent suffix join them, and what is then too much goes, the lowest scores first (lines 38 to 41). If the minima do
-    not fit, the segments of least mass go without.
+    `segment_mass` is full. Each segment gets `min_quota` entries, and a share of the rest in proportion to its mass, so
+    that the whole budget is used. Inside a segment the best entries by the scorer are chosen. Sinks and the recent
+    suffix are added, and the lowest scores are dropped until the budget holds (lines 38 to 41). If the minima do not
+    fit, the segments of least mass get none.
 
-    Where the authors' program differs, the text decides: masses are of each request and head alone; cuts include the
-    entry that fills a segment; what a segment cannot take is shared in proportion to mass. The text names no pooling
+    Where the authors' program differs, the text decides: each request and head has its own masses; cuts include the
+    entry that fills a segment; what a segment cannot take is shared in proportion to mass. The text gives no pooling
     width and no length of the suffix; 5 and 32 are the program's.
 
     `padding` says what an entry gets for queries of the window that came before it (B.4). With "observations", each of
-    these missing observations counts as the most that an entry of the window got. With "positions", the program's way,
+    these missing observations counts as the most that an entry of the window got. With "positions", as in the program,
     every entry of the window gets the most that any entry got; that is mostly the first token's, and then hardly any
     mass is left for the rest.
 
-    Switches of table 7: `weighted=False` divides by length instead of mass, `credit=False` takes each event's mass
-    alone, `adaptive=False` cuts every 128 entries, `segmented=False` is one top-k per head.
+    Switches of table 7: `weighted=False` divides by length instead of mass, `credit=False` uses only each event's mass,
+    `adaptive=False` cuts every 128 entries, `segmented=False` is one top-k per head.
     """
 
     name = "ams"
@@ -120,7 +120,7 @@ class AMS(Allocator):
         mask = segments.trimmed(ranking.scores, chosen | always & observation.valid, quotas, most)
         if credit is None:
             return ranking.keep(mask)
-        # If all may stay, there was no event.
+        # If all may stay, nothing is compressed.
         eventful = (quotas < observation.valid.sum(-1))[..., None]
         return ranking.keep(mask, credit=credit.where(eventful, observation.state.get("credit", 0.0)))
 

@@ -15,11 +15,11 @@ from keepset.core.select import RECENT_RANK, Ranking, top_mask
 class ChunkKV(Allocator):
     """Keeps whole chunks, those with the best mean score first (Liu et al. 2025, arXiv:2502.00299).
 
-    The entries that exist are cut into chunks of `chunk` consecutive ones. The chunk that would exceed the quota gives
-    the best entries of each head, so that the number is exact. What always stays is taken first and counts in no
-    chunk's mean. KV heads rank chunks together, by the mean over heads, as in the authors' program (which adds them
-    up). Heads that hold different entries, as inside `adakv` after an event, rank chunks by themselves. The paper's
-    reuse of chosen chunks in neighbouring layers is left out: it saves time and no memory.
+    The existing entries are cut into chunks of `chunk` consecutive ones. From the chunk that would exceed the quota
+    only the best entries of each head stay, so that the number is exact. What always stays is taken first and counts in
+    no chunk's mean. KV heads rank chunks together, by the mean over heads, as in the authors' program (which sums).
+    Heads that hold different entries, as inside `adakv` after an event, rank chunks by themselves. The paper's reuse
+    of chosen chunks in neighbouring layers is left out: it saves time and no memory.
     """
 
     name = "chunkkv"
@@ -34,7 +34,7 @@ class ChunkKV(Allocator):
         chunks = padded.unflatten(-1, (-1, self.chunk))
         counted = (chunks < RECENT_RANK) & ~chunks.isneginf()
         mean = ranking.observation.mean_over_heads(chunks.masked_fill(~counted, 0.0).sum(-1)) / counted.sum(-1)
-        # In both orders the later of equal ones is the better, as everywhere. Chunks without entries play no part.
+        # In both orders the later of equal ones is better, as everywhere. Chunks without entries do not count.
         best = mean.argsort(dim=-1, stable=True).argsort(dim=-1)
         within = chunks.argsort(dim=-1, stable=True).argsort(dim=-1)
         order = (best[..., None] * self.chunk + within).double().where(counted, chunks)

@@ -18,13 +18,12 @@ class Dynamic(LayerAllocator):
 
     Algorithm 1: a layer first holds `r_max` times the mean budget. After every `interval` layers, the best scores of
     all layers and heads so far are counted, as many as these layers have budget on average. The budget of all layers
-    is divided among the layers so far in proportion to the counts, and what an update cut does not come back. The
-    authors score with `dynamic(snapkv(window=8, kernel=7))`.
+    is divided among the layers so far in proportion to the counts; an update never raises a layer's number. The authors
+    score with `dynamic(snapkv(window=8, kernel=7))`.
 
     Where the paper is silent: the last layers are updated too if their number is no multiple of `interval`, so that
-    the total is exact. What a layer cannot take goes to the others in proportion; the authors' program gives
-    everything that rounding leaves to the newest. The runtime holds the prompt until its last layer, so an update
-    saves no memory.
+    the total is exact. What a layer cannot take goes to the others in proportion; in the authors' program the newest
+    layer gets all that rounding leaves. The runtime holds the prompt until its last layer, so updates save no memory.
     """
 
     name = "dynamic"

@@ -1,4 +1,4 @@
-"""One budget for all layers or heads together, divided by what they hold."""
+"""Allocators that divide one budget among all layers or heads, and the arithmetic that they share."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PerPart = Int[Tensor, "batch parts"]
 class LayerAllocator(Allocator):
     """Gives every layer its number of entries; the scorer chooses inside a layer.
 
-    What always stays, and at least one entry, is the same in every layer; only the rest is divided. The sum over layers
-    is exactly the budget of all of them, as far as that is a multiple of the number of heads.
+    Every layer keeps what always stays, or at least one entry; only the rest is divided. The sum over layers is the
+    budget of all of them, rounded down to a multiple of the number of heads.
     """
 
     @property
@@ -73,8 +73,8 @@ class LayerAllocator(Allocator):
 def divide(shares: Float[Tensor, "batch parts"], total: PerRequest, room: PerPart) -> PerPart:
     """Return whole numbers in proportion to shares, of which none exceeds its room.
 
-    They sum to `total`, or to all room where that is less. What does not fit a part goes to the others in proportion to
-    their shares. If nobody has a share, all have the same.
+    They sum to `total`, or to all room if that is less. What does not fit a part goes to the others in proportion to
+    their shares. If all shares are 0, they count as equal.
 
     Args:
         shares: a weight for each part, at least 0.
@@ -82,7 +82,7 @@ def divide(shares: Float[Tensor, "batch parts"], total: PerRequest, room: PerPar
         room: the most that each part can take.
     """
     total = total.minimum(room.sum(-1))
-    # Never quite zero: what others cannot take has to go somewhere.
+    # Never quite zero, so that a part can take what others cannot.
     shares = shares.double() + 1e-9 * shares.double().amax(-1, keepdim=True).clamp(min=1e-100)
     # All parts fill at the pace of their shares; those with the least room for their share are full first.
     full = room / shares
@@ -99,8 +99,8 @@ def divide(shares: Float[Tensor, "batch parts"], total: PerRequest, room: PerPar
 def total_entries(observations: Sequence[Observation], budget: Budget) -> PerRequest:
     """Return how many entries all KV heads of all these layers may keep together.
 
-    A fraction is taken of all entries at once and only then rounded down; it is never fewer than what always stays.
-    Other layers and heads may keep what one is too short for.
+    A fraction is taken of all entries together and then rounded down; it is never less than what always stays. If a
+    layer or head has too few entries, others may keep more.
 
     Args:
         observations: all layers.
@@ -126,11 +126,11 @@ def padded(ranked: Sequence[Float[Tensor, "_ kv_heads _"]]) -> list[Float[Tensor
 def pooled_counts(values: Float[Tensor, "batch parts entries"], total: PerRequest, least: PerPart) -> PerPart:
     """Return how many entries each part keeps if the best of all parts together stay.
 
-    The counts sum to `total`, or to all entries where there are fewer. Of equal values the earlier places of all parts
+    The counts sum to `total`, or to all entries if there are fewer. Among equal values the earlier places of all parts
     come first.
 
     Args:
-        values: the worth of each place; -inf where there is no entry.
+        values: the score of each place; -inf where there is no entry.
         total: how many entries stay of each request.
         least: how many of its best entries each part keeps in any case: no more than it has, and together no more than
             `total`.

@@ -1,4 +1,4 @@
-"""Match: the entries that stay make up for those that were dropped."""
+"""Match: change the entries that stay so that they make up for those that were dropped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keepset.kernels.matching import FitProblem, match_attention
 
 @dataclass(frozen=True)
 class Match(PostProcessor):
-    """Fits what stays, so that attention over it is as it was over all (Zweiger et al. 2026, arXiv:2602.16284).
+    """Fits what stays so that attention over it is near to that over all (Zweiger et al. 2026, arXiv:2602.16284).
 
     It is a last step of a recipe, after any other method has chosen: `match(reread, keep=0.1)`. Entries that stay keep
     their keys. Each gets a bias, the logarithm of how many dropped entries it stands for, and another value. Both are
@@ -32,22 +32,22 @@ class Match(PostProcessor):
 
     Inside `quantized(..., bits=4)` it is fitted to keys as they will be read.
 
-    Reference queries are the prompt's own, as if they came once more right after it: some at equal distances, so that
-    no part of the text is without, and its newest, which the queries of what follows are most like. Those of a second
-    pass cost more and were a worse reference (docs/results.md). The attention that an entry receives includes its bias,
-    for the methods inside as well.
+    Reference queries are the prompt's own, as if they came once more right after it: some at equal distances, to cover
+    all parts of the text, and its newest, to which later queries are most similar. Those of a second pass cost more and
+    were a worse reference (docs/results.md). The attention that an entry receives includes its bias, for the methods
+    inside as well.
 
-    At events after the prompt, entries that stay keep what they got at its end. Fitting them anew to the newest
-    `window` queries made answers worse with every event where these come often: those queries look at what is near to
-    them, later ones do not, but what is fitted stays (docs/results.md).
+    At events after the prompt, entries that stay keep their biases and values. Fitting them anew to the newest `window`
+    queries made answers worse with every event if events come often: those queries look at what is near to them, later
+    ones do not, but fitted values stay (docs/results.md).
 
     Attributes:
-        biases: whether entries get biases. Without them the new values alone do what they can, under any engine's own
-            attention.
+        biases: whether entries get biases. Without them only values are fitted, which any engine's own attention can
+            use.
         queries: the most reference queries of each query head that lie at equal distances in the prompt.
         newest: the most reference queries of each query head that are the prompt's newest.
-        ridge: the cost of leaving the old values, and one bias for all, relative to the normal equations' mean
-            diagonal.
+        ridge: the cost of departing from the old values, and from one bias for all, relative to the normal equations'
+            mean diagonal.
         window: how many of the newest queries are the reference at events after the prompt; 0 fits nothing then.
     """
 
@@ -85,7 +85,7 @@ class Match(PostProcessor):
         if observation.bias is not None:
             bias += observation.bias
         bias_by_head = bias.flatten(0, 1)
-        # Keys of 8 bits are so near that a fit to them would be the same.
+        # Keys of 8 bits are so exact that a fit to them would be the same.
         format = FORMATS[4] if kept.bits == 4 and not observation.moved_as_stored else None
         values = observation.values.new_zeros(len(kept.indices), observation.values.shape[-1])
         known = observation.num_kept if self.traits.equal_heads else None
@@ -122,7 +122,7 @@ class Match(PostProcessor):
 
 
 def _of_queries(sinks: Float[Tensor, "kv_heads group"] | None, problem: FitProblem) -> Float[Tensor, "heads m"] | None:
-    """Return the sink of every reference query of every head of every request."""
+    """Return the softmax sink for every reference query of every head of every request."""
     if sinks is None:
         return None
     heads, queries = problem.asked.shape
@@ -130,9 +130,9 @@ def _of_queries(sinks: Float[Tensor, "kv_heads group"] | None, problem: FitProbl
 
 
 def _groups_of_similar_size(counts: Sequence[int], device: torch.device) -> Iterator[list[int]]:
-    """Yield groups of heads that keep about as many entries; fitted together they leave few places empty.
+    """Yield groups of heads that keep about as many entries, so that a fit of a group has little padding.
 
-    Where launches cost more than empty places, groups are wider.
+    Groups are wider on devices where launches cost more than padding.
     """
     group: list[int] = []
     most = 4.0 if is_async_device(device) else 1.25

@@ -1,4 +1,4 @@
-"""One budget for all layers, by where the best scores are: `pool` of entries, `composite` of tokens."""
+"""One budget for all layers, by where the best scores are: `pool` compares entries, `composite` composite tokens."""
 
 from __future__ import annotations
 
@@ -65,15 +65,16 @@ class Pool(Allocator):
 class Composite(LayerAllocator):
     """Divides one budget among layers by composite tokens (KVCompose 2025, arXiv:2509.05165, section 3.3).
 
-    Every head sorts its entries. The entries of one rank, over all heads of a layer, make a composite token, which is
-    worth their mean (equation 19). The best composite tokens of all layers say how many each layer keeps (20 to 22),
-    and every head keeps that many of its own best (23, 24). Scores should be comparable across layers, as attention is.
+    Every head sorts its entries. The entries of one rank, over all heads of a layer, make a composite token, whose
+    score is their mean (equation 19). The best composite tokens of all layers decide how many each layer keeps (20 to
+    22), and every head keeps that many of its own best (23, 24). Scores should be comparable across layers, as
+    attention is.
 
-    Where the paper is silent: what always stays, and at least one entry, is the same in every layer and outside the
-    pool. Of equal tokens those of better rank come first, over all layers.
+    Where the paper is silent: tokens that always stay, or at least one entry, are kept in every layer, outside the
+    pool. Among equal tokens those of better rank come first, over all layers.
 
     Attributes:
-        aggregate_head: what a composite token is worth; a sum would order as the mean does.
+        aggregate_head: the score of a composite token; a sum would order as the mean does.
         floor: share of the even budget that every layer keeps in any case. The paper's pool has none.
     """
 
@@ -98,7 +99,7 @@ class Composite(LayerAllocator):
         return pooled_counts(values, rest, least)
 
     def _composite(self, ranked: Scores) -> Float[Tensor, "batch entries"]:
-        """Return what each rank is worth, best first; -inf where no head has an entry of that rank.
+        """Return the score of each rank, best first; -inf where no head has an entry of that rank.
 
         In double, because scores of what always stays are near the largest float32.
         """

@@ -18,7 +18,7 @@ from keepset.core.traits import Traits
 class PostProcessor(Allocator):
     """Leaves another method's choice as it is, and changes how the chosen entries are stored.
 
-    Of several, the outermost comes first: what it says of how entries are stored, those inside can go by.
+    If there are several, the outermost runs first, so that those inside know how entries will be stored.
     """
 
     @property
@@ -26,14 +26,14 @@ class PostProcessor(Allocator):
         return Traits(needs_budget=False)  # the method inside says whether it needs one
 
     def check_scorer(self) -> None:
-        """Accept every method: also a budget that cannot be divided again leaves entries to process."""
+        """Accept every method: entries can be processed even if the budget cannot be divided again."""
 
     @abstractmethod
     def processed(self, observation: Observation, kept: LayerKeepSet) -> LayerKeepSet:
-        """Return the same choice with what this step changes about it.
+        """Return the same choice with this step's changes.
 
         Args:
-            kept: what the method inside has chosen of it.
+            kept: the choice of the method inside.
         """
 
     def choose(self, ranking: Ranking) -> LayerKeepSet:

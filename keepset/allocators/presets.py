@@ -1,4 +1,4 @@
-"""Presets: other methods put together under a name of their own."""
+"""Presets: names for compositions of other methods."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from keepset.methods.second_pass import SecondPassAttention
 
 
 class Preset(Method):
-    """Other methods put together under one name; it decides as its `composition` does.
+    """A composition of other methods under one name; it decides as its `composition` does.
 
-    No allocator divides a preset's budget again, so it counts as one that looks across layers.
+    No allocator may divide a preset's budget again, so it counts as a method that looks across layers.
 
     Attributes:
         own_traits: what it adds to the traits of its composition.
@@ -63,11 +63,11 @@ class Glance(Preset):
 class Reread(Preset):
     """Keeps what the prompt looks at when it comes once more: `pool(prompt_queries(second_pass=True))`.
 
-    A preset for a context that is asked about later. Every token is looked for, so it finds facts that the text has
-    not come back to yet. Heads that look far get many entries; heads that look at the first and newest tokens get
-    few. It takes two passes, as `kvzip` and `kvcompose` do. `pool(prompt_queries)` takes one and is as near to texts
-    that go on, but it finds fewer facts when little may stay. `prompt_queries` says why it works, and docs/results.md
-    what was measured.
+    A preset for a context that is asked about later. In the second pass every token occurs again, so entries stay that
+    the text has not come back to yet. Heads that look far get many entries; heads that look at the first and newest
+    tokens get few. It takes two passes, as `kvzip` and `kvcompose` do. `pool(prompt_queries)` takes one. On a text that
+    continues it is as near to the full cache, but it finds fewer facts if little may stay. `prompt_queries` says why it
+    works, and docs/results.md what was measured.
     """
 
     name = "reread"
@@ -78,21 +78,21 @@ class Reread(Preset):
 class KVZip(Preset):
     """Keeps what is looked at when the model is asked to repeat its prompt (Kim et al. 2025, arXiv:2505.23416).
 
-    A preset: one pool of all heads of all layers, by the most attention that a second pass pays, in which the model
-    repeats the prompt. After the prompt run, chunk by chunk, words that ask to repeat it, the chat template's turn
-    change, and the chunk. The softmax is over the first entries, the chunk's entries and these tokens. An entry's
-    score is the most that it receives over these tokens and the query group. The best entries of all heads of all
+    A preset: one pool of all heads of all layers, by the most attention that each entry receives in a second pass in
+    which the model repeats the prompt. After the prompt, each chunk of it runs again, behind words that ask to repeat
+    it and the chat template's turn change. The softmax is over the first entries, the chunk's entries and these
+    tokens. An entry's score is the maximum over these tokens and the query group. The best entries of all heads of all
     layers stay, without a floor.
 
     As in the authors' program, the words' tokens count as queries, their wording is the same, and a chat template's
     opening (system message, user's header) is not part of the context: it is in every chunk's softmax and always
-    stays. The opening is recognised by the prompt's tokens; another system message than the template's own is context.
-    Without an opening the first four tokens take its place, as in kvpress; the first chunk holds them itself. A
-    tokenizer without a template has the authors' "Answer:" as its turn change. Exactly the budget is kept, where the
-    authors' threshold drops everything that ties with it, and each head keeps at least one entry.
+    stays. The opening is recognised by the prompt's tokens; a system message other than the template's own is context.
+    Without an opening the first four tokens replace it, as in kvpress; the first chunk contains them anyway. A
+    tokenizer without a template has the authors' "Answer:" as its turn change. Exactly the budget is kept; the authors'
+    threshold drops everything that ties with it. Each head keeps at least one entry.
 
     It costs more than a second prefill. The prompt runs again on top of its own cache, so its tokens attend to two to
-    three times as many entries as the first time, and the whole cache is held until that is done.
+    three times as many entries as the first time, and the whole cache is held until then.
 
     Attributes:
         chunk: tokens of the prompt that are repeated at a time; the paper's 2K. 0 repeats all of them at once.
@@ -123,14 +123,15 @@ class KVCompose(Preset):
     explain each parameter. The task is the context itself or, task-aware, the questions that the cache was given.
 
     At small budgets the paper's pure pool starves most layers. Some heads look for a token's earlier occurrence. When
-    the context runs again, every entry is found by its own copy, and nearly all of their maxima are close to one. A
-    `floor` mends a little of it, because those maxima rank entries inside a layer as well. A statistic that knows how
-    often mends most of it: `pool(second_pass(statistic='rms'), sinks=4, recent=32)`. docs/results.md has the figures.
+    the context runs again, such a head finds every entry by its own copy, and nearly all of its maxima are close to 1.
+    A `floor` helps little, because those maxima rank entries inside a layer as well. A statistic that also depends on
+    how often an entry is found helps most: `pool(second_pass(statistic='rms'), sinks=4, recent=32)`. docs/results.md
+    has the figures.
 
-    The context is one task, which follows the prompt in one piece and reaches positions of twice its length: so the
-    paper has it, T = {C}, and its authors' program (kvpress' KVComposePress). With `chunk=128`, that many tokens at a
-    time follow the prompt anew, which is quicker and nearer to the full cache. The program also lets the first layer
-    keep as much as any other, and a layer nothing at all; here every layer keeps at least one entry.
+    The context is one task, which follows the prompt in one piece and reaches positions of twice its length, as in the
+    paper (T = {C}) and its authors' program (kvpress' KVComposePress). With `chunk=128`, each 128 tokens follow the
+    prompt by themselves, which is quicker and nearer to the full cache. The program also lets the first layer keep as
+    much as any other, and a layer nothing at all; here every layer keeps at least one entry.
     """
 
     name = "kvcompose"

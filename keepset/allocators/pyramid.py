@@ -21,10 +21,10 @@ class Pyramid(Allocator):
 
     What always stays is the same in every layer. The rest, r entries on average, falls from 2r - r/beta in the first
     layer to r/beta in the last. If the text is too short for the first layer's share, the slope is the steepest that
-    fits. Rounding keeps the sum over layers exactly layers x budget. After an event these numbers are what layers aim
-    at; a layer that holds less keeps what it has.
+    fits. Rounding keeps the sum over layers exactly layers x budget. After an event a layer that holds fewer entries
+    than its number keeps what it has.
 
-    With a `window` it is the form that kvpress has, and the program of AMS' authors: the whole budget b falls from
+    With a `window` it is the form of kvpress and of the program of AMS' authors: the whole budget b falls from
     2b - b/beta to b/beta, and the first layer keeps at most the text less the window. If the last layer would keep
     fewer entries than the window, all layers keep b, as under the scorer alone. These programs round each layer by
     itself, so that a layer may keep one entry more or less.
@@ -52,7 +52,7 @@ class Pyramid(Allocator):
             return average
         most = existing
         if isinstance(budget.keep, int):
-            # Layers hold different numbers after an event: what they aim at must not depend on it.
+            # Layers hold different numbers after an event, on which their target must not depend.
             most = torch.maximum(existing, sizes.lengths[:, None])
             average = average.where(average < existing, most.minimum(budget.aim(sizes)[:, None]))
         always = average.minimum(budget.always(sizes)[:, None])
@@ -64,7 +64,7 @@ class Pyramid(Allocator):
         depths = sizes.depths[:, None]
 
         def before(depth: Int[Tensor, "batch 1"]) -> Quotas:
-            """Return the entries of the first `depth` layers; rounding sums instead of layers keeps the total."""
+            """Return the entries of the first `depth` layers together; rounding these sums keeps the total exact."""
             return (depth * first - step * (depth * (depth - 1) // 2) + 1e-6).floor().long()
 
         falling = same + before(depths + 1) - before(depths)

@@ -1,4 +1,4 @@
-"""Quantized: the entries that stay are stored in few bits."""
+"""Quantized: store the entries that stay in few bits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Quantized(PostProcessor):
     """Stores what stays, and all tokens after it, in 8 or 4 bits a number, with a scale for each key and value.
 
     It is the last step of a recipe, also around `match`: `quantized(match(reread), keep=0.5)`. Every key and every
-    value is mixed by an orthogonal matrix and has a scale of its own (`kernels/entry_format.py`). In 8 bits its mixed
-    numbers are rounded to multiples of the scale, in 4 bits to the levels of a normal distribution. In 4 bits new
-    tokens have a residual of 4 bits more for what the rounding has lost, which the next event drops. From the second
+    value is mixed by an orthogonal matrix and has its own scale (`kernels/entry_format.py`). In 8 bits the mixed
+    numbers are rounded to multiples of the scale, in 4 bits to levels for a normal distribution. In 4 bits, new tokens
+    have a residual of 4 more bits for the rounding error, which the next event drops. From the second
     event on, the methods inside see rounded entries. `keep` counts entries as always. `int8(...)` is another spelling
     of `quantized(..., bits=8)`.
 
     Attributes:
-        bits: of each number of a key or value; None for what suits the budget: 4 below `bytes=0.075`, else 8.
+        bits: bits of each number of a key or value; None for 4 if the budget is below `bytes=0.075`, else 8.
     """
 
     name = "quantized"

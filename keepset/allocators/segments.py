@@ -26,7 +26,7 @@ Weights = Float[Tensor, "batch kv_heads segments"]
 """A number for every segment, in double."""
 
 _BY_RADIX = 1 << 15
-"""From this many whole numbers on, torch sorts a single row by radix on a CPU; fewer sort faster as several rows."""
+"""From this many whole numbers on, torch sorts one row by radix on a CPU; fewer sort faster as several rows."""
 
 
 def cut_by_mass(filled: Scores, order: PerEntry, share: float, shortest: int, longest: int) -> PerSegment:
@@ -85,7 +85,7 @@ def divide(quotas: Quotas, mass: Weights, length: Weights, minimum: Weights) -> 
 
 
 def top_of_segments(ranked: Scores, segment: PerEntry, ends: PerSegment, quotas: PerSegment) -> Mask:
-    """Return which entries are the best of their segment; of equal ones the later, and never a hole.
+    """Return which entries are the best of their segment, never holes; among equal ones the later win.
 
     This is one sort of whole numbers that are in the order of (segment, score): floating-point numbers of one sign are
     in the order of their bits.
@@ -104,7 +104,7 @@ def top_of_segments(ranked: Scores, segment: PerEntry, ends: PerSegment, quotas:
 
 
 def trimmed(ranked: Scores, chosen: Mask, quotas: Quotas, most: int) -> Mask:
-    """Return the best of the chosen entries; of equal ones the later.
+    """Return the best of the chosen entries; among equal ones the later win.
 
     AMS, algorithm 1, line 40. There is never anything to fill up (line 41): the segments' quotas sum to the head's.
 

@@ -9,6 +9,6 @@ from keepset.core.method import Allocator
 
 @dataclass(frozen=True)
 class Uniform(Allocator):
-    """Gives every layer and head the same number, as a scorer does by itself; a name for that choice."""
+    """Gives every layer and head the same number of entries, as a scorer alone does."""
 
     name = "uniform"

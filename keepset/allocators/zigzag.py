@@ -28,10 +28,9 @@ class ZigZag(LayerAllocator):
 
     Not checked against the paper: its authors published no program, and only the abstract of its text was available.
     The formula, `mass` and `floor` are what a port to kvpress (pull request 238, not merged) gives as the paper's
-    equation 6; an earlier state of that port had a floor of 0.1. Where that is silent: attention is that of the newest
-    `window` queries, summed over them, as in that earlier state. A KV head, whose entries are kept, has one minimum, by
-    the mean over its query group. What always stays is outside the division. A layer that cannot take its number
-    leaves it to the others.
+    equation 6; an earlier version of that port had a floor of 0.1. Where that is silent: attention is that of the
+    newest `window` queries, summed over them, as in that earlier version. Each KV head has one minimum, by the mean
+    over its query group. What always stays is outside the division. Entries that a layer cannot take go to the others.
     """
 
     name = "zigzag"
@@ -55,6 +54,6 @@ class ZigZag(LayerAllocator):
         """Return a layer's minimum budget to maintain attention, in entries per head."""
         usage = observation[WindowAttention(self.window)].attention_sums.double().nan_to_num(0.0)
         reached = usage.sort(dim=-1, descending=True).values.cumsum(-1)
-        # Sums of the same numbers in two orders differ by roundings.
+        # Sums of the same numbers in two orders differ by rounding.
         enough = self.mass * reached[..., -1:] * (1 - 1e-12)
         return ((reached < enough).sum(-1) + 1).double().mean(-1)

@@ -25,7 +25,7 @@ from keepset.kernels.dispatch import upload
 from keepset.kernels.softmax import GroupReduction
 
 PositionAttention = Float[Tensor, "requests positions"]
-"""The window's attention that every position receives, over all layers and heads (equation 6)."""
+"""The attention that every position receives from the window, over all layers and heads (equation 6)."""
 
 THRESHOLD = 0.9
 """The threshold without a table: the middle of the paper's range, and the default of its authors' first program."""
@@ -33,43 +33,42 @@ THRESHOLD = 0.9
 
 @dataclass(frozen=True)
 class CompilerKV(Method):
-    """Keeps what the whole model attends to, by heads that a table trusts (Yang et al. 2026, CompilerKV).
+    """Keeps what the whole model attends to, with heads weighted by a table (Yang et al. 2026, CompilerKV).
 
     The utility of an entry is a product of three numbers: the attention of the `window` newest queries, summed over
     them and averaged over all heads of all layers; the norm of the entry's value relative to its head's mean; and the
-    head's weight in the table. An entry counts by the head for which that is largest (equations 6 to 10). All heads of
-    a layer keep one set. `tables` is a file that `keepset compile` makes for a model. Without one all weights are 1 and
-    all thresholds 0.9.
+    head's weight in the table. The largest over the heads counts (equations 6 to 10). All heads of a layer keep one
+    set. `tables` is a file that `keepset compile` makes for a model. Without one all weights are 1 and all thresholds
+    0.9.
 
     Every layer keeps exactly `keep`, the best by utility: "the final retention is always enforced by Top-B" (appendix
-    B.1). Then **the threshold changes nothing**: candidates are the best entries by the same number that fills or cuts
+    B.1). Then **the threshold changes nothing**, because the same utility selects candidates and fills them up or cuts
     them. So neither the threshold nor the perplexity is looked up.
 
     With `elastic=True` a layer's candidates are the entries that reach its threshold, which the table has for the
-    entropy of that attention and the perplexity of the window (equations 11 to 15). If they are no more than the budget
-    `keep`, they stay; of more the best stay (equation 16). So **`keep` is a cap**, even if it is as long as the text.
-    `threshold` says which number is compared with it:
+    entropy of that attention and the perplexity of the window (equations 11 to 15). If there are no more than `keep`,
+    all of them stay; else the best `keep` stay (equation 16). So **`keep` is a cap**, even if it is as long as the
+    text. `threshold` says which number is compared with the threshold:
 
     - `"mean"`: the utility with attention relative to its mean over the text (its sum times the text's length over the
-      window's). It then lies around 1, as appendix B.1 says that it does, and the number of entries that reach 0.8
-      grows with the text. The authors' newer program does so.
-    - `"utility"`, as in equation 15: the utility itself, in which equation 7 has normalised the norm of values and
-      nothing else. All utilities of a layer add up to about `window`, so at most about `window / 0.8` entries can reach
-      0.8, however long the text is. Few do beside the window, and the budget hardly ever cuts.
+      window's). It is then around 1, as appendix B.1 says, and the number of entries that reach 0.8 grows with the
+      text. The authors' newer program does so.
+    - `"utility"`, as in equation 15: the utility itself, in which equation 7 normalises only the norms of values. All
+      utilities of a layer sum to about `window`, so at most about `window / 0.8` entries can reach 0.8, however long
+      the text is. Few outside the window do, and the budget hardly ever cuts.
 
     The paper's ablations are `head_table=False` (all weights 1), `gate=False` (one threshold) and, for raw attention,
     `global_mean=False` (each head's own) with `relative_norm=False` (no values). Under the global mean all heads of a
-    layer see the same attention and differ in the norms of their values alone, so weights change little. With
-    `global_mean=False` they change much more. "All layers" are those that are compressed; sliding windows are not
-    among them.
+    layer see the same attention and differ only in the norms of their values, so weights change little. With
+    `global_mean=False` they change much more. "All layers" are the compressed ones, without sliding windows.
 
     Where the paper is silent: `window` is 64, and always stays, as in the authors' first program; it counts towards
-    `keep`, and no threshold applies to it. Their newer program does not keep it for itself (`recent=0`). A layer of
-    which nothing would stay keeps its best entry. Heads of attention and weights are query heads; the value of an entry
-    is its KV head's. Entropy is in nats, and NaN counts as the highest risk. Of several budgets in the file the nearest
-    to the request's counts. Tables of another model are refused; `Tables.fitted` maps them to one of another depth by
-    relative place (appendix B.1). Where heads hold different entries, attention is added up by position, and every KV
-    head goes by its own query heads.
+    `keep`, and no threshold applies to it. Their newer program does not always keep it (`recent=0`). A layer of which
+    nothing would stay keeps its best entry. Attention and weights are per query head, values per KV head. Entropy is in
+    nats, and NaN counts as the highest risk. If the file has several budgets, the one nearest to the request's counts.
+    Tables of another model are refused; `Tables.fitted` maps them to a model of another depth by relative place
+    (appendix B.1). If heads hold different entries, attention is summed by position, and every KV head uses only its
+    own query heads.
     """
 
     name = "compilerkv"
@@ -127,7 +126,7 @@ class CompilerKV(Method):
 
     @property
     def gated(self) -> bool:
-        """Return whether thresholds depend on the text; without tables they are all the same."""
+        """Return whether thresholds depend on the text; without tables all are equal."""
         return self.elastic and self.gate and bool(self.tables)
 
     def tables_for(self, observation: Observation) -> Tables:
@@ -205,7 +204,7 @@ class CompilerKV(Method):
         """Return how many entries equation 15 admits, together with what always stays; at least one."""
         existing = observation.valid
         if self.threshold == "mean":
-            # A query's attention adds up to 1, so the window's to the number of its queries.
+            # A query's attention sums to 1, so the window's sums to the number of its queries.
             queries = observation.lengths.clamp(max=self.window)[:, None, None]
             utility = utility * (existing.sum(-1, keepdim=True) / queries)
         always = budget.is_protected(observation) | budget.is_recent(observation)

@@ -1,4 +1,4 @@
-"""Distilled: keep what a small network, fitted to a dearer method, finds in an entry's own key and value."""
+"""Distilled: keep what a small network, fitted to a slower method, scores highest by an entry's own key and value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keepset.core.traits import Traits
 from keepset.methods.fitted import ThresholdScorer
 
 _CODE = "code"
-"""The name of what is remembered (`keepset.kernels.entry_code.encode`). An entry that was not looked at has 0."""
+"""The name of the remembered codes (`keepset.kernels.entry_code.encode`). An entry that was not scored has 0."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Distilled(ThresholdScorer):
     """Scores an entry by a network that was fitted to another method's scores of such entries.
 
     `keepset calibrate --teacher reread --teacher prompt_queries` fits one small network per KV head to the mean of both
-    teachers' logarithms. It reads the entry's key before rotation and its value, and how long both are: no query, no
-    hidden state. So it takes one pass, and an entry goes through its network once, when the first event looks at it.
+    teachers' logarithms. It reads the entry's key before rotation, its value and both norms: no query, no hidden
+    state. So it takes one pass, and an entry goes through its network once, at its first event.
     The network gives two numbers: the entry's log score at a distance of 64 tokens from the end of the text, and how
-    much each doubling of the distance adds. They are remembered, in 4 bytes an entry. A table adds what the distance is
-    worth to all entries of the head, in a text of that length.
+    much each doubling of the distance adds. They are remembered, in 4 bytes per entry. A table adds a number that
+    depends on the distance and the text's length, for all entries of the head alike.
     The method is keepset's own; KVzap (arXiv:2601.07891) fits such networks to the hidden states that enter attention.
 
-    With a `threshold`, entries with a lower score go, whatever their number, and `keep` is a cap. A score is relative:
+    With a `threshold`, all entries with a lower score are dropped, and `keep` is a cap. A score is relative:
     1 is the geometric mean of the teacher's scores over all entries of the texts that were fitted to.
 
     Attributes:

@@ -21,13 +21,14 @@ class DuoAttention(Method):
 
     `keepset calibrate` measures beforehand which heads retrieve: it trains gates between full and streaming attention
     as the authors do, but in fewer steps and on shorter texts; `stats` names the file. `keep` decides how many heads
-    retrieve: of all KV heads of all layers those of the highest gates, as many as fit while the others keep their sinks
+    retrieve: the KV heads with the highest gates, over all layers, as many as fit while the others keep their sinks
     and recent tokens. The remaining entries make the streaming heads' recent part longer, so that the total is exact.
     If the budget is no more than all heads' sinks and recent tokens, no head retrieves.
 
-    There are 16 sinks and 64 recent tokens, as the gates were measured; the authors have 128 and 256 for longer texts,
-    and a fixed share of retrieval heads instead of a budget. Gates and lengths decide, so every layer can do so alone.
-    With `every=` fewer heads retrieve as the text grows, and a head that holds less than it could keeps what it has.
+    There are 16 sinks and 64 recent tokens, as when the gates were measured; the authors have 128 and 256 for longer
+    texts, and a fixed share of retrieval heads instead of a budget. Only gates and lengths decide, so each layer can
+    be compressed by itself. With `every=` fewer heads retrieve as the text grows, and a head that holds less than it
+    could keeps what it has.
 
     Attributes:
         stats: a file of `keepset calibrate`; "" for the embedded model's own.
@@ -69,7 +70,7 @@ class DuoAttention(Method):
         whole = (left // more.clamp(min=1)).clamp(max=heads)
         left = left - whole * more
         streaming = (heads - whole).clamp(min=1)
-        # Of equal gates the earlier head retrieves.
+        # With equal gates the earlier head retrieves.
         ranks = gates.flatten().argsort(descending=True, stable=True).argsort().view_as(gates)[sizes.depths]
         whole, least, left, streaming, more = (part[:, None] for part in (whole, least, left, streaming, more))
         counts = least + left // streaming + (ranks - whole < left % streaming).long()

@@ -25,27 +25,27 @@ from keepset.kernels.softmax import normalised
 class ExpectedAttention(Method):
     """Keeps what the next queries are expected to attend to (Devoto et al. 2025, arXiv:2510.00636).
 
-    Queries before rotation are taken as Gaussian, N(m, C) per query head. R is the mean rotation of the next `future`
-    positions. An entry's expected unnormalised attention is exp(k·Rm/√d + k·RCR'·k/2d). It is normalised over the
-    entries, averaged over the query group, and weighted with the value's norm: (attention + epsilon) · ‖v‖.
+    Queries before rotation are modelled as Gaussian, N(m, C) per query head. R is the mean rotation of the next
+    `future` positions. An entry's expected unnormalised attention is exp(k·Rm/√d + k·RCR'·k/2d). It is normalised over
+    the entries, averaged over the query group, and weighted with the value's norm: (attention + epsilon) · ‖v‖.
 
-    Where a model caps its logits (Gemma 2), the cap is put on the logarithm of the expectation, which is then at most
-    the cap, as the logarithm of an expectation of capped logits is.
+    If a model caps its logits (Gemma 2), the logarithm of the expectation is capped, so that it is at most the cap, as
+    it would be for capped logits.
 
     Attributes:
         future: how many coming positions the rotation is averaged over.
         skip: first tokens, attention sinks, that are left out of the statistics and always stay.
         covariance: whether to use the second-order term.
         value_norm: whether to weight with the norm of the values.
-        epsilon: added before the weighting, so that entries that nothing is expected to look at differ by their
-            values. 0.01 is what kvpress' leaderboard and AMS's baselines (its appendix) use; the class there has 0 by
-            default, which finds hardly anything that is asked later (docs/results.md).
+        epsilon: added before the weighting, so that entries without expected attention differ by their values.
+            kvpress' leaderboard and AMS's baselines (its appendix) use 0.01. The class in kvpress has 0 by default,
+            with which hardly any fact is found that is asked for later (docs/results.md).
         stats: a file of `keepset calibrate`. Its mean and covariance are used instead of the text's own, whatever
             `skip` is; the file leaves out the first four tokens of its texts. The authors' "with statistics".
-        buffer: how many of the newest queries the statistics cover where decoded tokens are compressed too
-            (`every=`). The event's own query is among them, and none from before the previous event is; 0 takes the
-            event's own query alone. The authors' program keeps that many hidden states beside the event's own, and
-            empties its buffer at every event. A prompt is always covered as a whole.
+        buffer: how many of the newest queries the statistics cover while decoding (`every=`). The event's own query is
+            one of them, and none is from before the previous event; 0 takes only the event's own query. The authors'
+            program keeps that many hidden states in addition to the event's own, and empties its buffer at every
+            event. The statistics of a prompt always cover all of it.
     """
 
     name = "expected_attention"
@@ -120,7 +120,7 @@ def _expected_logits(
     """
     batch, heads, entries, size = keys.shape
     group, width = vectors.shape[2], -(-size // _PARTS)
-    # For every part of the columns the rows down to the diagonal, the matrices of a group side by side.
+    # For each block of columns: the rows down to the diagonal, with the matrices of a group side by side.
     columns = [slice(start, min(start + width, size)) for start in range(0, size, width)]
     parts: list[tuple[slice, Tensor]] = []
     if matrices is not None:

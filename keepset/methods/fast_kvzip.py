@@ -1,4 +1,4 @@
-"""Fast KVzip: keep what a gate, fitted to KVzip's scores, finds in the hidden states."""
+"""Fast KVzip: keep what a gate, fitted to KVzip's scores, scores highest by hidden states."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from keepset.methods.fitted import HiddenStateScorer
 class FastKVzip(HiddenStateScorer):
     """Scores an entry by a gate on the hidden state that enters its layer (Kim et al. 2026, arXiv:2601.17668).
 
-    A gate compares one low-dimensional key of the token's with a few keys that it has learnt, by a few queries of the
-    same token's, and gives a number from 0 to 1 for each KV head. `HiddenGate` has the formula, which is that of the
-    authors' program for inference, because the paper's text was not at hand. The authors publish gates, and `keepset
-    calibrate --import` reads them. An entry is scored once, as it is written.
+    From the token's hidden state a gate makes one low-dimensional key and a few queries. It compares that key with a
+    few learned keys by these queries, and gives a number from 0 to 1 for each KV head. `HiddenGate` has the formula of
+    the authors' program for inference, because the paper's text was not available. The authors publish gates, and
+    `keepset calibrate --import` reads them. An entry is scored once, when it is written.
 
-    The authors compare scores over all heads of all layers: `pool(fast_kvzip)`. The first 4 tokens stay, and of the
-    newest as many as when they decode, 128; after a prompt they keep 2% of its tokens, or 4,096 of a long one.
+    The authors compare scores over all heads of all layers: `pool(fast_kvzip)`. The first 4 tokens always stay, and
+    the newest 128, which is the authors' number while decoding; after a prompt they keep the newest 2% of its tokens,
+    or 4,096 of a long one.
 
     Attributes:
         stats: a file of `keepset calibrate --import`.

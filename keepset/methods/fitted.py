@@ -1,4 +1,4 @@
-"""What methods have in common whose networks were fitted to another method's scores."""
+"""Base classes of methods whose networks were fitted to another method's scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keepset.core.shapes import Scores
 
 
 class HiddenStateScorer(Method):
-    """A method whose network reads the hidden state that enters a layer, once, as a token's entry is written.
+    """A method whose network reads the hidden state that enters a layer, once, when a token's entry is written.
 
     Attributes:
         network: the kind of network.
@@ -39,7 +39,7 @@ class HiddenStateScorer(Method):
 
 
 class ThresholdScorer(Method):
-    """A method that may choose by a threshold: entries with a lower score go, and the budget is a cap.
+    """A method that may choose by a threshold: entries with a lower score are dropped, and the budget is a cap.
 
     Attributes:
         threshold: the lowest score that stays; 0 for a budget alone.

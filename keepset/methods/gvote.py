@@ -31,21 +31,21 @@ class GVote(Method):
     Algorithm 1: the newest query's attention reaches `p_nuc` with its B_step best entries. Hidden states are sampled
     from N(mean, diag(variance)) of the prompt's hidden states, and the model makes queries of them at the mean rotation
     of the next `future` positions. Each query chooses its B_step best entries by logits, and the union stays: no budget
-    is given.
+    is needed.
 
-    Where the paper is silent: B_step is each query head's own, and a KV head keeps the union over its query group as
-    well. The variance is the population's. Nothing stays by itself, neither first tokens nor the newest. A recipe's
-    `sinks` and `recent` do, and a few recent ones help, since the mean rotation prefers no near entries. The noise of a
-    layer's samples is the same for all requests. A prompt of at most `skip` tokens stays whole, since it has no
-    statistics, and so do heads whose newest query overflowed. A `keep` is a cap: at most that many of a head's union
-    stay, the best by votes (of samples and query heads), then by the mean attention that the samples pay.
+    Where the paper is silent: B_step is computed for each query head, and a KV head keeps the union over its query
+    group as well. The variance is the population's. By default neither the first tokens nor the newest always stay;
+    a recipe can set `sinks` and `recent`, and a few recent ones help, since the mean rotation does not prefer near
+    entries. The noise of a layer's samples is the same for all requests. A prompt of at most `skip` tokens stays whole,
+    since it has no statistics, and so do heads whose newest query overflowed. A `keep` is a cap: at most that many of a
+    head's union stay, the best by votes (of samples and query heads), then by the mean attention of the samples.
 
     Attributes:
         p_nuc: attention that the newest query's best entries hold together; with 1.0 all entries stay.
         samples: future queries per query head; the paper finds 8 or more enough.
-        future: how many coming positions the rotation is averaged over. The paper names no number: 512, as in expected
-            attention, whose Gaussian hidden states it builds on. Fewer are nearer to the very next queries.
-        skip: first tokens, attention sinks, that the statistics leave out; 4 for the same reason.
+        future: how many coming positions the rotation is averaged over. The paper gives no number; 512 is that of
+            expected attention, whose Gaussian hidden states it builds on. Fewer suit the very next queries better.
+        skip: first tokens, attention sinks, that the statistics leave out; 4, as in expected attention.
         seed: the seed of the samples, which are hashes of it, the layer, the sample and the channel.
     """
 
@@ -90,7 +90,7 @@ class GVote(Method):
     def step_budgets(self, observation: Observation) -> Int[Tensor, "batch kv_heads group"]:
         """Return B_step of every query head: how many entries the newest query needs."""
         attention = observation.by_query_group(observation.window_attention(1)[:, :, 0])
-        if observation.sinks is not None:  # what a sink takes is no entry's
+        if observation.sinks is not None:  # attention to a sink belongs to no entry
             attention = attention / attention.sum(-1, keepdim=True)
         needed = nucleus(attention, self.p_nuc)
         existing = observation.valid.sum(-1, keepdim=True)
@@ -114,7 +114,7 @@ class GVote(Method):
 def nucleus(attention: Float[Tensor, "*rows entries"], mass: float) -> Int[Tensor, "*rows"]:
     """Return how many entries, the best first, hold a share `mass` of each row's attention; all where it is NaN."""
     held = attention.sort(dim=-1, descending=True).values.double().cumsum(-1)
-    # Holding everything takes those as well whose attention rounds to nothing.
+    # A share of 1 also needs entries whose attention rounds to 0.
     return 1 + (~(held[..., :-1] >= (mass if mass < 1 else math.inf))).sum(-1)
 
 

@@ -17,8 +17,8 @@ class KeyDiff(Method):
     """Keeps the entries whose keys are least similar to the others (Park et al. 2025, arXiv:2504.15364).
 
     An entry's score is minus the cosine between its key and the mean of all normalised keys of its head: the paper's
-    form that is linear in the number of entries. It does not look at attention. The paper compresses block after block
-    of a prompt; here that is `every=`.
+    form that is linear in the number of entries. It does not use attention. The paper compresses a prompt block by
+    block; here `every=` does that.
     """
 
     name = "keydiff"

@@ -1,4 +1,4 @@
-"""KVzap: keep what a small module, fitted to KVzip's scores, finds in the hidden states."""
+"""KVzap: keep what a small module, fitted to KVzip's scores, scores highest by hidden states."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class KVzap(HiddenStateScorer, ThresholdScorer):
     the logarithm of the score that KVzip+ would give the entry. The authors publish such modules, and `keepset
     calibrate --import` reads them. An entry is scored once, as it is written.
 
-    With a `threshold`, entries with a lower score go, whatever their number, unless they are among the `recent` newest;
-    `keep` is then a cap. The authors use a threshold alone, with a window of the newest 128 tokens; -4 is the example
-    in their program. There an entry is judged when it leaves the window; here at every event (`every=`). Their program
-    computes in the model's precision; here it is float32. Formulas are those of the program (kvpress
-    0.5.5, `KVzapModel` and `DMSPress`), because the paper's text was not at hand.
+    With a `threshold`, all entries with a lower score are dropped, except the `recent` newest; `keep` is then a cap.
+    The authors use only a threshold, with a window of the newest 128 tokens; -4 is the example in their program. There
+    an entry is judged when it leaves the window; here at every event (`every=`). Their program computes in the model's
+    precision, keepset in float32. Formulas are those of the program (kvpress 0.5.5, `KVzapModel` and `DMSPress`),
+    because the paper's text was not available.
 
     Attributes:
         threshold: the lowest score that stays, below 0; 0 for a budget alone.

@@ -21,8 +21,8 @@ class LagKV(Method):
 
     Entries after the sinks are cut into partitions of `lag`. Every channel of a key is scaled by its smallest and
     largest value in the partition that follows. The standard deviation over channels goes through a softmax over the
-    partition. The same is done with values, and the sum of both is the entry's information. Entries without a full
-    partition after theirs always stay.
+    partition. The same is done with values, and the sum of both is the entry's information. Entries of partitions that
+    no full partition follows always stay.
 
     The paper keeps an equal share of every partition, so an entry's score is its rank in its partition. Partitions are
     cut anew at every event, from the entries that exist; the authors' program leaves compressed ones alone, and grows.
@@ -55,7 +55,7 @@ class LagKV(Method):
                 + self._information(observation.values_of(heads), count)
             )
         )
-        # Sorted stably upwards: of equal ones the later is better, as everywhere.
+        # A stable ascending sort: among equal ones the later is better, as everywhere.
         ranks = information.argsort(dim=-1, stable=True).argsort(dim=-1) / self.lag
         partitions = slice(self.skip, self.skip + (count - 1) * self.lag)
         follows = torch.arange(count - 1, device=scores.device) + 2  # full partitions that must exist

@@ -20,8 +20,8 @@ class QFilter(Method):
     The direction is measured beforehand (`keepset calibrate`). It is the first right singular vector of each query
     head's queries after rotation, with the sign that makes their mean projection positive, averaged over the query
     heads that share a KV head. As in the authors' program, queries are not centred, and the average is not made a unit
-    vector again. The program takes the sign of most queries; here it is that of their mean, as in the paper. Nothing
-    stays by itself: the newest tokens that the authors' cache keeps apart are `recent=` here.
+    vector again. The program takes the sign of most queries; here it is that of their mean, as in the paper. No tokens
+    always stay by default: write `recent=` for the newest tokens, which the authors' cache keeps apart.
 
     Attributes:
         stats: a file of `keepset calibrate`; "" for the embedded model's own, which is made on first use.

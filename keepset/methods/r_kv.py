@@ -29,15 +29,15 @@ class RKV(Method):
     The formula is that of the AMS paper's comparison (table 11) and its authors' program. The score is `mix_lambda` x
     importance - (1 - `mix_lambda`) x redundancy. Importance is attention over the entries before the window, averaged
     over the query group and the window's queries, and max-pooled with `kernel`. Redundancy is a softmax over each
-    key's mean cosine to all other keys before the window. Of the keys that are more similar to a key than `threshold`,
-    the newest is not charged with that cosine. The first four tokens and the window always stay.
+    key's mean cosine to all other keys before the window. For each key, the newest key whose cosine with it exceeds
+    `threshold` leaves this cosine out of its mean. The first four tokens and the window always stay.
 
     With `group="max"` importance is R-KV's own (equations 2 and 3, and its authors' program): a softmax over the
     largest logit of the group. R-KV protects no first tokens: `sinks=0`. Where its text differs from both programs, the
     programs are followed: the text pools each query's attention, over an even width, before the mean (equation 4), and
-    relieves a key of its own newest similar one instead of relieving that one (equations 5 and 6). The text is followed
-    in two points. If a key has no similar one, none is relieved; the programs relieve the first entry. The window's
-    keys are not among those that may be repeated (3.1); they are in R-KV's own program. One newest entry is relieved:
+    leaves the cosine out of the key's own mean instead of that of its newest similar key (equations 5 and 6). The text
+    is followed in two points. If no key is similar enough, no cosine is left out; the programs take the first entry
+    then. The window's keys are not compared (3.1); R-KV's own program compares them. Only one key leaves a cosine out:
     the programs' ratio of retained ones (0.1) changes nothing in the direction that they take.
 
     Attributes:
@@ -81,7 +81,7 @@ class RKV(Method):
         return _softmax(charged / history.sum(-1, keepdim=True).clamp(min=1), history)
 
     def _charged(self, keys: Float[Tensor, "batch heads entries head_dim"], history: Mask) -> Scores:
-        """Return the sum of the cosines that each key is charged with, for some heads."""
+        """Return the sum of the cosines that count for each key, for some heads."""
         directions = F.normalize(keys.float(), dim=-1).masked_fill(~history[..., None], 0.0)
         others = directions.sum(2, keepdim=True) - directions
         charged = (directions * others).sum(-1)

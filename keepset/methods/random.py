@@ -18,8 +18,8 @@ from keepset.core.shapes import Scores
 class Random(Method):
     """Keeps entries by chance; no paper.
 
-    An entry's number is a hash of (seed, layer, KV head, position), so that a run repeats on any device, under any
-    runtime and in any place of a batch.
+    An entry's number is a hash of (seed, layer, KV head, position), so it is the same in every run, on any device,
+    under any runtime and in any row of a batch.
     """
 
     name = "random"

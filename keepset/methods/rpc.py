@@ -22,11 +22,11 @@ class RPC(Method):
     Attention of the `window` newest queries is averaged over them and over query heads, and average-pooled with
     `kernel`. The heads are those that share a KV head, and the first four tokens and the window always stay, as in the
     AMS paper's comparison (table 11) and its authors' program. With `aggregation="all"` the mean is over all heads of
-    the layer, as in RPC's own formula and program; both names are its program's. Where heads hold different entries,
-    as inside `adakv`, each KV head still has its own mean. RPC compresses what is decoded and never drops the prompt:
+    the layer, as in RPC's own formula and program; both names are its program's. If heads hold different entries, as
+    inside `adakv`, each KV head still has its own mean. RPC compresses only decoded tokens:
     `rpc(aggregation='all', keep=..., every=..., protect_prompt=True)`.
 
-    RPC lets the budget grow by a quarter of each interval; here it is `keep`. Attention is the model's own, over all
+    RPC lets the budget grow by a quarter of each interval; here `keep` is fixed. Attention is the model's own, over all
     entries, and all entries are pooled; RPC's program leaves prompt and window out of both.
     """
 

@@ -1,4 +1,4 @@
-"""SecondPassAttention: keep what a task's tokens, or the prompt's own, attend to."""
+"""SecondPassAttention: keep what a task's tokens, or the prompt's own tokens, attend to."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class SecondPassAttention(Method):
     """Keeps what receives most attention (KVCompose 2025, arXiv:2509.05165, section 3.2: equations 14 to 16).
 
     Each entry's column of attention becomes one number per query head (`statistic`), and the numbers of a query group
-    become one per KV head (`aggregate_group`). There is no sum beside the mean: it orders entries the same way, over
-    all layers too.
+    become one per KV head (`aggregate_group`). There is no sum, because it orders entries as the mean does, also over
+    all layers.
 
     Attributes:
         task: the tokens that attend. `"context"` is the prompt, run once more on top of its own whole cache, or the
             questions that the cache was given (`task_tokens`). `"repeat"` is the prompt, after words that ask to repeat
             it; a chat template's opening always stays (see `kvzip`). `"self"` is the prompt's own causal attention, in
-            one pass; few tokens see what comes late, and it sees itself most.
-        statistic: over the task's tokens; `"rms"` is the root of the mean square, and needs a second pass.
+            one pass; few tokens see late entries, mostly these entries' own tokens.
+        statistic: taken over the task's tokens; `"rms"` is the root of the mean square, and needs a second pass.
         aggregate_group: over the query heads that share a KV head.
-        chunk: how many of the prompt's tokens run together; every chunk follows the prompt anew. 0 runs all at once.
+        chunk: how many of the prompt's tokens run together; chunks do not see one another. 0 runs all at once.
         mean_term: whether the mean over all heads is added to each head's own number.
-        values: what attention is multiplied with (A.1.3): nothing, the value's norm, or the norm of the value after
-            the query head's output projection.
+        values: the factor of attention (A.1.3): none, the value's norm, or the norm of the value after the query
+            head's output projection.
     """
 
     name = "second_pass"

@@ -18,7 +18,7 @@ from keepset.core.statistics import RowStatistics
 from keepset.core.traits import Traits
 
 _BLOCK = 2**14
-"""The most entries that are looked at at a time."""
+"""The most entries that are scored at a time."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,9 @@ class TriAttention(Method):
     As in the authors' program, distances are from the request's length plus 1, 2, 4 ... up to `horizon`, a query head's
     scores are standardised over the entries, and an entry gets the largest over the query heads that share its KV head.
     Each layer and head decides by itself, as under the program's `--per-layer-perhead-pruning`; its command averages
-    over layers by default. Where the paper is silent: numbers that a model does not rotate count as of
-    frequency 0, each by itself, and statistics leave out the first four tokens of each text. A prompt is compressed
-    like everything else, where the authors keep it (`prefill=False, every=128` waits until it is over), and nothing
-    stays by itself.
+    over layers by default. Where the paper is silent: each number that a model does not rotate counts as a plane of
+    frequency 0, and statistics leave out the first four tokens of each text. The authors keep the prompt; here it is
+    compressed too (`prefill=False, every=128` waits until it is over). No tokens always stay by default.
 
     Attributes:
         horizon: the distance of the farthest future query, in tokens.
@@ -70,7 +69,7 @@ class TriAttention(Method):
 
 
 def _spread(measured: RowStatistics) -> Float[Tensor, "batch query_heads head_dim"]:
-    """Return (1 - R) E|q| of each number's plane, times the gain of queries; cached keys hold theirs already."""
+    """Return (1 - R) E|q| of each number's plane, times the gain of queries; cached keys contain their gain already."""
     excess = (measured.norm - measured.in_plane(measured.mean)) * measured.gain[:, None]
     return excess / (1 + measured.paired[:, None].float())  # A plane occurs twice, once for each of its numbers.
 
