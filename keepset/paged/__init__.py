@@ -1,1 +1,1 @@
-"""Compression in paged caches, whatever the engine: nothing here imports one."""
+"""Compression in paged caches for any engine; this package imports none."""

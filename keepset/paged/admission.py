@@ -1,4 +1,4 @@
-"""`Admission`: how many blocks must be free, so that a waiting request and all that run can go on together."""
+"""`Admission`: how many blocks must be free for a waiting request to run together with all running ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from keepset.paged.eviction_schedule import EvictionSchedule
 
 _PIECE = 128
-"""The least number of steps by which a request's future is added: fewer are not worth a call."""
+"""The least number of steps that are added to a request's forecast at once: fewer are not worth a call."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _Course:
         prompt, length: tokens of its prompt, and tokens that were processed.
         step: the step in which `length` was known.
         schedule: when it is compressed.
-        base: in a coming step `n` it will have had `base + n` tokens.
+        base: after a coming step `n` it will have `base + n` tokens.
         end: the last step for which its blocks are in the sums.
     """
 
@@ -36,17 +36,17 @@ class _Course:
 
 
 class Admission:
-    """Foresees the blocks of all running requests, each of which takes one token per step.
+    """Forecasts the blocks of all running requests, each of which takes one token per step.
 
-    With compression every I tokens a request's blocks rise and fall. The sum of what all requests hold in a step has
-    its maximum at the worst moment, and is less than the sum of all maxima. The sums reach lcm(every, block size)
-    steps ahead: after that the pattern repeats. Requests that still grow towards their budget then are not foreseen.
+    With compression every I tokens a request's blocks rise and fall. Requests have their maxima in different steps, so
+    the largest sum over the coming steps is less than the sum of all maxima. The sums reach lcm(every, block size)
+    steps ahead: after that the pattern repeats. Requests that still grow after that are not forecast.
 
-    The sums are kept by step. A request is added when it starts, its future piece by piece, and changed only if it did
-    not do what was foreseen. So neither a step nor a question goes through all requests.
+    The sums are kept by step. A request is added when it starts, its forecast piece by piece, and changed only if it
+    did not follow the forecast. So neither a step nor a query visits all requests.
 
     Within a step requests are scheduled one after another, and each frees its empty blocks in its turn. Requests before
-    it do not get these, so a request counts with the blocks of the step before if those are more.
+    it cannot have these, so a request counts with the blocks of the step before if those are more.
 
     Args:
         schedule: when requests without a budget of their own are compressed.
@@ -110,7 +110,7 @@ class Admission:
         for name in self._late():
             self._courses[name].step = self._step
             self._move(name, self._courses[name])
-        # A prompt's blocks come chunk by chunk, and count as if all were there.
+        # A prompt's blocks are allocated chunk by chunk, but count from the first chunk on.
         missing = sum(
             self._blocks(self._courses[name].schedule, prompt, prompt, 1)[0] - held(name)
             for name, prompt in self._prompts.items()
@@ -178,13 +178,13 @@ class Admission:
         self._sums[:, : held.shape[1] - front] += held[:, front:]
 
     def _blocks(self, schedule: EvictionSchedule, prompt: int, first: int, number: int) -> np.ndarray:
-        """Return a request's blocks in the steps that bring it to `first` tokens and more; at least its prompt's."""
+        """Return a request's blocks in the steps from `first` tokens on; at least its prompt's blocks."""
         end = first + number
         tokens = np.arange(first, end)
         held = -(-(np.maximum(tokens, prompt) + self._steps_ahead) // schedule.block_size)
         done = first
         while done < end:
-            # What an event empties is freed when the next step is scheduled; between two events nothing is.
+            # Blocks that an event empties are freed when the next step is scheduled; between two events none are.
             event = schedule.next_event(prompt, done - 1)
             until = end if event is None else min(event + 1, end)
             held[done - first : until - first] -= schedule.freed(prompt, done - 1)

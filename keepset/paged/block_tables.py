@@ -1,8 +1,8 @@
 """`BlockTables`: where the entries of requests lie in the layers of a group, step by step.
 
 There are two kinds. Heads that keep equally many entries share one block table per request, shifted by what was
-dropped: an event packs what it leaves into the logical slots from `dropped // block_size` blocks on, and the blocks
-before are free. Heads that keep different numbers have pages of their own (`ragged_heads.py`).
+dropped: an event packs what stays into the logical slots from block `dropped // block_size` on, and the blocks before
+that are free. Heads that keep different numbers have their own pages (`ragged_heads.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keepset.paged.step import ScheduledRequest, ShiftedBatch, StepBatch, StepPl
 
 
 class BlockTables(ABC):
-    """Says where requests' entries lie in the pages of one group of layers: in each step, and at an event."""
+    """Tells where requests' entries lie in the pages of one group of layers: in each step, and at an event."""
 
     def __init__(self, schedule: EvictionSchedule) -> None:
         self.schedule = schedule
@@ -40,7 +40,7 @@ class BlockTables(ABC):
 
     @abstractmethod
     def place_step(self, batch: StepBatch, plan: StepPlan, eventful: bool) -> None:
-        """Place a step's tokens: alter the slot mapping, and tell attention where the entries lie.
+        """Place a step's tokens: alter the slot mapping, and give attention the entries' blocks.
 
         Args:
             batch: the step.
@@ -65,11 +65,11 @@ class BlockTables(ABC):
 
     @abstractmethod
     def event_width(self, request: ScheduledRequest) -> int:
-        """Return an upper bound of the entries of each head of a request after the step."""
+        """Return an upper bound for the entries of each head of a request after the step."""
 
     @abstractmethod
     def event_key(self, request: ScheduledRequest) -> Hashable:
-        """Return what two requests must have in common to share an event, besides recipe and point."""
+        """Return the key that two requests must share to share an event, besides recipe and point."""
 
     @abstractmethod
     def event_pages(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> EventPages:
@@ -114,7 +114,7 @@ class EqualHeadPages(EventPages):
 
 
 class EqualHeadTables(BlockTables):
-    """Block tables that are shifted by what was dropped.
+    """Block tables that are shifted by the dropped entries.
 
     Attention gets the same two tensors in every step, so CUDA graphs can capture their addresses.
     """
@@ -141,7 +141,7 @@ class EqualHeadTables(BlockTables):
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
         """Return where the entries lie.
 
-        No head has pages of its own, so the layouts have only the number of dropped entries.
+        All heads share their pages, so the layouts have only the number of dropped entries.
         """
         held = [self._held(request) for request in requests]
         known = [
@@ -174,7 +174,7 @@ class EqualHeadTables(BlockTables):
         """Return the entries of each head after the step, and how many of them the event before has kept."""
         schedule = self.schedule_of(request)
         width, kept = request.after - schedule.dropped(request.prompt, request.before), 0
-        # Nothing was packed at events that dropped nothing: what came since the one before is whole.
+        # Events that dropped nothing have packed nothing: everything since the event before them is whole.
         if width < request.after:
             kept = schedule.newest_effective_event(request.prompt, request.before) - (request.after - width)
         return width, kept

@@ -1,4 +1,4 @@
-"""Contexts: compressed prompts from files. Any number of requests begin with a context's pages; none writes to them."""
+"""Contexts: compressed prompts from files. Any number of requests share a context's pages; none writes to them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ContextPlacement:
     Attributes:
         tokens: tokens of the context, kept or not.
         first: the number of leading blocks, which hold nothing.
-        own: the first block that is the request's own. The blocks between are shared by all requests with this context,
-            and their pages may belong to any layer.
-        shared: whether blocks are shared. If not, a request has all pages for itself, because it compresses them.
+        own: the first block that is the request's own. Blocks from `first` to `own` are shared by all requests with
+            this context, and their pages may belong to any layer.
+        shared: whether blocks are shared. If not, a request has its own copy of all pages, because it compresses them.
     """
 
     tokens: int
@@ -75,7 +75,7 @@ class ContextPlacement:
 
 
 def _first_block(counts: Int[Tensor, "*rows kv_heads"], tokens: int, block_size: int) -> Int[Tensor, "*rows"]:
-    """Return the first of the request's last blocks that hold the entries of heads with pages of their own."""
+    """Return the first of the request's last blocks, which hold the entries if each head has its own pages."""
     lengths = torch.full(counts.shape[:-1], tokens)
     return -(-lengths // block_size) - page_layout.blocks_needed(counts, lengths, block_size)
 

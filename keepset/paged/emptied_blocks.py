@@ -1,4 +1,4 @@
-"""`EmptiedBlocks`: how many blocks events have emptied, where that depends on the data."""
+"""`EmptiedBlocks`: how many blocks events have emptied, if that depends on the data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EmptiedBlocks:
         self._events.append((table, pages, AsyncHostCopy(pages)))
 
     def expect(self, keys: Mapping[int, RequestKey]) -> None:
-        """Note whose newest tokens are in which pages; called between the plan of a step and that of the next.
+        """Note which pages hold which requests' newest tokens; called between the plans of two steps.
 
         Args:
             keys: the requests, by the page of their newest token.
@@ -40,14 +40,14 @@ class EmptiedBlocks:
         self._keys |= keys
 
     def settle(self) -> None:
-        """Ask how many blocks the events have emptied, now that all of them are over."""
+        """Count the blocks that the events have emptied; called once all of them are over."""
         for table, pages, copy in self._events:
             whose = [self._keys.get(page) for page in copy.tolist()]
             self._emptied.append((whose, AsyncHostCopy(table.unused_blocks(pages))))
         self._events, self._keys = [], {}
 
     def drain(self) -> dict[RequestKey, int]:
-        """Return the leading blocks that are empty, of the requests whose events are over since the last call."""
+        """Return how many leading blocks are empty, for each request whose event has ended since the last call."""
         emptied, self._emptied = self._emptied, []
         numbers = [zip(whose, copy.tolist(), strict=True) for whose, copy in emptied]
         return {key: blocks for event in numbers for key, blocks in event if key is not None}

@@ -1,7 +1,7 @@
 """Interfaces of an engine's adapter: what an engine with a paged cache provides, so that keepset can plan its steps.
 
 docs/engines.md says when each is called, what else is set up, and what ragged heads need beyond `Pages`.
-vLLM's adapter (`keepset.vllm`) is written against them.
+vLLM's adapter (`keepset.vllm`) implements them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EngineSize:
         blocks: blocks of the whole pool.
         drafts: how many of a request's newest tokens may be taken back after a step, at most. None of them reaches an
             event (`EvictionSchedule.draftable`).
-        replays: whether graphs of steps that only decode are replayed: then all of these steps do the same.
+        replays: whether graphs of steps that only decode are replayed; all of these steps must then do the same.
     """
 
     max_requests: int
@@ -41,8 +41,8 @@ class Pages(Protocol):
     """One layer's cache, by sub-pages, in each process that computes.
 
     A block is `kv_heads` sub-pages, one for each head. The sub-page of a head is `block * kv_heads + head`, and an
-    entry's slot is `subpage * block_size + offset`. Numbers go on into the caches of the layers that follow among those
-    with the same block tables, and after the last into the first: pages that requests share lie in all of them.
+    entry's slot is `subpage * block_size + offset`. Numbers continue into the caches of the next layers with the same
+    block tables, and after the last into the first, because pages that requests share may be in any of these caches.
     """
 
     @property
@@ -93,8 +93,8 @@ class Pages(Protocol):
             subpages: their numbers, in the order of the entries.
 
         Returns:
-            Keys and values as they are stored: whole numbers, or rows of a `RowFormat`. `entries` is
-            `pages * block_size`. Behind a head's own entries is whatever the page held before.
+            Keys and values as they are stored: plain numbers, or rows of a `RowFormat`. `entries` is
+            `pages * block_size`. After a head's own entries comes whatever the page held before.
         """
 
     def write(self, keys: Shaped[Tensor, "n row"], values: Shaped[Tensor, "n row"], slots: Int[Tensor, " n"]) -> None:
@@ -131,7 +131,7 @@ class StepAdapter(Protocol):
             plan: the step's plan.
 
         Returns:
-            The metadata, with what `plan.shifted` says, if it says anything.
+            The metadata, with the tables and lengths of `plan.shifted`, if there are any.
         """
 
 
@@ -143,7 +143,7 @@ class LayerAdapter(Protocol):
         """Return the layer's cache as sub-pages.
 
         Args:
-            layer: whatever the engine hands its attention as the layer.
+            layer: the layer object that the engine passes to its attention.
             kv_cache: the engine's cache of the layer.
         """
 
@@ -175,5 +175,5 @@ class SchedulerAdapter(Protocol):
 
         Args:
             request_id: the engine's name of the request.
-            blocks: how many, counted from the first; blocks that were released before are among them.
+            blocks: how many, counted from the first, including blocks that were released before.
         """

@@ -1,4 +1,4 @@
-"""`EntryColumns`: numbers of entries beside key and value, by the same slots, so that all of it moves together."""
+"""`EntryColumns`: numbers per entry besides key and value, in the same slots, so that all of them move together."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def columns_of(
         recipe: what requests are compressed by.
         group: query heads per KV head.
         contexts: whether requests can begin with saved contexts, whose entries may have biases.
-        saves: whether it is asked at the end where entries come from.
+        saves: whether requests may be saved, for which positions must be known at their end.
     """
     method: Method = recipe.method
     sums = {feature.column: feature.sums_of.shape(group) for feature in method.traits.needs.of(WindowAttention)}
     single = [BIAS] if method.traits.biased or contexts else []
-    # Without a later event nobody asks where an entry came from, or what was remembered of it.
+    # Without a later event neither positions nor remembered numbers are needed.
     if recipe.schedule.every is not None:
         single += [POSITION, *method.traits.state_names]
     elif saves:
@@ -45,16 +45,16 @@ def columns_of(
 class EntryColumns:
     """Numbers of the entries of some layers, by slot.
 
-    Several requests may begin with the same pages until each has its first event. What an entry receives until then
-    differs from request to request, but its slot has one number. So such a request has private columns, in which an
-    entry's place is its position.
+    Several requests may share their first pages until each has its first event. The attention that an entry receives
+    until then differs between requests, but its slot has one number. So such a request has private columns, which are
+    indexed by position.
 
     Args:
         columns: the name of each column, and the shape of an entry's numbers in it.
         layers, kv_heads, slots: how many layers there are, and KV heads and slots in each.
         block_size: tokens of a block.
         device: device of the cache.
-        biased: whether attention adds biases before any entry has one, because a graph is captured then.
+        biased: whether attention adds biases even before any entry has one, because a graph may be captured then.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class EntryColumns:
         return sum(column.nbytes for column in (*self._columns.values(), *self._private.values()))
 
     def private(self, request: int, name: str, entries: int) -> Float[Tensor, "layers kv_heads places *rest"]:
-        """Return a request's private column, to be written to.
+        """Return a request's private column, for writing.
 
         Args:
             request: the request, by its ring slot.
@@ -137,7 +137,7 @@ class EntryColumns:
         self[name].view(-1)[slots] = numbers.to(self[name].dtype)
 
     def write_no_bias(self, slots: Int[Tensor, " n"]) -> None:
-        """Take the biases away that earlier entries have left in some slots."""
+        """Clear the biases that earlier entries have left in some slots."""
         if self._biased:
             self[BIAS].view(-1)[slots] = 0
 
@@ -152,7 +152,7 @@ class EntryColumns:
         """
         subpages, packed, entries = occupied
         index = torch.arange(subpages.shape[-1] * self._block_size, device=subpages.device)
-        # Nothing was dropped of what came after the event before, so it lies in front of its position by one distance.
+        # Nothing was dropped since the last event, so all later entries lie equally far before their positions.
         positions = index + (lengths[:, None] - entries)[..., None]
         if POSITION not in self:
             return positions

@@ -1,8 +1,8 @@
-"""`EventQueue`: compressions that a step has brought due are executed before the next one, in all layers at once.
+"""`EventQueue`: executes the compressions that are due after a step before the next one, in all layers at once.
 
-An event reads what a recipe may look at, has it choose what stays, and packs that into pages. Between two steps nothing
-writes to the pages: whoever was given the pages of a request that has ended writes to them in a step that is yet to
-come. So an event can be executed even where its request is gone.
+An event reads what the recipe needs, lets it choose what stays, and packs that into pages. Between two steps nothing
+writes to pages: if a request has ended and its pages belong to another one, that one writes to them only in a later
+step. So an event can be executed even if its request is gone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from keepset.paged.step import StepBatch, StepPlan
 logger = logging.getLogger(__name__)
 
 _CPU_WORKSPACE = 1 << 22
-"""Bytes of several layers' entries that an event looks at together on a CPU: launches cost little there, and what stays
-in its caches is quicker."""
+"""Bytes of several layers' entries that an event reads together on a CPU: launches cost little there, and entries that
+fit its caches are read faster."""
 
 
 class EventEntries(NamedTuple):
@@ -69,7 +69,7 @@ def compress(group: LayerGroup, event: EvictionEvent) -> None:
         LazyHostInts.read([kept.heads, *assignment.host_reads])
         if not event.is_counted(kept):
             # A request that starts again after a preemption has more to choose from than one that was compressed
-            # all along, so a number that depends on it comes out differently. How many stay must not.
+            # all along. How many entries stay must not depend on that.
             assert event.keep is not None
             share = entries.observation.repeat_per_layer(upload(event.keep, kept.counts.device))[:, None]
             kept = method.choose(method.ranked(entries.observation, budget, share.expand_as(kept.counts)))
@@ -79,13 +79,13 @@ def compress(group: LayerGroup, event: EvictionEvent) -> None:
 
 
 def compress_across(due: Sequence[tuple[LayerGroup, EvictionEvent]]) -> None:
-    """Execute one event of a recipe that looks across layers: it sees all of them before anything moves.
+    """Execute one event of a recipe that looks across layers: it sees all layers before any entry moves.
 
     Args:
         due: each group of layers with its event.
 
     Raises:
-        RuntimeError: the groups do not mean the same requests, or the recipe keeps more than the scheduler expects.
+        RuntimeError: the groups' requests differ, or the recipe keeps more than the scheduler expects.
     """
     start, first = time.perf_counter(), due[0][1]
     recipe = first.recipe
@@ -107,12 +107,12 @@ def compress_across(due: Sequence[tuple[LayerGroup, EvictionEvent]]) -> None:
 
 
 def _assign(event: EvictionEvent, entries: EventEntries, kept: LayerKeepSet) -> PageAssignment:
-    """Return pages for what is to stay of these entries."""
+    """Return pages for the entries that will stay."""
     return event.pages.assign(entries.places, kept.counts + event.newer)
 
 
 def read_event(group: LayerGroup, event: EvictionEvent) -> Iterator[EventEntries]:
-    """Yield the entries up to the event's point, and what else the recipe looks at, for a few layers at a time.
+    """Yield the entries up to the event's point, and the recipe's other inputs, for a few layers at a time.
 
     How many layers are read together depends on the memory that their entries take.
 
@@ -178,7 +178,7 @@ def execute(
     assignment: PageAssignment,
     start: float,
 ) -> None:
-    """Pack what stays, and what came behind the event, into the pages assigned to it.
+    """Pack the entries that stay, and those that came after the event, into the pages assigned to them.
 
     Args:
         group: the layers.
@@ -233,7 +233,7 @@ def _write_state(
     within: Int[Tensor, " stays"],
     seen: Bool[Tensor, " stays"],
 ) -> None:
-    """Write the method's own numbers that a later event reads; entries behind those that it saw have none."""
+    """Write the method's own numbers for later events; entries after those that it saw have none."""
     method, columns = group.recipe.method, group.columns
     if BIAS not in kept.state:
         columns.write_no_bias(slots)
@@ -249,7 +249,7 @@ def _write_state(
 def _survivors(
     kept: LayerKeepSet, entries: Int[Tensor, "rows kv_heads"], newer: int, width: int
 ) -> tuple[Int[Tensor, " stays"], Int[Tensor, " stays"]]:
-    """Return the flat index of every entry that stays, `head * width + place`, head after head; and its rank there."""
+    """Return for every entry that stays, head after head, its flat index `head * width + place` and its rank there."""
     heads = kept.rows
     index, rank = heads * width + kept.indices, torch.arange(len(heads), device=heads.device) - kept.cu_seqlens[heads]
     if not newer:
@@ -265,7 +265,7 @@ def _survivors(
 
 
 def _workspaces(sizes: Sequence[int], unit: int, entry_bytes: int) -> Iterator[tuple[range, slice]]:
-    """Yield heads whose entries are moved together, and the range of these entries among all that stay."""
+    """Yield heads whose entries are moved together, and the range of their entries among all that stay."""
     starts, units = list(accumulate(sizes, initial=0)), len(sizes) // unit
     together = unit * max(1, units * WORKSPACE // max(starts[-1] * entry_bytes, 1))
     for first in range(0, len(sizes), together):
@@ -274,7 +274,7 @@ def _workspaces(sizes: Sequence[int], unit: int, entry_bytes: int) -> Iterator[t
 
 
 class EventQueue:
-    """Plans the steps of all groups of layers, and executes what they bring due.
+    """Plans the steps of all groups of layers, and executes their events.
 
     Attributes:
         steps: for each group the step that was planned last, whose events are due.
@@ -285,7 +285,7 @@ class EventQueue:
         self.steps: dict[LayerGroup, StepPlan] = {}
 
     def plan(self, group: LayerGroup, batch: StepBatch) -> StepPlan:
-        """Execute the events that the step before has brought due, and plan the next step of a group's layers.
+        """Execute the events that are due after the last step, and plan the next step of a group's layers.
 
         Every step is planned for all groups, in any order, before it is computed.
 

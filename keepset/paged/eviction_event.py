@@ -1,4 +1,4 @@
-"""`EvictionEvent`: the compression of some requests in the layers of a group; its pages, and who is in one batch."""
+"""`EvictionEvent`: the compression of some requests in a group's layers, its pages, and the batches of requests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class OccupiedPages(NamedTuple):
 
 @dataclass(frozen=True)
 class PageAssignment:
-    """Pages for what stays of an event's requests in some layers.
+    """Pages for the entries that stay of an event's requests in some layers.
 
     Attributes:
-        fits: 1 for each row of each layer whose entries fit its blocks; 0 where they do not, and the row stays as it
-            is. None if all rows fit.
-        take: assigns the pages. It takes the entries of the largest head, and returns as many sub-pages per head as
-            that one needs.
+        fits: 1 for each row of each layer whose entries fit its blocks; 0 if they do not, and the row is not changed.
+            None if all rows fit.
+        take: assigns the pages. Its argument is the number of entries of the largest head; it returns as many
+            sub-pages per head as that one needs.
     """
 
     fits: LazyHostInts | None
@@ -68,7 +68,7 @@ class EventPages(ABC):
 
     @abstractmethod
     def assign(self, places: range, counts: Int[Tensor, "layers_rows kv_heads"]) -> PageAssignment:
-        """Return pages for what stays in these layers.
+        """Return pages for the entries that stay in these layers.
 
         Args:
             places: the layers, by their places in the group.
@@ -79,17 +79,17 @@ class EventPages(ABC):
 Request = TypeVar("Request")
 
 MAX_ENTRIES = 1 << 20
-"""Entries of all heads that an event looks at together, if there is more than one request in one layer."""
+"""The most entries of all heads that an event reads together, unless they are of one request in one layer."""
 _MAX_HEAD_ENTRIES = 1 << 17
-"""Entries of one head that it looks at together."""
+"""The most entries of one head that an event reads together."""
 
 
 @dataclass(frozen=True)
 class EvictionEvent:
     """The compression of some requests by one recipe. Where heads are equal, all requests hold equally many entries.
 
-    The event's point is a number of tokens. Entries that came after it in the same step (a prompt that is computed
-    again after a preemption ends anywhere) are not looked at and stay.
+    The event's point is a number of tokens. Entries that came after it in the same step are not read and stay. (A
+    prompt that is computed again after a preemption may end anywhere in a step.)
 
     Attributes:
         recipe: the recipe of these requests.
@@ -98,12 +98,12 @@ class EvictionEvent:
         earliest, latest: the least and the greatest of these points.
         prompts: tokens of each request's prompt.
         newer: entries after the point.
-        keep: entries that the average head of each request must be left with; None where the data decide.
+        keep: entries that the average head of each request keeps; None if the data decide.
         compressed: whether these requests were compressed before.
         ends_prompt: whether the point is the prompt's end.
         equal_heads: whether all heads have equally many entries.
         pages: where the entries lie before the event, and after it.
-        records: what is recorded of the requests, where the recipe looks at queries or whole prompts; else empty.
+        records: the records of the requests, if the recipe looks at queries or whole prompts; else empty.
         slots: the slots of these records.
     """
 
@@ -135,9 +135,9 @@ class EvictionEvent:
 
 
 def max_layers_per_event(recipe: Recipe, entries: int, kv_heads: int) -> int:
-    """Return how many layers an event may look at together: at least one, and more if they have few entries.
+    """Return how many layers an event may read together: at least one, and more if they have few entries.
 
-    With the entries of a single request in a single layer it is the number of such requests.
+    Given the entries of one request in one layer, it is the number of such requests that may be read together.
 
     Args:
         recipe: the recipe.

@@ -1,7 +1,7 @@
-"""`EvictionSchedule`: when a request of a recipe is compressed, and how many of its entries are gone by then.
+"""`EvictionSchedule`: when a recipe compresses a request, and how many of its entries are dropped by then.
 
 All of it follows from the prompt's length, the tokens so far and the recipe. So the scheduler's process and every
-rank compute it by themselves, and no message is needed.
+rank compute it by themselves, without messages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from keepset.core.method import forecast_quotas
 from keepset.recipe import Recipe
 
 _CACHED = 1 << 18
-"""How many events are cached: those of about a thousand requests. What an event leaves follows from the one before."""
+"""How many events are cached: those of about a thousand requests. Each event's count follows from the one before."""
 
 _OTHERS = 256
 """How many schedules of requests with budgets of their own are cached."""
@@ -32,13 +32,13 @@ class EvictionSchedule:
         value_dim: numbers of a value; None: as many as of a key.
         off: whether nothing is ever compressed.
         per_head: whether heads are attended as if they kept different numbers of entries, even if they do not.
-        counted: False if the entries that requests have lost do not follow from their lengths, whatever the recipe.
+        counted: False if the number of dropped entries does not follow from lengths, whatever the recipe.
 
     Attributes:
         recipe, layers, kv_heads, block_size: as given.
-        fixed: False where counts come from the data: then it is not known how many entries are dropped.
-        ragged: whether heads keep different numbers of entries, or are attended as if they did: also where entries have
-            biases, which no engine adds.
+        fixed: False if counts come from the data: then it is not known how many entries are dropped.
+        ragged: whether heads keep different numbers of entries, or are attended as if they did. The latter is so if
+            entries have biases, which no engine adds.
         whole_prompt: whether the recipe looks at every token of a prompt.
     """
 
@@ -72,7 +72,7 @@ class EvictionSchedule:
 
         Args:
             recipe: the request's recipe, with the same method as the group's; None if the request is never compressed.
-            counted: False if the entries that the request has lost do not follow from its length.
+            counted: False if the number of dropped entries does not follow from the request's length.
         """
         if len(self._others) > _OTHERS:
             self._others.clear()
@@ -132,7 +132,7 @@ class EvictionSchedule:
     def newest_effective_event(self, prompt: int, length: int) -> int:
         """Return the newest event at or before `length` tokens that dropped something; 0 if there was none.
 
-        Where a layer's share grows with the text, some events drop nothing. They are not executed.
+        If a layer's share grows with the text, some events drop nothing. They are not executed.
         """
         at = self.newest_event(prompt, length) if self.dropped(prompt, length) else 0
         while at and self.dropped(prompt, at) == self.dropped(prompt, at - 1):
@@ -155,7 +155,7 @@ class EvictionSchedule:
         return (self.dropped if self.fixed else self.newest_event)(prompt, length) > 0
 
     def freed(self, prompt: int, length: int) -> int:
-        """Return the number of leading blocks of the request that hold nothing any more."""
+        """Return how many leading blocks of the request are empty."""
         blocks = self.dropped(prompt, length) // self.block_size
         return max(blocks - 1, 0) if self.ragged else blocks
 
@@ -176,8 +176,8 @@ class EvictionSchedule:
     def shareable(self, prompt: int) -> int | None:
         """Return how many of a prompt's first tokens may be taken from another request's pages; None for all of them.
 
-        Nobody sees the queries of tokens that are taken from pages. So tokens whose queries the first compression looks
-        at are not among them.
+        The queries of shared tokens are not computed. So tokens whose queries the first compression reads cannot be
+        shared.
         """
         untouched = self.untouched(prompt)
         if untouched is None:
@@ -189,7 +189,7 @@ class EvictionSchedule:
         return self.untouched(prompt) != 0 and not self.was_compressed(prompt, length)
 
     def _kept_at(self, prompt: int, event: int) -> int:
-        """Return the entries per head that an event leaves; they follow from those that the event before it left."""
+        """Return the entries per head after an event; they follow from those after the event before it."""
         if len(self._kept) > _CACHED:
             self._kept.clear()
         every = self.recipe.schedule.every or 0
@@ -204,7 +204,7 @@ class EvictionSchedule:
         return self._kept[prompt, event]
 
     def _quota(self, entries: int, prompt: int, length: int) -> int:
-        """Return how many of so many entries the average head may keep, whatever they hold."""
+        """Return how many of its entries the average head may keep, whatever they hold."""
         if self._budget.keep is None:
             return entries
         held = [[entries] * self.kv_heads]
@@ -219,12 +219,12 @@ GROUPS = 6
 
 
 def one_table(recipe: Recipe) -> bool:
-    """Return whether all layers keep equally many entries, and can share one block table."""
+    """Return whether all layers keep equally many entries, and so can share one block table."""
     return recipe.method.traits.fixed_total and recipe.method.traits.equal_layers
 
 
 def group_leader(recipe: Recipe, layer: int, layers: tuple[int, ...]) -> int:
-    """Return the first of the layers whose block table a layer shares.
+    """Return the first of the layers that share a layer's block table.
 
     Args:
         recipe: the recipe.

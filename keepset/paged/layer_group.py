@@ -1,4 +1,4 @@
-"""`LayerGroup`: the layers that share block tables. What they have, and what they do while they attend."""
+"""`LayerGroup`: the layers that share block tables, with their state and their work while they attend."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CountEviction = Callable[..., None]
 class LayerGroup:
     """The layers that share block tables: their caches, columns and recorders, and what a step's plan does in them.
 
-    What an entry has besides key and value (its original position, and whatever the method remembers of it) lies in
-    columns that are indexed by the same slots. So all of it moves, and is forgotten, together.
+    Numbers of an entry besides key and value (its original position, and whatever the method remembers of it) are in
+    columns that are indexed by the same slots. So all of them move, and are forgotten, together.
 
     Args:
         planner: the group's planner.
@@ -38,9 +38,9 @@ class LayerGroup:
         ring: where the layers record queries, with as many slots as the planner gives away.
         softmax: how the layers make attention of query-key products; its sinks are `[layers, query_heads]`.
         rotary: the model's rotation, where the recipe looks at queries before it.
-        projections: of the layers, where the recipe looks at hidden states.
-        count: is told of every compression; of several ranks, one's counts.
-        tape: where layers that are called while a graph captures them leave their queries, for steps that replay it.
+        projections: those of the layers, if the recipe looks at hidden states.
+        count: is called with every compression; with several ranks, on one of them.
+        tape: where layers leave their queries while a graph captures them, for steps that replay it.
         columns: the numbers of entries beside key and value, as `columns_of` returns them; None for the recipe's alone.
         share: which of the model's heads this process has; None: all of them.
 
@@ -87,7 +87,7 @@ class LayerGroup:
     def columns(self) -> EntryColumns:
         """The numbers of entries, once there is a cache."""
         pages = self.pages_of(0)
-        # A graph, which no CPU has, goes on as it was captured: before the first context with biases was loaded.
+        # A graph (CPUs have none) still runs as it was captured, before the first context with biases was loaded.
         biased = self.recipe.method.traits.biased or pages.device.type != "cpu"
         shape = len(self.layers), self.kv_heads, pages.slots, self.block_size
         return EntryColumns(self._columns, *shape, pages.device, biased)
@@ -105,7 +105,7 @@ class LayerGroup:
             operation.run(self, places, queries)
 
     def record_replayed(self, plan: StepPlan) -> None:
-        """Do the same for all layers, after a step in which none was called because a graph was replayed.
+        """Run the plan's operations on the tape's queries of all layers, after a step that replayed a graph.
 
         Raises:
             RuntimeError: no graph has left their queries on the tape.
@@ -135,10 +135,10 @@ class LayerGroup:
         """Write entries of a context into the pages, once all events that are due are over.
 
         Args:
-            columns: `keys`, `values`, `positions` and what the method remembers, `[n, ...]`. Keys and values that are
-                8-bit integers, with `key_scale` and `value_scale`, are for pages of such (`holds_int8`).
+            columns: `keys`, `values`, `positions` and what the method remembers, `[n, ...]`. Keys and values may be
+                8-bit integers, with `key_scale` and `value_scale`, if the pages hold such (`holds_int8`).
             layers: the layer of each entry, by its place in the group.
-            slots: the slot of each entry; numbers go on into the caches of the layers that follow.
+            slots: the slot of each entry; numbers continue into the caches of the next layers.
         """
         pages, keys, values = self.pages_of(0), columns["keys"], columns["values"]
         slots = (layers * pages.slots + slots) % (len(self.layers) * pages.slots)
@@ -158,7 +158,7 @@ class LayerGroup:
             self.columns.write_no_bias(slots)
 
     def export_request(self, blocks: Sequence[int], length: int) -> dict[int, dict[str, Tensor]]:
-        """Return what a request that has ended left in its blocks, once all events that are due are over.
+        """Return the entries that an ended request left in its blocks, once all due events are over.
 
         Args:
             blocks: the blocks of the request, by logical position.
@@ -168,7 +168,7 @@ class LayerGroup:
             For every layer, by its index in the model, columns packed head after head, and the heads' `counts`.
 
         Raises:
-            RuntimeError: where its entries lie is not known any more.
+            RuntimeError: the place of its entries is not known any more.
         """
         layers, pages = {}, self.planner.export_request(blocks, length)
         for place, layer in enumerate(self.layers):
@@ -190,6 +190,6 @@ class LayerGroup:
 
     @property
     def _state_columns(self) -> list[str]:
-        """The names of what the method remembers of entries, where it is written down, and of biases."""
+        """The names of the columns with what the method remembers of entries, and with biases."""
         names = dict.fromkeys((*self.recipe.method.traits.state_names, BIAS))
         return [name for name in names if name in self.columns]

@@ -1,7 +1,6 @@
 """`LayoutTable`: the layouts of heads of different lengths, filed by the pages that hold requests' newest tokens.
 
-They are on the device and are moved there, without a host sync. `RequestTable` files in the same way what is on the
-host.
+They are on the device and are moved there, without a host sync. `RequestTable` files the host's state in the same way.
 """
 
 from __future__ import annotations
@@ -57,14 +56,14 @@ class LayoutTable:
             before: tokens of each request before the step.
             after: tokens of each request after the step.
             required: 1 for requests that must have a layout.
-            layout: is filled with the layouts, row by row; with zeros for requests that have none and need none.
+            layout: filled with the layouts, row by row; with zeros for requests that have none and need none.
 
         Returns:
             The pages.
 
         Raises:
-            RuntimeError: a request is not where it was left. A GPU says so some steps later, because waiting for it
-                would take longer than the step's planning.
+            RuntimeError: a request is not where it was left. With a GPU the error comes some steps later, because
+                waiting for the GPU would take longer than the step's planning.
         """
         device = block_table.device
         filed, lost = self._on(device), self._lost.on(device)
@@ -81,7 +80,7 @@ class LayoutTable:
             tokens: tokens of the request.
 
         Raises:
-            RuntimeError: it is not known any more.
+            RuntimeError: the request is not known any more.
         """
         filed = self._layouts
         if filed is None or filed.tokens[page] != tokens:
@@ -105,7 +104,7 @@ class LayoutTable:
 
 
 class _LostFlag:
-    """Set on the device once a request's layout was not where it must be; the host learns of it without waiting."""
+    """A flag on the device that a request's layout was not where it must be; the host reads it without waiting."""
 
     def __init__(self) -> None:
         self._device_flag: Int[Tensor, " 1"] | None = None
@@ -119,7 +118,7 @@ class _LostFlag:
         return self._device_flag
 
     def check(self) -> None:
-        """Raise RuntimeError if the flag is known to be set; on a GPU that is what it was at the call before."""
+        """Raise RuntimeError if the flag is known to be set; on a GPU its state at the call before is known."""
         assert self._device_flag is not None
         if self._device_flag.device.type == "cpu":
             self._host_flag = self._device_flag

@@ -1,4 +1,4 @@
-"""`Observer`: collects what layers' events look at besides entries, and passes it on as an Observation has it."""
+"""`Observer`: collects the inputs of layers' events besides entries, and returns them as an Observation takes them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from keepset.recording.ring import QueryRing, of_step
 
 
 class Observer:
-    """What a group of layers collects for its events.
+    """Everything that a group of layers collects for its events.
 
     Args:
-        needs: what the recipe's method looks at.
-        recording: what is recorded of queries.
+        needs: the features of the recipe's method.
+        recording: which queries are recorded.
         ring: the rings of queries.
         softmax: how the layers make attention of query-key products; its sinks are `[layers, query_heads]`.
         rotary: the model's rotation, if the recipe looks at queries before it.
-        projections: of the layers, if the recipe looks at hidden states.
+        projections: one for each layer, if the recipe looks at hidden states.
         share: which of the model's heads this process has; None: all of them.
 
     Attributes:
@@ -74,7 +74,7 @@ class Observer:
 
         Args:
             place: the layer, by its place in the group.
-            chunk: says which of the queries are the prompt's.
+            chunk: which of the queries are the prompt's.
             queries: the step's queries of the layer, after rotation.
             pages: the layer's cache.
         """
@@ -106,7 +106,7 @@ class Observer:
 
         Args:
             places: the layers, by their places in the group.
-            addition: says which queries are added, and for which event.
+            addition: which queries are added, and for which event.
             queries: the step's queries of these layers, after rotation; None between steps.
             pages: the cache of each of these layers.
             columns: has the window sums.
@@ -141,7 +141,7 @@ class Observer:
         addition: QueryAddition,
         queries: Float[Tensor, "layers n query_heads head_dim"] | None,
     ) -> RecordedQueries:
-        """Return the queries that are added up: held ones, the step's own, or those in the rings."""
+        """Return the queries that are summed: held ones, the step's own, or those in the rings."""
         if addition.held is not None:
             return self._ring.held(places, addition.held)
         if addition.first_query is None:
@@ -150,14 +150,14 @@ class Observer:
         return of_step(queries[:, addition.first_query : addition.first_query + addition.positions.shape[1]])
 
     def _counts(self, feature: SummedFeature, addition: QueryAddition) -> Bool[Tensor, "rows n"]:
-        """Return which queries are in the feature's window and not added up yet."""
+        """Return which queries are in the feature's window and not summed yet."""
         begins = addition.points - self._recording.window(feature, addition.ends_prompt)
         return addition.positions >= begins.maximum(addition.begins)[:, None]
 
     def parts(
         self, event: EvictionEvent, places: range, occupied: OccupiedPages, columns: EntryColumns, width: int
     ) -> dict[str, Any]:
-        """Return all that was collected for an event, as keyword arguments of an Observation.
+        """Return everything collected for an event, as keyword arguments of an Observation.
 
         Args:
             event: the event.
@@ -169,7 +169,7 @@ class Observer:
         parts: dict[str, Any] = {"softmax": self.softmax.of_layer(places.start)}  # with sinks there is one layer
         if number := self._needs.newest:
             parts["queries"], positions = self._newest(event, places, number)
-            # The default says that no query is missing, which is cheaper.
+            # Omitted positions mean that no query is missing, which is cheaper.
             if event.compressed or not event.equal_heads or event.earliest < number:
                 parts["query_positions"] = positions
         features = self._from_files | self._sums(event, places, occupied, columns, width)
@@ -197,12 +197,12 @@ class Observer:
         return made
 
     def _of_prompts(self, event: EvictionEvent, places: range, width: int) -> dict[Feature[Any], Any]:
-        """Return what was collected over whole prompts."""
+        """Return the features that were collected over whole prompts."""
         prompts = [record.chunks[place] for place in places for record in event.records if record.chunks]
         return prompts[0].merged_with(prompts[1:]).values(event.at.repeat(len(places)), width) if prompts else {}
 
     def _of_newest(self, event: EvictionEvent, places: range) -> dict[Feature[Any], Any]:
-        """Return the moments at an event while decoding; those of few queries are made of these now."""
+        """Return the moments at an event while decoding; moments of few queries are computed from these now."""
         features = [feature for feature in self._needs.of(QueryMoments) if feature.buffer]
         if not features:
             return {}
@@ -225,13 +225,13 @@ class Observer:
         return self._ring.newest(places, event.slots, positions), positions.repeat(len(places), 1)
 
     def _query_source(self, places: range, tokens: slice) -> _QuerySource | None:
-        """Return how these layers make and rotate queries, of these tokens of the step; None if nobody looks at it."""
+        """Return how these layers make and rotate the queries of these tokens; None if no feature needs it."""
         if self._rotary is None:
             return None
         return _QuerySource(self._rotary, self._projections[places.start : places.stop], tokens)
 
     def check(self, place: int, queries: Queries, hidden: HiddenStates) -> None:
-        """Compare a layer's queries before rotation with those that its hidden states make, once for each layer.
+        """Compare a layer's queries before rotation with those computed from its hidden states, once for each layer.
 
         Raises:
             UnsupportedModelError: the model makes its queries in a way that keepset does not know.
@@ -258,8 +258,8 @@ class _QuerySource(QuerySource):
 
     Attributes:
         rotary: rotation of the model.
-        projections: of each row of a batch, if the recipe looks at hidden states.
-        tokens: which tokens of the step belong to the chunk, which is of one layer.
+        projections: one for each row of a batch, if the recipe looks at hidden states.
+        tokens: which tokens of the step belong to the chunk; a chunk is of one layer.
     """
 
     rotary: RotaryTable
@@ -273,7 +273,7 @@ class _QuerySource(QuerySource):
         return hidden[None, self.tokens]
 
     def undo(self, queries: Queries, positions: Int[Tensor, "batch n"]) -> Queries:
-        return self.rotary.undo(queries, positions.clamp(min=0))  # queries before the first token count nowhere
+        return self.rotary.undo(queries, positions.clamp(min=0))  # queries before the first token do not count
 
     def ahead(self, lengths: Int[Tensor, " batch"], future: int) -> Turn:
         return lambda rows: self.rotary.rotate_ahead(rows, lengths, future)

@@ -1,4 +1,4 @@
-"""Pages of engines that keep an entry's numbers in order, and an event's entries, which stay there until read."""
+"""Pages of engines that store an entry's numbers in order, and the entries of an event, read from pages on demand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class StridedPages:
-    """Pages of backends that keep an entry's numbers in order, at any strides: those for GPUs.
+    """Pages of backends that store an entry's numbers in order, at any strides, as those for GPUs do.
 
     Args:
         caches: the caches of all layers with the same block tables.
@@ -88,7 +88,7 @@ class StridedPages:
         return take_entries(self._moved, self._through(slots))
 
     def _through(self, slots: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """Return slots as they are counted from the first layer's on."""
+        """Return slots counted from the first layer's first slot."""
         return (self.place * self.slots + slots) % (len(self.caches) * self.slots)
 
 
@@ -156,7 +156,7 @@ class PagedEntries:
 
     Attributes:
         pages: as given.
-        shape: `[layers_rows, kv_heads, entries]`, with what lies behind the entries in their last page.
+        shape: `[layers_rows, kv_heads, entries]`, including the unused slots of the last pages.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class PagedEntries:
         self._few = self.shape.numel() * pages.entry_bytes <= WORKSPACE
 
     def keys(self, heads: slice) -> Float[Tensor, "layers_rows heads entries head_dim"]:
-        """Return the keys of some KV heads. If all heads fit the workspace, they are read once."""
+        """Return the keys of some KV heads. If all heads fit the workspace, they are read together, once."""
         stored = self._all[0][:, heads] if self._few else self.pages.read_keys(self._subpages[:, heads])
         return self._decoded(stored, values=False)
 
@@ -190,7 +190,7 @@ class PagedEntries:
         return encode_layers(self._formats, values, heads // of_layer, values=True)
 
     def _decoded(self, stored: Tensor, values: bool) -> Tensor:
-        """Return stored keys or values in the type that they are read as."""
+        """Return stored keys or values, decoded to the type in which methods read them."""
         return decode_layers(self._formats, stored, values) if self._formats else stored
 
     @cached_property
@@ -204,7 +204,7 @@ class PagedEntries:
         networks: Networks,
         known: Scores | None,
     ) -> Scores | None:
-        """Return the codes of the first entries, read where they lie; None where pages have to be copied for that.
+        """Return the codes of the first entries, read in the pages; None if the pages would have to be copied.
 
         Args:
             positions, new, networks, known: as in `entry_codes_in_pages`.

@@ -49,7 +49,7 @@ class PerHeadSequences:
         every = torch.arange(n, device=lengths.device)
         slots = page_layout.slots(layout, step.tables, lengths - 1, every, size)
         starts = torch.arange(n * heads + 1, device=lengths.device, dtype=torch.int32)
-        # Contiguous, because kernels walk them by address; of a single head the transposed ones would not be.
+        # Contiguous, because kernels read them by address; with a single head the transposed ones would not be.
         slots = (slots + before * size).contiguous()
         tables = step.tables.transpose(0, 1).reshape(layers, n * heads, pages)
         tables = ((tables + before[..., None]) % (layers * step.group.blocks * heads)).int().contiguous()
@@ -76,7 +76,7 @@ class PerHeadSequences:
     def output_buffer(
         self, output: Float[Tensor, "n query_heads dim"], kv_heads: int
     ) -> Float[Tensor, "tokens_heads group dim"]:
-        """Return a tensor for the attention of the heads' requests: a view of `output` if it can be one.
+        """Return a tensor for the attention of the heads' requests: a view of `output` if possible.
 
         Args:
             output: the tensor for the step's attention.

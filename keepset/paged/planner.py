@@ -1,4 +1,4 @@
-"""`Planner`: from what an engine schedules for one step to what the attention layers of a group do in it."""
+"""`Planner`: plans the work of a group's attention layers in a step from what the engine has scheduled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _EventKind(NamedTuple):
         newer: entries after the event's point.
         compressed: whether they were compressed before.
         ends_prompt: whether the point is the prompt's end.
-        sizes: what else the block tables need to be equal.
+        sizes: the block tables' own key (`BlockTables.event_key`).
     """
 
     recipe: Recipe
@@ -46,7 +46,7 @@ class Planner:
 
     Args:
         schedule: when the group's requests are compressed.
-        recording: what is recorded of queries for that.
+        recording: which queries are recorded for that.
         layers: the group's layers, by their indices in the model.
         size: numbers that the engine fixes when it starts.
         emptied_blocks: is told of events whose counts come from the data.
@@ -90,14 +90,14 @@ class Planner:
         self.requests.begin(page, int(layout.length[0, 0]), RequestOverrides(name, True, own, prompt))
 
     def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
-        """Return where the entries of a request lie that has ended.
+        """Return where the entries of an ended request lie.
 
         Args:
             blocks: the blocks of the request, by logical position.
             length: tokens of the request.
 
         Raises:
-            RuntimeError: it is not known any more.
+            RuntimeError: the request is not known any more.
         """
         assert isinstance(self._tables, RaggedHeadTables)
         return self._tables.export_request(blocks, length)
@@ -109,7 +109,7 @@ class Planner:
             batch: the step, as the engine has scheduled it.
 
         Returns:
-            The plan, the same for all layers of the group; of a dummy run, what a graph is to capture.
+            The plan, the same for all layers of the group; for a dummy run, what a graph is to capture.
 
         Raises:
             RuntimeError: a compressed request is not where it was left.

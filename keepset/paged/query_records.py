@@ -1,4 +1,4 @@
-"""What is recorded of a request's queries, and what layers do with queries: collect, add up, hold, write to rings."""
+"""Records of a request's queries, and the operations of layers on queries: collect, sum, hold, write to rings."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class QueryRecord:
-    """What is recorded of one request. `RequestTable` files it by page.
+    """The record of one request's queries. `RequestTable` files it by page.
 
     Attributes:
         slot: the request's slot in the rings of the layers (`QueryRing`).
         start: position of the first token that was recorded without a gap.
         length: tokens that the request had when it was recorded last.
         point: tokens at the event that its sums are for.
-        added: position up to which its queries are added up.
-        written: tokens at which they were added up last; 0 if they were not yet, and entries have no numbers.
-        shares: pages of its prompt that other requests may have, too, until its first event.
-        own: whether its sums are in private columns, because another request with an open window has a page of it.
-        held: how many of its newest queries are held back, because they came behind an event of their own step.
+        added: position up to which its queries are summed.
+        written: tokens at which they were summed last; 0 before that, when entries have no sums.
+        shares: pages of its prompt that other requests may share until its first event.
+        own: whether its sums are in private columns, because another request with an open window shares a page.
+        held: how many of its newest queries are held back, because they came after an event in the same step.
         drafted: the queries of its newest step if some may be taken back; None if all are recorded.
-        chunks: for each layer what was collected of its prompt, if the recipe looks at whole prompts.
+        chunks: for each layer what was collected from its prompt, if the recipe looks at whole prompts.
         prompt_tokens: how many of the prompt's first tokens were collected.
     """
 
@@ -49,7 +49,7 @@ class QueryRecord:
     prompt_tokens: int = 0
 
     def goes_on_at(self, tokens: int) -> bool:
-        """Return whether a request that has so many tokens now may be the one that was recorded last."""
+        """Return whether a request with this many tokens may be the one that was recorded last."""
         return self.length == tokens if self.drafted is None else tokens - 1 in self.drafted.positions
 
     def aim(self, point: int, begins: int) -> None:
@@ -64,11 +64,11 @@ class QueryRecord:
 
 
 class DraftedTokens(NamedTuple):
-    """The newest tokens of a request, of which the next step says how many are left.
+    """The newest tokens of a request; the next step says how many of them were accepted.
 
     Attributes:
-        queries: their queries, among those of other requests.
-        first: the first of them there.
+        queries: their queries, together with those of other requests.
+        first: the index of their first query.
         positions: their positions.
     """
 
@@ -78,16 +78,16 @@ class DraftedTokens(NamedTuple):
 
 
 def slots_for(requests: int) -> int:
-    """Return how many ring slots layers need: a quarter more than requests run, because some ended unseen or pause."""
+    """Return how many ring slots layers need: a quarter more than requests run, as some ended unnoticed or pause."""
     return requests + max(requests // 4, 2)
 
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Collects what this step brings of a prompt, for recipes that look at the whole prompt.
+    """Collects this step's part of a prompt, for recipes that look at the whole prompt.
 
     Attributes:
-        layers: what each layer of the group has collected of the prompt so far.
+        layers: what each layer of the group has collected from the prompt so far.
         first_query, end_query: the prompt's tokens among the step's queries, the end exclusive.
         position: the position of the first.
         subpages: the sub-pages that hold the prompt's entries up to the last token.
@@ -109,19 +109,19 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class QueryAddition:
-    """Adds up queries of some requests for an event to come.
+    """Sums the attention of some requests' queries for a later event.
 
     The queries are in the rings, unless `held` or `first_query` says otherwise.
 
     Attributes:
         slots: the slots of the requests.
         positions: the positions of the queries.
-        begins: the position of the first query of each request that counts here, for a window of any length.
+        begins: the position of the first query of each request that counts, whatever the window's length.
         points, ends_prompt: tokens at the event, and whether these are the prompts' ends.
         lengths: tokens of each request.
-        unwritten: how many of the newest entries of each head have no number yet.
-        owners: slot and tokens of each request that has private columns (`EntryColumns`), None for other requests;
-            empty if no request has.
+        unwritten: how many of the newest entries of each head have no sum yet.
+        owners: slot and tokens of each request with private columns (`EntryColumns`), None for other requests; empty
+            if no request has any.
         entries: returns where the layers have the entries; to be called once the step is planned.
         held: the slot of the only request, whose queries were held back.
         first_query: the first query of the only request, whose queries are this step's.
@@ -141,14 +141,14 @@ class QueryAddition:
     reads_entries: ClassVar[bool] = True
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
-        """Add them up in these layers."""
+        """Sum their attention in these layers."""
         pages = [group.pages_of(place) for place in places]
         group.observer.add_up(places, self, queries, pages, group.columns)
 
 
 @dataclass(frozen=True)
 class HeldQueries:
-    """Holds back a request's queries behind an event of their own step, until its next step adds them up.
+    """Holds back queries that came after an event of their own step, until the request's next step sums them.
 
     Attributes:
         slot: the request's slot.
@@ -172,8 +172,8 @@ class QueryCapture:
     """Writes some of a step's queries to the rings.
 
     Attributes:
-        queries: which of the step's queries they are.
-        slots, places: the slot of each one's request, and its place in that ring.
+        queries: the indices of these queries in the step.
+        slots, places: for each query the slot of its request, and its place in that ring.
     """
 
     queries: Int[Tensor, " n"]
@@ -230,9 +230,9 @@ class AcceptedQueries:
 
 @dataclass
 class LateCapture:
-    """Writes queries behind an event of their own step to the rings: they must not be there before the event.
+    """Writes queries that came after an event of their own step to the rings, once the event is over.
 
-    It runs twice: in the layers, where it copies the queries, and after the events, where it writes them.
+    It runs twice: in the layers it copies the queries, and after the events it writes them.
     """
 
     capture: QueryCapture

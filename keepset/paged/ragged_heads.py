@@ -1,4 +1,4 @@
-"""Heads that keep different numbers of entries: where their pages are follows from counts (`kernels/page_layout`)."""
+"""Heads that keep different numbers of entries: counts determine where their pages are (`kernels/page_layout`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keepset.paged.ragged_pages import RaggedEventPages, RaggedPages
 from keepset.paged.step import RaggedStep, ScheduledRequest, ShiftedBatch, StepBatch, StepPlan
 
 _NO_SLOT = -1
-"""A slot that nothing is written to: engines fill their steps up with it."""
+"""A slot that nothing is written to: engines pad their steps with it."""
 
 
 class RaggedHeadTables(BlockTables):
@@ -103,7 +103,7 @@ class RaggedHeadTables(BlockTables):
         """
         device = block_table.device
         alike = tokens is not None and tokens.rows is None and not eventful
-        # On a GPU comparing would take longer than doing it anew.
+        # On a GPU a comparison would take longer than moving again.
         if device.type == "cpu" and alike and self._goes_on(block_table, before, after):
             self._table.filed.tokens[self.step.pages] = after.int()
             self.step = replace(self.step, lengths=after, tokens=tokens)
@@ -120,7 +120,7 @@ class RaggedHeadTables(BlockTables):
 
     def entries(self, batch: StepBatch, requests: Sequence[ScheduledRequest]) -> Callable[[], EntriesInPages]:
         rows, longest = batch.tensor([request.row for request in requests]), max(one.after for one in requests)
-        # The engine's table may change before the function is called: what it says of these requests now is right.
+        # The engine's table may change before the function is called, so its present rows are copied.
         return cache(partial(self._entries, rows, batch.block_table[rows], longest))
 
     def event_width(self, request: ScheduledRequest) -> int:
@@ -158,14 +158,14 @@ class RaggedHeadTables(BlockTables):
         return RaggedEventPages(entries, self._group, size, self._table.filed, self.step.pages[rows], first)
 
     def export_request(self, blocks: Sequence[int], length: int) -> RaggedPages:
-        """Return where the entries of a request lie that has ended, after its last event.
+        """Return where the entries of an ended request lie, after its last event.
 
         Args:
             blocks: the blocks of the request, by logical position.
             length: tokens of the request.
 
         Raises:
-            RuntimeError: it is not known any more.
+            RuntimeError: the request is not known any more.
         """
         layout = self._table.at(blocks[(length - 1) // self.schedule.block_size], length)
         table, lengths = (torch.tensor(numbers, device=layout.counts.device) for numbers in ([blocks], [length]))
@@ -186,7 +186,7 @@ class RaggedHeadTables(BlockTables):
         return RaggedStep(pages, tokens.lengths, layout, self.schedule.block_size, self._group, tokens, others=False)
 
     def _room(self, rows: int, device: torch.device) -> PageLayout:
-        """Return room for the layouts of a step's requests, which is the same in every step."""
+        """Return the tensors for the layouts of a step's requests, which are the same in every step."""
         if self._rows is None or len(self._rows.length) < rows:
             most = max(rows, self._size.max_requests)
             self._rows = FiledLayouts.empty(most, self._group.layers, self.schedule.kv_heads, device).layout
@@ -203,7 +203,7 @@ class RaggedHeadTables(BlockTables):
         return bool(((old == new) & (new == self.step.pages) & (before == self.step.lengths)).all())
 
     def _tokens(self, batch: StepBatch, compressed: list[bool]) -> tuple[PagedTokens | None, bool]:
-        """Return the tokens that are written and attended by the layout, and whether there are others."""
+        """Return the tokens that are written and attended to by the layout, and whether there are others."""
         requests = batch.requests
         longest = max(request.after for request in requests)
         single = all(request.end_query - request.first_query == 1 for request in requests)

@@ -1,4 +1,4 @@
-"""`RecordingPlanner`: plans which of a step's queries are recorded or added up, because an event will look at them."""
+"""`RecordingPlanner`: plans which of a step's queries are recorded or summed for later events."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ class RecordingPlanner:
         step.finish(plan)
 
     def _windows(self, request: ScheduledRequest) -> list[_Window]:
-        """Return the windows of a step's tokens: that of its event, if it has one, and the one behind it, if it opens.
+        """Return the windows of a step's tokens: that of its event, if there is one, and the next one, if it opens.
 
-        The window of an event comes even if no query is in it.
+        The window of an event is returned even if no query is in it.
         """
         schedule, prompt, after = request.own or self._schedule, request.prompt, request.after
         points = schedule.due(prompt, request.before, after), schedule.upcoming(prompt, after)
@@ -103,20 +103,20 @@ class RecordingPlanner:
         return windows
 
     def _is_collected(self, request: ScheduledRequest) -> bool:
-        """Return whether a request's prompt goes on, and is collected for an event."""
+        """Return whether a request's prompt continues, and is collected for an event."""
         schedule, prompt, before = request.own or self._schedule, request.prompt, request.before
         return self._collects and before < prompt and schedule.upcoming(prompt, before) is not None
 
     def _is_drafted(self, request: ScheduledRequest, windows: Sequence[_Window]) -> bool:
-        """Return whether some of a step's tokens may be taken back; those of prompts and those that end at events are
-        not.
+        """Return whether some of a step's tokens may be taken back; tokens of prompts and of steps that end at events
+        are not.
         """
         new = request.after - request.before
         reaches_event = windows[0].point <= request.after
         return not reaches_event and 1 < new <= 1 + self._recording.drafts and request.after > request.prompt
 
     def _note_shared(self, request: ScheduledRequest, record: QueryRecord, opening: dict[int, list[int]]) -> None:
-        """Note which pages of a request others may have, too; `opening` has them of those whose first window opens."""
+        """Note which pages of a request others may share; `opening` has them for requests whose first window opens."""
         if request.own is not None or not self._schedule.shares(request.prompt, request.before):
             record.shares, record.own = (), False
         elif request.row in opening:
@@ -124,14 +124,14 @@ class RecordingPlanner:
             record.own = self._shares_pages(record)
 
     def _shares_pages(self, record: QueryRecord) -> bool:
-        """Return whether a page of this request is another's, too, whose sums lie at the page's slots."""
+        """Return whether another request with sums in its pages' slots shares a page of this request."""
         records = (other for other in self._table.open_records() if other is not record)
         others = (other for other in records if other.point and not other.own)
-        # Requests that begin alike have equal pages at the same places.
+        # Requests with a common prefix have equal pages at the same places.
         return any(mine == theirs for other in others for mine, theirs in zip(record.shares, other.shares))  # noqa: B905
 
     def _may_share(self, request: ScheduledRequest) -> int:
-        """Return how many leading pages of a request others may have, too; 0 unless its first window opens now."""
+        """Return how many leading pages of a request others may share; 0 unless its first window opens now."""
         prompt, before = request.prompt, request.before
         event = self._schedule.upcoming(prompt, before)
         apart = request.own is not None or not self._schedule.shares(prompt, before)
@@ -141,7 +141,7 @@ class RecordingPlanner:
         return (prompt if untouched is None else untouched) // self._schedule.block_size
 
     def recorded(self, requests: Sequence[ScheduledRequest], points: Sequence[int]) -> list[QueryRecord]:
-        """Return what is recorded of requests that are compressed after the step that was planned last.
+        """Return the records of requests that are compressed after the step that was planned last.
 
         Args:
             requests: the requests.
@@ -154,7 +154,7 @@ class RecordingPlanner:
             return []
         records = [self._by_row[request.row] for request in requests]
         for request, record, at in zip(requests, records, points, strict=True):
-            # The first tokens may have come from another request's pages; then nobody saw their queries.
+            # The first tokens may have come from another request's pages; then their queries were not computed.
             shared = 0 if request.own else self._schedule.shareable(request.prompt) or 0
             lost = record.start > max(self._begins(request.prompt, at), shared)
             unseen = self._collects and at == request.prompt and record.prompt_tokens < at

@@ -1,11 +1,11 @@
-"""`RequestTable`: what is known of each request, filed by the page that holds the request's newest token.
+"""`RequestTable`: the state of each request, filed by the page that holds the request's newest token.
 
 Attention layers get no request ids. But no other request may write to the page that holds a request's newest token. So
 a request's state is filed under that page, and moved to the new one in every step. Reordering, aborts, preemption and
 reused pages cannot confuse it. A request that ends leaves its state behind, which is forgotten when another request
 writes to the page.
 
-This is on the host, which has to wait for the device to learn page ids. So it asks only for those of requests whose
+The table is on the host, which has to wait for the device to read page ids. So it reads only those of requests whose
 state matters in the step. The layouts of heads of different lengths are on the device (`LayoutTable`).
 """
 
@@ -31,7 +31,7 @@ class RequestOverrides:
         name: the engine's name of the request.
         after_context: whether it began with a context.
         own: when it is compressed, if not by the group's schedule.
-        prompt: tokens that count as its prompt, if not those that the engine says.
+        prompt: tokens that count as its prompt, if the engine's number does not.
     """
 
     name: str
@@ -42,13 +42,13 @@ class RequestOverrides:
 
 @dataclass
 class RequestState:
-    """Everything that the host knows of one request.
+    """Everything that the host knows about one request.
 
     Attributes:
-        page: the page that holds its newest token that is not taken back, or is to hold its first.
-        least, most: tokens that it has had. If the newest are drafts, it is known at the next step how many are left.
+        page: the page that holds its newest accepted token, or will hold its first.
+        least, most: bounds of its tokens. If the newest are drafts, the next step says how many were accepted.
         prompt: tokens of its prompt, as the engine says; None before its first step.
-        overrides: what holds for it instead.
+        overrides: facts that replace those of the engine.
         record: how far its queries are recorded.
     """
 
@@ -78,9 +78,9 @@ class RequestTable:
         """File a request that begins.
 
         Args:
-            page: the page that is to hold its newest token.
+            page: the page that will hold its newest token.
             tokens: tokens that it has had.
-            overrides: what holds for it in place of what the engine says.
+            overrides: facts that replace those of the engine.
         """
         self._forget(page)
         self._states[page] = RequestState(page, tokens, tokens, overrides=overrides)
@@ -109,12 +109,12 @@ class RequestTable:
     def records(
         self, batch: StepBatch, starts: Mapping[int, int], leading: Mapping[int, int]
     ) -> tuple[list[QueryRecord], dict[int, list[int]]]:
-        """Return what is recorded of some requests; a new record for those that have none.
+        """Return the records of some requests; a new record for those that have none.
 
         Args:
             batch: the step, as `with_overrides` returned it.
             starts: for each request's row the position from which on it is recorded now.
-            leading: for some of these rows a number of leading pages.
+            leading: for some of these rows, how many leading pages are asked for.
 
         Returns:
             The records, in the order of the batch, and the leading pages by row.
@@ -151,9 +151,9 @@ class RequestTable:
     def _move(
         self, batch: StepBatch, requests: Sequence[ScheduledRequest], leading: Mapping[int, int] | None = None
     ) -> dict[int, list[int]]:
-        """Move the states of requests to the pages of their newest tokens. The one host sync of a step's planning.
+        """Move the states of requests to the pages of their newest tokens: the only host sync of a step's planning.
 
-        Those of requests that were moved in this step already stay. A request without a state gets one, which is not
+        States that were moved in this step already are left alone. A request without a state gets one, which is not
         filed.
 
         Returns:
@@ -175,20 +175,18 @@ class RequestTable:
         return asked
 
     def _least(self, request: ScheduledRequest) -> int:
-        """Return how many tokens a request has at least after the step, whatever is taken back."""
+        """Return how many tokens a request has at least after the step, whatever drafts are rejected."""
         is_prompt = request.after - request.before > 1 + self._drafts
         return request.after if is_prompt else request.before + 1
 
     def _read_pages(
         self, batch: StepBatch, requests: Sequence[ScheduledRequest], leading: Mapping[int, int]
     ) -> tuple[list[list[int]], list[int], dict[int, list[int]]]:
-        """Return where requests' states may be filed, the oldest page first, where they are filed from now on, and
-        leading pages by row.
-        """
+        """Return the pages where states may be filed, oldest first; the pages from now on; and leading pages by row."""
         if not (requests or leading):
             return [], [], {}
         size, table, width = self._block_size, batch.block_table, max(leading.values(), default=0)
-        # Every page that may hold the newest token of those that were not taken back, and the page from now on.
+        # Every page that may hold the newest accepted token, and the page from now on.
         back = [min(tokens, self._drafts) for tokens in reversed(range(0, self._drafts + size, size))]
         newest = [(*(one.before - tokens for tokens in back), self._least(one)) for one in requests]
         columns = [[max(tokens - 1, 0) // size for tokens in each] for each in newest]

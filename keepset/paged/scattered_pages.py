@@ -1,4 +1,4 @@
-"""Pages in which the bytes of an entry lie in several places, and are moved as they are."""
+"""Pages in which the bytes of an entry are in several places, and are moved bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepset.kernels.page_entries import read_entries, read_keys, write_parts
 
 
 class ScatteredPages:
-    """Pages of a cache in which a key is stored otherwise than a value, or in more places than one.
+    """Pages of a cache that stores keys and values differently, or an entry in several places.
 
     Args:
         caches: where entries lie, in the caches of all layers with the same block tables.

@@ -44,7 +44,7 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step of layers that share block tables, as the engine sees it: as if nothing had ever been compressed.
+    """One step of layers that share block tables, as the engine sees it, without compression.
 
     Attributes:
         requests: the requests that run, in the order of their rows, which come first; none in a dummy run.
@@ -76,10 +76,10 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class ShiftedBatch:
-    """The batch that attention gets instead of the engine's: the same requests, less the entries that were dropped.
+    """The batch that attention gets instead of the engine's: the same requests without the dropped entries.
 
     Attributes:
-        block_table, seq_lens: blocks and lengths of what is kept. They lie at the same addresses in every step, because
+        block_table, seq_lens: blocks and lengths of what is kept. They have the same addresses in every step, because
             captured graphs read them there.
         max_seq_len: the greatest of the lengths; None in a dummy run.
         dropped: entries that each row has lost.
@@ -98,13 +98,13 @@ class RaggedStep:
     Attributes:
         pages: the page that holds each request's newest token.
         lengths: tokens of each request after this step.
-        layout: what the heads' pages follow from.
+        layout: determines the heads' pages.
         block_size: tokens per page.
         group: the layers.
-        tokens: the tokens that are written and attended by the layout: those of compressed requests and, where each
-            request has one token, all. None while nothing was compressed: then the engine's own tables are right.
+        tokens: the tokens that are written and attended to by the layout: those of compressed requests or, if each
+            request has one token, all. None if nothing was compressed yet: then the engine's own tables are right.
         others: whether there are other tokens, for which the engine's own tables are right.
-        tables: the sub-pages of each of these tokens' heads, once they were needed.
+        tables: the sub-pages of each of these tokens' heads, computed when first needed.
     """
 
     pages: Int[Tensor, " rows"]
@@ -123,10 +123,10 @@ class RaggedStep:
 
 @runtime_checkable
 class LayerOperation(Protocol):
-    """Something that layers do with the queries of a step, or with those that they have recorded."""
+    """An operation of layers on the queries of a step, or on recorded ones."""
 
     reads_entries: ClassVar[bool]
-    """True if it looks at entries, so that it must be known where these lie."""
+    """True if it reads entries, so that their pages must be known."""
 
     def run(self, group: LayerGroup, places: range, queries: Tensor | None) -> None:
         """Run it in some layers.
@@ -143,20 +143,20 @@ class LayerOperation(Protocol):
 class StepPlan:
     """The work of a group's layers in one step and after it, the same for all layers.
 
-    What is done follows in this order, each list from its first operation to its last:
+    The work is done in this order, each list from its first operation to its last:
 
     1. before the layers run, the engine's tensors are altered (`slot_mapping`, `shifted`, `ragged`);
     2. `in_layers`: each layer does this right after its own attention;
-    3. `before_events`: all layers have attended, and nothing else has run since;
-    4. `events`: the compressions that the step has brought due;
-    5. `after_events`: what belongs to tokens behind the events.
+    3. `before_events`: after all layers have attended, and before anything else runs;
+    4. `events`: the compressions that are due after the step;
+    5. `after_events`: operations on tokens that came after the events.
 
     3 to 5 run when the next step is planned (`EventQueue`).
 
     Attributes:
-        slot_mapping: the batch's slot mapping, altered in place: slots point behind the requests' kept entries.
-        shifted: what attention is told instead of the batch, where all heads keep equally many entries.
-        ragged: the tokens that are written and attended head by head, where heads keep different numbers.
+        slot_mapping: the batch's slot mapping, altered in place: slots follow the requests' kept entries.
+        shifted: what attention gets instead of the batch, if all heads keep equally many entries.
+        ragged: the tokens that are written and attended to head by head, if heads keep different numbers.
         dummy: whether this is a step without requests, which a graph may capture to replay it in later steps.
         recorded: whether the layers were called for `in_layers`.
     """

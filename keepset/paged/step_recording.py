@@ -29,13 +29,13 @@ LocateEntries = Callable[[StepBatch, Sequence[ScheduledRequest]], Callable[[], E
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Queries of one request that are added up.
+    """Queries of one request whose attention is summed.
 
     Attributes:
-        request, record: the request, and what is recorded of it.
+        request, record: the request and its record.
         begin, stop: positions of the queries, the end exclusive.
-        point: tokens at the event that they are added up for.
-        unwritten: how many of the newest entries of each head have no number yet.
+        point: tokens at the event that the sums are for.
+        unwritten: how many of the newest entries of each head have no sum yet.
     """
 
     request: ScheduledRequest
@@ -52,38 +52,38 @@ class _Waiting:
 
 
 class StepRecording:
-    """What a step records and adds up, as host numbers until all its requests are planned.
+    """What a step records and sums, as host numbers until all its requests are planned.
 
     Attributes:
-        chunks: tokens of prompts that are collected as a whole.
+        chunks: tokens of prompts that are collected completely.
     """
 
     def __init__(self, batch: StepBatch, recording: Recording, entries: LocateEntries) -> None:
         self._batch, self._recording, self._entries = batch, recording, entries
         self.chunks: list[PromptChunk] = []
-        # Queries of the step before and of this one that are added up, and those that are held back for the next step.
+        # Queries of the step before and of this one that are summed, and those that are held back for the next step.
         self._taken_up: list[QueryAddition] = []
         self._added: list[QueryAddition] = []
         self._held: list[HeldQueries] = []
         # Queries that are recorded before the events and after them: number in the step, slot, place in the slot.
         self._early: list[tuple[int, int, int]] = []
         self._late: list[tuple[int, int, int]] = []
-        # Queries of tokens that were drafted for the step before and not taken back, with what has them; and those of
-        # this step of which some may be taken back.
+        # Queries of drafts of the step before that were accepted, with the copies that hold them; and queries of this
+        # step of which some may be taken back.
         self._accepted: defaultdict[DraftedQueries, list[tuple[int, int, int]]] = defaultdict(list)
         self._drafted: list[tuple[QueryRecord, ScheduledRequest]] = []
-        # Queries in rings that are added up, before and after this step's queries are recorded.
+        # Queries in rings that are summed, before and after this step's queries are recorded.
         self._flushed: list[_Waiting] = []
         self._ringed: list[_Waiting] = []
         # Queries in rings that could still wait.
         self._patient: list[tuple[ScheduledRequest, QueryRecord, int, int]] = []
 
     def accept(self, request: ScheduledRequest, record: QueryRecord, begins: int) -> None:
-        """Plan to record what was not taken back of the tokens that were drafted for the step before.
+        """Plan to record the accepted ones of the tokens that were drafted for the step before.
 
         Args:
             request: the request.
-            record: what is recorded of it, with drafted tokens.
+            record: its record, with drafted tokens.
             begins: position of the first query that is recorded.
         """
         drafted, size = record.drafted, self._recording.size
@@ -122,7 +122,7 @@ class StepRecording:
         record.aim(point, max(0, point - recording.summed(point == request.prompt)))
         begin, number = record.added, stop - record.added
         if number > room and behind:
-            # The event moves entries before these queries can be added up, so they are held back for the next step.
+            # The event moves entries before these queries can be summed, so they are held back for the next step.
             self._held.append(HeldQueries(record.slot, offset + begin, offset + stop))
             record.held = number
         elif number > room:
@@ -147,7 +147,7 @@ class StepRecording:
 
     def finish(self, plan: StepPlan) -> None:
         """Fill the plan's lists of operations, in the order in which they run."""
-        if self._ringed:  # If some must be added up, all are; from then on they fall due in the same steps.
+        if self._ringed:  # If some must be summed, all are; from then on they are due in the same steps.
             self._ringed += [self._taken(*one) for one in self._patient]
         early, late, drafted = self._capture(self._early), self._capture(self._late), self._copy_drafted()
         late_captures = [] if late is None else [LateCapture(late)]
@@ -169,8 +169,8 @@ class StepRecording:
         plan.after_events = [*late_captures]
 
     def _taken(self, request: ScheduledRequest, record: QueryRecord, begin: int, stop: int) -> _Waiting:
-        """Return queries that are added up from now on; after that, all entries have a number."""
-        # Entries of drafts that were taken back have no number, or zero, which is also that of those in their places.
+        """Return queries that are summed from now on; after that, all entries have a sum."""
+        # Entries of rejected drafts have no sum, or zero, which is also right for the entries that replace them.
         unwritten = max(request.after - record.written, 0)
         waiting = _Waiting(request, record, begin, stop, record.point, unwritten)
         record.added, record.written = stop, request.after
@@ -184,7 +184,7 @@ class StepRecording:
         return [self._additions(group, self._recording.room) for group in groups.values()]
 
     def _additions(self, waiting: list[_Waiting], number: int, **source: int) -> QueryAddition:
-        """Return the addition of the `number` queries before each `stop`; those before `begin` do not count."""
+        """Return the addition for the `number` queries before each `stop`; those before `begin` do not count."""
         numbers = [
             (one.record.slot, one.begin, one.stop, one.point, one.request.after, one.unwritten) for one in waiting
         ]
@@ -207,7 +207,7 @@ class StepRecording:
         )
 
     def _copy_drafted(self) -> DraftedQueries | None:
-        """Return the operation that copies queries of which some may be taken back, or None if there are none."""
+        """Return the operation that copies the queries of drafts, or None if there are none."""
         if not self._drafted:
             return None
         index = [query for _, request in self._drafted for query in range(request.first_query, request.end_query)]
