@@ -1,1 +1,1 @@
-"""The transformers runtime: an attention function, a cache, and what they see for methods."""
+"""The transformers runtime: an attention function, a cache, and the observation of both for methods."""

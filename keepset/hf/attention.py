@@ -1,14 +1,14 @@
-"""The attention and the mask function that keepset registers with transformers, and what they are given.
+"""The attention and the mask function that keepset registers with transformers, and their inputs.
 
 Every architecture that uses transformers' attention interface calls these two. Neither is given the cache, so both
-find it by what they are given:
+find it by their arguments:
 
-- A cache attaches to the keys that it returns from `update` the function that attends to them
-  (`set_pending_attention`). The attention module passes these very keys on to the attention function, which calls it.
-  A module that makes keys of cached latents first passes on others: then the thread remembers the function until this
-  module's call (`set_pending_latents`).
+- A cache returns keys from `update`, with the function that attends to them attached (`set_pending_attention`). The
+  attention module passes the same keys on to the attention function, which calls that function. A module that first
+  makes keys from cached latents passes on others: then the thread remembers the function until the module's call
+  (`set_pending_latents`).
 - transformers makes one mask for all layers, but layers that dropped different entries need different ones. So the
-  mask function returns a rule (`MaskRule`), and each layer applies it to what it holds.
+  mask function returns a rule (`MaskRule`), and each layer applies it to its entries.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from keepset.kernels.softmax import Softmax, softmax_attention
 NAME = "keepset"
 """Name of the attention implementation in transformers."""
 OTHER_PROMPT = "for another prompt make a new cache, because one serves one conversation"
-"""What to do instead of feeding a second prompt to a cache; part of several errors."""
+"""The advice against feeding a second prompt to a cache; part of several errors."""
 SWITCHING = threading.Lock()
-"""Held while a model is given the implementation: transformers marks the model's configurations meanwhile."""
+"""Held while a model's implementation is set, because transformers changes the model's configurations meanwhile."""
 _NOTE = "_keepset_attention"
 """Attribute of a tensor of keys: the function that attends to them, and their values."""
 
@@ -58,12 +58,12 @@ def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, R
 
 @dataclass(frozen=True, eq=False)
 class RealTokens:
-    """Tokens of which some are padding, and which of them are not. The host has looked once for all layers.
+    """Which of some tokens are real, and not padding. The host reads it once for all layers.
 
     Attributes:
         mask: true for real tokens, on the device.
         host_mask: the same on the host.
-        positions: counted from each request's first token, on the host; negative for padding.
+        positions: positions counted from each request's first token, on the host; negative for padding.
     """
 
     mask: Bool[Tensor, "batch n"]
@@ -86,7 +86,7 @@ class RealTokens:
 
 
 class BatchedAttention(NamedTuple):
-    """Result of storing and attending to new tokens of several caches at once.
+    """The result of storing new tokens in several caches and attending to them at once.
 
     Attributes:
         output: attention's output, `[batch, n, query_heads, value_dim]`.
@@ -103,25 +103,25 @@ class BatchedAttention(NamedTuple):
 class AttentionInput:
     """`n` new tokens of some requests, as they come to one layer's attention.
 
-    The attention function fills in what transformers gives it. The cache adds how far it has come.
+    The attention function fills in the arguments from transformers. The cache adds its positions and lengths.
 
     Attributes:
         module: the model's attention module.
-        query, key, value: of the tokens, after rotation.
-        softmax: what the model does with the products of queries and keys.
-        mask: the rule of the mask; None where the model makes none.
+        query, key, value: those of the tokens, after rotation.
+        softmax: how the model makes attention of query-key products.
+        mask: the rule of the mask; None if the model makes none.
         position_ids: the model's own positions, if it passes them on.
-        rows: which of the requests that the model was called with these are.
-        batched: what was done for the tokens together with those of other caches, if anything.
-        positions: of the tokens, counted from each request's first token; padding has that of the token before.
+        rows: the indices of these requests in the model's batch.
+        batched: the result if the tokens were processed together with those of other caches, else None.
+        positions: positions counted from each request's first token; padding has that of the token before.
         real: which tokens are not padding; None if all are real.
         start, end: logical lengths of the cache before and after the tokens.
         cache_valid: which tokens of the cache, up to these, are no padding; None if all are.
-        layer_input: input of the attention module, if somebody looks at it.
-        rotation: rotation of the queries, if somebody looks at it.
+        layer_input: input of the attention module, if a feature needs it.
+        rotation: rotation of the queries, if a feature needs it.
         lse: log-sum-exp of every query's logits, request by request, if attention has computed it.
         entry_scores: scores of the tokens' entries, by the features that score entries while they are written.
-        modules: the attention modules whose query heads these are, if there are several: of every KV head's group those
+        modules: the attention modules whose query heads these are, if there are several. In every KV head's group those
             of the first module come first.
     """
 
@@ -152,15 +152,15 @@ class AttentionInput:
 
     @property
     def absorb(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the function that makes `query` of the queries that the model has made; None if it is these."""
+        """Return the function that makes `query` from the model's queries; None if they are the same."""
         return None
 
     def finished(self, attended: Float[Tensor, "batch n query_heads value_dim"]) -> Tensor:
-        """Return attention's output, as the model takes it, of what attention makes of the values."""
+        """Return attention's output in the form that the model takes, from the output over stored values."""
         return attended
 
     def projected(self, weight: Float[Tensor, "query_heads own_dim hidden"]) -> Tensor:
-        """Return what each query head's values are multiplied with, of what the model's own are."""
+        """Return the output projection of each query head's stored values, from that of the model's own values."""
         return weight
 
     @property
@@ -229,18 +229,18 @@ class AttentionInput:
         return some
 
     def _cut(self, part: slice) -> None:
-        """Leave queries, keys and values of some tokens."""
+        """Reduce queries, keys and values to some tokens."""
         self.query, self.key, self.value = self.query[:, :, part], self.key[:, :, part], self.value[:, :, part]
 
     def split(self, end: int) -> tuple[AttentionInput, AttentionInput | None]:
-        """Return the tokens up to a logical length of the cache, and those beyond it if there are any."""
+        """Return the tokens up to a logical length of the cache, and the later ones if there are any."""
         if end >= self.end:
             return self, None
         return self.tokens(slice(0, end - self.start)), self.tokens(slice(end - self.start, None))
 
 
 def joined(layers: Sequence[AttentionInput]) -> AttentionInput:
-    """Return the same tokens with the query heads of several layers, first those of the layer that stores entries.
+    """Return the same tokens with the query heads of several layers, beginning with the layer that stores entries.
 
     Raises:
         UnsupportedModelError: the layers attend in different ways.
@@ -279,12 +279,12 @@ Attend = Callable[[AttentionInput], Tensor]
 
 
 def set_pending_attention(attend: Attend, key: Tensor, value: Tensor) -> None:
-    """Attach to the keys that a cache returns the function that attends to them, for `keepset_attention` to find."""
+    """Attach the function that attends to keys to these keys, so that `keepset_attention` finds it."""
     vars(key)[_NOTE] = attend, value
 
 
 class _Pending(threading.local):
-    """The function that attends to what a thread has cached last, if the model makes keys and values of that first."""
+    """The function that attends to a thread's newest latents, from which the model first makes keys and values."""
 
     latents: tuple[int, tuple[int, ...], Attend] | None = None
 
@@ -293,12 +293,12 @@ _pending = _Pending()
 
 
 def set_pending_latents(attend: Attend, layer: int, latent: Tensor) -> None:
-    """Leave for `keepset_attention` the function that attends to latents, which it cannot find by keys made of them."""
+    """Leave the function that attends to latents for `keepset_attention`, which cannot find it by the module's keys."""
     _pending.latents = layer, (len(latent), latent.shape[2]), attend
 
 
 def _latent_attention(module: nn.Module, key: Tensor) -> Attend | None:
-    """Return the function that was left for this call."""
+    """Return the function that `set_pending_latents` left for this call."""
     left, _pending.latents = _pending.latents, None
     if left is None or (getattr(module, "layer_idx", None), (len(key), key.shape[2])) != left[:2]:
         return None
@@ -316,7 +316,7 @@ def keepset_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend to what the layer of a keepset cache holds; for any other cache, or none, do as transformers' SDPA does.
+    """Attend to the entries of a keepset cache's layer; for any other cache, or none, run transformers' SDPA.
 
     SDPA has neither soft caps nor sinks: for models with these keepset computes attention in both cases.
 
@@ -383,20 +383,20 @@ def keepset_attention(
 
 
 class KeepsetLength(int):
-    """Length of a keepset layer. It is all that the mask function is told about the cache."""
+    """Length of a keepset layer: the only thing that the mask function learns about the cache."""
 
 
 @dataclass(eq=False)
 class MaskRule:
-    """The arguments of one mask, evaluated when somebody needs it."""
+    """The arguments of one mask, which is evaluated when it is needed."""
 
     arguments: dict[str, Any]
     ndim = 4
-    """As of a finished mask: a model may hand its mask to a decoder that would make one of a two-dimensional mask."""
+    """Four, as for a finished mask: a model may pass its mask to a decoder that would convert a two-dimensional one."""
 
     @property
     def dtype(self) -> Never:
-        """Refuse to tell a type, because no layer may compute with a mask.
+        """Refuse to return a type, because no layer may compute with a mask.
 
         Raises:
             UnsupportedModelError: always.
@@ -406,7 +406,7 @@ class MaskRule:
         )
 
     def __radd__(self, other: Any) -> Never:
-        """Refuse to be added to logits, as by attention that a model computes by itself.
+        """Refuse to be added to logits, which attention that a model computes itself would do.
 
         Raises:
             UnsupportedModelError: always.
@@ -418,7 +418,7 @@ class MaskRule:
 
     @cached_property
     def matrix(self) -> Bool[Tensor, "batch 1 q kv"] | None:
-        """The ordinary mask, for layers that hold everything; None where plain causality is enough."""
+        """The ordinary mask, for layers that hold everything; None if plain causality is enough."""
         return sdpa_mask(**self.arguments)
 
     @cached_property
@@ -426,7 +426,7 @@ class MaskRule:
         """Return whether some tokens of a prompt see later ones, as those of an image see each other.
 
         Raises:
-            UnsupportedModelError: the mask is neither causal attention with padding, nor that and more of a prompt.
+            UnsupportedModelError: the mask is neither causal with padding, nor that with more shown within a prompt.
         """
         if self.arguments["mask_function"] is causal_mask_function:
             return False
@@ -455,7 +455,7 @@ class MaskRule:
             return None
         offset = int(self.arguments["q_offset"])
         end = offset + int(self.arguments["q_length"])
-        # The host looks once. Nobody asks for the positions of what came before a single token, which would be long.
+        # The host reads it once. For a single token the positions before it are not needed; they would be many.
         first = offset if offset + 1 == end else 0
         host_mask = padding[:, first:end].bool().cpu()
         positions = (host_mask.cumsum(-1) - 1).masked_fill(~host_mask, -1)[:, offset - first :]

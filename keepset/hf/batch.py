@@ -99,7 +99,7 @@ class _Batch(TransformersCache):
         return batched.output
 
     def _of_each(self, make: Callable[[int, Cache], Made]) -> dict[int, Made]:
-        """Return by row what is made of each cache that has not failed; a cache that fails leaves the others alone."""
+        """Return a result for each cache that has not failed, by row; a failure does not affect other caches."""
         made: dict[int, Made] = {}
         for row, cache in enumerate(self._caches):
             if row not in self.errors:

@@ -41,7 +41,7 @@ from keepset.recipe import Recipe, check_schedule
 logger = logging.getLogger(__name__)
 
 EventCallback = Callable[[Observation, Budget, KeepSet], None]
-"""Called for every layer at every event with the observation as the method found it, the budget, and what it kept."""
+"""Called for every layer at every event with the method's observation, the budget, and the entries that stay."""
 
 
 class Cache(ObservedCache):
@@ -58,10 +58,10 @@ class Cache(ObservedCache):
         recipe: a text such as `"snapkv(keep=0.25)"`, or a `Recipe`. If none is named, the default for a prompt that is
             answered at once is taken (`keepset.defaults`), which a warning says once for each model.
         task_tokens: for methods with a second pass: the tokens of a question that is known, `[batch, tokens]`, which
-            then run instead of the prompt's own; one row, or one for every request. Several questions are a list.
+            then run instead of the prompt's own; one row, or one for every request. A list gives several questions.
         prompt_length: tokens of the prompt, padding included. Needed only where the first forward is not
             the whole prompt and nothing else: with `prefill_chunk_size` and with assisted generation.
-        history: keep the KeepSet of every event; otherwise `events` holds the newest one and, of the others, figures.
+        history: keep the KeepSet of every event; otherwise `events` has that of the newest and only figures of others.
         observer: is called with every layer's observation and what was kept of it; its time is not the event's.
 
     Raises:
@@ -105,14 +105,14 @@ class Cache(ObservedCache):
         self._model = weakref.ref(model)
         # Events that some layers have not reached yet, by length.
         self._unfinished: dict[int, _UnfinishedEvent] = {}
-        # What the newest answer of `_num_kept` follows from, and that answer.
+        # The arguments and the result of the newest `_num_kept`.
         self._forecast: tuple[tuple[Any, ...], list[list[int]]] | None = None
-        # The same of `_budget`.
+        # The arguments and the result of the newest `_budget`.
         self._in_entries: tuple[tuple[Any, ...], Budget] | None = None
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> Cache:
-        """Return the cache that `save` has written, which goes on from there.
+        """Return the cache that `save` has written, ready to continue.
 
         Args:
             model: the model that the context is of; it serves no other.
@@ -136,9 +136,9 @@ class Cache(ObservedCache):
     def from_prompt(
         cls, model: PreTrainedModel, recipe: str | Recipe, prompt: ObservedCache, observations: Sequence[Observation]
     ) -> Cache:
-        """Return the cache that this recipe would have left of a prompt that another cache has watched.
+        """Return this recipe's cache of a prompt that another cache has watched.
 
-        Exact, because a prompt is compressed after its attention: one prefill serves any number of recipes.
+        It is exact, because a prompt is compressed after its attention: one prefill serves any number of recipes.
 
         Args:
             prompt: the cache that the prompt was fed to, such as a `Recorder`.
@@ -179,13 +179,13 @@ class Cache(ObservedCache):
 
     @property
     def nbytes_entries(self) -> int:
-        """Bytes of the entries that are there; the rest of `nbytes` is for tokens to come and for the next event."""
+        """Bytes of the present entries; the rest of `nbytes` is for tokens to come and for the next event."""
         stored = [(layer, layer.store) for layer in self.managed_layers.values() if layer.store is not None]
         return self.nbytes - sum(layer.nbytes - store.entries_nbytes for layer, store in stored)
 
     @property
     def nbytes_full(self) -> int:
-        """Bytes of keys and values of all tokens so far; layers that keepset leaves alone hold what they hold."""
+        """Bytes of keys and values of all tokens so far, and of what other layers hold now."""
         total = self.nbytes
         for layer in self.managed_layers.values():
             if layer.store is not None:
@@ -196,7 +196,7 @@ class Cache(ObservedCache):
 
     @property
     def share(self) -> float:
-        """Bytes of the entries that are there, of what a full 16-bit cache of all tokens so far takes.
+        """Bytes of the present entries, as a share of a full 16-bit cache of all tokens so far.
 
         Entries are counted as `Budget.bytes` counts them, whatever the model's type; layers that keepset leaves alone
         are not counted.
@@ -216,7 +216,7 @@ class Cache(ObservedCache):
         return self.events[-1].keep_set if self.events else None
 
     def trim(self) -> None:
-        """Free the places that are held for tokens to come; they are allocated again once there are such."""
+        """Free the places that are reserved for tokens to come; they are allocated again when needed."""
         for layer in self.managed_layers.values():
             if layer.store is not None:
                 layer.store.trim()
@@ -252,14 +252,14 @@ class Cache(ObservedCache):
 
         Args:
             force: replace a file that is there.
-            model_name: what the model is found by again, if not what it was loaded by.
-            token_ids: of the text that is cached, if a server is to find the file by them; of one request.
-            opening: how many of them any message begins with (a chat template's), so that a question may, too.
+            model_name: the name or folder by which the model is found, if not the one that it was loaded by.
+            token_ids: those of the cached text of one request, if a server is to find the file by them.
+            opening: how many of them every message begins with (by its chat template), also a question.
             joint: tokens that then come between the text and the question.
 
         Raises:
-            KeepsetError: there is such a file, or no whole prompt yet, `token_ids` are not as many as its tokens, the
-                model has layers of a kind that is not saved, or the place cannot be written to.
+            KeepsetError: the file exists, there is no whole prompt yet, `token_ids` are not as many as its tokens, the
+                model has layers of a kind that cannot be saved, or the path cannot be written to.
         """
         model = self._model()
         if model is None:
@@ -273,15 +273,15 @@ class Cache(ObservedCache):
     def ask(
         self, input_ids: Int[Tensor, "rows tokens"], attention_mask: Int[Tensor, "rows tokens"] | None = None
     ) -> dict[str, Any]:
-        """Return what `model.generate` takes to go on with these tokens, on a fork: the cache stays as it is.
+        """Return arguments for `model.generate` to continue with these tokens on a fork; the cache does not change.
 
         Args:
-            input_ids: a cache of one request takes any number of rows, one with several takes a row for each.
-            attention_mask: of these tokens, where some are padding.
+            input_ids: any number of rows for a cache of one request, else a row for each request.
+            attention_mask: the mask of these tokens, if some are padding.
 
         Returns:
-            Keyword arguments. The answer begins with these tokens; what is cached comes before them, but is not told
-            again, so penalties for repetition do not see it.
+            Keyword arguments. The answer begins with these tokens. The cached tokens come before them but are not
+            among the ids, so penalties for repetition do not see them.
 
         Raises:
             KeepsetError: these are no tokens, there is no whole prompt yet, or the rows do not fit it.
@@ -315,7 +315,7 @@ class Cache(ObservedCache):
         self._unfinished.clear()
 
     def _num_kept(self, layer: LayerState, up_to_event: AttentionInput) -> Sequence[int] | None:
-        """Return how many entries of each head will stay, so that the host need not wait for the device to say so."""
+        """Return how many entries of each head will stay, so that the host need not wait for the device."""
         progress, method = self.progress, self.recipe.method
         if not (is_async_device(up_to_event.key.device) and method.traits.count_known_on_host):
             return None
@@ -326,7 +326,7 @@ class Cache(ObservedCache):
             lengths = [tokens - later for tokens, later in zip(progress.tokens, later_counts, strict=True)]
         else:  # nothing was dropped yet
             lengths = [heads[0] for heads in held]
-        if method.traits.fixed_total:  # the average head says the same of a layer
+        if method.traits.fixed_total:  # the average head gives the same number for a layer
             held = [[sum(heads) // len(heads)] * len(heads) for heads in held]
         # Of all layers at once, since they hold the same: unless the event before has left them different numbers, or
         # their heads have other sizes.
@@ -339,7 +339,7 @@ class Cache(ObservedCache):
         return self._forecast[1][layers.index(layer.index)]
 
     def _budget(self, sizes: list[tuple[int, int]]) -> Budget:
-        """Return the budget in entries of layers whose keys and values have these sizes; made once for layers alike."""
+        """Return the budget in entries for layers whose keys and values have these sizes; computed once per size."""
         basis = sizes, None if self.progress is None else self.progress.images
         if self._in_entries is None or self._in_entries[0] != basis:
             self._in_entries = basis, self.recipe.budget_of_sizes(sizes).located(basis[1])
@@ -389,7 +389,7 @@ class Cache(ObservedCache):
 
 @dataclass
 class _UnfinishedEvent:
-    """An event that some layers have not reached yet: what stays in the others, and sums of what `Event` tells."""
+    """An event that some layers have not reached yet: what stays in the others, and the sums for its `Event`."""
 
     kept: list[LayerKeepSet] = field(default_factory=list)
     entries: int = 0

@@ -1,4 +1,4 @@
-"""`EditableCache`: what is done to a cache between two forwards: reordering, repeating, taking tokens back."""
+"""`EditableCache`: edits of a cache between two forwards: reordering, repeating, taking tokens back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from keepset.recipe import Schedule
 class EditableCache(TransformersCache):
     """A transformers cache of keepset's layers and others, as `generate` edits it between two forwards.
 
-    `ObservedCache` says what the attributes are.
+    `ObservedCache` describes the attributes.
     """
 
     schedule: Schedule
@@ -107,7 +107,7 @@ class EditableCache(TransformersCache):
 
     @property
     def _looks_at_prompt(self) -> bool:
-        """Return whether a prompt is under way of which more is collected than its entries."""
+        """Return whether a prompt is incomplete, and more than its entries is collected from it."""
         return any(kept.prompt is not None and bool(kept.prompt.needs) for kept in self.managed_layers.values())
 
     def _requests(self, rows: Tensor) -> list[int]:

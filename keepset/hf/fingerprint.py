@@ -1,4 +1,4 @@
-"""`fingerprint`: tells one model from another cheaply, by its make and a few numbers of every weight."""
+"""`fingerprint`: tells models apart cheaply, by their configuration and a few numbers of every weight."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from keepset.core.statistics import Statistics
 from keepset.core.tables import Tables
 
 _PRECISION = 2.0**-8
-"""Half the relative distance of two neighbours in bfloat16: the same weights are no further from one another."""
+"""Half the relative distance of two neighbouring bfloat16 numbers: rounding moves a weight no further."""
 _TINY = 1e-6
-"""Size of numbers that float16 has no exact values for."""
+"""Size below which float16 has no exact numbers."""
 _SAMPLED, _EACH = 64, 4
-"""Number of weights in a sample, and of numbers taken from each."""
+"""Numbers of weights in a sample, and of numbers taken from each."""
 _NUMBERS = 16
-"""How many numbers are looked at in every weight. A model that was trained further differs in most of them."""
+"""How many numbers of every weight are compared. A model that was trained further differs in most of them."""
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, str]:
-    """Return what must be equal for two models to make the same keys and values, by names that a person understands."""
+    """Return the facts that two models must share to make the same keys and values, by names that people understand."""
     config = model.config.get_text_config(decoder=True)
     return {**make(type(model).__name__, config, model.dtype), "weights": _weights(model)}
 
@@ -49,20 +49,20 @@ def make(architecture: str, config: PreTrainedConfig, dtype: torch.dtype) -> dic
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> str:
     """Return how two fingerprints differ, as the end of a sentence; "" if they do not.
 
-    Only the first difference is told: what follows from it, such as the weights, differs too.
+    Only the first difference is given: facts that depend on it, such as the weights, differ too.
     """
     for name, here in ours.items():
         there = theirs.get(name, "unknown")
         if there != here:
             if name == "weights":
                 return "weights differ"
-            # What a file says may be anything: a damaged one breaks no line and steers no terminal.
+            # A damaged file may say anything: escaped, it breaks no line and controls no terminal.
             return f"{name} differs: {str(there).encode('unicode_escape').decode()} there, {here} here"
     return ""
 
 
 def sample(model: PreTrainedModel) -> dict[str, list[float]]:
-    """Return a few numbers of some weights, by which a model is known again in any precision; plain JSON."""
+    """Return a few numbers of some weights, which identify a model in any precision; plain JSON."""
     weights = _readable(model)
     names = list(weights)[:: max(len(weights) // _SAMPLED, 1)]
     return {name: [float(f"{x:.6g}") for x in _few(weights[name]).tolist()] for name in names}
@@ -98,7 +98,7 @@ def _readable(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _few(weight: Tensor) -> Tensor:
-    """Return a few numbers of a weight; all of them if it is a few already."""
+    """Return a few numbers of a weight; all of them if there are few."""
     return weight.detach().flatten()[_places(weight.shape)].float().cpu()
 
 
@@ -118,7 +118,7 @@ def _stored_numbers(stored: Any, places: Iterable[int]) -> Tensor:
 
 
 def stored_weights(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> str | None:
-    """Return a fingerprint's part that tells weights, of a model's folder; None if its names are not the model's."""
+    """Return the fingerprint of the weights in a model's folder; None if their names are not the model's."""
     stored = _slices(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

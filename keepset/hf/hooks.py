@@ -22,13 +22,13 @@ from keepset.hf.layer_input import LayerInput, ModuleCall, cos_and_sin, hidden_s
 
 
 class ModelHooks(ABC):
-    """Hooks on a model that look at calls with one cache. They are removed when this object goes.
+    """Hooks on a model that observe calls with one cache. They are removed when this object is deleted.
 
-    The model may serve other caches in other threads meanwhile. So what a hook has seen is either checked to be of a
-    call with this cache, or kept for the thread that made the call.
+    The model may serve other caches in other threads meanwhile. So a hook either checks that a call is with this cache,
+    or keeps its observation for the thread that made the call.
 
     Args:
-        model: that holds the hooks, but not this object.
+        model: the model, which holds the hooks but not this object.
         past: the cache.
     """
 
@@ -62,7 +62,7 @@ class ModelHooks(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Forget what was seen. What one of two forks has seen is never changed for the other."""
+        """Forget what was seen. Forks do not share what they have seen."""
 
     @abstractmethod
     def _installed(self, model: nn.Module) -> Iterator[RemovableHandle]:
@@ -103,9 +103,9 @@ class _Calls(threading.local):
 
 
 class AttentionHooks(ModelHooks):
-    """Remember the newest call of an attention module and of rotary embeddings, for methods that look at such.
+    """Remember the newest call of an attention module and of rotary embeddings, for methods that need them.
 
-    They see the calls with other caches, too, and hold nothing of any call once it is over, also if it has failed.
+    They also see calls with other caches, and hold nothing of a call once it is over, even if it has failed.
     """
 
     def forget(self) -> None:
@@ -181,13 +181,13 @@ def _is_rotary(module: nn.Module) -> bool:
 class PerplexityHooks(ModelHooks):
     """Hooks around the whole model that see its logits for the newest tokens of the calls with one cache.
 
-    A caller may ask for the last token's logits only, as `generate` does. The model then computes as many as needed,
-    and the caller gets those that it asked for. The cache's `on_logits` is called after every call.
+    A caller may ask only for the last token's logits, as `generate` does. The model then computes as many as needed,
+    and the caller gets those that it asked for. The cache's `on_logits` runs after every call.
 
     Args:
         model: with a language head.
         past: the cache.
-        needs: how many tokens to look at.
+        needs: the perplexity's number of tokens.
 
     Attributes:
         watching: whether a call of the model with the cache is under way.
@@ -243,7 +243,7 @@ class PerplexityHooks(ModelHooks):
         self._ids = None
         perplexities = {}
         for needed in self._needs:
-            # The first token of all is left out: nothing foretells it.
+            # The first token of all is left out, because no logits predict it.
             newest = (row[-needed.tokens :] for row in self._losses)
             means = [row.mean() if len(row) else row.new_tensor(torch.inf) for row in newest]
             perplexities[needed] = torch.stack(means).exp()
@@ -262,7 +262,7 @@ class PerplexityHooks(ModelHooks):
         for row in range(batch):
             exists = slice(None) if valid is None else valid[row, -newest:]
             own, tokens = logits[row][exists], ids[row, -newest:][exists]
-            # What foretells the first of these tokens came with the call before, unless something lies between.
+            # The logits for the first of these tokens came with the last call, unless tokens lie between.
             known = torch.cat([last[row] if whole else own[:0], own])
             foretold = known[:-1].float().log_softmax(-1)
             losses = -foretold.gather(-1, tokens[len(tokens) - len(foretold) :, None].to(foretold.device))[:, 0]

@@ -16,7 +16,7 @@ from keepset.errors import UnsupportedModelError
 from keepset.hf.hooks import ModelHooks, after_calls, before_calls
 
 _NAMES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-"""Names that configurations give the token in whose places the model puts what it sees."""
+"""Configurations' names for the token that images replace."""
 
 
 def image_token_ids(config: PreTrainedConfig) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def image_token_ids(config: PreTrainedConfig) -> tuple[int, ...]:
 
 
 def require_image_tokens(model: PreTrainedModel, kind: str) -> None:
-    """Check that a model's images can be told from its text, of which a recipe protects one kind.
+    """Check that a model's images can be told from its text, for a recipe that protects one of them.
 
     Raises:
         UnsupportedModelError: the model's configuration names no token of images.
@@ -79,10 +79,10 @@ class ImageHooks(ModelHooks):
 
 
 class RopeDeltas(ModelHooks):
-    """Hooks that keep apart what a model remembers of the prompts of different caches.
+    """Hooks that remember for one cache how far the model's positions differ from numbers of tokens.
 
-    Models with axes of positions (M-RoPE) give an image fewer positions than tokens. They remember by how many of the
-    newest prompt, and take it for that of every cache. These hooks remember it for one cache.
+    Models with several axes of positions (M-RoPE) give an image fewer positions than tokens. They remember the
+    difference for the newest prompt only, and would use it for every cache.
 
     Attributes:
         deltas: what the model adds to the number of tokens to get a position, for each request; None before the prompt.
@@ -94,7 +94,7 @@ class RopeDeltas(ModelHooks):
 
     @staticmethod
     def owner(model: nn.Module) -> Any:
-        """Return the part of a model that remembers; None if the model gives every token a position of its own."""
+        """Return the module that remembers the difference; None if the model gives every token its own position."""
         return next((module for module in model.modules() if "rope_deltas" in vars(module)), None)
 
     def forget(self) -> None:
@@ -109,7 +109,7 @@ class RopeDeltas(ModelHooks):
         self.deltas = None if self.deltas is None else self.deltas[rows.to(self.deltas.device)]
 
     def recall(self) -> None:
-        """Have the model continue with this cache's prompt."""
+        """Make the model continue with this cache's prompt."""
         model = self._model()
         if model is not None:
             self.owner(model).rope_deltas = self.deltas

@@ -1,8 +1,8 @@
-"""`KnownTokens`: what is known of the text that a cache holds, to tell whether an input begins with it.
+"""`KnownTokens`: the known tokens of a cache's text, to tell whether an input begins with them.
 
-`generate` leaves out as many of the first ids as the cache has tokens, and takes it that they are the cache's. No hook
-on a model sees these ids. So `generate` is wrapped for caches that tell their text from another (`KnowsText`). With any
-other cache it does what it did.
+`generate` skips as many of the first ids as the cache has tokens, and assumes that they are the cache's. No hook on a
+model sees these ids. So `generate` is wrapped for caches that check their text (`KnowsText`). With any other cache it
+is unchanged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from keepset.errors import KeepsetError
 
 
 class KnownTokens(ABC):
-    """The first tokens of a cache, as far as somebody has told them. It never changes, so copies share it.
+    """The first tokens of a cache, as far as they are known. It never changes, so copies share it.
 
     Attributes:
-        given: how many of them were given by the caller; `generate` has chosen those after them.
+        given: how many of them were given by the caller; `generate` has chosen the later ones.
     """
 
     given: int
@@ -38,11 +38,11 @@ class KnownTokens(ABC):
 
     @abstractmethod
     def first(self, length: int) -> Self | None:
-        """Return what is known of the first `length` tokens."""
+        """Return the known tokens among the first `length` tokens."""
 
     @abstractmethod
     def rows(self, rows: Int[Tensor, " rows"]) -> Self:
-        """Return what is known of a batch of these requests."""
+        """Return the known tokens of a batch of these requests."""
 
     def check(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None, logical: int) -> None:
         """Refuse an input that begins with other tokens."""
@@ -89,7 +89,7 @@ class ToldTokens(KnownTokens):
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
-    """Return the bytes that a text's digest is made of."""
+    """Return the bytes whose digest identifies a text."""
     return np.asarray(tokens, dtype="<i8").tobytes()
 
 
@@ -100,13 +100,13 @@ def text_digest(tokens: Sequence[int]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class SavedText(KnownTokens):
-    """A text of which a file has the digest and the number of tokens."""
+    """A text whose digest and number of tokens are in a file."""
 
     digest: str
     given: int
 
     def first_other(self, ids: Int[Tensor, "batch n"], real: Bool[Tensor, "batch logical"] | None) -> int | None:
-        if real is not None:  # padding may be any token, and the digest is of one
+        if real is not None:  # padding may be any token, and the digest has a certain one
             return None
         texts = ids[:, : self.given].tolist()
         return None if all(text_digest(text) == self.digest for text in texts) else 0
@@ -119,18 +119,18 @@ class SavedText(KnownTokens):
 
 
 class KnowsText:
-    """A cache that is told the ids that `generate` is given, and those that it returns."""
+    """A cache that learns the ids that `generate` is given, and those that it returns."""
 
     progress: Any
 
     def resume(self) -> None:
-        """Have the model continue with this cache's text, whatever it was given in between."""
+        """Make the model continue with this cache's text, whatever other caches it ran with in between."""
 
     def check_text(self, ids: Int[Tensor, "rows n"]) -> None:
         """Refuse the ids of a whole text, padding included, if they begin with other tokens than the cache holds.
 
         Raises:
-            KeepsetError: tokens that were given before are others now. Of those that were generated it is a warning.
+            KeepsetError: tokens that were given before have changed. For generated tokens there is only a warning.
         """
         progress = self.progress
         if progress is None or progress.known is None or ids.shape[1] <= progress.logical:
@@ -140,7 +140,7 @@ class KnowsText:
             progress.known.check(ids.repeat_interleave(requests // rows, 0), progress.valid, progress.logical)
 
     def remember_text(self, ids: Int[Tensor, "rows n"], given: int) -> None:
-        """Take in the ids of a whole text, of which the cache holds the first."""
+        """Record the ids of a whole text, the first of which the cache holds."""
         progress = self.progress
         if progress is None or len(progress.tokens) % len(ids):
             return
@@ -149,7 +149,7 @@ class KnowsText:
 
 
 def _watched(generate: Any) -> Any:
-    """Return `generate` with calls of the caches that know their text around it."""
+    """Return `generate`, wrapped so that caches that know their text check and record it."""
 
     @wraps(generate)
     def watched(
@@ -164,7 +164,7 @@ def _watched(generate: Any) -> Any:
         output = generate(self, inputs, generation_config, *args, **kwargs)
         sequences, config = ids, generation_config or self.generation_config
         beams = kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1
-        # What is generated of several beams is not in the order of the cache's requests.
+        # Generated rows of several beams are not in the order of the cache's requests.
         if not kwargs.get("custom_generate") and beams == 1:
             sequences = output if isinstance(output, Tensor) else getattr(output, "sequences", ids)
         past.remember_text(sequences, ids.shape[1])
@@ -174,7 +174,7 @@ def _watched(generate: Any) -> Any:
 
 
 def _is_whole_text(ids: Any, kwargs: Mapping[str, Any]) -> TypeGuard[Tensor]:
-    """Return whether these are the ids of all tokens, by transformers' rule: they are as many as the mask is long."""
+    """Return whether these are the ids of all tokens: by transformers' rule they are as many as the mask covers."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or kwargs.get("inputs_embeds") is not None:
         return False
     mask = kwargs.get("attention_mask")

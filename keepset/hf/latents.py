@@ -1,10 +1,10 @@
 """Models that cache latents (DeepSeek V2 and V3): entries are stored as the model caches them, one for all heads.
 
-Such a model caches for each token a latent and a rotated part, of which it makes the keys and values of all heads. Keys
-and values are linear in them, so a query can be taken to the latents instead (`absorbed`): its product with
-`[latent, rotated part]` is its product with the key. So an entry is that of one KV head whose group is all query heads.
-Its key is `[latent, rotated part]`, its value is the latent, and what attention makes of values is taken back to each
-head (`expanded`). Methods see these keys, values and queries, and no method knows of it.
+Such a model caches for each token a latent and a rotated part, from which it makes the keys and values of all heads.
+Keys and values are linear in them, so a query can be projected to the latents instead (`absorbed`): its product with
+`[latent, rotated part]` is its product with the key. So there is one KV head, whose group is all query heads. An
+entry's key is `[latent, rotated part]`, its value is the latent, and attention's output is projected back to each head
+(`expanded`). Methods see these keys, values and queries, and need not know about it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _checked: WeakSet[nn.Module] = WeakSet()
 
 @dataclass(frozen=True, eq=False)
 class Latents:
-    """The weights by which an attention module makes keys and values of latents.
+    """The weights by which an attention module makes keys and values from latents.
 
     Attributes:
-        to_keys: of each head, what makes the first part of its key.
-        to_values: of each head, what makes its value.
+        to_keys: for each head, the weights of the first part of its key.
+        to_values: for each head, the weights of its value.
     """
 
     to_keys: Float[Tensor, "query_heads nope latent"]
@@ -43,7 +43,7 @@ class Latents:
     @classmethod
     @torch.no_grad()
     def of(cls, new: AttentionInput, latent: Tensor, rotated: Tensor) -> Latents:
-        """Return those of a module that has just made keys and values.
+        """Return the weights of a module that has just made keys and values.
 
         Raises:
             UnsupportedModelError: the module does not make its keys and values in this way.
@@ -70,16 +70,16 @@ class Latents:
         return made
 
     def absorbed(self, queries: Float[Tensor, "batch query_heads n head_dim"]) -> Tensor:
-        """Return queries of latents and rotated parts, `[batch, query_heads, n, latent + rotated]`."""
+        """Return queries for latents and rotated parts, `[batch, query_heads, n, latent + rotated]`."""
         nope = self.to_keys.shape[1]
         return torch.cat([queries[..., :nope] @ self.to_keys.to(queries.dtype), queries[..., nope:]], -1)
 
     def expanded(self, attended: Float[Tensor, "batch n query_heads latent"]) -> Tensor:
-        """Return what attention makes of values, `[batch, n, query_heads, value_dim]`, of what it makes of latents."""
+        """Return attention's output over values, `[batch, n, query_heads, value_dim]`, from its output over latents."""
         return torch.einsum("bnhl,hvl->bnhv", attended, self.to_values.to(attended.dtype)).contiguous()
 
     def projected(self, weight: Float[Tensor, "query_heads value_dim hidden"]) -> Tensor:
-        """Return what latents are multiplied with, `[query_heads, latent, hidden]`, of what values are."""
+        """Return the output projection for latents, `[query_heads, latent, hidden]`, from that for values."""
         return self.to_values.mT.to(weight.dtype) @ weight
 
 
@@ -87,7 +87,7 @@ class LatentInput(AttentionInput):
     """New tokens as those of one KV head, whose entries are latents.
 
     Attributes:
-        latents: how the layer's keys and values are made.
+        latents: the weights that make the layer's keys and values.
         own: queries, keys and values as the model has made them.
     """
 
@@ -106,7 +106,7 @@ class LatentInput(AttentionInput):
 
     @cached_property
     def query(self) -> Tensor:  # type: ignore[override]
-        """Queries of latents. A long prompt's are much larger than its own, and are made only if somebody asks."""
+        """Queries for latents. Those of a long prompt are much larger than its own, so they are made only if needed."""
         return self.latents.absorbed(self.own[0])
 
     @property
@@ -130,14 +130,14 @@ class LatentInput(AttentionInput):
 
 
 def set_pending(attend: Attend, layer: int, latent: Tensor, rotated: Tensor) -> None:
-    """Leave the function that attends in a layer, whose module makes keys and values of these latents first."""
+    """Leave the attention function of a layer whose module first makes keys and values from these latents."""
     set_pending_latents(lambda new: attend(LatentInput.of(new, latent, rotated)), layer, latent)
 
 
 class LatentStore(EntryStore):
     """A store whose `keys` column has latents and whose `values` column their rotated parts, as the model caches them.
 
-    What is read of it are keys `[latent, rotated part]`, and latents as values.
+    Reading it gives `[latent, rotated part]` as keys, and latents as values.
     """
 
     @classmethod

@@ -1,6 +1,6 @@
 """`LayerState`: one layer of a cache, from the input of its attention to the observation at its next event.
 
-What it tells transformers is logical: it counts tokens. What it stores is physical: the entries that are kept.
+The lengths that it reports to transformers are logical: they count tokens. It stores only the entries that are kept.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from keepset.kernels.columns import attention_with_lse
 from keepset.kernels.softmax import softmax_attention
 
 Collected = tuple[dict[str, Any], Mapping[Feature[Any], Any]]
-"""What is known of a layer at an event: arguments of an `Observation`, and features."""
+"""A layer's inputs to an event: arguments of an `Observation`, and features."""
 
 
 class LogicalLayer(DynamicLayer):
-    """A cache layer that tells transformers how many tokens there were, whatever it holds of them.
+    """A cache layer that tells transformers how many tokens there were, whatever it still holds.
 
     Attributes:
-        logical: tokens so far, dropped ones and padding included: what masks and positions count.
+        logical: tokens so far, including dropped ones and padding, as masks and positions count them.
     """
 
     supports_early_init = False
@@ -49,16 +49,16 @@ class LogicalLayer(DynamicLayer):
 
 
 class LayerState(LogicalLayer):
-    """A layer that stores what it is told to keep, attends over it, and collects what the next event looks at.
+    """A layer that stores what it is told to keep, attends over it, and collects the inputs of the next event.
 
     Attributes:
         index: the layer's index in the model.
-        store: the entries; None before the first, and while an event of them is undecided.
+        store: the entries; None before the first, and while an event chooses among them.
         prompt: collects until the prompt is complete, if the prompt is compressed.
-        decoding: collects for the events after the prompt, if the recipe has such.
-        after_event: tokens fed in the same call as the newest event but after it; stored once all layers have chosen.
-        seconds: time that each kind of feature took to collect over the prompt, once that is observed.
-        readers: how many later layers of the model attend to this layer's entries, and have none of their own.
+        decoding: collects for the events after the prompt, if the recipe has any.
+        after_event: tokens that came after the newest event in the same call; stored once all layers have chosen.
+        seconds: time that each kind of feature took over the prompt, once that is observed.
+        readers: how many later layers of the model attend to this layer's entries and store none.
     """
 
     readers = 0
@@ -81,17 +81,17 @@ class LayerState(LogicalLayer):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for this layer's entries, and for what the next event looks at beside them."""
+        """Bytes allocated for this layer's entries, and for the next event's other inputs."""
         recorded = 0 if self.decoding is None else self.decoding.recorder.nbytes
         return recorded + (0 if self.store is None else self.store.nbytes)
 
     @property
     def nbytes_states(self) -> int:
-        """Bytes of what the layer holds that is not an entry and is never compressed."""
+        """Bytes of the layer's states, which are no entries and never compressed."""
         return 0
 
     def copy_states(self, other: Any) -> None:
-        """Take over what another layer holds that is not an entry."""
+        """Take over the states of another layer, which are no entries."""
 
     def looks_at(self, new: AttentionInput) -> bool:
         """Return whether an event will look at these tokens' queries, or lies among the tokens."""
@@ -108,9 +108,9 @@ class LayerState(LogicalLayer):
             new: the tokens, after the cache has added positions and lengths.
 
         Returns:
-            Attention's output, and the tokens up to the event that is reached by them, or None. If there is such an
-            event, `observe` and `keep` have to follow. If other layers read these entries, there is none before the
-            last of them has.
+            Attention's output, and the tokens up to the event that they reach, or None. If there is such an event,
+            `observe` and `keep` have to follow. If other layers read these entries, the event waits for the last of
+            them.
         """
         self.logical = new.end
         if new.batched is None and self.store is not None:
@@ -144,16 +144,16 @@ class LayerState(LogicalLayer):
         return output, self._up_to_event(joined(everybody))
 
     def _attended(self, new: AttentionInput) -> Float[Tensor, "batch n query_heads value_dim"]:
-        """Return the attention from new tokens, which are stored unless they are the first."""
+        """Return attention's output for new tokens, and store them unless they are the first."""
         if self.store is None:
             return self._attend_first(new)
         at = new.positions if new.positions.shape[1] > 1 else None
         return new.finished(ragged_attention(new.query, [self.store.attended], new.softmax, at))
 
     def _up_to_event(self, new: AttentionInput) -> AttentionInput | None:
-        """Store first tokens, take in what an event looks at, and return the tokens up to the event that is reached.
+        """Store first tokens, collect an event's inputs, and return the tokens up to the event that is reached.
 
-        No gradient flows through what is taken in, nor through an event.
+        No gradient flows through collected inputs or an event.
         """
         if self.store is None and (self.prompt is None or new.real is not None):
             self.store = _packed(new, self.store_type)
@@ -186,12 +186,12 @@ class LayerState(LogicalLayer):
         """Return the observation of an event. The layer then holds no entries until `keep` gives it some.
 
         Args:
-            up_to_event: what `attend` has returned: the tokens up to the event.
+            up_to_event: the tokens up to the event, from `attend`.
             layers: indices of all layers that are compressed.
             prompts: tokens of each request's prompt, padding left out.
             longest: tokens of the longest request, or more.
             num_kept: how many entries of every head will stay, if the host knows it.
-            features: what does not come from this layer's tokens.
+            features: features that do not come from this layer's tokens.
         """
         store, self.store = self.store, None
         observation: Callable[..., Observation] = Observation
@@ -237,7 +237,7 @@ class LayerState(LogicalLayer):
             self.store.quantize(kept.bits)
 
     def append_after_event(self) -> None:
-        """Store the tokens after an event, which it did not look at."""
+        """Store the tokens after an event, which did not see them."""
         if self.after_event is not None:
             assert self.store is not None
             after = self.after_event
@@ -282,7 +282,7 @@ class LayerState(LogicalLayer):
         return copied
 
     def _attend_first(self, new: AttentionInput) -> Tensor:
-        """Attend from the first tokens to themselves, and keep the log-sum-exp where that saves work."""
+        """Attend from the first tokens to themselves, and keep the log-sum-exp if that saves work."""
         n = new.length
         whole, plain, (query, key, value) = new.valid is None and new.causal, new.softmax.plain, new.as_made
         if whole and not (plain and (self.prompt is None or not self.prompt.needs.log_sum_exp)):
@@ -293,15 +293,15 @@ class LayerState(LogicalLayer):
         matrix = None if new.mask is None or new.mask.matrix is None else new.mask.matrix[:, :, :n, :n]
         if not plain:
             return softmax_attention(query, key, value, new.softmax, matrix, matrix is None)[0]
-        # Causal, whatever the module says of itself: some say that they are not, and leave it to the mask.
+        # Causal, whatever the module's attribute says: some modules say False and rely on the mask.
         return sdpa_attention_forward(new.module, query, key, value, matrix, 0.0, new.softmax.scaling, True)[0]
 
 
 class PromptPhase:
-    """Collects what a method looks at over the prompt, in one forward or in chunks. The prompt's end is an event.
+    """Collects a method's inputs over the prompt, in one forward or in chunks. The prompt's end is an event.
 
     Args:
-        needs: what the method looks at beside the entries.
+        needs: the method's inputs besides the entries.
         length: tokens of the prompt, padding included.
     """
 
@@ -346,7 +346,7 @@ class PromptPhase:
         self._accumulators.add(chunk)
 
     def collected(self, up_to_event: AttentionInput, store: EntryStore | None) -> Collected:
-        """Return what there is to look at at the prompt's end.
+        """Return the inputs of the event at the prompt's end.
 
         Args:
             up_to_event: the newest tokens of the prompt.
@@ -356,7 +356,7 @@ class PromptPhase:
             entries: dict[str, Any] = {"keys": up_to_event.key, "values": up_to_event.value}
         else:
             state, exists = store.padded()
-            if not exists.shape[-1]:  # of prompts without a token: no method meets a tensor of no entries
+            if not exists.shape[-1]:  # for prompts without tokens, so that no method gets empty tensors
                 state = {
                     name: column.new_zeros(*column.shape[:2], 1, *column.shape[3:]) for name, column in state.items()
                 }
@@ -374,13 +374,13 @@ class PromptPhase:
 
 
 class DecodingPhase:
-    """Collects for the events after the prompt, which come after every so many tokens, whoever said them.
+    """Collects for the events after the prompt, which come at fixed intervals of tokens, given or generated.
 
-    Attention sees what there was before the newest event that a forward reaches. Padding between events counts as
-    tokens: of a request that has some, fewer queries are in a window.
+    Attention sees the entries from before the newest event that a forward reaches. Padding between events counts as
+    tokens, so a padded request has fewer queries in a window.
 
     Args:
-        needs: what the method looks at beside the entries.
+        needs: the method's inputs besides the entries.
         every: tokens from one event to the next.
         next_event: logical length of the first event.
 
@@ -405,10 +405,10 @@ class DecodingPhase:
 
         Args:
             new: the tokens.
-            store: the entries, these tokens among them.
+            store: the entries, including those of these tokens.
 
         Returns:
-            The tokens up to the newest event that they reach, and those beyond it. Older events are passed over.
+            The tokens up to the newest event that they reach, and those beyond it. Older events are skipped.
         """
         if new.end < self.next:
             self.recorder.record(new, store, self.next)
@@ -417,7 +417,7 @@ class DecodingPhase:
         up_to_event, after = new.split(point)
         if after is not None:
             store.crop((after.lengths - up_to_event.lengths).tolist())
-        if self.next < point:  # nobody looks at what was collected for the events that are passed over
+        if self.next < point:  # inputs that were collected for skipped events are not needed
             self.recorder.forget(store)
             self.next = point
         self.recorder.record(up_to_event, store, point)
@@ -425,11 +425,11 @@ class DecodingPhase:
         return up_to_event, after
 
     def collected(self, up_to_event: AttentionInput, store: EntryStore) -> Collected:
-        """Return what there is to look at at an event, and begin the interval to the next one.
+        """Return the inputs of an event, and begin the interval to the next one.
 
         Args:
             up_to_event: the newest tokens before the event.
-            store: the entries, whose keys and values are looked at where they are.
+            store: the entries, whose keys and values are read in place.
         """
         state = store.other_columns
         entries = {"positions": state.pop("positions"), "valid": store.exists, "count": store.entries, "state": state}
@@ -455,7 +455,7 @@ def _packed(new: AttentionInput, store_type: type[EntryStore]) -> EntryStore:
 
 
 def _write_scores(new: AttentionInput, store: EntryStore) -> None:
-    """Write what was told of tokens that were just stored to columns of their entries."""
+    """Write the scores of tokens that were just stored to columns of their entries."""
     for feature, scores in new.entry_scores.items():
         store.write_newest(feature.column, scores, new.real_indices)
 

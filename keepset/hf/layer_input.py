@@ -1,4 +1,4 @@
-"""`LayerInput`: the input of one attention module, and the queries that the module makes of it."""
+"""`LayerInput`: the input of one attention module, and the queries that the module makes from it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from keepset.errors import UnsupportedModelError
 _CACHES = ("past_key_values", "layer_past")
 """Names under which attention modules take a cache."""
 _SAMPLES, _FAR = 2, 21
-"""Hidden states that a module is asked about, and powers of two as positions at which it may scale queries."""
+"""The number of hidden states for probing a module, and of powers of two as positions where it may scale queries."""
 _LAYOUTS: WeakKeyDictionary[nn.Module, RotaryLayout] = WeakKeyDictionary()
-"""How each attention module that was asked rotates its queries."""
+"""The rotation layout of each attention module that was probed."""
 
 
 Rotation = tuple[Tensor, Tensor]
@@ -39,10 +39,10 @@ class RotaryLayout:
     """Layout of a rotation: which two numbers of a query rotate together, and by which cosine and sine of the model.
 
     Attributes:
-        cos, sin: of each number of a query the index of its cosine and of its sine.
+        cos, sin: for each number of a query, the indices of its cosine and its sine.
         partner: the number that each one rotates with.
-        sign: with which the partner's part counts; 0 for numbers that stay as they are.
-        scales: whether queries are multiplied by a number that depends on their position, too.
+        sign: the sign of the partner's part; 0 for numbers that are not rotated.
+        scales: whether queries are also multiplied by a factor that depends on their position.
         changes: whether a position changes a query at all.
         in_order: whether each number has the cosine and the sine of its own index, and all rotate.
     """
@@ -59,8 +59,8 @@ class RotaryLayout:
     def found(cls, probe: Probe, size: int, scales: bool) -> RotaryLayout:
         """Return the layout of a module.
 
-        Rotation is linear in cosines and sines. So cosines and sines of 0 and 1 tell where each of them goes: bit by
-        bit of their indices they say which one it is. Zeros stay exact in every precision.
+        Rotation is linear in cosines and sines. So replaying the module with cosines and sines of 0 and 1, set by one
+        bit of their indices at a time, shows where each of them goes. Zeros stay exact in every precision.
         """
         bits = torch.arange(size) >> torch.arange(size.bit_length())[:, None] & 1
         none, one = torch.zeros(len(bits), size), torch.ones(1, size)
@@ -94,7 +94,7 @@ class RotaryLayout:
     def rotate(self, queries: Queries, rotation: Rotation) -> Queries:
         """Return rotated queries, in the wider of the queries' and the rotation's types."""
         cos, sin = rotation
-        # Narrow queries are widened in passing, and not copied first.
+        # Queries in a narrower type are widened by the product, without a copy.
         return queries * cos[:, None] + queries[..., self.partner] * sin[:, None]
 
 
@@ -120,7 +120,7 @@ def hidden_states_of(call: ModuleCall) -> HiddenStates:
 
 
 class QueryProbe:
-    """Stands in the place of a mask: keepset's attention function then reports the queries and attends to nothing.
+    """Takes the place of a mask: keepset's attention function then reports the queries and attends to nothing.
 
     Attributes:
         queries: `[batch, query_heads, n, head_dim]`, after rotation.
@@ -133,14 +133,14 @@ class LayerInput(QuerySource):
     """The input of one attention module in one forward, for some of its requests, and the queries made of it.
 
     Args:
-        call: of the attention module.
-        rotary: the call of the rotary embedding that the module was given; None if it was given none.
-        query: what the module has made, after rotation.
-        positions: of the tokens, counted from each request's first.
+        call: the call of the attention module.
+        rotary: the call of the rotary embedding whose output the module was given; None if there is none.
+        query: the module's queries after rotation.
+        positions: positions of the tokens, counted from each request's first.
         valid: which tokens are not padding; None if all are real.
-        position_ids: what the attention function was given as the model's own positions.
-        rows: which of the requests that the model was called with these are.
-        absorb: what makes `query` of the queries that the module makes; None if it is these.
+        position_ids: the model's own positions, as the attention function got them.
+        rows: the indices of these requests in the model's batch.
+        absorb: the function that makes `query` from the module's queries; None if they are the same.
 
     Attributes:
         rotation: rotation of this forward's positions; None where the layer does not rotate.
@@ -185,7 +185,7 @@ class LayerInput(QuerySource):
 
     @property
     def _all_hidden(self) -> HiddenStates:
-        """Hidden states of all requests that the model was called with."""
+        """Hidden states of all requests in the model's batch."""
         return hidden_states_of(self._call)
 
     def rotated_by(self, rotation: Rotation | None) -> LayerInput:
@@ -272,7 +272,7 @@ class LayerInput(QuerySource):
         args = [instead("", value) for value in self._call.args]
         kwargs = {name: instead(name, value) for name, value in self._call.kwargs.items()}
         masks = self._call.kwargs.get("attention_mask")
-        if isinstance(masks, dict):  # of several kinds, of which tensors are of other tokens
+        if isinstance(masks, dict):  # several kinds, of which tensors belong to other tokens
             kwargs["attention_mask"] = {
                 name: None if isinstance(mask, Tensor | None) else probe for name, mask in masks.items()
             }
@@ -331,7 +331,7 @@ def position_offset(
     valid: Bool[Tensor, "batch n"] | None,
     rows: slice = slice(None),
 ) -> Int[Tensor, " batch"]:
-    """Return how far the model's own position of each request's newest token is from the number of tokens before it.
+    """Return the model's position of each request's newest token less the number of tokens before it.
 
     An image takes fewer positions than tokens: the next one follows the largest along any axis. Padding may take some.
     """
@@ -360,5 +360,5 @@ def _length(value: Any) -> int | None:
 
 
 def _at_positions(value: Tensor, positions: Int[Tensor, "batch n"]) -> Tensor:
-    """Return these positions in the shape that the model gives its own: one row, one each, or one for each axis."""
+    """Return these positions in the shape of the model's own: one row, one per request, or one per axis."""
     return positions[0] if value.ndim == 1 else positions.expand(*value.shape[:-2], -1, -1)

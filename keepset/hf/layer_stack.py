@@ -1,7 +1,7 @@
 """`LayerStack`: several layers at one event as one observation, so that a method chooses in all of them at once.
 
-An event after the prompt looks at few entries, so that most of its time is the calls of small operations. Called for
-all layers together, there are as many as for one.
+An event after the prompt reads few entries, so calls of small operations take most of its time. All layers together
+need as many calls as one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from keepset.kernels.dispatch import uses_triton
 from keepset.kernels.predictor import Networks, entry_codes, new_entries
 
 _WORKSPACE = 1 << 26
-"""Bytes of entries of the layers that are chosen from together: what an event may hold twice."""
+"""The most bytes of entries in a stack, because an event may hold these twice."""
 
 
 class LayerStack(LazyObservation):
@@ -31,7 +31,7 @@ class LayerStack(LazyObservation):
     Keys and values are copied when a method reads them.
 
     Args:
-        members: the layers' observations. They have heads of one size, and nothing was collected of them alone.
+        members: the layers' observations. They have heads of one size, and no collected features.
     """
 
     members: Sequence[StoredObservation]
@@ -85,7 +85,7 @@ class LayerStack(LazyObservation):
         return codes
 
     def split(self, kept: LayerKeepSet) -> Iterator[LayerKeepSet]:
-        """Yield what each layer keeps of what a method has chosen from this observation."""
+        """Yield each layer's part of a method's choice from this observation."""
         counts = kept.counts.chunk(len(self.members))
         each, known = counts[0].numel(), kept.heads.host_values if self.num_kept is None else self.num_kept
         totals = [sum(known[first : first + each]) for first in range(0, len(known), each)]
@@ -106,7 +106,7 @@ class LayerStack(LazyObservation):
 def stacks_of(observations: Sequence[Observation]) -> list[Observation]:
     """Return an event's observations, in the model's order, neighbours stacked as far as they fit the workspace.
 
-    The observation of a prompt stays alone: layer after layer is compressed, so that one is whole at a time.
+    A prompt's observations are not stacked: its layers are compressed one by one, so that only one is whole at a time.
     """
     stored = [each for each in observations if isinstance(each, StoredObservation)]
     if len(stored) < len(observations):

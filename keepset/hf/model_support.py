@@ -75,7 +75,7 @@ def check_logits(logits: Tensor) -> None:
 
 
 _own: WeakKeyDictionary[PreTrainedModel, set[Statistics | Tables]] = WeakKeyDictionary()
-"""What each model was compared with already: comparing weights for every cache takes longer than making the cache."""
+"""Files that each model was compared with: comparing weights for every cache takes longer than making the cache."""
 
 
 def head_dim_of(model: PreTrainedModel) -> int:
@@ -106,7 +106,7 @@ def tables_for(model: PreTrainedModel, layers: int, file: str) -> Tables:
 
 
 def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, advice: str) -> None:
-    """Check that statistics or tables were made of this very model. Older files that do not tell weights are taken."""
+    """Check that statistics or tables were made from this very model; accept older files that do not tell weights."""
     own = _own.setdefault(model, set())
     if made in own:
         return
@@ -116,7 +116,7 @@ def _check_own(model: PreTrainedModel, made: Statistics | Tables, named: str, ad
 
 
 def caches_latents(config: PreTrainedConfig) -> bool:
-    """Return whether a decoder caches latents, of which it makes keys and values."""
+    """Return whether a decoder caches latents, from which it makes keys and values."""
     return getattr(config, "kv_lora_rank", None) is not None
 
 
@@ -131,7 +131,7 @@ def readers_of(config: PreTrainedConfig) -> dict[int, int]:
 
 
 def output_projections(up_to_event: AttentionInput) -> Float[Tensor, "query_heads value_dim hidden"]:
-    """Return what each query head's values are multiplied with, of all modules whose query heads these are."""
+    """Return the output projections of each query head's values, for all modules whose query heads these are."""
     modules = up_to_event.modules or [up_to_event.module]
     query, _, value = up_to_event.as_made
     heads, value_dim = query.shape[1] // len(modules), value.shape[-1]
@@ -145,7 +145,7 @@ _NAMES = ("o_proj", "out_proj", "dense", "c_proj")
 def output_projection(
     module: nn.Module, query_heads: int, value_dim: int
 ) -> Float[Tensor, "query_heads value_dim hidden"]:
-    """Return a view of the output projection's weights, for each query head what its values are multiplied with."""
+    """Return a view of the output projection's weights by query head."""
     for name in _NAMES:
         projection = getattr(module, name, None)
         weight = getattr(projection, "weight", None)

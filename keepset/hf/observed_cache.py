@@ -1,4 +1,4 @@
-"""`ObservedCache`: a cache whose layers are observed at events; a subclass says what becomes of the observations."""
+"""`ObservedCache`: a cache whose layers are observed at events; subclasses decide what happens to the observations."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from keepset.recipe import Schedule
 class ObservedCache(EditableCache, KnowsText):
     """A transformers cache whose growing layers are keepset's.
 
-    A layer attends to new tokens and says whether they reach an event. Its observation then waits until it is
-    complete: for the last layer, where second passes run over all of them or a method chooses among all of them; for
-    the end of the model's call, where its logits are looked at.
+    A layer attends to new tokens and returns whether they reach an event. Its observation then waits until it is
+    complete: until the last layer, if second passes run or a method chooses among all layers; until the end of the
+    model's call, if its logits are needed.
 
     Args:
         model: a decoder-only transformers model. Its attention implementation becomes keepset's.
-        needs: what a method looks at beside the entries.
+        needs: a method's inputs besides the entries.
         prompt_length: tokens of the prompt, padding included; None: the first forward is the prompt.
         schedule: when layers are observed; at the prompt's end unless it says otherwise.
         tasks: tokens of questions for second passes, each `[batch, tokens]`.
@@ -116,7 +116,7 @@ class ObservedCache(EditableCache, KnowsText):
         self._images = ImageHooks(model, self) if image_token_ids(model.config) else None
         self._rope = None if RopeDeltas.owner(model) is None else RopeDeltas(model, self)
         self._waits_for_all_layers = self._second is not None
-        # After the prompt, layers whose entries alone are looked at are chosen from together.
+        # After the prompt, layers of which only entries are read are chosen from together.
         self._stacks_layers = False
         self._no_drafts = ""
         if self._perplexity is not None:
@@ -149,7 +149,7 @@ class ObservedCache(EditableCache, KnowsText):
 
     @property
     def nbytes_fixed(self) -> int:
-        """Bytes that no recipe changes: of sliding windows, and of recurrent and convolution states."""
+        """Bytes that no recipe changes: sliding windows, and recurrent and convolution states."""
         others = sum(nbytes_of(layer) for layer in self.layers if not isinstance(layer, LayerState))
         return others + sum(layer.nbytes_states for layer in self.managed_layers.values())
 
@@ -164,12 +164,12 @@ class ObservedCache(EditableCache, KnowsText):
         Args:
             key_states: `[batch, kv_heads, n, head_dim]`, after rotation.
             value_states: `[batch, kv_heads, n, value_dim]`.
-            layer_idx: of the layer.
+            layer_idx: index of the layer.
             args, kwargs: further arguments of transformers' caches.
 
         Returns:
-            Keys and values to attend to. For a kept layer these are the new ones, which carry the function that attends
-            to them.
+            Keys and values to attend to. For a kept layer these are the new ones, with the function that attends to
+            the layer's entries attached.
 
         Raises:
             KeepsetError: the tokens do not fit the cache, or another attention implementation has run.
@@ -220,7 +220,7 @@ class ObservedCache(EditableCache, KnowsText):
     # --- one forward of one layer
 
     def attend(self, layer: LayerState, new: AttentionInput) -> Tensor:
-        """Return a kept layer's attention, after what follows from the events that it reaches."""
+        """Return a kept layer's attention, after handling the event that it reaches."""
         self._attending = False
         new.real = None if new.mask is None else new.mask.real
         if layer.index == self.compressed_layers[0]:
@@ -231,7 +231,7 @@ class ObservedCache(EditableCache, KnowsText):
         new.start, new.end = layer.logical, layer.logical + new.positions.shape[1]
         if self._hooks is not None and layer.looks_at(new):
             self._attach_module_input(layer, new)
-        # Drafts of assisted generation that follow the prompt see what its compression has left.
+        # Drafts of assisted generation that follow the prompt attend to what its compression has kept.
         parts = (new, None) if layer.prompt is None else new.split(progress.prompt)
         if layer.readers:
             if layer.has_readers_left:  # in the forward before they attended to something else
@@ -254,7 +254,7 @@ class ObservedCache(EditableCache, KnowsText):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
     def attend_shared(self, layer: LayerState, reader: AttentionInput) -> Tensor:
-        """Return the attention of another layer to a kept layer's entries, after what follows from an event."""
+        """Return the attention of another layer to a kept layer's entries, after handling the event that it reaches."""
         output, up_to_event = layer.attend_shared(reader)
         if layer.has_readers_left:
             set_pending_attention(partial(self.attend_shared, layer), reader.key, reader.value)
@@ -263,7 +263,7 @@ class ObservedCache(EditableCache, KnowsText):
         return output
 
     def _attach_module_input(self, layer: LayerState, new: AttentionInput) -> None:
-        """Add what is seen of the attention module's call to the tokens that it brings to its layer."""
+        """Attach the attention module's observed input to the tokens that it brings to its layer."""
         assert self._hooks is not None
         if self.needs.unrotated:
             new.layer_input = self._hooks.layer_input(new)
@@ -275,7 +275,7 @@ class ObservedCache(EditableCache, KnowsText):
             }
 
     def _begin(self, new: AttentionInput) -> Progress:
-        """Make ready for the first tokens; return how far the cache has come before them."""
+        """Prepare for the first tokens; return the cache's progress before them."""
         none = torch.zeros(len(new.key), dtype=torch.long, device=new.key.device)
         prompt, every = self.prompt_length or new.length, self.schedule.every
         self.progress = Progress(0, prompt, none, none, [0] * len(none), [0] * len(none))
@@ -316,13 +316,13 @@ class ObservedCache(EditableCache, KnowsText):
             progress.prompt_tokens = list(map(add, progress.tokens, counts))
         progress.tokens = list(map(add, progress.tokens, [n] * len(progress.tokens) if real is None else real.counts))
         progress.logical += n
-        # An image is in a prompt, or in later tokens that are fed together.
+        # Images are in prompts, or in later tokens that are fed together.
         if self._images is not None and new.batched is None and (n > 1 or left > 0):
             progress.add_images(self._images.found(positions, valid))
 
     @torch.no_grad()
     def _observe_event(self, layer: LayerState, up_to_event: AttentionInput) -> None:
-        """Observe a layer at an event, and hand on the observations that are complete by that."""
+        """Observe a layer at an event, and pass on the observations that this completes."""
         progress = self.progress
         assert progress is not None
         progress.compressed_at = up_to_event.end
@@ -349,7 +349,7 @@ class ObservedCache(EditableCache, KnowsText):
         stacks = self._stacks_layers and isinstance(observation, StoredObservation)
         waits = self._waits_for_all_layers or stacks
         if not waits and self._perplexity is None:
-            # Alone: at a prompt's end other layers may wait already, for a later event of the same forward.
+            # This layer alone: at a prompt's end others may already wait for a later event of the same forward.
             self._choose([observation])
             return
         self._waiting.append(observation)
@@ -363,16 +363,16 @@ class ObservedCache(EditableCache, KnowsText):
             self._choose_waiting()
 
     def _choose_waiting(self) -> None:
-        """Have the observations that wait chosen from: they are complete."""
+        """Choose from the waiting observations, which are complete."""
         waiting, self._waiting = self._waiting, []
         self._choose(waiting)
 
     @abstractmethod
     def _choose(self, observations: list[Observation]) -> None:
-        """Take complete observations of an event, in the order of their layers."""
+        """Choose from complete observations of an event, in the order of their layers."""
 
     def _num_kept(self, layer: LayerState, up_to_event: AttentionInput) -> Sequence[int] | None:
-        """Return how many entries of each head will stay of a layer, if the host knows it before anybody chooses."""
+        """Return how many entries of each head of a layer will stay, if the host knows it before the choice."""
         return None
 
     # --- around the forwards
@@ -389,13 +389,13 @@ class ObservedCache(EditableCache, KnowsText):
         return 0 if self.progress is None else len(self.progress.tokens)
 
     def resume(self) -> None:
-        """Have the model continue with this cache's text, whatever it was given in between."""
+        """Make the model continue with this cache's text, whatever other caches it ran with in between."""
         if self.progress is not None and self._rope is not None:
             self._rope.recall()
 
     @property
     def position_offsets(self) -> Int[Tensor, "batch 1"] | int:
-        """Return what the model adds to the number of tokens before a token to get its position."""
+        """Return the differences between the model's positions and the numbers of tokens before them."""
         return 0 if self._rope is None or self._rope.deltas is None else self._rope.deltas
 
     def set_position_offsets(self, offsets: Int[Tensor, "batch 1"] | None) -> bool:
@@ -410,7 +410,7 @@ class ObservedCache(EditableCache, KnowsText):
             hooks.close()
 
     def require_prompt(self) -> Progress:
-        """Return how far the cache has come, between two forwards.
+        """Return the cache's progress between two forwards.
 
         Raises:
             KeepsetError: it does not hold a whole prompt.

@@ -1,4 +1,4 @@
-"""Layers that hold something else than entries: transformers' own, such as sliding windows, and states of hybrids."""
+"""Layers that hold other things than entries: transformers' own, such as sliding windows, and the states of hybrids."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from keepset.hf.layer import LayerState
 
 
 class HybridLayerState(LinearAttentionLayer, LayerState):  # type: ignore[override]
-    """A layer whose attention is compressed, beside convolutional and recurrent states that stay as they are.
+    """A layer whose attention is compressed, and whose convolution and recurrent states are not.
 
     Args:
         index: of the layer.
@@ -62,7 +62,7 @@ def own_layers(config: PreTrainedConfig, model: str) -> list[Any]:
     """Return transformers' own layers of an empty cache, for a decoder's configuration.
 
     Raises:
-        UnsupportedModelError: the configuration does not tell layers.
+        UnsupportedModelError: the configuration does not describe the layers.
     """
     try:
         return DynamicCache(config=config).layers
@@ -74,20 +74,20 @@ def own_layers(config: PreTrainedConfig, model: str) -> list[Any]:
 
 def is_bounded(layer: Any) -> bool:
     """Return whether a layer of transformers holds no more for a longer text."""
-    # A model's own kind of window may hold more, such as a summary of what is before it.
+    # A model's own kind of window may hold more, such as a summary of earlier tokens.
     slides = getattr(layer, "is_sliding", False) and type(layer).__module__ == cache_utils.__name__
     return slides or (isinstance(layer, LinearAttentionLayer) and not isinstance(layer, DynamicLayer))
 
 
 def compressible(index: int, layer: Any) -> LayerState | None:
-    """Return what stands for a layer of transformers in a keepset cache; None if it does not grow without end."""
+    """Return the keepset layer that replaces a layer of transformers; None if that does not grow without bound."""
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         return HybridLayerState(index, layer)
     return LayerState(index) if type(layer) is DynamicLayer else None
 
 
 def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dict[str, Any]:
-    """Return a copy of the states of some requests, and of what is noted about them, as a layer's attributes."""
+    """Return a copy of the states of some requests, with their flags, as a layer's attributes."""
 
     def copied(value: Any) -> Any:
         return value[requests].clone() if isinstance(value, Tensor) else value
@@ -99,7 +99,7 @@ def states_of(layer: LinearAttentionLayer, requests: slice = slice(None)) -> dic
 def states(layer: LinearAttentionLayer) -> dict[str, Tensor]:
     """Return a layer's recurrent and convolution states, by their kind and number.
 
-    Of a convolution's input there may be more than its next step takes, while a draft may be taken back.
+    A convolution's input may be longer than its next step needs, while a draft may be taken back.
     """
     held = {}
     for number in range(layer.number_of_states):
@@ -133,7 +133,7 @@ def restore_states(layer: LinearAttentionLayer, held: Mapping[str, Tensor]) -> N
 
 @torch.no_grad()
 def states_of_a_token(model: PreTrainedModel) -> list[dict[str, Tensor]]:
-    """Return every layer's states after one token, whose sizes and types no configuration tells."""
+    """Return every layer's states after one token, because no configuration tells their sizes and types."""
     own = DynamicCache(config=model.config.get_text_config(decoder=True))
     model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=own, use_cache=True)
     return [states(layer) if isinstance(layer, LinearAttentionLayer) else {} for layer in own.layers]

@@ -19,7 +19,7 @@ class Event:
 
     Attributes:
         length: logical length of the cache at the event, padding included.
-        keep_set: what stayed; of events before the newest only where the cache keeps its history.
+        keep_set: what stayed; None for events before the newest unless the cache keeps its history.
         entries: number of entries before it, over all layers, requests and KV heads.
         kept: number of entries that stayed.
         nbytes_before: bytes of the keys and values before it.
@@ -36,9 +36,9 @@ class Event:
 
 @dataclass(eq=False)
 class Progress:
-    """Lengths of a cache, the same in all layers between two forwards. The first layer of a forward moves them on.
+    """Lengths of a cache, the same in all layers between two forwards. The first layer of a forward advances them.
 
-    No tensor is written into: copies share them.
+    Tensors are never modified, so copies share them.
 
     Attributes:
         logical, prompt: tokens of the cache and of its prompt, padding included.
@@ -48,8 +48,8 @@ class Progress:
         compressed_at: logical length at the newest event, if there was one.
         positions: positions of the newest forward's tokens, counted from each request's first; padding has that of the
             token before. None between two forwards.
-        known: what is known of the first tokens.
-        images: where the images of each request are, in positions; None if nobody knows.
+        known: the first tokens, as far as they are known.
+        images: where the images of each request are, in positions; None if that is not known.
     """
 
     logical: int
@@ -70,7 +70,7 @@ class Progress:
         return self.images is not None and any(self.images)
 
     def add_images(self, found: tuple[Ranges, ...] | None) -> None:
-        """Take in where images are among the newest tokens; None if nobody knows."""
+        """Record where images are among the newest tokens; None if that is not known."""
         known = None if found is None else self.images
         self.images = None if known is None or found is None else tuple(map(add, known, found))
 

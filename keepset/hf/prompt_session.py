@@ -32,16 +32,16 @@ _KEEP_ALL = Recipe.of(StreamingLLM(), keep=1.0)
 
 @dataclass(frozen=True, eq=False)
 class CachedPrompt:
-    """A prompt as one recipe caches it.
+    """A prompt in the cache of one recipe.
 
     Attributes:
-        model: that has run it.
-        cache: after the prompt; what follows goes there, or on forks of it.
+        model: the model that has run it.
+        cache: the cache after the prompt; later tokens go there, or to forks of it.
         logits: after the prompt's last token, before anything was dropped.
         prefill_seconds: time of a prefill with this recipe alone, without its selection.
         prefill_seconds_full: time of a prefill that collects nothing.
         kv_bytes_full: see `Recorder.nbytes_full`; None if the recipe had a prefill of its own.
-        is_full: whether nothing was dropped, so that it stands for the full cache.
+        is_full: whether nothing was dropped, so that this is the full cache.
     """
 
     model: PreTrainedModel
@@ -95,7 +95,7 @@ class Recorder(ObservedCache):
     def prefill(
         self, ids: Int[Tensor, "batch tokens"], images: Mapping[str, Tensor] = MappingProxyType({})
     ) -> Recorder:
-        """Run the prompt, with what the model takes for its images, and return this recorder.
+        """Run the prompt, with the model's inputs for its images, and return this recorder.
 
         Raises:
             KeepsetError: the model predicts NaN, or cannot be observed.
@@ -114,7 +114,7 @@ class Recorder(ObservedCache):
 
     @property
     def nbytes_full(self) -> int:
-        """Bytes of the whole prompt's keys and values, and of windows and states of layers that are not compressed."""
+        """Bytes of the whole prompt's keys and values, and of the windows and states of other layers."""
         return self.nbytes_fixed + sum(int(o.valid.sum()) * o.entry_bytes for o in self.observations)
 
     def seconds_for(self, needs: Needs) -> float:
@@ -133,16 +133,15 @@ class Recorder(ObservedCache):
 class PromptSession:
     """The prefill of one prompt, run once for all recipes that compress its end.
 
-    Exact, because a prompt is compressed after its attention. It runs when it is first needed.
+    Sharing it is exact, because a prompt is compressed after its attention. It runs when it is first needed.
 
     Args:
         model: a decoder-only transformers model.
         ids: the prompt, `[1, tokens]`.
-        recipes: all recipes that will be asked for; what they look at is collected together.
+        recipes: all recipes that will be asked for; their inputs are collected together.
         on_layer: called after each layer of a prefill.
-        task_tokens: questions that are known, as for a `Cache`. Then all recipes must look at them, or need no second
-            pass.
-        images: what the model takes beside the prompt for its images, by name.
+        task_tokens: known questions, as for a `Cache`. Then all recipes must use them, or need no second pass.
+        images: the model's inputs for the prompt's images, by name.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class PromptSession:
         self._shares = True
 
     def prefill(self) -> Recorder:
-        """Return what the shared prefill has seen; it runs now if it has not.
+        """Return the recorder of the shared prefill, which runs at the first call.
 
         Raises:
             KeepsetError: a recipe cannot be used on this model.
@@ -171,9 +170,9 @@ class PromptSession:
         return self._shared
 
     def compress(self, recipe: Recipe | None) -> CachedPrompt:
-        """Return the prompt as a recipe leaves it that compresses the prompt only; None for the full cache.
+        """Return the prompt under a recipe that compresses only the prompt; None for the full cache.
 
-        If what one recipe looks at makes the shared prefill fail, each recipe gets a prefill of its own.
+        If the inputs of one recipe make the shared prefill fail, each recipe gets its own prefill.
         """
         chosen = recipe or _KEEP_ALL
         recorder = self._recorded(chosen)
@@ -183,7 +182,7 @@ class PromptSession:
 
     @torch.no_grad()
     def compress_alone(self, recipe: Recipe) -> CachedPrompt:
-        """Return the prompt after a prefill with this recipe alone, which may go on compressing while decoding."""
+        """Return the prompt after a prefill with this recipe alone, which may also compress while decoding."""
         cache = Cache(self._model, recipe, task_tokens=self._tasks or None)
         began = time.perf_counter()
         try:

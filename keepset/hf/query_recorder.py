@@ -1,6 +1,6 @@
-"""`QueryRecorder`: what the queries of one layer leave behind between two events, so that they need not be kept.
+"""`QueryRecorder`: sums and moments of one layer's queries between two events, so that queries need not be stored.
 
-The queries that have to be kept are in a `QueryWindow`.
+The queries that must be stored are in a `QueryWindow`.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from keepset.kernels.window import add_received
 from keepset.recording.features import RecordedFeatures, SummedFeature, moments_nbytes
 
 _MOST = 8
-"""Queries that wait to be added up, at most: an event has no more than these to look at."""
+"""The most queries that wait to be summed, which is the most that an event has to process."""
 _SHARE = 20
-"""Waiting queries weigh at most one part in so many of the entries."""
+"""The bytes of waiting queries are at most those of the entries divided by this."""
 
 
 class QueryRecorder:
     """Window sums and moments of the queries since an event, and the newest of these queries.
 
-    The attention that an entry receives is added to a column of the store. A few queries are buffered and then added
-    together, because one product is quicker than several, and because tokens can be taken back while their queries are
+    The attention that an entry receives is added to a column of the store. A few queries are buffered and then summed
+    together, because one product is faster than several, and because tokens can be taken back while their queries are
     in the buffer. In all methods `point` is the logical length at the next event, and `store` has the entries of the
     layer, or is None while the prompt is not complete.
 
     Args:
-        needs: what the method looks at.
+        needs: the method's inputs.
         every: tokens from event to event.
 
     Attributes:
-        reach: how many of the newest queries before an event are looked at.
-        window: queries that wait, or that the event looks at itself.
+        reach: how many of the newest queries before an event are needed.
+        window: queries that wait, or that the event needs themselves.
         moments: moments of the queries that do not wait any more.
-        added_up_to: logical length up to which queries are added up.
+        added_up_to: logical length up to which queries are summed.
     """
 
     def __init__(self, needs: Needs, every: int) -> None:
@@ -54,10 +54,10 @@ class QueryRecorder:
         self.reach, self._summed, self._every = features.reach(), features.summed(), every
         self._windows = {feature: features.window(feature) for feature in features.added_up}
         self._rotated = bool(features.moments)
-        """Whether the rotation of queries is recorded with them, because moments are made of them."""
+        """Whether the rotation of queries is recorded with them, because moments need them unrotated."""
         self.window, self.moments, self.added_up_to = QueryWindow(), dict[QueryMoments, Moments](), 0
         self._lengths: Int[Tensor, " batch"] | None = None
-        """Tokens of each request at `added_up_to`; None if all have as many."""
+        """Tokens of each request at `added_up_to`; None if all requests have that many."""
         self._few: int | None = None
 
     @property
@@ -67,7 +67,7 @@ class QueryRecorder:
         return lengths + self.window.nbytes + sum(moments.nbytes for moments in self.moments.values())
 
     def record(self, forward: AttentionInput, store: EntryStore | None, point: int) -> None:
-        """Record those queries of a forward that the next event looks at."""
+        """Record the queries of a forward that the next event needs."""
         newest = self._features.newest
         keeps_all = newest and forward.padded  # a request with padding may have its newest queries further back
         first = 0 if keeps_all else max(point - self.reach - forward.start, 0)
@@ -91,7 +91,7 @@ class QueryRecorder:
             self.window.keep(bound)
 
     def take(self, new: AttentionInput, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[Feature[Any], Any]]:
-        """Return what an event looks at, and begin the interval to the next one.
+        """Return the inputs of an event, and begin the interval to the next one.
 
         Args:
             new: the newest tokens before the event.
@@ -120,7 +120,7 @@ class QueryRecorder:
             store.forget(feature.column)
 
     def can_take_back(self, end: int, point: int) -> bool:
-        """Return whether the newest queries can be forgotten: those in the sums only if all queries in the sums are."""
+        """Return whether the newest queries can be forgotten; those in the sums only all together."""
         return end >= self.added_up_to or end <= point - self._summed
 
     def crop(self, end: int, lengths: Int[Tensor, " batch"], store: EntryStore) -> None:
@@ -172,8 +172,8 @@ class QueryRecorder:
     # ---
 
     def _limits(self, new: AttentionInput, store: EntryStore) -> tuple[int, int]:
-        """Return how many queries may wait; and how many while there are no moments that would weigh less."""
-        if self._few is None:  # once in an interval, since its entries grow
+        """Return how many queries may wait; and how many while there are no moments, which would take less memory."""
+        if self._few is None:  # once per interval, because entries grow within it
             nbytes = self._query_nbytes(new)
             self._few = max(1, min(_MOST, store.entries * store.entry_bytes // (_SHARE * nbytes)))
         if not self._features.moments or self.moments:
@@ -189,7 +189,7 @@ class QueryRecorder:
     def add_up(
         self, new: AttentionInput, store: EntryStore, point: int, end: int, lengths: Int[Tensor, " batch"]
     ) -> None:
-        """Add up all recorded queries, which end at the logical length `end` and at `lengths` of the requests.
+        """Sum all recorded queries, which end at the logical length `end` and at the requests' `lengths`.
 
         Args:
             new: tokens of the newest forward.
@@ -221,14 +221,14 @@ class QueryRecorder:
     def _not_yet_added(
         self, new: AttentionInput, feature: SummedFeature, point: int, at: Int[Tensor, "batch n"]
     ) -> Bool[Tensor, "batch n"]:
-        """Return which queries, at these positions, are in a feature's window and not added up yet."""
+        """Return which queries, at these positions, are in a feature's window and not summed yet."""
         window = self._windows[feature]
         added = at.new_full((), self.added_up_to) if self._lengths is None else self._lengths
         return at >= (_lengths_at(new, point, window, at) - window).maximum(added)[:, None]
 
 
 def _lengths_at(new: AttentionInput, point: int, window: int, at: Int[Tensor, "batch n"]) -> Int[Tensor, " batch"]:
-    """Return how many tokens each request would have at an event if none in the window before it were padding."""
+    """Return each request's tokens at an event if the window before it has no padding."""
     if new.cache_valid is None:
         return at.new_full((len(at),), point)
     return new.cache_valid[:, : max(point - window, 0)].sum(-1).to(at.device) + window
@@ -237,8 +237,8 @@ def _lengths_at(new: AttentionInput, point: int, window: int, at: Int[Tensor, "b
 class QueryWindow:
     """Queries after rotation with their positions and, if it is recorded with them, their rotation.
 
-    They are recorded in slices, which are joined when somebody looks at them. A slice is a copy: a view would keep a
-    whole forward alive.
+    They are recorded in slices, which are joined when they are read. A slice is a copy: a view would keep a whole
+    forward alive.
 
     Args:
         parts: columns `[batch, n, ...]` by name, right-aligned. A part never changes, so copies share it.

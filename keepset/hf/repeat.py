@@ -18,15 +18,15 @@ from keepset.kernels.second_pass import SoftmaxScope
 _WHOLE = "\n\nRepeat the previous context exactly."
 _PART = "\n\nRepeat the part of the previous context exactly, starting with "
 _REMINDER = 8
-"""How many of the last tokens of a chunk name the chunk that follows."""
+"""How many of a chunk's last tokens introduce the next chunk."""
 
 _SINKS = 4
 """How many first tokens every chunk's softmax sees if no chat template opens the prompt."""
 
 _TURN = "\n\nAnswer: "
-"""What stands between the words and their answer if the tokenizer has no chat template."""
+"""The text between the words and their answer if the tokenizer has no chat template."""
 _MARK = "keepset"
-"""Stands for a user's words, to see what a chat template puts around them."""
+"""A placeholder for a user's words, which shows what a chat template puts around them."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Repeat:
     """Words by which a model is asked to repeat its prompt (KVzip, 2025, arXiv:2505.23416), in its tokens.
 
     Attributes:
-        opening: how the chat template begins a user's words; a prompt's own opening is not repeated.
-        whole: asks for the first chunk.
-        part: asks for another chunk; the last tokens of the chunk before follow it.
-        turn: leads from the user's words to the model's.
+        opening: the chat template's text before a user's words; a prompt's own opening is not repeated.
+        whole: the request for the first chunk.
+        part: the request for a later chunk; the last tokens of the chunk before follow it.
+        turn: the text between the user's words and the model's.
     """
 
     opening: tuple[int, ...]

@@ -1,9 +1,9 @@
-"""The file of a compressed context: what a cache holds between two forwards, so that it can go on from there.
+"""The file of a compressed context: everything that a cache holds between two forwards, so that it can resume.
 
 It is one safetensors file. For each compressed layer it has the columns of its store, packed head after head, their
-counts, and what the next event looks at beside them. For each sliding window it has keys and values, and of layers with
-recurrent or convolution states these. The metadata is one JSON object with a digest of every tensor and one of itself,
-so that a damaged byte is noticed in whatever is read.
+counts, and the next event's other inputs. For each sliding window it has keys and values, and for layers with recurrent
+or convolution states these. The metadata is one JSON object with a digest of every tensor and one of itself, so that
+damage is noticed in every part that is read.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Header(NamedTuple):
     """Summary of a file.
 
     Attributes:
-        recipe: that compressed it.
+        recipe: the recipe that compressed it.
         model: name of its model, a folder or a name on the Hugging Face Hub.
         tokens: how many it has, padding included.
     """
@@ -71,16 +71,16 @@ class Contents(NamedTuple):
     """Contents of a file, as far as they are known without reading its entries. All of it is checked.
 
     Attributes:
-        header: what the file says of itself.
-        digest: of the whole file.
-        fingerprint: of its model.
+        header: the file's summary.
+        digest: the digest of the whole file.
+        fingerprint: the fingerprint of its model.
         requests: number of requests.
         padded: whether some of their tokens are padding.
         goes_on: whether its recipe compresses further while questions are asked.
         prompt: number of tokens after which it does so.
         text: digest of its tokens; "" if the file does not have it.
-        opening: its first tokens, if any other message begins with them, too.
-        joint: tokens that come between the text and a question that began with the opening.
+        opening: its first tokens, if every message begins with them.
+        joint: tokens that come between the text and a question that begins with the opening.
         columns: names of the columns of an entry, over all layers.
         sizes: sizes of a key and of a value.
         counts: number of entries of every head, by the layer's index.
@@ -111,12 +111,12 @@ class Saved(NamedTuple):
     """A context that was loaded, on its model's devices.
 
     Attributes:
-        path: of the file.
-        recipe: that compressed it.
-        progress: how far its cache had come.
+        path: the file's path.
+        recipe: the recipe that compressed it.
+        progress: the progress of its cache.
         event: its newest event, if there was one.
         next_event: logical length of the next event; None if there is none.
-        offsets: what the model adds to numbers of tokens to get positions, if that is not 0.
+        offsets: the differences between the model's positions and numbers of tokens, if they are not 0.
         layers: the tensors of each layer.
     """
 
@@ -132,7 +132,7 @@ class Saved(NamedTuple):
         """Put the context into an empty cache of its recipe, except for the event.
 
         Raises:
-            CorruptFileError: the model has other layers, or something is missing that the next event looks at.
+            CorruptFileError: the model has other layers, or an input of the next event is missing.
         """
         if len(cache.layers) != len(self.layers) or not cache.set_position_offsets(self.offsets):
             raise _FILE.corrupt(self.path)
@@ -166,13 +166,13 @@ def save(
         recipe: the text of the cache's recipe.
         event: the newest event; None if there was none.
         model: the cache's model.
-        name: what the model is found by.
+        name: the name or folder by which the model is found.
         tokens: token ids of the text, if a server is to find the file by them; else None.
-        opening: how many of them any message begins with.
+        opening: how many of them every message begins with.
         joint: tokens between the text and a question.
 
     Raises:
-        KeepsetError: the cache holds no whole prompt, or another number of tokens, or has layers that are not saved.
+        KeepsetError: the cache holds no whole prompt, or another number of tokens, or has layers that cannot be saved.
     """
     progress, keep_set = cache.require_prompt(), None if event is None else event.keep_set
     if tokens is not None and (len(progress.lengths), progress.logical) != (1, len(tokens)):
@@ -223,12 +223,12 @@ def save_entries(
     tokens: Sequence[int],
     layers: Mapping[int, Columns],
 ) -> None:
-    """Write what another runtime holds of one request into a file. All of its tokens count as its prompt.
+    """Write one request of another runtime into a file. All of its tokens count as its prompt.
 
     Args:
-        recipe: that compressed the request.
-        model: what the model is found by again.
-        tokens: ids of the request, whether their entries are there or were dropped.
+        recipe: the recipe that compressed the request.
+        model: the name or folder by which the model is found.
+        tokens: ids of all the request's tokens, dropped entries included.
         layers: all layers of the model, by index.
     """
     length = len(tokens)
@@ -262,7 +262,7 @@ def _metadata(
 
 
 def header(path: Path) -> Header:
-    """Return what a file says of itself.
+    """Return a file's summary.
 
     Raises:
         KeepsetError: it is no saved context that this version can read.
@@ -310,7 +310,7 @@ def entries(path: Path, digest: str) -> dict[int, dict[str, Tensor]]:
     """Return the columns of every compressed layer, packed head after head, by the layer's index. All of it is checked.
 
     Args:
-        digest: what `contents` has told of it.
+        digest: the file's digest, from `contents`.
 
     Raises:
         KeepsetError: the file is damaged, or has been replaced since.
@@ -384,7 +384,7 @@ def _images(
 
 
 _REQUESTS = {"lengths": "lengths", "prompts": "prompts", "seen": "valid"}
-"""Tensors that say how far each request has come, and what `Progress` calls them."""
+"""Tensors with each request's progress, and their names in `Progress`."""
 
 
 def _keep_set(layers: Sequence[Mapping[str, Tensor]]) -> KeepSet | None:

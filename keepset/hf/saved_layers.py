@@ -1,4 +1,4 @@
-"""What each kind of layer of a cache has in a saved context, and how it gets that back."""
+"""The tensors of each kind of cache layer in a saved context, and their restoration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
         return held | {"counts": torch.tensor(layer.store.counts).view(layer.store.batch, layer.store.kv_heads)}
     windows = DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer
     if type(layer) in windows and layer.keys is not None and layer.values is not None:
-        # What lies before the window is there only while a draft may be taken back.
+        # Tokens before the window are held only while a draft may be taken back.
         first = max(layer.keys.shape[2] - layer.sliding_window + 1, 0)
         return held | {"keys": layer.keys[:, :, first:], "values": layer.values[:, :, first:]}
     raise UnsupportedModelError(
@@ -47,7 +47,7 @@ def tensors_of(layer: Any) -> dict[str, Tensor]:
 
 
 def restore(layer: Any, tensors: Mapping[str, Tensor], logical: int) -> None:
-    """Put into an empty layer of a cache what another one held; raise ValueError if it is of another kind."""
+    """Restore the tensors of one cache layer in an empty one; raise ValueError if they are of another kind."""
     given = {
         "counts": isinstance(layer, LayerState),
         "keys": isinstance(layer, DynamicSlidingWindowLayer) and not isinstance(layer, LayerState),

@@ -1,7 +1,7 @@
 """Checks of a saved context's file. Everything that is read from a file is checked here before it is used.
 
 A digest tells a damaged file from a whole one. It does not tell who wrote the file, so these checks do not rely on it.
-Every function raises ValueError if something is not as it should be.
+Every check raises ValueError if it fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from keepset.recipe import Recipe
 
 LAYER = "layers."
 STATE = "states."
-"""Begins the names of a layer's recurrent and convolution states."""
+"""The prefix of the names of a layer's recurrent and convolution states."""
 FIGURES = ("length", "entries", "kept", "nbytes_before", "seconds")
 """Figures of an event, as the file has them."""
 _ENTRIES = {"keys", "values", "positions"}
@@ -37,7 +37,7 @@ _MAX_LENGTH = 2**26
 """Most tokens of a context. Their attention mask alone takes half a gigabyte."""
 _MAX_LAYERS = 100_000
 _MAX_ROW = 4096
-"""Most numbers of a key or value in few bits. The matrix that mixes them has their square."""
+"""Most numbers of a key or value in few bits. The matrix that mixes them has the square of that."""
 _STATE = re.compile(r"(convolution|recurrent)\.(0|[1-9]\d?)")
 """Names of a layer's states: their kind, and a number for layers that have several."""
 _RECORDER_TENSORS = re.compile(r"recorded\.\w+|holes|moments\.\d+\.\w+|added|added_up")
@@ -83,7 +83,7 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
     allowed = {*_ENTRIES, *method.traits.state_names, *sums} | (
         _SCALES if method.traits.needs.of(QuantizedEntries) else set()
     )
-    # Before the first event there is nothing that a method remembers.
+    # Before the first event a method remembers nothing.
     required = {*_ENTRIES, *method.traits.state_names} if goes_on and metadata["event"] is not None else _ENTRIES
     layers: defaultdict[str, set[str]] = defaultdict(set)
     for name, each in layout.items():
@@ -92,7 +92,7 @@ def check_recipe(metadata: Mapping[str, Any], layout: Mapping[str, TensorLocatio
             if column.startswith(RESIDUAL):
                 continue
             _require(column in allowed)
-            # A layer that holds more entries than others lets more queries wait before it adds them up.
+            # A layer that holds more entries than others lets more queries wait before it sums them.
             layers[match[1]] |= {column} - sums.keys()
             _require(len(each.shape) == 1 or column in ("keys", "values") or column in sums)
         elif re.fullmatch(rf"{LAYER}\d+\.counts", name):
@@ -118,7 +118,7 @@ def check_images(images: Int[Tensor, "images 3"], lengths: Int[Tensor, " request
 def check_counts(
     counts: Int[Tensor, "requests kv_heads"], most: Int[Tensor, "requests _"], keys: TensorLocation
 ) -> None:
-    """Check how many entries each head of a layer has, or how many of them a residual; their `keys` are in the file."""
+    """Check the number of entries of each head of a layer, or of its residual; their `keys` are in the file."""
     _require(bool(((counts >= 0) & (counts <= most)).all()) and int(counts.sum()) == keys.shape[0])
 
 
@@ -138,7 +138,7 @@ def check_finite(columns: Iterable[Tensor]) -> None:
 
 
 def check_layer(layer: Mapping[str, Tensor], lengths: Int[Tensor, " requests"], logical: int) -> None:
-    """Check the numbers of a layer's tensors: its positions, what the newest event kept, and what is added up."""
+    """Check the numbers of a layer's tensors: its positions, what the newest event kept, and the sums."""
     if "counts" in layer:
         check_positions(layer["columns.positions"], layer["counts"], lengths)
     if "kept.counts" in layer:
@@ -149,7 +149,7 @@ def check_layer(layer: Mapping[str, Tensor], lengths: Int[Tensor, " requests"], 
 
 
 def check_states(layers: Sequence[Mapping[str, Tensor]], models: Sequence[Mapping[str, Tensor]]) -> None:
-    """Check that every layer has the states that the model has of one request, each of their sizes."""
+    """Check that every layer has the model's states of one request, with the model's sizes."""
     _require(len(layers) == len(models))
     for held, own in zip(layers, models, strict=True):
         _require(held.keys() == own.keys() and all(held[name].shape[1:] == own[name].shape[1:] for name in held))
@@ -210,7 +210,7 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
         {name.removeprefix("passing."): tensors[name] for name in others - kept},
         requests,
         heads,
-        {key, key + value} if heads == 1 else {key},  # of latents, queries look at both
+        {key, key + value} if heads == 1 else {key},  # queries attend to both parts of latents
     )
 
 

@@ -39,7 +39,7 @@ KeysAndValues = tuple[
 
 
 class _Rotated(threading.local):
-    """Arguments that one thread has given to a rotary embedding last; such a module is given no cache."""
+    """The newest arguments of a rotary embedding in one thread; such a module is given no cache."""
 
     given: tuple[Any, ...] = ()
 
@@ -57,13 +57,13 @@ class _Prompt:
 
 
 class SecondPasses(ModelHooks):
-    """Run tokens on top of a prompt of which all layers still hold all entries, inside the last layer's attention.
+    """Run tokens on top of a prompt while all layers still hold all entries, inside the last layer's attention.
 
     Requests run one by one, without padding, each as a call of the model's decoder with a cache that only looks at
-    those entries. The prompt's tokens, or embeddings, are seen by a hook on the decoder.
+    those entries. A hook on the decoder sees the prompt's tokens or embeddings.
 
     Attributes:
-        seconds: that each pass took, by its `cost`.
+        seconds: time of each pass, by its `cost`.
     """
 
     def __init__(self, model: PreTrainedModel, past: Any, needs: Needs, tasks: Sequence[Tensor]) -> None:
@@ -193,7 +193,7 @@ class SecondPasses(ModelHooks):
         if inputs is not None:
             self._inputs = [*self._inputs, inputs.detach()]
             at = kwargs.get("position_ids")
-            if isinstance(at, Tensor) and at.ndim == 3 and len(at) > 1:  # of several axes, as images have (M-RoPE)
+            if isinstance(at, Tensor) and at.ndim == 3 and len(at) > 1:  # several axes, as images have (M-RoPE)
                 self._axes = [*self._axes, at[-3:].detach()]  # before these three there may be a count of tokens
             # Some models add what they see to the hidden states of later layers, too.
             self._deep |= any("deepstack" in name and value is not None for name, value in kwargs.items())
@@ -239,13 +239,13 @@ class SecondPasses(ModelHooks):
 
 
 def takes_task_tokens(needs: Needs) -> bool:
-    """Return whether a second pass can run a task's tokens. A pass that repeats the prompt is its own task."""
+    """Return whether a second pass can run a task's tokens; one that repeats the prompt is its own task."""
     passes = needs.of(SecondPass)
     return bool(passes) and not any(needed.repeat for needed in passes)
 
 
 _TOGETHER = 512
-"""Tokens of one call of the model: enough for products at full speed, few beside the prompt."""
+"""Tokens of one call of the model: enough for products at full speed, but few compared with the prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,8 +254,8 @@ class Part:
 
     Attributes:
         tokens: their ids or embeddings.
-        about: which of the prompt's entries they are about; None: all.
-        positions: the model's own positions of them, from 0, if it has several axes of such; None: one after another.
+        about: the scope of the statistics and the softmax; None: the whole prompt.
+        positions: the model's own positions of them, from 0, if it has several axes; None: one after another.
     """
 
     tokens: Shaped[Tensor, "n *hidden"]
@@ -280,7 +280,7 @@ def _calls(parts: list[Part], most: int) -> list[list[Part]]:
 
 
 class _Entries(LogicalLayer):
-    """One request's entries of one layer, which tokens look at without being added to them."""
+    """One request's entries of one layer; tokens attend to them, and are not added."""
 
     def __init__(self, entries: KeysAndValues, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ class _Entries(LogicalLayer):
 
 
 class _HybridEntries(LinearAttentionLayer, _Entries):  # type: ignore[override]
-    """One request's entries beside a copy of its recurrent states, which tokens change."""
+    """One request's entries, and a copy of its recurrent states, which tokens change."""
 
     def __init__(self, entries: KeysAndValues, request: int, length: int, names: Collection[ColumnStatistic]) -> None:
         LinearAttentionLayer.__init__(self)
@@ -333,7 +333,7 @@ def _check_task(task: Any, model: PreTrainedModel) -> Int[Tensor, "batch tokens"
 
 
 def _decoder_of(model: Any) -> Any:
-    """Return the part of a model that takes a cache: one that calls its language head a decoder has another."""
+    """Return the part of a model that takes a cache; some models use the name decoder for their language head."""
     decoder = model.get_decoder()
     return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 

@@ -28,28 +28,28 @@ SLACK = 64
 _ENTRIES = ("keys", "values", "positions")
 """The columns that every store has; all others are a method's own."""
 _SCALES = {"keys": "key_scale", "values": "value_scale"}
-"""Two more columns if keys and values are stored in few bits: what these are multiplied with."""
+"""Two more columns if keys and values are stored in few bits: their scales."""
 _STORED = (*_SCALES, *_SCALES.values())
-"""The columns that keys and values are stored in."""
+"""The columns in which keys and values are stored."""
 RESIDUAL = "residual."
-"""What the names of a residual's columns begin with, where they stand beside the others."""
+"""The prefix of the names of a residual's columns, if they are together with the others."""
 _SHARE = 8
-"""A growing store allocates at least one free place for so many entries, so growing costs a constant share."""
+"""A growing store allocates at least one free place per this many entries, so growth costs constant time per entry."""
 
 
 class EntryStore:
     """Keys, values, positions and a method's own columns of one layer, for `batch * kv_heads` heads.
 
-    Positions are int32, counted from each request's first token. What moves an entry moves all of its columns. A
-    method's columns are zero in free places, so a new token writes nothing to them.
+    Positions are int32, counted from each request's first token. All columns of an entry move together. A method's
+    columns are zero in free places, so a new token writes nothing to them.
 
     Args:
         batch, kv_heads: number of requests, and of KV heads of each.
         columns: `[entries, ...]`, head after head, without free places.
-        sizes: returns the number of entries of each head; called once the host has to know it.
+        sizes: returns the number of entries of each head; called once the host needs it.
 
     Attributes:
-        residual: a store of what rounding has lost of the newest entries of every head, if their format is refined; its
+        residual: a store of the rounding errors of the newest entries of every head, if their format is refined; its
             rows are added to theirs. An event drops it.
     """
 
@@ -63,12 +63,12 @@ class EntryStore:
 
     @classmethod
     def pack(cls, columns: dict[str, Tensor], indices: Int[Tensor, " kept"], heads: HeadCounts) -> EntryStore:
-        """Return a store with exactly the given entries, and not a byte more.
+        """Return a store with exactly the given entries, without free places.
 
         Args:
             columns: each `[batch, kv_heads, entries, ...]`.
             indices: the entries that stay, packed head after head.
-            heads: how many entries each head keeps; the host asks for it when it has to know.
+            heads: how many entries each head keeps; the host reads it when it needs it.
         """
         batch, kv_heads = heads.device_values.shape
         return cls(batch, kv_heads, pack_entries(columns, indices, heads.device_values), lambda: heads.host_values)
@@ -116,7 +116,7 @@ class EntryStore:
 
     @cached_property
     def heads(self) -> PackedHeads:
-        """The entries as attention takes them; made anew whenever they or the residual's have moved (`_moved`)."""
+        """The entries as attention takes them; recomputed after they or the residual's have moved (`_moved`)."""
         keys, values, positions = (self._columns[name] for name in _ENTRIES)
         bias, key_scale, value_scale = (self._columns.get(name) for name in (BIAS, *_SCALES.values()))
         residual = None if self.residual is None else self.residual.heads
@@ -124,7 +124,7 @@ class EntryStore:
 
     @property
     def attended(self) -> PackedHeads:
-        """The entries as queries look at them."""
+        """The entries as queries attend to them."""
         return self.heads
 
     @property
@@ -136,12 +136,12 @@ class EntryStore:
     def stored(
         cls, keys: Float[Tensor, "*rows head_dim"], values: Float[Tensor, "*rows value_dim"]
     ) -> tuple[Tensor, Tensor]:
-        """Return what is stored of keys and values that are as they are read."""
+        """Return keys and values in the form in which they are stored."""
         return keys, values
 
     @classmethod
     def read(cls, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they are read, of those that are `stored`."""
+        """Return stored keys and values in the form in which they are read."""
         return keys, values
 
     @property
@@ -150,9 +150,9 @@ class EntryStore:
 
     @property
     def packed(self) -> dict[str, Shaped[Tensor, " entries *rest"]]:
-        """Return all columns, head after head and without free places; copied only if there are such.
+        """Return all columns, head after head and without free places; copies only if there are free places.
 
-        Those of the residual are among them, if there is one, and the `counts` of its heads.
+        If there is a residual, its columns and the `counts` of its heads are included.
         """
         own = self._packed_again()._columns if self._free else self._columns
         if self.residual is None:
@@ -173,7 +173,7 @@ class EntryStore:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry in one head, over all columns; of one without a residual."""
+        """Bytes of one entry in one head, over all columns, without a residual."""
         return sum(column[:1].nbytes for column in self._columns.values())
 
     @property
@@ -203,7 +203,7 @@ class EntryStore:
         self._moved()
 
     def quantize(self, bits: int) -> None:
-        """Store keys and values, also of tokens to come, in few bits (`FORMATS`). There must be no free places."""
+        """Store keys and values, also those of later tokens, in few bits (`FORMATS`). There must be no free places."""
         if self._format is None:
             format = FORMATS[bits]
             for name, scale in _SCALES.items():
@@ -224,7 +224,7 @@ class EntryStore:
         Args:
             positions: of the tokens, counted from each request's first.
             real: indices of each request's tokens that are not padding; None if all are real.
-            room: free places per head to allocate if the store has to grow, unless that is too many; 0 if unknown.
+            room: free places per head to allocate if the store has to grow, within limits; 0 if unknown.
         """
         if real is None:
             self.make_room(keys.shape[2], room)
@@ -244,7 +244,7 @@ class EntryStore:
         positions: Int[Tensor, "batch n"],
         real: Sequence[Int[Tensor, " _"]],
     ) -> None:
-        """Add those of some new tokens that are not padding, whose rows are mixed; everything is packed anew."""
+        """Add the new tokens that are not padding, whose rows are mixed already; everything is packed again."""
         shape = self.batch, self.kv_heads, keys.shape[2]
         new: dict[str, Tensor] = {"positions": positions.int()[:, None].expand(shape)}
         lost: list[Tensor] = []
@@ -288,7 +288,7 @@ class EntryStore:
             self._grow(n, room)
 
     def column(self, name: str, shape: tuple[int, ...] = ()) -> Float[Tensor, "places *rest"]:
-        """Return a column to write to, made of zeros of this shape per entry if there is none."""
+        """Return a column to write to; if there is none, make one of zeros with this shape per entry."""
         if name not in self._columns:
             positions = self._columns["positions"]
             self._columns[name] = torch.zeros(*positions.shape, *shape, device=positions.device)
@@ -343,8 +343,8 @@ class EntryStore:
         """Return the keys and values of some entries of each head, as attention takes them.
 
         Args:
-            index: the entries, as `padded` counts them. A slice takes the same ones of each head. What lies behind a
-                head's own is of no use.
+            index: the entries, as `padded` counts them. A slice takes the same ones of each head. Results after a
+                head's last entry are meaningless.
         """
         if isinstance(index, slice):
             if self._format is None:
@@ -362,7 +362,7 @@ class EntryStore:
         return self.read(*(self._format.unmix(rows[name]) for name in _SCALES))
 
     def _take(self, index: Int[Tensor, "batch kv_heads n"]) -> dict[str, Float[Tensor, "batch kv_heads n size"]]:
-        """Return the keys and values of some entries of each head, mixed, and without what a residual adds."""
+        """Return the keys and values of some entries of each head, mixed and without the residual."""
         starts = upload(_starts(self._runs), index.device).view(self.batch, self.kv_heads, 1)
         places = (starts + index).flatten().clamp(max=len(self._columns["positions"]) - 1)
         taken = {name: flat.index_select(0, places).unflatten(0, index.shape) for name, flat in self._stored.items()}
@@ -423,7 +423,7 @@ class EntryStore:
             self.residual.reorder(requests)
 
     def crop(self, removed: Sequence[int]) -> None:
-        """Drop the newest entries of every head, so many for each request."""
+        """Drop the newest entries of every head, a given number for each request."""
         if self.residual is not None:
             self._moved()
             held = self.residual.counts[:: self.kv_heads]
@@ -453,7 +453,7 @@ class EntryStore:
 
     def _grow(self, n: int, room: int) -> None:
         """Move the heads to where `n` tokens have free places; `room` is as for `append`."""
-        self._moved()  # or it would hold all columns until the last is copied
+        self._moved()  # else it would hold all columns until the last is copied
         most = max(SLACK, self._longest // _SHARE)
         slack = max(n, min(room, most) if room else most)
         runs, start = [], 0
@@ -469,11 +469,11 @@ class EntryStore:
         self._runs, self._free = runs, slack
 
     def _moved(self) -> None:
-        """Forget where heads lay, because they or those of the residual lie elsewhere from now on."""
+        """Forget the places of heads, because they or those of the residual have moved."""
         vars(self).pop("heads", None)
 
     def count_appended(self, n: int) -> None:
-        """Count `n` entries more in every head, which were written behind those of each."""
+        """Count `n` more entries in every head, which were written after its last one."""
         for run in self._runs:
             run.count += n
         self.heads.grown += n
@@ -496,7 +496,7 @@ def _starts(runs: Sequence[HeadRun]) -> list[int]:
 
 
 def widened(columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> dict[str, Tensor]:
-    """Return what `packed` has returned of a store, with keys and values as the model made them."""
+    """Return the result of `packed`, with keys and values as the model made them."""
     heads = EntryStore.of(columns, counts).heads
     left = {name: column for name, column in columns.items() if name not in _SCALES.values()}
     left = {name: column for name, column in left.items() if not name.startswith(RESIDUAL)}
@@ -505,10 +505,10 @@ def widened(columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -
 
 
 class StoredObservation(LazyObservation):
-    """An observation of what a store holds, to which nothing is added any more.
+    """An observation of the entries of a store that does not change any more.
 
-    Heads that are ragged or in few bits have to be copied to be looked at, so keys and values are copied when a method
-    reads them.
+    Ragged heads and heads in few bits have to be copied for reading, so keys and values are copied when a method reads
+    them.
 
     Args:
         store: the entries.
