@@ -175,7 +175,7 @@ def test_runs_exactly(text: str, layout: str, architecture: str, padding: list[i
 
 def test_the_benchmark_is_found_made_and_judged(embedded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module_of("keepset.bench.tasks.passwords", "   ", tmp_path, monkeypatch)
-    monkeypatch.setattr("keepset.bench.tasks.find.MODULES", ("needle", "passwords"))
+    monkeypatch.setattr("keepset.bench.tasks.find.TASK_MODULES", ("needle", "passwords"))
     (task,) = find(["passwords"], TaskSettings())
     first, second = task.examples(embedded[1], limit=2, seed=1)
     assert task.examples(embedded[1], limit=1, seed=1) == [first] != task.examples(embedded[1], limit=1)

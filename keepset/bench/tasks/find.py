@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from keepset.bench.tasks import MODULES
+from keepset.bench.tasks import TASK_MODULES
 from keepset.bench.tasks.task import Task, TaskSettings
 from keepset.errors import KeepsetError
 
@@ -24,7 +24,7 @@ def find(names: Sequence[str], settings: TaskSettings) -> list[Task]:
     check_names(names)
     tasks: dict[str, Task] = {}
     for name in names:
-        own = next((module for module in map(_module, MODULES) if name in module.NAMES), None)
+        own = next((module for module in map(_module, TASK_MODULES) if name in module.NAMES), None)
         for task in _of_harness(name, settings) if own is None else own.make(name, settings):
             tasks.setdefault(task.name, task)
     return list(tasks.values())
@@ -61,7 +61,7 @@ def harness_folder() -> Path | None:
 
 
 def _own() -> list[str]:
-    return [known for module in map(_module, MODULES) for known in module.NAMES]
+    return [known for module in map(_module, TASK_MODULES) for known in module.NAMES]
 
 
 def _of_harness(name: str, settings: TaskSettings) -> list[Task]:
