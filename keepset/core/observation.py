@@ -191,6 +191,16 @@ class Observation:
         """Return the values of some KV heads."""
         return self.values[:, heads]
 
+    def take(
+        self, index: slice | Int[Tensor, "batch kv_heads n"]
+    ) -> tuple[Float[Tensor, "batch kv_heads n head_dim"], Float[Tensor, "batch kv_heads n value_dim"]]:
+        """Return the keys and values of some entries of each head; a slice takes the same ones of each head."""
+        if isinstance(index, slice):
+            return self.keys[:, :, index], self.values[:, :, index]
+        rows = torch.arange(len(index), device=index.device)[:, None, None]
+        heads = torch.arange(index.shape[1], device=index.device)[:, None]
+        return self.keys[rows, heads, index], self.values[rows, heads, index]
+
     def over_heads(self, look: Callable[[slice], Tensor]) -> Tensor:
         """Compute something from keys or values, for a few KV heads at a time if there are many entries.
 

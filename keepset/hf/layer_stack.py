@@ -1,7 +1,7 @@
 """`LayerStack`: several layers at one event as one observation, so that a method chooses in all of them at once.
 
-An event after the prompt reads few entries, so calls of small operations take most of its time. All layers together
-need as many calls as one.
+Calls of small operations take most of an event's time if there are few entries. All layers together need as many calls
+as one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from keepset.core.keep_set import HeadCounts, KeepSet, KeptIndices, LayerKeepSet
 from keepset.core.observation import LazyObservation, Observation
 from keepset.core.shapes import Scores
-from keepset.hf.store import StoredObservation
-from keepset.kernels.dispatch import uses_triton
+from keepset.hf.store import EntryStore, StoredObservation
+from keepset.kernels.dispatch import CACHE_BLOCK, uses_triton
 from keepset.kernels.predictor import Networks, entry_codes, new_entries
 
 _WORKSPACE = 1 << 26
@@ -34,9 +34,9 @@ class LayerStack(LazyObservation):
         members: the layers' observations. They have heads of one size, and no collected features.
     """
 
-    members: Sequence[StoredObservation]
+    members: Sequence[Observation]
 
-    def __init__(self, members: Sequence[StoredObservation]) -> None:
+    def __init__(self, members: Sequence[Observation]) -> None:
         first, width = members[0], max(each.valid.shape[2] for each in members)
         whole = len(members) * first.valid.shape[0], first.valid.shape[1], width
         kept = [each.num_kept for each in members if each.num_kept is not None]
@@ -63,10 +63,10 @@ class LayerStack(LazyObservation):
         vars(self)["members"] = members
 
     def keys_of(self, heads: slice) -> Float[Tensor, "batch heads entries head_dim"]:
-        return _joined([each.store.keys[:, heads] for each in self.members], self.valid.shape[2])
+        return _joined([_source(each).keys[:, heads] for each in self.members], self.valid.shape[2])
 
     def values_of(self, heads: slice) -> Float[Tensor, "batch heads entries value_dim"]:
-        return _joined([each.store.values[:, heads] for each in self.members], self.valid.shape[2])
+        return _joined([_source(each).values[:, heads] for each in self.members], self.valid.shape[2])
 
     def _codes_in_place(
         self, new: Bool[Tensor, "batch kv_heads entries"], networks: Networks, known: Scores | None
@@ -76,12 +76,17 @@ class LayerStack(LazyObservation):
         some, members = new_entries(new), len(self.members)
         index = some[2]
         parts: Sequence[slice | Tensor] = [index] * members if isinstance(index, slice) else index.chunk(members)
-        each = zip(self.members, parts, strict=True)
-        keys, values = map(torch.cat, zip(*(member.store.take(part) for member, part in each), strict=True))
-        are_new = new[some]
+        are_new, positions, made = new[some], self.positions[some], []
+        rows = len(new) // members
+        at_once = max(1, CACHE_BLOCK // max(1, are_new[:rows].numel() * self.head_dim))
+        for first in range(0, members, at_once):
+            group = slice(first, first + at_once)
+            taken = [_source(each).take(part) for each, part in zip(self.members[group], parts[group], strict=True)]
+            keys, values = taken[0] if len(taken) == 1 else map(torch.cat, zip(*taken, strict=True))
+            own = slice(first * rows, (first + at_once) * rows)
+            made.append(entry_codes(keys, values, positions[own], are_new[own], networks.of_layers(group)))
         codes = torch.zeros(new.shape) if known is None else known.clone()
-        made = entry_codes(keys, values, self.positions[some], are_new, networks)
-        codes[some] = made.where(are_new, codes[some])
+        codes[some] = torch.cat(made).where(are_new, codes[some])
         return codes
 
     def split(self, kept: LayerKeepSet) -> Iterator[LayerKeepSet]:
@@ -106,12 +111,9 @@ class LayerStack(LazyObservation):
 def stacks_of(observations: Sequence[Observation]) -> list[Observation]:
     """Return an event's observations, in the model's order, neighbours stacked as far as they fit the workspace.
 
-    A prompt's observations are not stacked: its layers are compressed one by one, so that only one is whole at a time.
+    A prompt's layers come one by one, so that only one is whole at a time, unless the method looks across layers.
     """
-    stored = [each for each in observations if isinstance(each, StoredObservation)]
-    if len(stored) < len(observations):
-        return list(observations)
-    return [LayerStack(group) if len(group) > 1 else group[0] for group in _alike(stored)]
+    return [LayerStack(group) if len(group) > 1 else group[0] for group in _alike(observations)]
 
 
 def layers_of(observation: Observation) -> Sequence[Observation]:
@@ -130,9 +132,14 @@ def unstacked(keep_set: KeepSet, observations: Sequence[Observation]) -> KeepSet
     return KeepSet(parts)
 
 
-def _alike(observations: Sequence[StoredObservation]) -> Iterator[list[StoredObservation]]:
+def _source(observation: Observation) -> Observation | EntryStore:
+    """Return what has a layer's keys and values, without holding copies of them."""
+    return observation.store if isinstance(observation, StoredObservation) else observation
+
+
+def _alike(observations: Sequence[Observation]) -> Iterator[list[Observation]]:
     """Yield neighbours with heads of one size and the same columns, as many as fit the workspace."""
-    group: list[StoredObservation] = []
+    group: list[Observation] = []
     kind, longest = None, 0
     for each in observations:
         own, entries = _kind(each), each.valid.shape[2]
@@ -146,7 +153,7 @@ def _alike(observations: Sequence[StoredObservation]) -> Iterator[list[StoredObs
     yield group
 
 
-def _kind(observation: StoredObservation) -> tuple[object, ...]:
+def _kind(observation: Observation) -> tuple[object, ...]:
     sizes, softmax = (*observation.valid.shape[:2], observation.head_dim, observation.value_dim), observation.softmax
     attention = softmax.scaling, softmax.softcap, id(softmax.sinks)
     return *sizes, *attention, observation.dtype, observation.valid.device, observation.state.keys()

@@ -116,7 +116,7 @@ class ObservedCache(EditableCache, KnowsText):
         self._images = ImageHooks(model, self) if image_token_ids(model.config) else None
         self._rope = None if RopeDeltas.owner(model) is None else RopeDeltas(model, self)
         self._waits_for_all_layers = self._second is not None
-        # After the prompt, layers of which only entries are read are chosen from together.
+        # Layers that wait for one another, and of which only entries are read, are chosen from together.
         self._stacks_layers = False
         self._no_drafts = ""
         if self._perplexity is not None:
