@@ -85,15 +85,18 @@ class GlobalPool(Method):
         return observation.values.float().norm(dim=-1)
 
     def select_all(self, observations: Sequence[Observation], budget: Budget) -> keepset.KeepSet:
-        scores = torch.stack([ranked_scores(self.score(seen), seen, budget) for seen in observations], 1)
-        total = sum(budget.quotas(seen.sizes).sum(-1) for seen in observations)
+        scores = torch.cat(
+            [seen.split_layers(ranked_scores(self.score(seen), seen, budget)) for seen in observations], 1
+        )
+        total = sum(seen.split_layers(budget.quotas(seen.sizes)).sum((1, 2)) for seen in observations)
         if self.per_head:
             masks = top_mask(scores.flatten(1), total).view_as(scores)
         else:
             pooled = scores.mean(2)
             masks = top_mask(pooled.flatten(1), total // scores.shape[2]).view_as(pooled)
             masks = masks[:, :, None].expand_as(scores)
-        return keepset.KeepSet([seen.keep(masks[:, i]).layer(seen.layer) for i, seen in enumerate(observations)])
+        parts = zip(observations, masks.split([len(seen.layer_ids) for seen in observations], 1), strict=True)
+        return keepset.KeepSet([seen.keep(seen.merge_layers(part)).layer(seen.layer_ids[0]) for seen, part in parts])
 
 
 SOME = [
