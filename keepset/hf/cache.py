@@ -352,7 +352,7 @@ class Cache(ObservedCache):
         assert self.progress is not None and self.progress.compressed_at is not None
         method, length, before = self.recipe.method, self.progress.compressed_at, self.keep_set
         event = self._unfinished.setdefault(length, _UnfinishedEvent())
-        stacks = stacks_of(observations) if self._stacks_layers else observations
+        stacks = stacks_of(observations, method.traits.across_layers) if self._stacks_layers else observations
         for group in [stacks] if method.traits.across_layers else [[stack] for stack in stacks]:
             members = [each for stack in group for each in layers_of(stack)] if self._stacks_layers else group
             start = time.perf_counter()

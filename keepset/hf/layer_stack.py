@@ -108,11 +108,15 @@ class LayerStack(LazyObservation):
             )
 
 
-def stacks_of(observations: Sequence[Observation]) -> list[Observation]:
+def stacks_of(observations: Sequence[Observation], across_layers: bool) -> list[Observation]:
     """Return an event's observations, in the model's order, neighbours stacked as far as they fit the workspace.
 
-    A prompt's layers come one by one, so that only one is whole at a time, unless the method looks across layers.
+    Args:
+        observations: the layers.
+        across_layers: whether the method looks across layers. If not, a prompt's layers are not stacked.
     """
+    if not across_layers and not all(isinstance(each, StoredObservation) for each in observations):
+        return list(observations)
     return [LayerStack(group) if len(group) > 1 else group[0] for group in _alike(observations)]
 
 

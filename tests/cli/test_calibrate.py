@@ -64,7 +64,7 @@ def test_imports_what_others_have_published(run: Run, tiny_folder: Path) -> None
     words = ("--model", str(tiny_folder), "--import", "pattern", "--import", "a.safetensors", "--out", "stats", *SMALL)
     done = run("calibrate", *words)
     assert done.code == 0 and "pattern: the gates were trained with duo_attention(sinks=128, recent=256)" in done.err
-    assert "a.safetensors is of KVzap and gives: kvzap." in done.err
+    assert "a.safetensors has the format of KVzap and gives: kvzap." in done.err
     statistics, written = load("stats"), provenance(Path("stats"))
     assert statistics.retrieval[1].tolist() == [1.0, 0.0] and "gates" not in written
     assert [each["format"] for each in written["imported"]] == ["DuoAttention", "KVzap"]
