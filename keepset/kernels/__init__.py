@@ -1,1 +1,1 @@
-"""The numeric work of the runtimes: attention over ragged stores, streamed statistics of attention."""
+"""The runtimes' kernels: attention over ragged stores, streamed statistics of attention."""

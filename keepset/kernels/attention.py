@@ -1,4 +1,4 @@
-"""Packed entries whose heads may have different lengths: attention, new tokens that join them, and those that stay."""
+"""Packed heads of different lengths: attention over them, appending new entries, and packing those that stay."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def append_entries(
     values: Float[Tensor, "batch kv_heads n value_dim"],
     positions: Int[Tensor, "batch n"],
 ) -> None:
-    """Write `n` new entries into the free places behind those of every head; on a GPU in one launch.
+    """Append `n` new entries to every head, in its free places; on a GPU in one launch.
 
-    The heads' counts do not change here.
+    The heads' counts are not updated.
 
     Args:
-        stores: packed heads with free places. Put one after another they are all heads of all requests.
-        keys, values: of the new entries, with any strides.
-        positions: of the new tokens.
+        stores: packed heads with free places; concatenated, they are all heads of all requests.
+        keys, values: keys and values of the new entries, with any strides.
+        positions: positions of the new tokens.
     """
     format = stores[0].format
     if stores[0].in_triton:
@@ -55,7 +55,7 @@ def append_entries(
 def _write(
     store: PackedHeads, keys: Float[Tensor, "heads n _"], values: Float[Tensor, "heads n _"], at: Int[Tensor, "heads n"]
 ) -> None:
-    """Write new entries of a store, whose rows are mixed; and what is lost of them to the residual."""
+    """Write new entries with mixed rows to a store, and their rounding errors to the residual."""
     columns, lost = [(store.positions, at)], []
     for flat, scale, rows in ((store.keys, store.key_scale, keys), (store.values, store.value_scale, values)):
         if store.format is None or scale is None:
@@ -91,7 +91,7 @@ def ragged_attention(
 
     Args:
         queries: queries of the newest tokens, after rotation.
-        stores: packed heads. Put one after another they are all heads of all requests; each store has equally many.
+        stores: packed heads, equally many in each; concatenated, they are all heads of all requests.
         query_positions: position of each query. A query then sees the entries up to its own position. If None, each
             query sees all entries.
 
@@ -151,20 +151,20 @@ def pack_entries(
         packed[starts[h] + i] = column[h // kv_heads, h % kv_heads, indices[starts[h] + i]]
 
     Args:
-        columns: columns of entries, with any strides: keys and values usually are a transposed view.
+        columns: columns of entries, with any strides; keys and values are usually transposed views.
         indices: indices of the chosen entries, head after head.
     """
     heads = counts.flatten()
     if not uses_triton(indices.device):
         rows = torch.repeat_interleave(torch.arange(len(heads), device=indices.device), heads, output_size=len(indices))
-        places = cache(lambda capacity: rows * capacity + indices)  # columns of a store have the same
+        places = cache(lambda capacity: rows * capacity + indices)  # a store's columns share a capacity
         return {name: _pick(column, rows, indices, places) for name, column in columns.items()}
     packed = {name: column.new_empty(len(indices), *column.shape[3:]) for name, column in columns.items()}
     if packed and len(indices):
         from keepset.kernels.triton import attention  # loads Triton
 
         starts = heads.cumsum(0) - heads
-        most = min(len(indices), *(column.shape[2] for column in columns.values()))  # the device is not asked
+        most = min(len(indices), *(column.shape[2] for column in columns.values()))  # a bound, without a host sync
         with launched_on(indices.device):
             attention.pack(list(columns.values()), list(packed.values()), indices, starts, heads, most)
     return packed
@@ -178,8 +178,8 @@ def _pick(
 ) -> Shaped[Tensor, "kept ..."]:
     """Return `column[rows, indices]`, gathered row by row.
 
-    Every memory order is read in place: flattening would copy the entries that are about to be dropped. `places`
-    returns `rows * capacity + indices` for a number of places per head.
+    Every memory order is read in place, because flattening would copy entries that are about to be dropped. `places`
+    returns `rows * capacity + indices` for a given capacity.
     """
     batch, heads, entries = column.shape[:3]
     of_request, of_head, of_entry = column.stride()[:3]

@@ -1,4 +1,4 @@
-"""Column statistics of causal attention in O(N) memory: what each entry receives, without an N x N matrix."""
+"""Column statistics of causal attention in O(N) memory: the attention that each entry receives."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def attention_with_lse(
     softmax: Softmax,
     causal: bool = True,
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
-    """Return the attention of one request, and the log-sum-exp by which it was normalised.
+    """Return the attention of one request, and the log-sum-exp of each query's logits.
 
-    PyTorch's fused operators return both at once where they accept the shapes. Elsewhere the log-sum-exp is a second
-    pass. Memory grows with queries and entries; keys and values are repeated for their query heads.
+    PyTorch's fused operators return both if they accept the shapes; otherwise the log-sum-exp takes a second pass.
+    Memory grows with queries and entries; keys and values are repeated for their query heads.
 
     Args:
         queries: queries after rotation. If `causal`, they belong to the same tokens as the entries.
@@ -91,7 +91,7 @@ def _scaled_attention(
 
 
 def _fused_operator(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Callable[..., Any], Sequence[Any]] | None:
-    """Return PyTorch's operator that computes attention and its log-sum-exp, and its options; None for these shapes."""
+    """Return PyTorch's operator for attention and its log-sum-exp, and its options; None if none takes these shapes."""
     device, dtype, square = queries.device, queries.dtype, keys.shape[-1] == values.shape[-1]
     aten, dropout = torch.ops.aten, 0.0
     if device.type == "cpu":
@@ -144,14 +144,14 @@ def attention_columns(
         sum = A.sum(queries)     max = A.amax(queries)     square = (A * A).sum(queries)
 
     The sum is the accumulated attention of H2O (Zhang et al. 2023, arXiv:2306.14048); over a window of queries it is
-    SnapKV's score. The maximum is that of KVzip and KVCompose. It needs one exponential per entry only, since exp is
+    SnapKV's score. The maximum is that of KVzip and KVCompose. It takes one exponential per entry, since exp is
     monotone: max(A) = exp(max(logits - log-sum-exp)). Memory grows with the entries, time with `n` times the entries.
     On a GPU this is one Triton kernel, or two if the log-sum-exp is not given.
 
     Args:
         queries: queries after rotation, of the last `n` entries; if not `causal`, of tokens after all entries.
         keys: keys of all entries, after rotation.
-        softmax: how the model makes attention of products; by default they are scaled by `head_dim ** -0.5`.
+        softmax: the model's softmax; by default products are scaled by `head_dim ** -0.5`.
         names: statistics to compute: any of `sum`, `max` and `square` (sum of squares).
         causal: whether a query sees only the entries up to its own.
         lse: log-sum-exp of the queries' logits, if attention has computed it already.
@@ -161,7 +161,7 @@ def attention_columns(
     """
     kv_heads, entries, head_dim = keys.shape
     softmax = Softmax(head_dim**-0.5) if softmax is None else softmax
-    if not queries.shape[1]:  # nothing but padding
+    if not queries.shape[1]:  # only padding
         return {name: torch.zeros(queries.shape[0], entries, device=keys.device) for name in names}
     lse = log_sum_exp(queries, keys, softmax, causal) if lse is None else lse
     if uses_triton(keys.device):
@@ -172,7 +172,7 @@ def attention_columns(
     grouped = queries.unflatten(0, (kv_heads, -1))
     lse = lse.view(grouped.shape[:3])
     members, on_cpu = grouped.shape[1], keys.device.type == "cpu"
-    # On a CPU one KV head at a time, since a pass over more logits would wait for memory.
+    # On a CPU one KV head at a time, because more logits would not fit the core's cache.
     heads, rows = (1, min(max(PRODUCT_BLOCK // max(members * entries, 1), 1), _CHUNK)) if on_cpu else (kv_heads, _CHUNK)
     total, square = (torch.zeros(kv_heads, members, entries, device=keys.device) for _ in range(2))
     largest = torch.full_like(total, float("-inf"))
@@ -195,10 +195,10 @@ def attention_columns(
 
 
 class ColumnAccumulator:
-    """Accumulate column statistics of a text that comes in chunks.
+    """Accumulates column statistics of a text that comes in chunks.
 
     Attributes:
-        statistics: by name, the statistic of every entry so far.
+        statistics: the statistics of every entry so far, by name.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -253,7 +253,7 @@ def _logits(
 def mean_square_attention(
     queries: Float[Tensor, "query_heads n head_dim"], keys: Float[Tensor, "kv_heads entries head_dim"], softmax: Softmax
 ) -> Float[Tensor, "query_heads entries"]:
-    """Return the mean square, in float32, of the attention that entries receive from `n` queries that see all of them.
+    """Return the mean square of each entry's attention from `n` queries that see all entries, in float32.
 
         A = softmax(queries @ keys' * scaling)     result = (A * A).mean(queries)
 

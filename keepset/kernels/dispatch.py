@@ -1,4 +1,4 @@
-"""Choice of a kernel's implementation and of block sizes by device, and copies of numbers to the host."""
+"""The implementation of kernels and the block sizes for each device, and copies between host and device."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import torch
 from torch import Tensor
 
 CACHE_BLOCK = 2**18
-"""For element-wise passes on a CPU: 1 MiB, at most half of a core's cache."""
+"""Block of element-wise passes on a CPU: 1 MiB, at most half of a core's cache."""
 
 PRODUCT_BLOCK = 2**20
-"""For matrix products on a CPU: 4 MiB, large enough for full speed and small beside a KV cache."""
+"""Block of matrix products on a CPU: 4 MiB, large enough for full speed and small beside a KV cache."""
 
 DEVICE_BLOCK = 2**26
-"""For devices with a launch cost: 256 MiB, so that launches are few."""
+"""Block on devices with a launch cost: 256 MiB, so that launches are few."""
 
 
 def block_size(device: torch.device, on_cpu: int) -> int:
-    """Return how many float32 numbers to make at a time."""
+    """Return how many float32 numbers to compute at a time."""
     return on_cpu if device.type == "cpu" else DEVICE_BLOCK
 
 
 INTERPRETED = False
-"""Whether CPU tensors go to the Triton kernels, too; for tests.
+"""Whether the Triton kernels also compute CPU tensors; for tests.
 
 Triton's interpreter must be on before Triton is first imported (`TRITON_INTERPRET=1`). It runs programs one by one.
 """
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Return whether tensors on this device are computed by the Triton kernels, not by those in PyTorch."""
+    """Return whether the Triton kernels compute tensors on this device, not those in PyTorch."""
     return _has_triton() if device.type == "cuda" else INTERPRETED
 
 
 def is_async_device(device: torch.device) -> bool:
-    """Return whether the host must wait in order to read a tensor on this device."""
+    """Return whether reading a tensor on this device makes the host wait."""
     return device.type != "cpu"
 
 
 def launched_on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which Triton launches on this device.
+    """Return a context manager in which Triton launches on this device.
 
     Triton launches on the current GPU, which differs from the tensors' GPU if a model is spread over several.
     """
@@ -58,7 +58,7 @@ def upload(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 class AsyncHostCopy:
-    """Numbers on their way from a device to the host. Reading them waits for the copy, not for later launches."""
+    """An asynchronous copy from a device to the host. Reading it waits for the copy, not for later launches."""
 
     def __init__(self, there: Tensor) -> None:
         on_gpu = there.device.type == "cuda"
@@ -80,7 +80,7 @@ def _has_triton() -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return how many programs the device runs at a time, at least."""
+    """Return a lower bound of the programs that the device runs at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

@@ -1,7 +1,7 @@
-"""What networks read of an entry, and the code that holds what they say of it.
+"""The inputs of the networks for an entry, and the code that holds their outputs.
 
-The code of an entry is one whole number. It holds the logarithm of the entry's score at a distance of `MIDDLE` octaves,
-and the slope: what each doubling of the distance adds to it.
+The code of an entry is one integer. It holds the logarithm of the entry's score at a distance of `MIDDLE` octaves, and
+the slope: the change of the logarithm with each doubling of the distance.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 MIDDLE = 6.0
-"""The distance from the end of the text that log scores in codes are of, in octaves: 64 tokens."""
+"""The distance from the end of the text at which codes hold log scores, in octaves: 64 tokens."""
 SCORE_STEPS, SCORE_LIMIT = 512.0, 16.0
-"""Parts of 1 that a log score is rounded to, and the largest one."""
+"""Steps per unit of a log score, and the largest log score."""
 SLOPE_STEPS, SLOPE_LIMIT = 256.0, 2.0
-"""The same of a slope."""
+"""Steps per unit of a slope, and the largest slope."""
 _SLOPES = 2 * SLOPE_LIMIT * SLOPE_STEPS
-"""How many slopes a code can hold: its score counts in these."""
+"""How many slopes a code can hold: a code is `score step * _SLOPES + slope step`."""
 SHORTEST = 1e-6
-"""The least length of a key or value whose logarithm is taken."""
+"""Shorter keys and values count as this long when the logarithm of their length is taken."""
 
 
 def inputs_of(
     keys: Float[Tensor, "*entries head_dim"], values: Float[Tensor, "*entries value_dim"]
 ) -> Float[Tensor, "*entries inputs"]:
-    """Return what networks read of entries: key before rotation, value, and the logarithms of their lengths."""
+    """Return the networks' inputs: the key before rotation, the value, and the logarithms of their lengths."""
     inputs = torch.empty(*keys.shape[:-1], keys.shape[-1] + values.shape[-1] + 2, device=keys.device)
     key, value, lengths = inputs.split([keys.shape[-1], values.shape[-1], 2], -1)
     for part, given, length in zip((key, value), (keys, values), lengths.unbind(-1), strict=True):
@@ -35,7 +35,7 @@ def inputs_of(
 
 
 def encode(outputs: Float[Tensor, "*entries 2"]) -> Float[Tensor, "*entries"]:
-    """Return log scores and slopes as codes: whole numbers from 1 on, exact in float32; NaN stays NaN.
+    """Return log scores and slopes as codes: integers from 1 on, exact in float32; NaN stays NaN.
 
     Holes, and entries without a code, have 0.
     """

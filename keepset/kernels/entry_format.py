@@ -1,4 +1,4 @@
-"""`EntryFormat`: how keys and values are stored in 8 or in 4 bits, each row with a scale of its own."""
+"""`EntryFormat`: how keys and values are stored in 8 or in 4 bits, with a scale for each row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from keepset.kernels.mixing import Mixing, mixing_of_stores
 
 
 class EntryFormat(ABC):
-    """Format in which the rows of a store are written and read. A row is one key or one value.
+    """A format in which the rows of a store are written and read. A row is one key or one value.
 
     A format may mix a row's numbers by an orthogonal matrix before it rounds them. Attention then mixes queries in the
-    same way, which leaves their products with keys as they are, and undoes it once in its output.
+    same way, so that their products with keys do not change, and unmixes its output once.
 
     Attributes:
         bits: of each stored number.
-        refined: whether new entries get a residual: what the first has lost of them, stored in the same way.
+        refined: whether new entries get a residual: their rounding error, stored in the same format.
     """
 
     bits: int
@@ -32,45 +32,45 @@ class EntryFormat(ABC):
 
     @abstractmethod
     def size(self, width: int) -> int:
-        """Return how many numbers a row has of which so many bytes are stored."""
+        """Return how many numbers a row of `width` bytes has."""
 
     @abstractmethod
     def quantize(
         self, rows: Float[Tensor, "*places dim"], dtype: torch.dtype
     ) -> tuple[Shaped[Tensor, "*places width"], Float[Tensor, "*places"]]:
-        """Return mixed rows as they are stored, and each row's scale. The scale of a row with NaN or infinity is NaN.
+        """Return the stored form of mixed rows, and each row's scale; NaN for a row with NaN or infinity.
 
         Args:
             rows: keys or values, mixed.
-            dtype: of the scales.
+            dtype: the dtype of the scales.
         """
 
     @abstractmethod
     def dequantize(
         self, rows: Shaped[Tensor, "*places width"], scale: Float[Tensor, "*places"]
     ) -> Float[Tensor, "*places dim"]:
-        """Return the mixed rows that stored ones stand for, in the scales' dtype."""
+        """Return mixed rows from their stored form, in the scales' dtype."""
 
     def mix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
         """Return rows, or queries, with their numbers mixed."""
         return _mixing(rows).mixed(rows)
 
     def unmix(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
-        """Return what `mix` was given."""
+        """Return rows before `mix`."""
         return _mixing(rows).unmixed(rows)
 
     def rounded(self, rows: Float[Tensor, "*places dim"]) -> Float[Tensor, "*places dim"]:
-        """Return rows as they are read once they are stored, in one layer."""
+        """Return rows as they are read after they were stored."""
         return self.unmix(self.dequantize(*self.quantize(self.mix(rows), rows.dtype)))
 
 
 class EightBits(EntryFormat):
-    """Multiples of a scale, which is a 127th of the mixed row's largest number.
+    """8-bit multiples of a scale, which is a 127th of the mixed row's largest magnitude.
 
     scale = max(|row|) / 127     integers = round(row / scale)
 
-    What `dequantize` returns is mapped to itself, up to the last bit of the scale. -128 has no counterpart and is not
-    used.
+    Quantising dequantised rows gives the same integers, and the same scale up to its last bit. -128 has no positive
+    counterpart and is not used.
     """
 
     bits, refined = 8, False
@@ -83,7 +83,7 @@ class EightBits(EntryFormat):
     ) -> tuple[Int8[Tensor, "*places dim"], Float[Tensor, "*places"]]:
         largest = torch.linalg.vector_norm(rows, torch.inf, -1, dtype=torch.float32)
         scale = (largest / LARGEST).to(dtype)
-        steps = rows / scale.float().clamp(min=_TINY)[..., None]  # of nothing but zeros none
+        steps = rows / scale.float().clamp(min=_TINY)[..., None]  # a row of zeros has the scale 0
         return steps.round_().clamp_(-LARGEST, LARGEST).char(), scale
 
     def dequantize(
@@ -93,12 +93,12 @@ class EightBits(EntryFormat):
 
 
 class FourBits(EntryFormat):
-    """Levels of a normal distribution, on which mixed rows lie about as if they were drawn from it.
+    """4-bit levels for a normal distribution, which the numbers of mixed rows approximately follow.
 
         scale = <row, levels> / <levels, levels>, where each level is the nearest to row / sqrt(mean(row^2))
 
-    The scale is that of least squares. Two neighbouring numbers share a byte, the first in its lower half. This is the
-    quantiser of TurboQuant (Zandieh et al. 2025, arXiv:2504.19874), with the matrix of `mixing` for its random one.
+    The scale is the least-squares one. Two neighbouring numbers share a byte, the first in its lower half. This is the
+    quantiser of TurboQuant (Zandieh et al. 2025, arXiv:2504.19874), with the matrix of `mixing`, not a random one.
     """
 
     bits, refined = 4, True
@@ -121,7 +121,7 @@ class FourBits(EntryFormat):
     def dequantize(
         self, rows: UInt8[Tensor, "*places half"], scale: Float[Tensor, "*places"]
     ) -> Float[Tensor, "*places dim"]:
-        # Each byte is looked up as both of its numbers at once.
+        # One lookup of a byte gives both of its numbers.
         pairs = _pairs(scale.device, scale.dtype).index_select(0, rows.int().flatten())
         return pairs.view(rows.shape).view(scale.dtype).mul_(scale[..., None])
 
@@ -136,7 +136,7 @@ _BY_DTYPE = {torch.int8: FORMATS[8], torch.uint8: FORMATS[4]}
 
 
 def format_of(dtype: torch.dtype) -> EntryFormat | None:
-    """Return the format of rows that are stored in tensors of a type; None if they are stored as they are."""
+    """Return the format of rows in tensors of this dtype; None if they are not quantised."""
     return _BY_DTYPE.get(dtype)
 
 
@@ -154,16 +154,16 @@ def levels_and_borders(device: torch.device) -> tuple[Float[Tensor, " 16"], Floa
 
 @cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Shaped[Tensor, " 256"]:
-    """Return for each byte the levels of its lower and upper half, seen as one number of twice the size."""
+    """Return for each byte the levels of its lower and upper half, viewed as one number of twice the size."""
     with torch.inference_mode(False):
         levels, byte = levels_and_borders(device)[0].to(dtype), torch.arange(256, device=device)
         return torch.stack([levels[byte & 15], levels[byte >> 4]], -1).view(_TWICE[dtype.itemsize])[:, 0]
 
 
 _TWICE = {2: torch.int32, 4: torch.int64, 8: torch.complex128}
-"""By the bytes of a number, a type that has as many as two of them."""
+"""A dtype of twice as many bytes, by the bytes of a number."""
 
 
 def _mixing(rows: Float[Tensor, "*places dim"]) -> Mixing:
-    """Return what mixes such rows, in float32 or wider."""
+    """Return the mixing of such rows, in float32 or wider."""
     return mixing_of_stores(rows.shape[-1], rows.device, torch.promote_types(rows.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""`EntryParts`: where the bytes of an entry lie in a cache that does not keep them in one row per key and value."""
+"""`EntryParts`: where the bytes of an entry lie in a cache that does not have one row for each key and value."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 from keepset.errors import UnsupportedEngineError
 
 TOKENS = 4
-"""Neighbouring tokens whose scales may lie among one another. The size of a block is a multiple of it."""
+"""Neighbouring tokens whose scales may be interleaved. The size of a block is a multiple of it."""
 
 Part = Shaped[Tensor, "blocks kv_heads fours four *bytes"]
-"""A view of some of each entry's bytes; `part[block, head, offset // 4, offset % 4]` has those of one entry."""
+"""A view of some of each entry's bytes; `part[block, head, offset // 4, offset % 4]` are those of one entry."""
 
 
 class EntryParts(NamedTuple):
     """Views of a layer's cache, in which each entry's bytes are found by block, head and offset.
 
-    Where there are two parts, the second holds scales. Within a block these lie as the numbers do, but for an eighth of
-    the distances, and those of values may be swizzled (`nvfp4_parts`).
+    If there are two parts, the second holds scales. Within a block scales lie as the numbers do, at an eighth of their
+    strides, and those of values may be swizzled (`nvfp4_parts`).
 
     Attributes:
-        keys: of the bytes of keys, in the order in which a format reads them.
-        values: of the bytes of values, likewise.
+        keys: views of the bytes of keys, in the order in which a format reads them.
+        values: views of the bytes of values, in the same order.
     """
 
     keys: tuple[Part, ...]
@@ -32,65 +32,65 @@ class EntryParts(NamedTuple):
 
     @property
     def numbers(self) -> UInt8[Tensor, "blocks kv_heads block_size bytes"]:
-        """The numbers of keys. Kernels find all other bytes of an entry from there."""
+        """The numbers of keys. Kernels find an entry's other bytes by their distance from these."""
         return self.keys[0].flatten(2, 3)
 
     @property
     def to_values(self) -> int:
-        """How many bytes behind a key's numbers the value's begin."""
+        """The distance in bytes from a key's numbers to its value's."""
         return int(self.values[0].storage_offset() - self.keys[0].storage_offset())
 
     @property
     def to_scales(self) -> int:
-        """How many bytes behind the numbers of a block the scales begin; 0 where there are none."""
+        """The distance in bytes from a block's numbers to its scales; 0 if there are no scales."""
         return int(self.keys[-1].storage_offset() - self.keys[0].storage_offset())
 
     @property
     def swizzled(self) -> bool:
-        """Whether scales of values are."""
+        """Whether the scales of values are swizzled."""
         return self.values[-1].ndim > self.keys[-1].ndim
 
 
 LayerPages = Shaped[Tensor, "blocks kv_heads block_size width"]
-"""The cache of one layer, with any strides but for an entry's own numbers. A sub-page is `block * kv_heads + head`."""
+"""The cache of one layer; only an entry's numbers must be contiguous. A sub-page is `block * kv_heads + head`."""
 
 
 def pages_of(cache: LayerPages | EntryParts) -> LayerPages:
-    """Return a cache as kernels look for entries in it."""
+    """Return the tensor in which kernels look for entries."""
     return cache.numbers if isinstance(cache, EntryParts) else cache
 
 
 def to_values(cache: LayerPages | EntryParts) -> int:
-    """Return how far behind a key its value begins."""
+    """Return the distance from a key to its value."""
     return cache.to_values if isinstance(cache, EntryParts) else cache.shape[3] // 2
 
 
 def slot_parts(cache: UInt8[Tensor, "blocks kv_heads block_size slot"], key_bytes: int, value_bytes: int) -> EntryParts:
-    """Return where entries lie whose key and value share a slot, one behind the other.
+    """Return the parts of entries whose key and value share a slot, one behind the other.
 
     Args:
-        cache: the cache, with any strides but for a slot's own bytes.
-        key_bytes, value_bytes: bytes of a key, and of a value. What lies behind them only fills the slot.
+        cache: the cache; only a slot's bytes must be contiguous.
+        key_bytes, value_bytes: bytes of a key, and of a value. Bytes behind them are padding.
     """
     keys, values = cache[..., :key_bytes], cache[..., key_bytes : key_bytes + value_bytes]
     return EntryParts((_by_fours(keys),), (_by_fours(values),))
 
 
 def nvfp4_parts(cache: UInt8[Tensor, "blocks two_kv_heads block_size row"], swizzled: bool) -> EntryParts:
-    """Return where entries of an NVFP4 cache lie.
+    """Return the parts of entries of an NVFP4 cache.
 
-    A block holds the keys' numbers, the keys' scales, the values' numbers and the values' scales, of all heads each. In
-    these four regions heads and tokens are in the order that the cache's strides have.
+    A block holds four regions: the keys' numbers, the keys' scales, the values' numbers and the values' scales of all
+    heads. In each, heads and tokens are in the order of the cache's strides.
 
     In swizzled scales of values, four neighbouring tokens share four neighbouring rows: with `s` scales for each token,
     scale `i` of token `t` is in row `t // 4 * 4 + i // (s / 4)`, at `i % (s / 4) * 4 + t % 4`.
 
     Args:
-        cache: the cache; what a block holds is dense.
-        swizzled: whether scales of values are.
+        cache: the cache; its blocks are dense.
+        swizzled: whether the scales of values are swizzled.
 
     Raises:
-        UnsupportedEngineError: the strides are neither by heads nor by tokens, or scales cannot be swizzled so.
+        UnsupportedEngineError: the strides are neither by heads nor by tokens, or do not fit swizzled scales.
     """
     blocks, two_heads, size, row = cache.shape
     kv_heads, numbers, scales = two_heads // 2, row * 8 // 9, row // 9
@@ -105,7 +105,7 @@ def nvfp4_parts(cache: UInt8[Tensor, "blocks two_kv_heads block_size row"], swiz
         )
 
     def region(first: int, width: int) -> Tensor:
-        """Return the view of a region that begins at this byte of a block, with so many bytes for each entry."""
+        """Return the view of a region that begins at byte `first` of a block and has `width` bytes for each entry."""
         strides = (size * width, width) if by_heads else (width, kv_heads * width)
         shape = blocks, kv_heads, size, width
         return cache.as_strided(shape, (cache.stride(0), *strides, 1), cache.storage_offset() + first)

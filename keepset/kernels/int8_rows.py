@@ -1,4 +1,4 @@
-"""Attention over rows of 8-bit integers where they lie in pages, and writing them; compiled by Numba for CPUs.
+"""Attention over rows of 8-bit integers in pages, and writing such rows; compiled by Numba for CPUs.
 
 PyTorch has no operator that multiplies such rows: it would have to copy and convert all of them first.
 """
@@ -22,23 +22,23 @@ from torch import Tensor
 from keepset.kernels.page_format import LEAST_SCALE
 from keepset.kernels.vector_code import ROWS, key_products, value_sums
 
-# Each engine of a process has vLLM look at what all loaded modules hold, and take `__dict__` for a dictionary. Numba's
-# library answers this name, like every other, with a function.
+# When an engine starts, vLLM looks at all loaded modules and takes their `__dict__` for a dictionary. Numba's library
+# object returns a function for this name, as for every other.
 ffi.lib._fntab.setdefault("__dict__", {})
 
 _F = np.float32
 _PROCESS = ctypes.CDLL(None)
-"""What the process has loaded, PyTorch's OpenMP included."""
+"""The libraries of this process, PyTorch's OpenMP included."""
 AVAILABLE = hasattr(_PROCESS, "GOMP_parallel")
-"""Whether this can run in PyTorch's threads, which needs an OpenMP with GNU's interface."""
+"""Whether the loops can run in PyTorch's threads, which needs an OpenMP with GNU's interface."""
 _thread = types.ExternalFunction("omp_get_thread_num", types.int32())
 _threads = types.ExternalFunction("omp_get_num_threads", types.int32())
 _REORDERED = {"reassoc", "contract", "nsz", "arcp"}
-"""What compiled sums may be altered by, so that several numbers are added at once; NaN stays NaN."""
+"""Changes that the compiler may make to sums, so that several numbers are added at once; NaN stays NaN."""
 
 
 def supports(dim: int, size: int, dtype: torch.dtype) -> bool:
-    """Return whether there are loops for heads of so many numbers, pages of so many entries, and keys of this type."""
+    """Return whether there are loops for heads of `dim` numbers, pages of `size` entries, and keys of this dtype."""
     return AVAILABLE and dim % 4 == 0 and size % ROWS == 0 and dtype in NUMBERS
 
 
@@ -66,14 +66,14 @@ def attend(
         output = softmax(queries @ matrices[0] @ keys' + bias) @ values @ matrices[1]
 
     Args:
-        queries: of one of `NUMBERS`.
-        rows: all pages, of a multiple of four entries. An entry is a key and a value, each with its scale behind it.
+        queries: queries of a dtype in `NUMBERS`.
+        rows: all pages; a page's size is a multiple of 4. An entry is a key and a value, each followed by its scale.
         tables: the pages of each head, in the order of its entries; int32.
         lengths: the number of entries of each head; int32.
-        output: of the queries' type; written to; zero for a head without entries.
-        matrices: what queries are multiplied by, and what sums of values are, in float32.
-        bias: what is added to the logits of the entry in each place of all pages, and how many of each head's first
-            entries have such a bias, which others have not; int32.
+        output: the result in the queries' dtype; written to; zero for a head without entries.
+        matrices: the matrix for queries, and the one for sums of values, in float32.
+        bias: for each slot of all pages a number to add to its entry's logit, and how many of each head's first
+            entries have such a bias; int32.
     """
     heads, group, dim = queries.shape
     slots, biased = (matrices[:0], lengths) if bias is None else bias
@@ -92,10 +92,10 @@ def write(
     """Mix entries and round them as `PageFormat.encode_entries` does, and write entry `i` to `slots[i]`.
 
     Args:
-        keys, values: of one of `NUMBERS`.
+        keys, values: keys and values of a dtype in `NUMBERS`.
         rows: all pages; written to.
         slots: places in all pages; int64.
-        mix: what keys and values are multiplied by, in float64.
+        mix: the matrix by which keys and values are multiplied, in float64.
     """
     n, dim = keys.shape
     sizes = n, len(rows) * rows.shape[1]
@@ -107,8 +107,8 @@ def _run(function: Any, sizes: tuple[int, ...], *tensors: Tensor) -> None:
 
     Args:
         function: takes the addresses of the sizes and of the tensors.
-        sizes: of the tensors.
-        tensors: contiguous.
+        sizes: the sizes that the function reads.
+        tensors: contiguous tensors.
     """
     assert all(tensor.is_contiguous() for tensor in tensors)
     numbers = (ctypes.c_int64 * len(sizes))(*sizes)
@@ -124,13 +124,13 @@ def _same(x: Any) -> Any:
 
 @njit
 def _widened(x: Any) -> Any:
-    """Return the float32 that a bfloat16 is, which is given as its 16 bits."""
+    """Return a bfloat16, given as its 16 bits, as float32."""
     return np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
 
 
 @njit
 def _narrowed(x: Any) -> Any:
-    """Return the nearest bfloat16, as its 16 bits; of two that are as near, the even one."""
+    """Return the nearest bfloat16 as its 16 bits, ties to even."""
     bits = _F(x).view(np.uint32)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + (np.uint32(bits >> np.uint32(16)) & np.uint32(1)))
     return np.uint16(rounded >> np.uint32(16)) if not np.isnan(x) else np.uint16(0x7FC0)
@@ -140,7 +140,7 @@ NUMBERS: dict[torch.dtype, tuple[Any, Any, Any]] = {
     torch.float32: (np.float32, _same, _same),
     torch.bfloat16: (np.uint16, _widened, _narrowed),
 }
-"""The types that keys and queries may have: what memory holds of a number, and how that becomes a float32 and back."""
+"""The dtypes of keys and queries: the type in memory, and functions that convert to float32 and back."""
 
 
 @intrinsic
@@ -151,7 +151,7 @@ def _prefetch(typing: Any, address: Any) -> tuple[Any, Any]:
         pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, *[ir.IntType(32)] * 3])
         prefetch = builder.module.declare_intrinsic("llvm.prefetch", [pointer.type], kind)
-        # To be read (0), as near as may be (3), and data (1).
+        # For reading (0), with the highest locality (3), as data (1).
         builder.call(prefetch, [pointer, *(ir.IntType(32)(number) for number in (0, 3, 1))])
         return context.get_dummy_value()
 
@@ -160,7 +160,7 @@ def _prefetch(typing: Any, address: Any) -> tuple[Any, Any]:
 
 @njit(fastmath=_REORDERED)
 def _exp(x: Any) -> Any:
-    """Return the exponential of a number that is not above zero, such that a loop makes several at once."""
+    """Return the exponential of a number that is at most zero, in a form that loops vectorise."""
     x = (_F(-87.0) if x < _F(-87.0) else x) * _F(math.log2(math.e))
     whole = np.int32(x - _F(0.5))
     part = (x - _F(whole)) * _F(math.log(2))
@@ -172,7 +172,7 @@ def _exp(x: Any) -> Any:
 
 @njit
 def _highest(numbers: Any) -> Any:
-    """Return the largest number, or some number where one is NaN; by sixteen maxima, which are compared at once."""
+    """Return the largest number, or any if one is NaN; computed as sixteen maxima in parallel."""
     highs, whole = np.full(16, numbers[0]), len(numbers) // 16 * 16
     for first in range(0, whole, 16):
         for k in range(16):
@@ -185,7 +185,7 @@ def _highest(numbers: Any) -> Any:
 
 @njit(fastmath=_REORDERED)
 def _weigh(weights: Any, entries: int, table: Any, size: int, bias: Any, biased: int, total: Any) -> None:
-    """Add biases to logits and make weights of them, in place; write the sum of each query's weights to `total`."""
+    """Turn logits into unnormalised weights in place, after adding biases; write each query's sum to `total`."""
     for i in range(len(weights)):
         for first in range(0, biased, size):
             own = bias[table[first // size] * size :]
@@ -200,7 +200,7 @@ def _weigh(weights: Any, entries: int, table: Any, size: int, bias: Any, biased:
 
 @lru_cache
 def compiled_attention(group: int, dim: int, size: int, dtype: torch.dtype) -> Any:
-    """Return the attention of layers of these sizes, compiled for them: loops of known lengths are faster by a quarter.
+    """Return the attention compiled for layers of these sizes; loops of known lengths are faster by a quarter.
 
     Args:
         group: queries of a head.
@@ -299,7 +299,7 @@ def _write_row(numbers: Any, row: Any, scale: Any) -> None:
 
 @lru_cache
 def compiled_writing(dim: int, dtype: torch.dtype) -> Any:
-    """Return what writes entries of layers with heads of this size, compiled for them.
+    """Return the function that writes entries, compiled for layers with heads of this size.
 
     Args:
         dim: numbers of a key, and of a value.
@@ -310,7 +310,7 @@ def compiled_writing(dim: int, dtype: torch.dtype) -> Any:
 
     @njit(fastmath=_REORDERED)
     def mix_row(given: Any, mix: Any, sums: Any, mixed: Any) -> None:
-        """Write the product of a key or value with the matrix, rounded to the type that it came in."""
+        """Write the product of a key or value with the matrix, rounded to its own dtype."""
         sums[:] = 0
         for j in range(0, dim, 4):
             a, b, c, d = widened(given[j]), widened(given[j + 1]), widened(given[j + 2]), widened(given[j + 3])

@@ -1,4 +1,4 @@
-"""Attention matching: fit biases and values of kept entries so that attention over them is that over all entries."""
+"""Attention matching: fit biases and values of kept entries so that attention over them is near that over all."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from keepset.kernels.entry_format import EntryFormat
 from keepset.kernels.softmax import Softmax, with_sink
 
 _STEPS = 10
-"""Multiplicative updates; twice as many brought nothing nearer to the full cache."""
+"""Number of multiplicative updates; twice as many came no nearer to the full cache."""
 _LEAST, _MOST = 1e-3, 1e3
-"""How many entries one may stand for: least and most."""
+"""The least and the largest number of entries that one kept entry stands for."""
 _ROUNDING = 1e-9
-"""Part of an output's square that counts as rounding. Where all entries have lost alike, biases matter only later."""
+"""Part of an output's square that counts as rounding. Equal biases gain nothing now, but matter for later tokens."""
 
 
 class FitProblem(NamedTuple):
@@ -25,8 +25,8 @@ class FitProblem(NamedTuple):
 
     Attributes:
         queries: reference queries of each head's group, after rotation.
-        asked: which of them exist.
-        keys, values: of all entries.
+        asked: which of the queries exist.
+        keys, values: keys and values of all entries.
         added: bias of each entry's logit; minus infinity hides the entry.
     """
 
@@ -58,21 +58,21 @@ def match_attention(
         values  = argmin_v |paid @ v - output over all|^2 + ridge towards the old values
 
     The weights come from multiplicative updates for non-negative least squares (Lee and Seung 2001), with a ridge
-    towards one weight for all. A head whose fit is further from the full output than its unchanged entries stays as it
-    is. Where a sink in the softmax takes a part of a query's attention, the kept entries stand for the rest of it, not
-    for 1, and what is normalised adds up to the rest.
+    towards one weight for all. A head whose fit is further from the full output than its unchanged entries is left
+    unchanged. If a sink in the softmax takes a part of a query's attention, the shares are fitted and normalised to the
+    rest of it instead of 1.
 
     Args:
-        heads: what attention over all entries sees.
-        kept: indices of the entries that stay; anything where `exists` is False.
-        exists: which kept entries there are.
-        softmax: how the model makes attention of products; its sinks are those of the heads' queries, `[heads, m]`.
-        ridge: strength of both ridges, in parts of the mean diagonal of the normal equations.
+        heads: the inputs of attention over all entries.
+        kept: indices of the entries that stay; any value where `exists` is False.
+        exists: which of the kept entries exist.
+        softmax: the model's softmax; its sinks are those of the heads' queries, `[heads, m]`.
+        ridge: strength of both ridges, as a multiple of the mean diagonal of the normal equations.
         biases: whether to fit biases; otherwise they are zero.
-        format: how kept keys will be stored, if that changes them so much that `shares` is to be of rounded keys.
+        format: the storage format of kept keys, if `shares` must be computed from rounded keys; else None.
 
     Returns:
-        What to add to each kept entry's bias, and its new value; float32.
+        The number to add to each kept entry's bias, and its new value; float32.
     """
     outputs, shares, sunk = _reference(heads, kept, exists, softmax, format)
     before = _gathered(heads.values, kept).float().masked_fill(~exists[..., None], 0.0)
@@ -97,9 +97,9 @@ def _reference(
     softmax: Softmax,
     format: EntryFormat | None,
 ) -> tuple[Float[Tensor, "heads m value_dim"], Float[Tensor, "heads m k"], Float[Tensor, "heads m"] | None]:
-    """Return attention's output over all entries, and what kept entries and a sink have of it; in query blocks.
+    """Return attention's output over all entries, and the shares of kept entries and of a sink.
 
-    If kept keys are rounded, kept entries have what they get in place of the keys that they were.
+    It is computed in blocks of queries. With a `format`, the shares are those of the rounded kept keys.
     """
     # Places without an entry may hold NaN.
     hidden = heads.added.isneginf()[..., None]
@@ -137,10 +137,10 @@ def _reference(
 def _weights(
     shares: Float[Tensor, "heads m k"], sunk: Float[Tensor, "heads m"] | None, ridge: float, count: Tensor
 ) -> Float[Tensor, "heads k"]:
-    """Return how many entries each kept one stands for, so that `shares @ weights` is near 1, less what is sunk.
+    """Return how many entries each kept one stands for, so that `shares @ weights` is near 1 less the sink's share.
 
-    The ridge pulls towards the one weight that would be best for all. Without it an entry that hardly any reference
-    query looks at would stand for whatever the others have lost, which no other query agrees with.
+    The ridge pulls towards the single weight that is best for all entries. Without it an entry with little attention
+    from the reference queries could get a large weight, which would be wrong for other queries.
     """
     target = (shares if sunk is None else shares * (1.0 - sunk[..., None])).sum(1)
     penalty = _penalty(shares, ridge, count)
@@ -156,7 +156,7 @@ def _weights(
 def _ridge(
     paid: Float[Tensor, "heads m k"], residual: Float[Tensor, "heads m value_dim"], ridge: float, count: Tensor
 ) -> Float[Tensor, "heads k value_dim"]:
-    """Return what to add to the values; solved by entry or by query, whichever system is smaller."""
+    """Return the numbers to add to the values; the system is solved by entry or by query, whichever is smaller."""
     transposed, penalty = paid.transpose(1, 2), _penalty(paid, ridge, count)
     by_query = paid.shape[1] < paid.shape[2]
     normal = paid @ transposed if by_query else transposed @ paid
@@ -171,14 +171,14 @@ def _ridge(
 
 
 def _penalty(rows: Float[Tensor, "heads m k"], ridge: float, count: Int[Tensor, " heads"]) -> Float[Tensor, "heads 1"]:
-    """Return what is added to the diagonal of the rows' normal equations: `ridge` parts of its mean."""
+    """Return the number to add to the diagonal of the rows' normal equations: `ridge` times its mean."""
     return (ridge * _square(rows) / count.clamp(min=1) + torch.finfo(rows.dtype).tiny)[:, None]
 
 
 def _normalised(
     shares: Float[Tensor, "heads m k"], sunk: Float[Tensor, "heads m"] | None
 ) -> Float[Tensor, "heads m k"]:
-    """Return the shares divided by their sum and what a sink has."""
+    """Return the shares divided by their sum, a sink's share included."""
     whole = shares.sum(-1, keepdim=True) if sunk is None else shares.sum(-1, keepdim=True) + sunk[..., None]
     return shares / whole.clamp(min=torch.finfo(shares.dtype).tiny).clamp(min=torch.finfo(shares.dtype).tiny)
 

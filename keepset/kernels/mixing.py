@@ -28,33 +28,33 @@ class Mixing(NamedTuple):
     unmix: Float[Tensor, "head_dim head_dim"]
 
     def mixed(self, rows: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
-        """Return keys or values as they are rounded, in their own type.
+        """Return mixed keys or values, ready to be rounded, in their own dtype.
 
-        On a CPU sums are float64, so that they are the same in every product, whatever rows it has beside: where a last
-        bit decides between two steps, an engine and transformers would store different numbers.
+        On a CPU sums are float64, so that a row's result does not depend on the other rows of the product. A difference
+        in the last bit could make an engine and transformers round to different numbers.
         """
         return _times(rows, self.mix if uses_triton(rows.device) else _in_float64(self.mix))
 
     def mixed_queries(self, queries: Float[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
-        """Return queries whose products with mixed keys are those with the keys themselves, in their own type."""
+        """Return queries whose products with mixed keys equal those with the keys, in their own dtype."""
         return _times(queries, self.unmix.T)
 
     def unmixed(
         self, rows: Float[Tensor, "*places head_dim"], output: Float[Tensor, "*places head_dim"] | None = None
     ) -> Float[Tensor, "*places head_dim"]:
-        """Return what mixed rows, or sums of them, stand for, in their own type.
+        """Return mixed rows, or sums of them, unmixed, in their own dtype.
 
         Args:
             rows: mixed rows.
-            output: where the result goes, contiguous and not where the rows are; None for a new tensor.
+            output: where the result goes, contiguous and apart from the rows; None for a new tensor.
         """
         return _times(rows, self.unmix, output)
 
 
 @lru_cache(maxsize=16)
 def _in_float64(matrix: Float[Tensor, "size size"]) -> Float[Tensor, "size size"]:
-    """Return a matrix in float64, made once: each layer mixes every new entry by it."""
-    with torch.inference_mode(False):  # kept for later calls, which may be outside of the caller's mode
+    """Return a matrix in float64; it is cached, because each layer mixes every new entry by it."""
+    with torch.inference_mode(False):  # later calls may be outside of the caller's mode
         return matrix.double()
 
 
@@ -63,7 +63,7 @@ def _times(
     matrix: Float[Tensor, "size size"],
     output: Float[Tensor, "*places size"] | None = None,
 ) -> Float[Tensor, "*places size"]:
-    """Return each row times a matrix, in the row's type; sums are in the matrix's. On a GPU this is one launch."""
+    """Return each row times a matrix, in the row's dtype; sums have the matrix's. On a GPU this is one launch."""
     if uses_triton(rows.device) and matrix.dtype == torch.float32:
         from keepset.kernels.triton import mixing  # loads Triton
 
@@ -77,12 +77,12 @@ def _times(
 
 @cache
 def mixing_of_stores(size: int, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Mixing:
-    """Return how rows of so many numbers are mixed under transformers, and wherever their bits are to be the same.
+    """Return the mixing of rows of `size` numbers under transformers, and wherever bits must be the same.
 
     Args:
         size: numbers of a row.
         device: where rows are mixed.
-        dtype: in which they are.
+        dtype: the dtype in which rows are mixed.
     """
     with torch.inference_mode(False):
         matrix = upload(mixing(size).to(dtype), torch.device(device))
@@ -90,11 +90,11 @@ def mixing_of_stores(size: int, device: torch.device | str, dtype: torch.dtype =
 
 
 def mixing(size: int) -> Float[Tensor, "size size"]:
-    """Return the orthogonal matrix that mixes rows of so many numbers, in float64.
+    """Return the orthogonal matrix that mixes rows of `size` numbers, in float64.
 
-    Its columns have random signs, which are the same for ever. For a power of two it is a Hadamard matrix. Other sizes
-    are a power of two times an odd number, and the matrix is the Kronecker product of a Hadamard matrix and a discrete
-    cosine transform of that odd size, so that every number is spread over the whole row.
+    Its columns have fixed random signs. For a power of two it is a Hadamard matrix. Other sizes are a power of two and
+    an odd factor; the matrix is the Kronecker product of a Hadamard matrix and a discrete cosine transform of the odd
+    size, so that every number is spread over the whole row.
     """
     power = size & -size
     odd = size // power

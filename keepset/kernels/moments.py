@@ -10,7 +10,7 @@ from torch import Tensor
 
 NAMES = ("count", "mean", "scatter")
 _PART = 1024
-"""Rows of which a GPU makes one product."""
+"""Rows in one product on a GPU."""
 
 
 class Moments:
@@ -18,7 +18,7 @@ class Moments:
 
         mean = m1 + (m2 - m1) n2 / n     scatter = s1 + s2 + (m2 - m1)(m2 - m1)' n1 n2 / n     covariance = scatter / n
 
-    A covariance matrix is symmetric, so only its upper triangle is held.
+    A covariance matrix is symmetric, so only its upper triangle is stored.
 
     Attributes:
         mean: zero where no row was counted.
@@ -32,7 +32,7 @@ class Moments:
         self._scatter: Float[Tensor, "batch heads _"]
 
     def add(self, rows: Float[Tensor, "batch heads n dim"], counted: Bool[Tensor, "batch n"], full: bool) -> None:
-        """Add the rows of one chunk that count; memory does not grow. `full` is the same in every call."""
+        """Add those rows of a chunk that count; memory does not grow. `full` is the same in every call."""
         weights = counted[:, None, :, None].to(rows.dtype)
         count = weights.sum(2)
         mean = (weights.transpose(-1, -2) @ rows)[:, :, 0] / count.clamp(min=1)
@@ -48,7 +48,7 @@ class Moments:
         self._count, self.mean, self._scatter, self._full = count, mean, scatter, full
 
     def merged_with(self, others: Sequence[Moments]) -> Moments:
-        """Return the moments of this batch and, after it, of other batches."""
+        """Return the moments of this batch followed by those of other batches."""
         every, joined = (self, *others), Moments()
         joined._full = self._full
         joined._count = torch.cat([moments._counted for moments in every])
@@ -58,7 +58,7 @@ class Moments:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], full: bool) -> Moments:
-        """Return moments from their `tensors`."""
+        """Return the moments whose `tensors` these are."""
         moments = cls()
         moments._count, moments.mean, moments._scatter = (tensors[name] for name in NAMES)
         moments._full = full
@@ -66,7 +66,7 @@ class Moments:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors that are held, by name."""
+        """Return all tensors by name."""
         return dict(zip(NAMES, (self._counted, self.mean, self._scatter), strict=True))
 
     @property
@@ -96,10 +96,10 @@ class Moments:
 
 
 def _products(rows: Float[Tensor, "batch heads n dim"]) -> Float[Tensor, "batch heads dim dim"]:
-    """Return the sum of each row's products with itself.
+    """Return the sum over rows of each row's outer product with itself.
 
-    One product of a head has few numbers, which a GPU would leave to few of its processors. So it makes several, of
-    parts of the rows, and sums them.
+    A head's product has few numbers, so it would use few processors of a GPU. There, products of parts of the rows are
+    computed and summed.
     """
     if rows.device.type == "cpu" or rows.shape[2] < 2 * _PART:
         return rows.transpose(-1, -2) @ rows

@@ -1,4 +1,4 @@
-"""Heads of any lengths, packed one after another in flat tensors, and where the host and kernels find them."""
+"""Heads of any lengths, packed one after another in flat tensors, and tables of their places for host and kernels."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class HeadRun:
     def view(
         self, flat: Shaped[Tensor, " places *rest"], first: int = 0, n: int | None = None
     ) -> Shaped[Tensor, "heads n *rest"]:
-        """Return places of each head in a flat tensor, without a copy.
+        """Return a view of `n` places of each head in a flat tensor.
 
         Args:
             first: the first of these places, counted from the head's first entry; those from `count` on are free.
             n: how many places; None: up to the head's last entry.
         """
         n = self.count - first if n is None else n
-        # One call of PyTorch, since every token of every layer makes some.
+        # One call of PyTorch, because every token of every layer makes such views.
         place, *rest = flat.stride()
         begin = flat.storage_offset() + (self.start + first) * place
         return flat.as_strided((self.heads, n, *flat.shape[1:]), (self.capacity * place, place, *rest), begin)
@@ -70,15 +70,15 @@ def runs_of(counts: Sequence[int]) -> list[HeadRun]:
 class PackedHeads:
     """Heads of one or several requests, as attention sees them, and for kernels a table of their addresses.
 
-    The table is written only when heads move. All heads grow by the same tokens, so how much they have grown since then
-    is one number, which the host knows.
+    The table is written only when heads move. Since then all heads have grown by the same number of tokens, which the
+    host knows.
 
     Attributes:
-        keys, values, positions: flat and contiguous, of all heads; positions count from each request's first token.
-        runs: where the heads lie, in the order `request * kv_heads + head`.
+        keys, values, positions: those of all heads, flat and contiguous; positions count from a request's first token.
+        runs: places of the heads, in the order `request * kv_heads + head`.
         bias: added to the logit of each entry; None if there is none.
-        key_scale, value_scale: scale of each key and value in few bits; None if they are stored as they are.
-        residual: what rounding has lost of the same heads' newest entries, where it is kept; added to their rows.
+        key_scale, value_scale: scale of each quantised key and value; None if they are not quantised.
+        residual: rounding errors of the same heads' newest entries, which are added to their rows; None if not kept.
         grown: entries that every head has beyond the table's count.
     """
 
@@ -94,17 +94,17 @@ class PackedHeads:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of keys and values as attention takes them."""
+        """The dtype in which attention takes keys and values."""
         return self.keys.dtype if self.key_scale is None else self.key_scale.dtype
 
     @cached_property
     def in_triton(self) -> bool:
-        """Return whether the Triton kernels read them, not those in PyTorch."""
+        """Return whether the Triton kernels read these heads, not those in PyTorch."""
         return uses_triton(self.keys.device)
 
     @cached_property
     def format(self) -> EntryFormat | None:
-        """Return the format of keys and values; None if they are stored as they are."""
+        """Return the format of keys and values; None if they are not quantised."""
         return format_of(self.keys.dtype)
 
     @cached_property
@@ -115,7 +115,7 @@ class PackedHeads:
 
     @property
     def pieces(self) -> Sequence[HeadRun]:
-        """The runs; heads in few bits in pieces whose dequantised copies stay in a core's cache."""
+        """The runs; quantised heads are cut into pieces whose dequantised copies stay in a core's cache."""
         if self.format is None:
             return self.runs
         pieces = []
@@ -127,7 +127,7 @@ class PackedHeads:
         return pieces
 
     def rows(self, run: HeadRun, name: Literal["keys", "values"]) -> Float[Tensor, "heads entries size"]:
-        """Return a run's keys or values as attention takes them: a view, or a mixed copy if they are in few bits."""
+        """Return a run's keys or values for attention: a view, or a dequantised, mixed copy if they are quantised."""
         stored, scale = (self.keys, self.key_scale) if name == "keys" else (self.values, self.value_scale)
         if self.format is None or scale is None:
             return run.view(stored)
@@ -142,7 +142,7 @@ class PackedHeads:
         return rows
 
     def whole(self) -> PackedHeads:
-        """Return the same heads with keys and values as they are, for kernels that do not read this format."""
+        """Return the same heads with dequantised keys and values, for kernels that do not read the format."""
         if self.format is None:
             return self
         rows = [torch.zeros(len(self.keys), size, dtype=self.dtype, device=self.keys.device) for size in self.sizes]
@@ -169,7 +169,7 @@ class PackedHeads:
 
     @cached_property
     def host_table(self) -> Int[Tensor, "7 heads"]:
-        """Addresses of each head's first key, value, position, bias and two scales, and its count; on the host."""
+        """The addresses of each head's first key, value, position, bias and two scales, and its count; on the host."""
         starts = torch.tensor([run.start + i * run.capacity for run in self.runs for i in range(run.heads)])
         counts = torch.tensor([run.count - self.grown for run in self.runs for _ in range(run.heads)])
         columns = (self.keys, self.values, self.positions, self.bias, self.key_scale, self.value_scale)
@@ -189,15 +189,15 @@ class PackedHeads:
 class HeadTable:
     """Addresses of the heads of several stores, so that one launch serves all of them.
 
-    Stores are separate tensors, so a head is found by its address. Whoever launches a kernel holds the stores; memory
-    that is released later is reused only after the launch.
+    Stores are separate tensors, so a head is found by its address. The caller of a kernel keeps the stores alive until
+    the launch; memory that is released later is reused only after the kernel.
 
     Args:
         stores: packed heads, in order.
 
     Attributes:
-        addresses: on the device, for each head the addresses of its first key, value, position, bias, key scale and
-            value scale (0 if it has none), and its number of entries less `grown`.
+        addresses: for each head the addresses of its first key, value, position, bias, key scale and value scale (0 if
+            it has none), and its number of entries less `grown`; on the device.
         grown: entries that all heads have beyond the table's count.
         aligned: whether every head's keys and values begin at a multiple of 16 bytes, which a GPU loads at once.
 
@@ -208,7 +208,7 @@ class HeadTable:
     def __init__(self, stores: Sequence[PackedHeads]) -> None:
         kinds = {(s.keys.dtype, s.keys.shape[1], s.values.dtype, s.values.shape[1], s.dtype) for s in stores}
         if len(kinds) > 1:
-            raise ValueError(f"Entries of one kind are attended together, not {kinds}.")
+            raise ValueError(f"All stores' entries must have one dtype and width, but have {kinds}.")
         self.aligned = all(store._aligned for store in stores)
         self.grown = 0
         if len(stores) == 1:

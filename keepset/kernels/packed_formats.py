@@ -1,4 +1,4 @@
-"""Formats in which a key is stored otherwise than a value, or in more places than one: TurboQuant and NVFP4."""
+"""Formats that store keys and values differently, or in several places: TurboQuant and NVFP4."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _FOUR_BIT_FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SHARE_SCALE = 16
 """Numbers that share a scale in NVFP4."""
 LEAST_SQUARE = 1e-16
-"""What TurboQuant adds to the square of a length before it divides by the length."""
+"""The number that TurboQuant adds to the square of a length before it divides by the length."""
 _LEAST_LENGTH = 1e-8
-"""What it adds to a key's length before it divides by it."""
+"""The number that TurboQuant adds to a key's length before it divides by the length."""
 _LEAST_STEP = 1e-8
-"""The least step of its values."""
+"""The least step of TurboQuant's values."""
 
 
 class PackedFormat(RowFormat):
-    """How a cache is read and written in which a key is stored otherwise than a value."""
+    """A format that stores keys and values differently."""
 
     @property
     @abstractmethod
@@ -36,24 +36,24 @@ class PackedFormat(RowFormat):
     @property
     @abstractmethod
     def value_bytes(self) -> int:
-        """Bytes of a stored value, with its scales. What lies behind them is not looked at."""
+        """Bytes of a stored value, with its scales. Bytes behind them are not read."""
 
 
 @dataclass(frozen=True, eq=False)
 class TurboQuantFormat(PackedFormat):
     """TurboQuant's keys and values, as vLLM stores them in one slot.
 
-    A key is a length, in 16 bits, times a direction. Each number of the rotated direction is the index of a centroid.
-    Keys of 8 bits are floats (E4M3) and nothing else. A value is whole numbers times a step, plus its least number;
-    both are 16-bit floats behind the numbers. Bits are packed from each byte's lowest one on.
+    A key is a 16-bit length times a direction. Each number of the rotated direction is stored as the index of a
+    centroid. Keys of 8 bits are plain floats (E4M3). A value is integers times a step, plus the value's minimum; step
+    and minimum are 16-bit floats behind the integers. Bits are packed from each byte's lowest one on.
 
     Attributes:
         head_dim: numbers of a key, and of a value.
-        dtype: the type that keys and values are read as.
+        dtype: the dtype in which keys and values are read.
         key_bits: bits of a key's number: 8, 4 or 3.
         value_bits: bits of a value's number: 4 or 3.
-        centroids: what a key's numbers stand for, in rising order; empty if they have 8 bits.
-        rotation: takes rotated directions back, an orthogonal matrix; empty if keys have 8 bits.
+        centroids: the numbers that a key's indices stand for, in rising order; empty if keys have 8 bits.
+        rotation: the orthogonal matrix that undoes the rotation of directions; empty if keys have 8 bits.
         unit_length: whether stored directions are scaled to length one before they are used.
         has_fp16_exponents: whether 8-bit floats have the exponent of 16-bit ones (a bias of 15, not of 7).
     """
@@ -75,7 +75,7 @@ class TurboQuantFormat(PackedFormat):
 
     @cached_property
     def _borders(self) -> Float[Tensor, " levels_minus_1"]:
-        """Numbers from which on the next centroid is nearer."""
+        """The borders between neighbouring centroids: from a border on, the next centroid is nearer."""
         return (self.centroids[:-1] + self.centroids[1:]) / 2
 
     @property
@@ -109,7 +109,7 @@ class TurboQuantFormat(PackedFormat):
             return self._float_bytes(whole)
         length = torch.linalg.vector_norm(whole, dim=-1, keepdim=True)
         directions = self.key_mixing.mixed(whole / (length + _LEAST_LENGTH)).nan_to_num_(0.0)
-        # A number in the middle of two centroids has the larger one.
+        # A number midway between two centroids gets the larger one.
         return torch.cat(
             [packed(torch.bucketize(directions, self._borders, right=True), self.key_bits), bytes_of(length)], -1
         )
@@ -125,14 +125,14 @@ class TurboQuantFormat(PackedFormat):
         return torch.cat([packed(steps, self.value_bits), bytes_of(step), bytes_of(least)], -1)
 
     def _floats(self, rows: UInt8[Tensor, "*places head_dim"]) -> Float[Tensor, "*places head_dim"]:
-        """Return what floats of 8 bits stand for."""
+        """Return the numbers that 8-bit floats stand for."""
         if self.has_fp16_exponents:  # their bits are those of a 16-bit float without its highest exponent bit
             bits = rows.int()
             return ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(torch.uint16).view(torch.float16).float()
         return rows.contiguous().view(torch.float8_e4m3fn).float()
 
     def _float_bytes(self, numbers: Float[Tensor, "n head_dim"]) -> UInt8[Tensor, "n head_dim"]:
-        """Return numbers as floats of 8 bits; what is beyond the largest becomes the largest."""
+        """Return numbers as 8-bit floats, limited to the largest of them."""
         if not self.has_fp16_exponents:
             largest = largest_number(torch.float8_e4m3fn)
             return numbers.clamp(-largest, largest).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -143,11 +143,11 @@ class TurboQuantFormat(PackedFormat):
 
 @dataclass(frozen=True, eq=False)
 class NVFP4Format(PackedFormat):
-    """NVFP4: floats of 4 bits, a scale in 8 bits for every sixteen of them, and the layer's scale.
+    """NVFP4: 4-bit floats, an 8-bit scale for every sixteen of them, and the layer's scale.
 
     Attributes:
         head_dim: numbers of a key, and of a value.
-        dtype: the type that keys and values are read as.
+        dtype: the dtype in which keys and values are read.
         key_scale, value_scale: the layer's scales.
     """
 
@@ -158,7 +158,7 @@ class NVFP4Format(PackedFormat):
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of the numbers of a key or a value, which its scales follow."""
+        """Bytes of the numbers of a key or a value; its scales follow them."""
         return self.head_dim // 2
 
     @property
@@ -189,7 +189,7 @@ class NVFP4Format(PackedFormat):
         return self._rows(numbers, self.value_scale[None] if scale is None else scale)
 
     def _rows(self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"]) -> UInt8[Tensor, "n row"]:
-        """Return stored rows, in which the largest of sixteen numbers is stored as 6, and others as what is nearest."""
+        """Return stored rows; the largest of sixteen numbers is stored as 6, others as the nearest 4-bit float."""
         whole, most = numbers.float() / scale[:, None], _FOUR_BIT_FLOATS[-1]
         some, largest = whole.unflatten(-1, (-1, SHARE_SCALE)), largest_number(torch.float8_e4m3fn)
         scales = (some.abs().amax(-1) / most).clamp(max=largest).where(some.isfinite().all(-1), float("nan"))
@@ -197,14 +197,14 @@ class NVFP4Format(PackedFormat):
         steps = (some / scales.float()[..., None]).nan_to_num_(0.0).flatten(-2)
         levels = torch.tensor(_FOUR_BIT_FLOATS, device=numbers.device)
         borders = (levels[:-1] + levels[1:]) / 2
-        # Of two that are as near it is the one whose lowest bit is 0: every other border belongs to what is above.
+        # Ties go to the float whose lowest bit is 0, so every other border belongs to the float above it.
         borders[1::2] = borders[1::2].nextafter(borders.new_zeros(()))
         codes = torch.bucketize(steps.abs(), borders) | steps.signbit().long() << 3
         return torch.cat([packed(codes, 4), scales.view(torch.uint8)], -1)
 
 
 def unpacked(rows: UInt8[Tensor, "*places row"], bits: int, numbers: int) -> Int[Tensor, "*places numbers"]:
-    """Return whole numbers that are packed one behind the other, from each byte's lowest bit on.
+    """Return integers that are packed one behind the other, from each byte's lowest bit on.
 
     Args:
         rows: the bytes.
@@ -213,12 +213,12 @@ def unpacked(rows: UInt8[Tensor, "*places row"], bits: int, numbers: int) -> Int
     """
     first = torch.arange(numbers, device=rows.device) * bits
     byte, shift = first // 8, first % 8
-    following = rows[..., (byte + 1).clamp(max=rows.shape[-1] - 1)].int()  # not looked at behind the last byte
+    following = rows[..., (byte + 1).clamp(max=rows.shape[-1] - 1)].int()  # not used behind the last byte
     return (rows[..., byte].int() | following << 8) >> shift & (1 << bits) - 1
 
 
 def packed(numbers: Int[Tensor, "*places numbers"], bits: int) -> UInt8[Tensor, "*places row"]:
-    """Return the bytes of whole numbers, of which every eight fill bytes.
+    """Return integers packed into bytes; every eight of them fill whole bytes.
 
     Args:
         numbers: the numbers.

@@ -1,4 +1,4 @@
-"""Read entries out of the pages of several layers, and write them back; on a GPU in one launch for all layers."""
+"""Reading entries from the pages of several layers, and writing them back; on a GPU in one launch for all layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from keepset.kernels.entry_parts import TOKENS, EntryParts, LayerPages, pages_of
 from keepset.kernels.paged_arguments import Addresses
 
 LayerCaches = Sequence[LayerPages] | Sequence[EntryParts]
-"""The caches of layers that are alike and share block tables: rows, or views of the bytes of entries."""
+"""The caches of layers of one shape that share block tables: rows, or views of the bytes of entries."""
 
 
 def read_keys(
     caches: LayerCaches, place: int, subpages: Int[Tensor, "*rows pages"]
 ) -> Shaped[Tensor, "*rows entries row"]:
-    """Return the keys of whole sub-pages, as they are stored; see `read_pages`."""
+    """Return the stored keys of whole sub-pages; see `read_pages`."""
     if parts := _parts(caches):
         return _read_parts(parts, place, subpages, 0)
     pages = [pages_of(cache) for cache in caches]
@@ -30,7 +30,7 @@ def read_keys(
 def read_entries(
     caches: LayerCaches, place: int, subpages: Int[Tensor, "*rows pages"]
 ) -> tuple[Shaped[Tensor, "*rows entries key_row"], Shaped[Tensor, "*rows entries value_row"]]:
-    """Return keys and values of whole sub-pages, as they are stored; see `read_pages`."""
+    """Return the stored keys and values of whole sub-pages; see `read_pages`."""
     if parts := _parts(caches):
         return _read_parts(parts, place, subpages, 0), _read_parts(parts, place, subpages, 1)
     keys, values = read_pages([pages_of(cache) for cache in caches], place, subpages).chunk(2, -1)
@@ -43,10 +43,10 @@ def read_pages(
     """Return the entries of whole sub-pages, each row's pages joined.
 
     Args:
-        caches: caches of layers that are alike and share block tables.
+        caches: caches of layers of one shape that share block tables.
         place: index of the layer whose first sub-page is number 0.
-        subpages: numbers of the sub-pages, in the order of the entries. Numbers go on into the caches that follow, and
-            after the last cache into the first.
+        subpages: numbers of the sub-pages, in the order of the entries. The numbering continues into the following
+            caches, and from the last cache into the first.
     """
     first, (*rows, pages) = caches[0], subpages.shape
     size, width = first.shape[2:]
@@ -100,8 +100,8 @@ def write_entries(
     """Write entry `i` to `slots[i]`.
 
     Args:
-        caches: caches of layers that are alike.
-        keys, values: of each entry.
+        caches: caches of layers of one shape.
+        keys, values: the key and value of each entry.
         slots: distinct slots `subpage * block_size + offset`, where sub-pages are numbered through all caches.
     """
     first = caches[0]
@@ -125,7 +125,7 @@ def write_parts(
     """Write entry `i` to `slots[i]`, byte by byte.
 
     Args:
-        parts: where the bytes of entries lie in the caches of layers that are alike.
+        parts: views of the bytes of entries, for caches of layers of one shape.
         keys, values, slots: as in `write_entries`.
     """
     shape = parts[0].numbers.shape
@@ -137,7 +137,7 @@ def write_parts(
 
 
 def _parts(caches: LayerCaches) -> list[EntryParts]:
-    """Return the caches if they are such views, else nothing."""
+    """Return the caches if they are views of bytes, else an empty list."""
     return [cache for cache in caches if isinstance(cache, EntryParts)]
 
 
@@ -156,9 +156,9 @@ def _read_parts(
 
 
 def by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
-    """Return each layer that occurs, with the indices of the items that belong to it."""
+    """Return each layer among `layers`, with the indices of its items."""
     some = layers.unique().tolist()
-    if len(some) < 2:  # as nearly always
+    if len(some) < 2:  # the usual case
         return [(layer, slice(None)) for layer in some or [0]]
     return [(layer, (layers == layer).nonzero()[:, 0]) for layer in some]
 
@@ -166,7 +166,7 @@ def by_layer(layers: Int[Tensor, " n"]) -> list[tuple[int, Tensor | slice]]:
 def places_of(
     shape: Sequence[int], slots: Int[Tensor, " n"]
 ) -> Iterator[tuple[int, Tensor | slice, tuple[Tensor, Tensor, Tensor]]]:
-    """Yield each layer that occurs, which entries belong to it, and the block, head and offset of each.
+    """Yield each layer among the slots, its entries' indices, and the block, head and offset of each.
 
     Args:
         shape: `blocks, kv_heads, block_size, ...` of a layer's cache.
@@ -191,12 +191,12 @@ def joined(parts: Sequence[tuple[Tensor | slice, Tensor]], number: int) -> Tenso
 
 def addresses_of(caches: LayerCaches) -> Addresses:
     """Return the device addresses at which the caches begin."""
-    # Each layer of each step asks for all of them, so no views are made.
+    # Every layer of every step calls this, so no views are made.
     first = [cache.keys[0] if isinstance(cache, EntryParts) else cache for cache in caches]
     return _table(tuple(cache.data_ptr() for cache in first), first[0].device)
 
 
 @lru_cache(maxsize=256)
 def _table(addresses: tuple[int, ...], device: torch.device) -> Addresses:
-    """Return addresses on the device. Caches never move, so this runs once for each set of them."""
+    """Return addresses on the device. Caches never move, so each set of them is uploaded once."""
     return Addresses(upload(addresses, device), not any(address % 16 for address in addresses))

@@ -1,4 +1,4 @@
-"""How quantised keys and values of an engine's cache are read and written: `RowFormat`, and `PageFormat` for most."""
+"""Formats of an engine's quantised cache: `RowFormat`, and `PageFormat`, which covers most of them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from keepset.kernels.mixing import Mixing
 SCALE_BYTES = 4
 """Bytes of a scale, which is a float32."""
 LEAST_SCALE = 1e-6
-"""The least scale that is written, so that a row of zeros can be divided by it."""
+"""The least scale that is written, so that a row of zeros is not divided by zero."""
 FOUR_BITS = torch.uint8
-"""The type of stored bytes that hold two numbers of 4 bits each, the first in the lower half."""
+"""The dtype of stored bytes that hold two 4-bit numbers each, the first in the lower half."""
 LEVELS = 15
-"""The largest number of 4 bits."""
+"""The largest 4-bit number."""
 _ZERO = 15
-"""The lowest bits of a scale, which in 4 bits are the number that stands for zero."""
+"""The lowest bits of a 4-bit row's scale, which hold the number that stands for zero."""
 
 
 Parts = tuple[Float[Tensor, "*places head_dim"], Float[Tensor, "*places"] | None]
-"""Numbers of rows in float32, and what each row is to be multiplied by, if by anything."""
+"""The numbers of rows in float32, and each row's factor; None if rows have no factor of their own."""
 
 
 class RowFormat(ABC):
-    """How the rows of a quantised cache are read and written; a row is what is stored of one key or of one value.
+    """A format in which the rows of a quantised cache are read and written. A row is one stored key or value.
 
     Attributes:
         head_dim: numbers of a key, and of a value.
-        dtype: the type that keys and values are read as.
-        key_scale, value_scale: what all keys of a layer, or all values, are multiplied by; None if by nothing. They are
-            looked up whenever rows are read or written.
+        dtype: the dtype in which keys and values are read.
+        key_scale, value_scale: factors of all keys and of all values of a layer; None if there are none. They are read
+            whenever rows are read or written.
     """
 
     head_dim: int
@@ -46,31 +46,31 @@ class RowFormat(ABC):
 
     @property
     def key_mixing(self) -> Mixing | None:
-        """How keys are mixed before they are rounded; None if they are not."""
+        """The mixing of keys before they are rounded; None if they are not mixed."""
         return None
 
     @property
     def value_mixing(self) -> Mixing | None:
-        """The same of values."""
+        """The mixing of values before they are rounded; None if they are not mixed."""
         return None
 
     @abstractmethod
     def key_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return what keys are, but for the layer's scale; mixed ones stay mixed.
+        """Return keys without the layer's scale; mixed keys stay mixed.
 
         Args:
-            rows: as they are stored; the bytes of each are contiguous.
+            rows: the stored rows; the bytes of each are contiguous.
         """
 
     @abstractmethod
     def value_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return the same of values."""
+        """Return values without the layer's scale; mixed values stay mixed."""
 
     @abstractmethod
     def encode_keys(
         self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
     ) -> Shaped[Tensor, "n row"]:
-        """Return keys as they are stored, as bytes.
+        """Return keys in their stored form, as bytes.
 
         Args:
             numbers: the keys.
@@ -81,15 +81,15 @@ class RowFormat(ABC):
     def encode_values(
         self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
     ) -> Shaped[Tensor, "n row"]:
-        """Return values as they are stored, likewise."""
+        """Return values in their stored form, as bytes; see `encode_keys`."""
 
     def decode_keys(
         self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
     ) -> Float[Tensor, "*places head_dim"]:
-        """Return keys in `dtype`. They are read in blocks, so that little is held in float32.
+        """Return keys in `dtype`. They are read in blocks, so that few are held in float32.
 
         Args:
-            rows: as they are stored; the bytes of each are contiguous.
+            rows: the stored rows; the bytes of each are contiguous.
             scale: the scale of the layer of each; None for `key_scale`.
         """
         return self._decoded(rows, self.key_parts, self.key_mixing, self.key_scale if scale is None else scale)
@@ -97,7 +97,7 @@ class RowFormat(ABC):
     def decode_values(
         self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
     ) -> Float[Tensor, "*places head_dim"]:
-        """Return values in `dtype`, likewise."""
+        """Return values in `dtype`; see `decode_keys`."""
         return self._decoded(rows, self.value_parts, self.value_mixing, self.value_scale if scale is None else scale)
 
     def encode_entries(
@@ -130,20 +130,19 @@ class RowFormat(ABC):
 
 @dataclass(frozen=True, eq=False)
 class PageFormat(RowFormat):
-    """How a quantised cache holds an entry's key, and in the same way its value.
+    """A format of a quantised cache that stores keys and values in the same way.
 
-    A row is what is stored of one key or one value: its numbers, and right behind them its scale, unless the layer has
-    one scale for all keys and one for all values. What a row stands for is `numbers * scale`, and in 4 bits
-    `(numbers - zero) * scale`, where the lowest bits of the scale are the row's `zero`. Of mixed rows it is the product
-    of this with `mixing.unmix`.
+    A row is the numbers of one key or value, then its scale, unless the layer has one scale for all keys and one for
+    all values. A row stands for `numbers * scale`, or in 4 bits for `(numbers - zero) * scale`, where the lowest bits
+    of the scale are the row's `zero`. A mixed row stands for the product of this with `mixing.unmix`.
 
     Attributes:
-        numbers: the type of the stored numbers: int8, a float of 8 bits, or `FOUR_BITS`.
+        numbers: the dtype of the stored numbers: int8, an 8-bit float, or `FOUR_BITS`.
         head_dim: numbers of a key.
-        dtype: the type that keys and values are read as.
-        key_scale, value_scale: the layer's scales; None if each row has its own. They are looked up whenever rows are
-            read or written.
-        mixing: how rows are mixed, those of 4 bits always; None if they are not.
+        dtype: the dtype in which keys and values are read.
+        key_scale, value_scale: the layer's scales; None if each row has its own. They are read whenever rows are read
+            or written.
+        mixing: the mixing of rows; 4-bit rows are always mixed; None if rows are not mixed.
     """
 
     numbers: torch.dtype
@@ -182,12 +181,12 @@ class PageFormat(RowFormat):
         return self.number_bytes + (SCALE_BYTES if self.has_row_scales else 0)
 
     def parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return the stored numbers of rows in float32, and the rows' scales; None if these are the layer's.
+        """Return the stored numbers of rows in float32, and the rows' scales; None if the layer has one scale.
 
-        Numbers of 4 bits are returned less their row's zero. Mixed rows stay mixed.
+        4-bit numbers are returned less their row's zero. Mixed rows stay mixed.
 
         Args:
-            rows: as they are stored; the numbers of each are contiguous.
+            rows: the stored rows; the numbers of each are contiguous.
         """
         stored = rows.view(torch.uint8)
         numbers, behind = stored[..., : self.number_bytes], stored[..., self.number_bytes :]
@@ -206,31 +205,31 @@ class PageFormat(RowFormat):
     def decode(
         self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
     ) -> Float[Tensor, "*places head_dim"]:
-        """Return what rows stand for, in `dtype`, be they keys or values.
+        """Return the keys or values that rows stand for, in `dtype`.
 
         Args:
-            rows: as they are stored; the bytes of each are contiguous.
-            scale: the rows' scale if it is their layer's.
+            rows: the stored rows; the bytes of each are contiguous.
+            scale: the layer's scale for each row; None if rows have their own.
         """
         return self._decoded(rows, self.parts, self.mixing, scale)
 
     def encode(
         self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
     ) -> Shaped[Tensor, "n row"]:
-        """Return rows as they are stored, as bytes.
+        """Return keys or values in their stored form, as bytes.
 
             scale = max(max(|row|) / largest, 1e-6)     stored = round(row / scale)
 
-        If the format mixes rows, they are mixed first. Integers are rounded half away from zero, floats of 8 bits to
-        even. A row with NaN or infinity that has a scale of its own gets NaN as scale, and is NaN as a whole when it is
-        read. In 4 bits:
+        If the format mixes rows, they are mixed first. Integers are rounded half away from zero, 8-bit floats to even.
+        If rows have their own scales, a row with NaN or infinity gets the scale NaN and is all NaN when it is read. In
+        4 bits:
 
             scale = max((max(row) - min(row)) / 15, 1e-6)     zero = round(-min(row) / scale)
-            stored = round(row / scale + zero), within 0 and 15, as zero is
+            stored = round(row / scale + zero); both `zero` and `stored` are limited to 0 to 15
 
         Args:
             numbers: keys or values.
-            scale: the rows' scale if it is their layer's.
+            scale: the layer's scale for each row; None if rows have their own.
         """
         whole = numbers.float() if self.mixing is None else self.mixing.mixed(numbers).float()
         if self.numbers == FOUR_BITS:
@@ -254,7 +253,7 @@ class PageFormat(RowFormat):
         rows = torch.empty(len(mixed), self.row_bytes, dtype=torch.uint8, device=mixed.device)
         least, largest = mixed.amin(-1), mixed.amax(-1)
         scale = ((largest - least) / LEVELS).clamp(min=LEAST_SCALE)
-        # What is negative, and would be rounded to the other side, becomes 0 anyway.
+        # Negative numbers, which this rounds the wrong way, become 0 anyway.
         zero = (-least / scale + 0.5).nan_to_num_(0.0).clamp_(0, LEVELS).int()
         steps = mixed * (1 / scale)[:, None] + zero[:, None]
         halves = steps.add_(0.5).nan_to_num_(0.0).clamp_(0, LEVELS).to(torch.uint8)
@@ -264,7 +263,7 @@ class PageFormat(RowFormat):
         return rows
 
     def join(self, numbers: Int8[Tensor, "n head_dim"], scale: Float[Tensor, " n"]) -> Shaped[Tensor, "n row"]:
-        """Return rows of whole numbers and their scales, bit for bit, as bytes."""
+        """Return rows of the given integers and scales, unchanged, as bytes."""
         return torch.cat([numbers.view(torch.uint8), scale.float()[:, None].view(torch.uint8)], -1)
 
     def encode_keys(
@@ -279,36 +278,36 @@ class PageFormat(RowFormat):
 
 
 def _of_all_rows(scale: Float[Tensor, ""] | None) -> Float[Tensor, " 1"] | None:
-    """Return a layer's scale as that of any number of rows."""
+    """Return a layer's scale in a shape that broadcasts over rows."""
     return None if scale is None else scale[None]
 
 
 def row_blocks(rows: int, head_dim: int, device: torch.device) -> Iterator[slice]:
-    """Yield ranges of so many rows, each of which makes a block of float32 numbers.
+    """Yield consecutive ranges of rows; the numbers of each fill a block in float32.
 
     Args:
         rows: the number of rows.
         head_dim: numbers of a row.
-        device: where the numbers are made.
+        device: the device on which the numbers are computed.
     """
     at_once = max(1, block_size(device, CACHE_BLOCK) // head_dim)
     yield from (slice(first, first + at_once) for first in range(0, rows, at_once))
 
 
 def largest_number(kind: torch.dtype) -> float:
-    """Return the number that a row's largest magnitude is stored as."""
+    """Return the stored number of a row's largest magnitude."""
     return 127.0 if kind == torch.int8 else torch.finfo(kind).max
 
 
 def encode_layers(
     formats: Sequence[RowFormat], numbers: Float[Tensor, "n head_dim"], layers: Int[Tensor, " n"], values: bool
 ) -> Shaped[Tensor, "n row"]:
-    """Return rows of several layers as they are stored, as bytes.
+    """Return keys or values of several layers in their stored form, as bytes.
 
     Args:
-        formats: of the layers, which differ in nothing but their scales.
+        formats: the layers' formats, which differ only in their scales.
         numbers: keys or values.
-        layers: the layer of each, by its place among the formats.
+        layers: the layer of each, as an index of `formats`.
         values: whether these are values.
     """
     scales, encode = layer_scales(formats, values), formats[0].encode_values if values else formats[0].encode_keys
@@ -318,11 +317,11 @@ def encode_layers(
 def decode_layers(
     formats: Sequence[RowFormat], rows: Shaped[Tensor, "layers_rows heads entries row"], values: bool
 ) -> Float[Tensor, "layers_rows heads entries head_dim"]:
-    """Return what rows of several layers stand for; each layer has equally many.
+    """Return the keys or values that rows of several layers stand for; each layer has equally many rows.
 
     Args:
-        formats: of the layers, which differ in nothing but their scales.
-        rows: keys or values as they are stored, layer after layer.
+        formats: the layers' formats, which differ only in their scales.
+        rows: stored keys or values, layer after layer.
         values: whether these are values.
     """
     scales, decode = layer_scales(formats, values), formats[0].decode_values if values else formats[0].decode_keys

@@ -1,22 +1,22 @@
 """Page tables of requests whose heads keep different numbers of entries, in closed form.
 
-The engine gives a request blocks. A block is one sub-page for each KV head. After an event the heads no longer advance
-together, so the request's sub-pages are numbered block after block and assigned anew:
+The engine gives a request blocks. A block has one sub-page for each KV head. After an event the heads' lengths differ,
+so the request's sub-pages are numbered block after block and assigned anew:
 
 - at the event, head after head takes the pages that its kept entries fill;
 - after the event, a head takes the next page whenever its last one is full. Every head gets one entry for each token,
-  so it takes one page for every `block_size` tokens. Heads always take pages in the order in which they first run full.
+  so it takes one page for every `block_size` tokens. Heads always take pages in the order in which they first fill up.
 
 So the number of any page follows from the counts at the newest event. Nothing is stored for a page, and nothing moves
-between events. A request without an event has zeros as its layout, which give the engine's own: page `i` of head `h` is
+between events. A request without an event has a layout of zeros, which is the engine's own: page `i` of head `h` is
 number `i * kv_heads + h`. Compressed and other requests therefore share one call.
 
-Pages that several requests share are assigned in another way, because no request may write to them. All full pages come
+Pages that several requests share are assigned differently, because no request may write to them. All full pages come
 first, through all layers that share the block table, up to a block's end; a layer with few entries lends pages to one
-with many. Then comes the last page of every head, head after head, in the first block that is the request's own.
+with many. Then comes the last page of every head, head after head, in the request's first private block.
 
-So a page of one layer may lie in the cache of another. The numbers of a layer's sub-pages go on into the caches of the
-layers that follow in its group, and after the last layer into the first.
+So a page of one layer may lie in the cache of another. A layer's sub-page numbers continue into the caches of the
+following layers of its group, and from the last layer into the first.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from torch import Tensor
 
 
 class PageLayout(NamedTuple):
-    """The newest event of requests, layer by layer, from which their pages follow. All zero: no event yet.
+    """The newest event of requests, layer by layer, which determines their pages. All zero: no event yet.
 
     Attributes:
-        counts: entries of each head right after the event: those that it kept, and those that came after it in its
-            step.
+        counts: entries of each head after the step of the event: those that it kept, and those of later tokens.
         length: tokens of the request at that time.
-        first: the first logical block that belongs to this layer's heads alone.
+        first: the first logical block that is private to this layer's heads.
         shared: 0 if no page is shared. Else one more than the number of the layer's first shared page, counted from the
             request's first block through the pages of all layers.
     """
@@ -75,15 +74,14 @@ def tables(
 ) -> Int[Tensor, "rows layers kv_heads {pages}"]:
     """Return the sub-pages of every head, in the order of its entries and in the block table's dtype.
 
-    A layout of one layer, and its entries, may stand for all layers of a `group`.
+    A layout and entries of one layer may stand for all layers of a `group`.
 
     Args:
-        pages: how many places to make for each head: at least what the head with most entries needs.
+        pages: columns for each head: at least as many as the head with most entries has pages.
         group: layers to make tables for; None: the layers of the layout.
 
     Returns:
-        0 at the places that a head does not need, for which nothing is looked up. Without a `group` shared pages are 0,
-        too.
+        Sub-page numbers; 0 at columns that a head does not need. Without a `group`, shared pages are also 0.
     """
     page = torch.arange(pages, device=block_table.device)
     needed = page < _ceil_div(entries, block_size)[..., None]
@@ -99,7 +97,7 @@ def tables(
         others = (through // kv_heads - places) % group.layers
         beyond = (others * group.blocks).where(shared, 0)
         number = torch.where(shared, through, number)
-    # Before the lookup: a place that no head needs may point outside the block table.
+    # Before the lookup, because a column that no head needs may point outside the block table.
     block = block.where(needed, 0)
     found = block_table.gather(1, block.flatten(1).long()).view(block.shape)
     return ((beyond + found) * kv_heads + number % kv_heads).where(needed, 0).to(block_table.dtype)
@@ -117,9 +115,9 @@ def blocks_needed(
 ) -> Int[Tensor, "*rows"]:
     """Return how many of a request's last blocks hold its heads, now and at any later length.
 
-    It is enough to look at the moment when the request's newest block is full, `tail` tokens from now. Until then no
-    block is added and pages are only taken. From then on, every `block_size` tokens bring one block, which is one
-    sub-page for each head, and take one page for each head.
+    Only the moment when the request's newest block is full, `tail` tokens from now, matters. Until then no block is
+    added and pages are only taken. After it, every `block_size` tokens add one block, which has one sub-page for each
+    head, and take one page for each head.
     """
     kv_heads = counts.shape[-1]
     tail = -length % block_size
@@ -136,8 +134,8 @@ def slots(
     """Return the slot of each new token's entry in each layer, in the order of `key.reshape(-1, 1, head_dim)`.
 
     Args:
-        tables: sub-pages of each head, which must reach as far as the new entries.
-        positions: number of each token in its request; it came after the newest event.
+        tables: sub-pages of each head, up to the new entries.
+        positions: number of each token in its request; all came after the newest event.
     """
     entry = entries(PageLayout(*(part[rows] for part in layout)), positions)
     _, layers, kv_heads, pages = tables.shape
@@ -148,17 +146,17 @@ def slots(
 
 
 def own_block(counts: Int[Tensor, "*rows kv_heads"], length: int, block_size: int) -> int:
-    """Return the first logical block that is a request's own if it goes on after `length` tokens with shared pages.
+    """Return the first private logical block of a request that continues after `length` tokens with shared pages.
 
-    It is the last block. It is the block before if some head's last page runs full earlier: the block with that head's
-    next page must exist by then.
+    It is the last block, or the block before if some head's last page fills up earlier: the block with that head's next
+    page must exist by then.
     """
     last, filled = (length - 1) // block_size, (length - 1) % block_size + 1
     return last - int(bool(((counts - 1) % block_size >= filled).any()))
 
 
 def shareable_pages(counts: Int[Tensor, "*rows kv_heads"], block_size: int) -> Int[Tensor, "*rows kv_heads"]:
-    """Return how many pages of each head can be shared: the full ones but for the last, in which the head goes on."""
+    """Return how many pages of each head can be shared: all but the last, to which the head's next entries go."""
     return (_ceil_div(counts, block_size) - 1).clamp(min=0)
 
 
@@ -167,14 +165,14 @@ def _numbers(
 ) -> tuple[Int[Tensor, "rows layers kv_heads pages"], Bool[Tensor, "rows layers kv_heads pages"]]:
     """Return each page's number among its request's sub-pages, and whether it was packed at the event.
 
-    Pages that were packed at the event follow one another; later pages are `kv_heads` apart. Numbers count from block
-    `first` on. Shared pages are numbered from the layer's first shared page on.
+    Pages that were packed at the event are consecutive; later pages are `kv_heads` apart. Numbers count from block
+    `first`. Shared pages count from the layer's first shared page.
     """
     counts, shared = layout.counts, layout.shared[..., None] > 0
     kv_heads = counts.shape[-1]
     kept = torch.where(shared, shareable_pages(counts, block_size), _ceil_div(counts, block_size))
     end = kept.cumsum(-1)
-    # Heads with fewer free places run full earlier; if equal, the lower head takes its page first.
+    # Heads with fewer free places fill up earlier; if equal, the lower head takes its page first.
     heads = torch.arange(kv_heads, device=counts.device)
     free = torch.where(shared, 0, -counts % block_size)
     rank = (free * kv_heads + heads).argsort(-1).argsort(-1)

@@ -1,7 +1,7 @@
-"""Attention over heads of any lengths in the pages of a serving engine, and writing new entries there.
+"""Attention over heads of any lengths in the pages of a serving engine, and writing new entries into the pages.
 
-A head's pages follow from the engine's own block table and the counts at its request's newest event (`page_layout`). No
-tables are made, and launches depend on the number of tokens alone, so that a CUDA graph can capture them.
+A head's pages are computed from the engine's own block table and the counts at its request's newest event
+(`page_layout`). No tables are made, and launches depend only on the number of tokens, so a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keepset.kernels.paged_arguments import FiledLayouts, PagedTokens
 from keepset.kernels.softmax import Softmax, softmax_attention
 
 _QUERIES = 128
-"""Queries of one request that attend at a time in PyTorch, so that the mask stays small."""
+"""Queries of one request that PyTorch computes at a time, so that the mask stays small."""
 
 
 def follow_layouts(
@@ -40,17 +40,17 @@ def follow_layouts(
 ) -> Int[Tensor, " rows"]:
     """Move each request's layout to the page of its newest token, and return that page; on a GPU in one launch.
 
-    If the newest tokens are drafts, it is filed under each page that may hold the newest of those that are not taken
-    back.
+    If the newest tokens are drafts, the layout is filed under each page that may hold the newest accepted token.
 
     Args:
         filed: layouts of all requests; written to.
-        block_table: of the step's requests.
+        block_table: block table of the step's requests.
         before, after: tokens of each request before and after the step.
         required: nonzero if a layout of the request with `before` tokens must be filed; others have none.
         lost: set to 1 if a required layout is missing.
-        layout: contiguous; row by row the layout found, zero if none was filed; written to. Rows beyond stay unchanged.
-        drafts: how many of a request's newest tokens may be taken back after a step, at most.
+        layout: the layout found for each row, zero if none was filed; contiguous; written to. Further rows stay
+            unchanged.
+        drafts: the largest number of a request's newest tokens that may be rejected after a step.
     """
     if uses_triton(block_table.device):
         from keepset.kernels.triton import paged  # loads Triton
@@ -84,24 +84,24 @@ def paged_attention(
     format: RowFormat | None = None,
     value_dim: int | None = None,
 ) -> None:
-    """Compute the attention of some tokens, on a GPU in two launches for all heads of all requests.
+    """Compute the attention of some tokens; on a GPU in two launches for all heads of all requests.
 
     The query heads that share a KV head are folded together, so nothing is repeated. Sums are float32.
 
     Args:
-        queries: queries of the step, after rotation; each one's numbers are contiguous.
-        caches: caches of the layers that share the block table, which hold the tokens' entries: keys, then values.
-            Strides are the same for all; an entry's own numbers are contiguous, or its bytes are where views say.
+        queries: queries of the step, after rotation; the numbers of each are contiguous.
+        caches: caches of the layers that share the block table, in which the tokens' entries (keys, then values) are
+            already written. All have the same strides; an entry's numbers are contiguous, or views give its bytes.
         place: index of the layer that attends.
         tokens: the tokens that attend; the output of others is not written.
-        layout: of this layer, row by row.
-        softmax: what the layer does with products; its sinks are `[query_heads]`.
-        output: where results go, contiguous; zero for a token that sees nothing.
+        layout: the layout of this layer for each row.
+        softmax: the layer's softmax; its sinks are `[query_heads]`.
+        output: the result, contiguous; written to; zero for a token that sees nothing.
         bias: for each slot `(block * kv_heads + head) * block_size + offset` of each layer, added to the logits of the
             entries that were kept at the newest event.
-        format: how the layer's cache is read if it is quantised.
-        value_dim: how many of a key's first numbers are the value, where an entry is a key alone; None where an entry
-            is a key and a value of equal size.
+        format: the format of the layer's cache if it is quantised.
+        value_dim: if an entry is only a key, how many of the key's first numbers are the value; None if an entry is a
+            key and a value of equal size.
     """
     if uses_triton(queries.device):
         from keepset.kernels.triton import paged  # loads Triton
@@ -113,7 +113,7 @@ def paged_attention(
                 return
             some = slice(len(tokens.lengths)) if tokens.places is None else tokens.places
             mixed = format.key_mixing.mixed_queries(queries[some])
-            # These tokens alone, in their order.
+            # Only these tokens, in their order.
             attended, own = torch.empty_like(mixed), tokens
             if tokens.places is not None:
                 own = tokens._replace(places=torch.arange(len(mixed), device=mixed.device))
@@ -144,7 +144,7 @@ def attend_pages(
     output: Float[Tensor, "tokens query_heads value_dim"],
     bias: Float[Tensor, "layers slots"] | None = None,
 ) -> None:
-    """Do the same as `paged_attention` in PyTorch, request by request, for pages that `read` knows to read."""
+    """Compute `paged_attention` in PyTorch, request by request; `read` reads the pages."""
     kv_heads, members = layout.counts.shape[-1], defaultdict[int, list[tuple[int, int]]](list)
     for place, row, length in _listed(tokens):
         if length:
@@ -157,7 +157,7 @@ def attend_pages(
         keys, values = read(table)
         entry = torch.arange(keys.shape[1], device=keys.device)
         exists = (entry < entries[:, None])[..., None]
-        keys, values = (part.where(exists, 0)[:, None] for part in (keys, values))  # a page held anything before
+        keys, values = (part.where(exists, 0)[:, None] for part in (keys, values))  # unwritten places hold anything
         added = queries.new_zeros(1, len(entry))
         if bias is not None:
             slots = (table * block_size)[..., None] + torch.arange(block_size, device=table.device)
@@ -166,17 +166,17 @@ def attend_pages(
         most = int(entries.max())
         for first in range(0, len(of_row), _QUERIES):
             places, lengths = torch.tensor(of_row[first : first + _QUERIES], device=queries.device).unbind(1)
-            width = most - longest + int(lengths.max())  # what comes behind is seen by none of them
+            width = most - longest + int(lengths.max())  # no query sees later entries
             seen = entry[:width] < (entries[:, None] - (longest - lengths))[..., None]
             mask = added[:, None, :width].where(seen, float("-inf"))[:, None]
             grouped = queries[places].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
             own_keys, own_values = keys[:, :, :width], values[:, :, :width]
             if softmax.plain:
-                # Expanded, because SDPA would multiply what it has to broadcast itself: three times as slow.
+                # Expanded, because SDPA is three times as slow if it has to broadcast by itself.
                 own_keys, own_values = (part.expand(-1, len(grouped[0]), -1, -1) for part in (own_keys, own_values))
                 attended = F.scaled_dot_product_attention(grouped, own_keys, own_values, mask, scale=softmax.scaling)
                 output[places] = attended.permute(2, 0, 1, 3).flatten(1, 2)
-            else:  # KV heads are those of one request, because each query head has a sink of its own
+            else:  # one request's KV heads, because each query head has its own sink
                 mask = mask.expand(-1, len(grouped[0]), -1, -1).flatten(0, 1)[None]
                 rows = grouped.flatten(0, 1)[None], own_keys[:, 0][None], own_values[:, 0][None]
                 output[places] = softmax_attention(*rows, softmax, mask)[0][0]
@@ -190,11 +190,11 @@ def append_to_pages(
     layout: PageLayout,
     format: PageFormat | None = None,
 ) -> None:
-    """Write the entries of some tokens behind those of their heads, on a GPU in one launch.
+    """Append the entries of some tokens to their heads; on a GPU in one launch.
 
     Args:
-        keys, values: of the step; each one's numbers are contiguous.
-        cache: cache of the layer; pages that other requests share are not written to.
+        keys, values: keys and values of the step; the numbers of each are contiguous.
+        cache: cache of the layer; pages that requests share are not written to.
         tokens, layout, format: as in `paged_attention`.
     """
     if uses_triton(keys.device):
@@ -214,11 +214,11 @@ def append_to_pages(
 
 
 def append_stored(new: EntryParts, cache: EntryParts, tokens: PagedTokens, layout: PageLayout) -> None:
-    """Copy entries of some tokens, byte by byte, behind those of their heads; on a GPU in one launch.
+    """Append the entries of some tokens, byte by byte, to their heads; on a GPU in one launch.
 
     Args:
-        new: a cache like the layer's, in whose first blocks entry `i` of each head is that of the `i`-th of the tokens.
-        cache: the layer's cache; pages that other requests share are not written to.
+        new: a cache like the layer's; entry `i` of each head in its first blocks belongs to the `i`-th of the tokens.
+        cache: the layer's cache; pages that requests share are not written to.
         tokens, layout: as in `paged_attention`.
     """
     if uses_triton(cache.numbers.device):
@@ -237,7 +237,7 @@ def append_stored(new: EntryParts, cache: EntryParts, tokens: PagedTokens, layou
 def _newest(
     tokens: PagedTokens, layout: PageLayout, block_size: int
 ) -> Iterator[tuple[int, int, Int[Tensor, " kv_heads"]]]:
-    """Yield for each token that is written its number, which of the step's it is, and the slots of its entries."""
+    """Yield for each written token its number, its index in the step, and the slots of its entries."""
     for index, (place, row, length) in enumerate(_listed(tokens)):
         if not length or (tokens.slots is not None and tokens.slots[index] < 0):
             continue
@@ -248,7 +248,7 @@ def _newest(
 
 
 def _listed(tokens: PagedTokens) -> Iterator[tuple[int, int, int]]:
-    """Yield for each token which of the step's it is, its row, and the tokens of its request up to and with it."""
+    """Yield for each token its index in the step, its row, and its request's number of tokens up to and with it."""
     lengths = tokens.lengths.tolist()
     if tokens.places is None or tokens.rows is None:
         return zip(range(len(lengths)), range(len(lengths)), lengths, strict=True)
@@ -276,20 +276,20 @@ def shift_step(
     left_table: Int[Tensor, "rows width"],
     left: Int[Tensor, " rows"],
 ) -> None:
-    """Fill `left_table` and `left` with the blocks and numbers of entries that are left; on a GPU in one launch.
+    """Fill `left_table` and `left` with each request's remaining blocks and numbers of entries; on a GPU in one launch.
 
-    What is left of a request lies in its blocks from the first block that is not free. New tokens' slots move, in
-    place, to where the request's entries end.
+    A request's remaining entries lie in its blocks from the first that is not free. The slots of new tokens are moved,
+    in place, to the end of the request's entries.
 
     Args:
         block_table: blocks by logical position.
         lengths: tokens of each request after the step.
-        starts: the first query of each row, and the end of the last row's.
+        starts: index of each row's first query, and the end of the last row.
         dropped: entries that each request has lost.
         slots: slot mapping of the new tokens by logical position; written to. A slot moves within its block or to the
             block before.
-        left_table: blocks that are left; written to. Columns beyond a row's blocks hold anything.
-        left: entries that are left; written to.
+        left_table: remaining blocks; written to. Columns beyond a row's blocks hold arbitrary numbers.
+        left: number of remaining entries; written to.
     """
     if uses_triton(block_table.device):
         from keepset.kernels.triton import paged  # loads Triton

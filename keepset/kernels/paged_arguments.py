@@ -26,14 +26,14 @@ class Addresses(NamedTuple):
 
 
 class PagedTokens(NamedTuple):
-    """New tokens of a step. Each sees what its request holds up to itself. All vectors are contiguous.
+    """New tokens of a step. Each sees its request's entries up to itself. All vectors are contiguous.
 
     Attributes:
         block_table: blocks of each row by logical position.
-        lengths: tokens of the request up to and with each token; 0 for padding tokens of the step.
+        lengths: number of tokens of the request up to and with each token; 0 for padding tokens of the step.
         longest: an upper bound of the lengths.
         places: index of each token among the step's tokens; None: 0, 1, 2 and so on.
-        rows: each token's row of the block table; None with `places`: the same index.
+        rows: each token's row of the block table; None together with `places`: token `i` has row `i`.
         slots: slot of each token; negative for tokens that belong to no request, which are not written.
     """
 
@@ -49,8 +49,8 @@ class FiledLayouts(NamedTuple):
     """The page layouts of all requests, each filed under the page that holds its request's newest token.
 
     Attributes:
-        layout: page by page, contiguous.
-        tokens: of the request when its layout was filed.
+        layout: the layout filed under each page, contiguous.
+        tokens: the request's number of tokens when its layout was filed.
     """
 
     layout: PageLayout
@@ -58,7 +58,7 @@ class FiledLayouts(NamedTuple):
 
     @classmethod
     def empty(cls, pages: int, layers: int, kv_heads: int, device: torch.device) -> FiledLayouts:
-        """Return zeros: no request."""
+        """Return a table of zeros, without any request."""
         shapes = (pages, layers, kv_heads), *[(pages, layers)] * 3, (pages,)
         *layout, tokens = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes)
         return cls(PageLayout(*layout), tokens)
@@ -68,11 +68,11 @@ class EntriesInPages(NamedTuple):
     """Places of the entries of requests. All tensors are contiguous.
 
     Attributes:
-        layout: what the heads' pages follow from, for each layer of a group, or one layer that stands for all.
+        layout: the layout of each layer of a group, or of one layer that stands for all.
         block_table: blocks of each request by logical position.
         lengths: tokens of each request.
         packed: how many of each head's first entries were packed at the newest event: those that it kept and, if heads
-            differ, those that came after the event in its own step. Only these have positions and biases of their own.
+            differ, those of later tokens of its step. Only these have stored positions and biases.
         longest: an upper bound of a head's entries.
     """
 
@@ -83,7 +83,7 @@ class EntriesInPages(NamedTuple):
     longest: int
 
     def of_layers(self, places: range) -> EntriesInPages:
-        """Return where the entries lie in some layers of the group."""
+        """Return the places of the entries in some layers of the group."""
         some = slice(places.start, places.stop) if self.packed.shape[1] > 1 else slice(None)
         return self._replace(layout=PageLayout(*(part[:, some] for part in self.layout)), packed=self.packed[:, some])
 
@@ -92,8 +92,8 @@ class RecordedQueries(NamedTuple):
     """Queries of some requests after rotation, in each of some layers.
 
     Attributes:
-        rings: where the queries lie; each query's numbers are contiguous.
-        slots: slot of each request.
+        rings: buffers that hold the queries; each query's numbers are contiguous.
+        slots: slot of each request in the buffers.
         places: index of each query in its slot.
     """
 
@@ -114,13 +114,12 @@ class ColumnTarget(NamedTuple):
         column: numbers of each slot `subpage * block_size + offset` of each layer of the group; written to.
         last_visible: the last position that each query sees, in rising order; a negative one sees nothing.
         unwritten: how many of each head's newest entries have no number in the column yet.
-        softmax: how the layers make attention of products; its sinks are `[layers, query_heads]`, of each layer of the
-            group.
+        softmax: the layers' softmax; its sinks are `[layers, query_heads]`, for each layer of the group.
         sums_of: how to reduce the query heads that share a KV head.
-        bias: of each slot, added to the logits of packed entries.
-        positions: of each slot that was packed, int32 stored as float32 bits; None if queries see all kept entries.
-        own: for each request its private column, with a place for each entry in order, or None if its numbers are at
-            the slots. Empty if no request has a private one.
+        bias: bias of each slot, added to the logits of packed entries.
+        positions: position of each packed slot, int32 stored as float32 bits; None if queries see all kept entries.
+        own: the private column of each request, with a place for each entry in order, or None for a request whose
+            numbers are in `column`. Empty if no request has a private one.
     """
 
     column: Float[Tensor, "layers slots *group"]

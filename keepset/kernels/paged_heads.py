@@ -1,4 +1,4 @@
-"""Attention of decoded tokens over pages in PyTorch, where each KV head of each request has entries of its own."""
+"""Attention of decoded tokens over pages in PyTorch, if each KV head of each request has its own entries."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from keepset.kernels.page_format import RowFormat
 from keepset.kernels.softmax import Softmax, normalised
 
 ReadRows = Callable[[Int[Tensor, "heads pages"]], tuple[Shaped[Tensor, "heads entries row"], ...]]
-"""Return the keys and the values of whole sub-pages as they are stored, each head's pages joined."""
+"""Returns the stored keys and values of whole sub-pages, each head's pages joined."""
 _LONGER = 1.25
-"""How many times as long as the shortest head the longest one of a block may be."""
+"""The largest ratio of a block's longest head to its shortest."""
 
 
 def attend_heads(
@@ -33,21 +33,20 @@ def attend_heads(
 
         output = softmax(queries @ keys' * scaling + bias) @ values
 
-    The logits may be capped, and there may be a sink beside the entries.
-    Heads of about one length are computed together, in blocks. Quantised numbers are multiplied as they are; their
-    scales are multiplied to logits and weights, of which there are fewer. Where rows are mixed, queries are mixed, and
-    what comes of them is unmixed. Products are made in float32.
+    The logits may be capped, and there may be a sink beside the entries. Heads of similar length are computed together,
+    in blocks. Quantised numbers enter the products unscaled; their scales multiply logits and weights, which are fewer.
+    If rows are mixed, queries are mixed and the output is unmixed. Products are computed in float32.
 
     Args:
         queries: one query of each query head that shares the KV head, after rotation.
-        read: reads pages.
+        read: function that reads pages.
         tables: the sub-pages of each head, in the order of its entries.
         lengths: the number of entries of each head.
         block_size: entries of a page.
-        softmax: what the layer does with products; its sinks are `[heads, group]`.
-        output: written to; zero for a head without entries.
-        format: how rows are read if the cache is quantised.
-        bias: returns what is added to the logits of some heads' first entries, of which it is given the number.
+        softmax: the layer's softmax; its sinks are `[heads, group]`.
+        output: the result; written to; zero for a head without entries.
+        format: the format of the rows if the cache is quantised.
+        bias: function that returns the biases of a given number of some heads' first entries.
     """
     sizes, key_factor, value_factor = lengths.tolist(), 1.0, 1.0
     if format is not None and format.key_scale is not None and format.value_scale is not None:
@@ -76,7 +75,7 @@ def attend_heads(
         weights = normalised(logits.masked_fill_(hidden[:, None], float("-inf")), sinks)
         if value_scale is not None:
             weights.mul_(value_scale[:, None])
-        # Behind each head's end pages held anything before, and 0 x NaN is NaN.
+        # Behind a head's end, pages may hold NaN, and 0 x NaN is NaN.
         behind, values = hidden[:, shortest:], values.float()
         weights[:, :, shortest:].masked_fill_(behind[:, None], 0.0)
         values[:, shortest:] = values[:, shortest:].masked_fill(behind[..., None], 0.0)

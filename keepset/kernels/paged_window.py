@@ -1,4 +1,4 @@
-"""Attention that entries in pages receive from a few queries, added to a number of each entry."""
+"""Attention that entries in pages receive from a few queries, added to a column with a number for each entry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from keepset.kernels.paged_arguments import ColumnTarget, EntriesInPages, Record
 from keepset.kernels.window import received_attention
 
 ReadKeys = Callable[[Int[Tensor, "kv_heads pages"]], Float[Tensor, "kv_heads entries head_dim"]]
-"""Return the keys of whole sub-pages of one layer, each head's pages joined."""
+"""Returns the keys of whole sub-pages of one layer, each head's pages joined."""
 
 
 def add_received_in_pages(
@@ -32,20 +32,20 @@ def add_received_in_pages(
     received: ColumnTarget,
     formats: Sequence[RowFormat] = (),
 ) -> None:
-    """Add what every entry receives from some queries: their attention, summed over the queries.
+    """Add to a column the attention that every entry receives from some queries, summed over the queries.
 
         column[slot of entry e] += sum over queries q of softmax(q @ keys' * scaling + bias)[e]
 
     On a GPU this takes two launches for all layers, without a host sync.
 
     Args:
-        caches: caches of the layers that share the block table, with any strides but for an entry's own numbers, or
-            views of its bytes.
+        caches: caches of the layers that share the block table, in which only an entry's numbers must be contiguous, or
+            views of the bytes of entries.
         places: indices of the layers to add in.
         queries: queries of these layers.
-        entries: where the requests' entries lie, in all layers.
-        received: what to add, and where.
-        formats: how the caches of these layers are read if they are quantised.
+        entries: places of the requests' entries in all layers.
+        received: the column, and how to sum.
+        formats: the formats of these layers' caches if they are quantised.
     """
     pages = pages_of(caches[0])
     if uses_triton(pages.device):
@@ -68,7 +68,7 @@ def add_received_in_pages(
 
 
 def _mixed(queries: RecordedQueries, formats: Sequence[RowFormat]) -> Iterator[tuple[range, RecordedQueries]]:
-    """Yield layers and their queries as they are, or copied and mixed if keys are, for some layers at a time."""
+    """Yield layers with their queries; if keys are mixed, copies of mixed queries, for some layers at a time."""
     layers = range(len(queries.rings))
     if not formats or (mixing := formats[0].key_mixing) is None:
         yield layers, queries
@@ -90,7 +90,7 @@ def add_received_by(
     entries: EntriesInPages,
     received: ColumnTarget,
 ) -> None:
-    """Do the same as `add_received_in_pages` in PyTorch, for keys that are read layer by layer."""
+    """Compute `add_received_in_pages` in PyTorch; keys are read layer by layer."""
     most = _most_pages(page_layout.entries(entries.layout, entries.lengths), size) * size
     of_layer = max(1, len(entries.lengths) * entries.packed.shape[2] * most)
     at_once = max(1, block_size(entries.lengths.device, CACHE_BLOCK) // of_layer)
@@ -106,11 +106,11 @@ class _Heads(NamedTuple):
 
     Attributes:
         tables: sub-pages of each head.
-        slots: slot of each entry, as its layer numbers them.
+        slots: slot of each entry, in its layer's numbering.
         exists, packed: which entries exist, and which were packed at the newest event.
-        positions: position of each entry, unless it is stored.
-        written: how many entries of each head have a number.
-        chosen: flat indices of the existing entries whose numbers are at the slots.
+        positions: position of each entry that has no stored position.
+        written: how many entries of each head have a number in the column.
+        chosen: flat indices of the existing entries whose numbers are not in a private column.
         known: which of these have a number.
     """
 
@@ -125,15 +125,15 @@ class _Heads(NamedTuple):
 
     @classmethod
     def of(cls, entries: EntriesInPages, group: PageGroup, size: int, received: ColumnTarget) -> _Heads:
-        """Return where the entries of the group's layers lie; `entries` is their part."""
+        """Return the places of the entries in the group's layers; `entries` holds these layers only."""
         counts = page_layout.entries(entries.layout, entries.lengths)
         most = _most_pages(counts, size)
         tables = page_layout.tables(entries.layout, counts, entries.block_table, size, most, group).long()
         counts, packed = (part.expand(tables.shape[:3]) for part in (counts, entries.packed))
         place = torch.arange(most * size, device=counts.device)
         slots = (tables[..., None] * size + torch.arange(size, device=place.device)).flatten(-2)
-        # Nothing was dropped of what came since the event, so all of it lies one distance before its position. Kept
-        # entries are older than every query; giving them the positions just before changes nothing that queries see.
+        # No entry since the event was dropped, so position minus place is the same for all of them. Kept entries are
+        # older than every query, so it does not matter that they get the positions just before.
         positions = place + (entries.lengths[:, None, None] - counts)[..., None]
         written, exists = counts - received.unwritten[:, None, None], place < counts[..., None]
         parts = tables, slots, exists, place < packed[..., None], positions, written
@@ -148,7 +148,7 @@ class _Heads(NamedTuple):
 
 
 def _most_pages(counts: Int[Tensor, "rows layers kv_heads"], size: int) -> int:
-    """Return how many pages the head with most entries needs."""
+    """Return how many pages the head with most entries has."""
     return -(-int(counts.max()) // size)
 
 
@@ -159,11 +159,11 @@ def _add_received_of_layers(
     heads: _Heads,
     received: ColumnTarget,
 ) -> None:
-    """Add what entries of some layers receive."""
+    """Add the attention that entries of some layers receive."""
     layers, number = heads.slots.shape[:2]
     rows = len(queries) // layers
     kv_heads, column, of_layer = number // rows, received.column.flatten(0, 1), received.column.shape[1]
-    # Page numbers go on into the layers that follow.
+    # Page numbers continue into the following layers.
     before = of_layer * torch.arange(places.start, places.stop, device=column.device)
     slots, positions, biases = (before[:, None, None] + heads.slots) % len(column), heads.positions, None
     if received.positions is not None:

@@ -1,4 +1,4 @@
-"""Codes of entries by small networks that read an entry's key before rotation and its value, a network per KV head."""
+"""Codes of entries by small networks, one per KV head, that read an entry's key before rotation and its value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from keepset.kernels.page_entries import addresses_of
 from keepset.kernels.page_format import RowFormat
 
 TURN = 2.0**64
-"""Parts of a full turn: 64-bit integers count them, and wrap as angles do."""
+"""Units of a full turn; 64-bit integers count them, and wrap around as angles do."""
 
 
 class Networks(NamedTuple):
@@ -29,7 +29,7 @@ class Networks(NamedTuple):
 
     Attributes:
         linear, hidden, hidden_bias, output, output_bias: the weights.
-        partner: the number that each number of a key rotates with; its own for a number that is not rotated.
+        partner: index of the number with which each number of a key is rotated; its own if it is not rotated.
         turns: the angle per position of each number's rotation, in parts of a turn (`turns_of`).
         gain: the factor of each number's rotation.
     """
@@ -58,7 +58,7 @@ _WEIGHTS = ("linear", "hidden", "hidden_bias", "output", "output_bias")
 def turns_of(frequency: Float[Tensor, "*layers head_dim"]) -> Int[Tensor, "*layers head_dim"]:
     """Return angles in radians as parts of a full turn, in signed 64-bit integers.
 
-    Multiplied by a position, they wrap where the angle does. So the angle at every position is exact to `position`
+    Multiplied by a position, they wrap around where the angle does. So the error of an angle is at most `position`
     times the rounding of a float64, and no device has to compute in float64.
     """
     turns = frequency.double() / (2 * torch.pi)
@@ -73,7 +73,7 @@ def entry_codes(
     networks: Networks,
     known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
-    """Return the code of every entry (`encode`), in float32. Each new entry is read once, and no other.
+    """Return the code of every entry (`encode`), in float32. Only new entries are read, each once.
 
     Args:
         keys: keys after rotation, as cached; layer after layer, each with all requests.
@@ -99,12 +99,12 @@ def entry_codes_in_pages(
     known: Float[Tensor, "layers_rows kv_heads entries"] | None = None,
     formats: Sequence[RowFormat] = (),
 ) -> Float[Tensor, "layers_rows kv_heads entries"]:
-    """Return the code of every entry, read where it lies in its page; see `entry_codes`. Only in Triton.
+    """Return the code of every entry, read from its page; see `entry_codes`. Only in Triton.
 
     Args:
         caches, place, subpages: as in `read_pages`.
         positions, new, networks, known: as in `entry_codes`.
-        formats: how the caches of the networks' layers are read if they are quantised.
+        formats: the formats of the networks' layers' caches if they are quantised.
     """
     from keepset.kernels.triton import predictor  # loads Triton
 
@@ -123,7 +123,7 @@ def outputs_of(
     output_bias: Float[Tensor, "*#rows 2"],
 ) -> Float[Tensor, "*rows entries 2"]:
     """Return each entry's log score and slope; see `Networks`."""
-    # One product reads the inputs for both parts.
+    # One product for both parts reads the inputs only once.
     weights, biases = torch.cat([hidden, linear], -2), torch.cat([hidden_bias, output_bias], -1)
     sums = (inputs @ weights.transpose(-1, -2)).add_(biases[..., None, :])
     width = hidden.shape[-2]
@@ -142,9 +142,9 @@ def cos_and_sin(
 def new_entries(
     new: Bool[Tensor, "rows heads entries"],
 ) -> tuple[slice | Tensor, slice | Tensor, slice | Int[Tensor, "rows heads n"]]:
-    """Return an index of the entries of each head that are read: all new ones, filled up with others.
+    """Return the indices of the entries to read in each head: all new ones, padded with others.
 
-    Off the CPU these are all entries, because looking for the new ones would wait for the device.
+    On a GPU these are all entries, because finding the new ones would need a host sync.
     """
     if new.device.type != "cpu":
         return slice(None), slice(None), slice(None)
@@ -180,16 +180,16 @@ def _in_blocks(
 
 
 def _slices(length: int, size: int) -> list[slice]:
-    """Return slices of a size that are the whole length together."""
+    """Return slices of `size` that cover the length."""
     return [slice(first, first + size) for first in range(0, length, size)]
 
 
 def _rotations(
     positions: Int[Tensor, "layers heads rows entries"], networks: Networks
 ) -> list[tuple[slice, slice, Tensor, Tensor]]:
-    """Return which numbers of a key rotate with each other, and the cosines and sines of their angles.
+    """Return which numbers of a key rotate together, and the cosines and sines of their angles.
 
-    On a CPU layers and heads share them if they hold the same positions, as nearly always.
+    On a CPU, layers and heads with the same positions share them, which is the usual case.
     """
     layers, on_cpu = len(positions), positions.device.type == "cpu"
     if on_cpu and bool((positions == positions[:1, :1]).all()):
@@ -197,7 +197,7 @@ def _rotations(
     numbers = torch.arange(networks.partner.shape[-1], device=positions.device)
     rotations = []
     for first, second in _planes(networks.partner):
-        # A layer that rotates otherwise, or not at all, turns these numbers by nothing.
+        # A layer that does not rotate these numbers together has angle zero.
         turns = networks.turns[:, first] * (networks.partner[:, first] == numbers[second])
         if on_cpu and bool((turns == turns[:1]).all()):
             turns = turns[:1]
@@ -213,7 +213,7 @@ def _of_block(
     networks: Networks,
 ) -> Float[Tensor, "layers heads rows entries"]:
     """Return the codes of entries."""
-    inputs = inputs_of(keys / networks.gain[:, None, None, None], values)  # a rotation leaves lengths as they are
+    inputs = inputs_of(keys / networks.gain[:, None, None, None], values)  # a rotation does not change lengths
     for first, second, cos, sin in rotations:
         x, y = inputs[..., first], inputs[..., second]
         from_x = x * sin
@@ -223,14 +223,14 @@ def _of_block(
 
 
 def _planes(partner: Int[Tensor, "layers head_dim"]) -> Iterator[tuple[slice, slice]]:
-    """Yield which numbers of a head rotate with each other in some layer."""
+    """Yield which numbers of a head rotate together in some layer."""
     for numbers in dict.fromkeys(map(tuple, partner.tolist())):
         yield from _runs(tuple((first, second) for first, second in enumerate(numbers) if first < second))
 
 
 @cache
 def _runs(pairs: tuple[tuple[int, int], ...]) -> list[tuple[slice, slice]]:
-    """Return pairs of numbers in order as pairs of slices: of the two halves of a head, or of neighbours."""
+    """Return sorted pairs of indices as pairs of slices, such as the two halves of a head, or neighbours."""
 
     def run(item: tuple[int, tuple[int, int]]) -> tuple[int, int, int]:
         index, (first, second) = item

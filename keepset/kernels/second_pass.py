@@ -1,4 +1,4 @@
-"""Attention of tokens that follow a cache without joining it, and what each cached entry receives from them."""
+"""Attention of tokens that follow a cache without joining it, and statistics of the attention to cached entries."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size, uses_triton
 from keepset.kernels.softmax import Softmax, with_sink
 
 _LEAST_ROWS = 16
-"""Fewer queries make slow matrix products."""
+"""The least queries of a block; fewer make slow matrix products."""
 
 
 class SoftmaxScope(NamedTuple):
-    """The entries that statistics are about: those from `start` to `stop`.
+    """The entries that statistics cover: those from `start` to `stop`.
 
-    Attention is normalised over these entries, the first `sinks` entries and the new tokens alone. KVzip looks at a
-    chunk of the prompt in this way (Kim et al. 2025, arXiv:2505.23416).
+    Attention is normalised only over these entries, the first `sinks` entries and the new tokens. KVzip does so for
+    each chunk of the prompt (Kim et al. 2025, arXiv:2505.23416).
     """
 
     sinks: int
@@ -33,8 +33,8 @@ class PackedSequence(NamedTuple):
     """Neighbouring tokens that see the cached entries and, causally, one another, but no other sequence.
 
     Attributes:
-        tokens: how many.
-        scope: what their statistics are restricted to; None: all entries.
+        tokens: number of tokens.
+        scope: the entries that their statistics cover; None: all entries.
     """
 
     tokens: int
@@ -51,17 +51,17 @@ def second_pass_attention(
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], dict[str, Float[Tensor, "query_heads entries"]]]:
     """Return the attention of `n` tokens over all cached entries and, causally, over their own sequence.
 
-    Attention is made once, in blocks of queries, and serves both output and statistics. Memory grows with the entries.
+    Attention is computed once, in blocks of queries, for both output and statistics. Memory grows with the entries.
 
     Args:
         queries: queries of the tokens, after rotation.
         cached: keys and values of the cache.
         new: keys and values of the tokens.
-        names: names of the statistics, of `ColumnStatistic`.
-        sequences: what the tokens consist of, in order; by default one sequence.
+        names: names of statistics in `ColumnStatistic`.
+        sequences: the sequences of which the tokens consist, in order; by default one sequence.
 
     Returns:
-        The output in the values' dtype, and by name the statistics of every cached entry over these tokens, float32.
+        The output in the values' dtype, and the statistics of every cached entry over these tokens by name, float32.
     """
     kv_heads, entries, _ = cached[0].shape
     n = queries.shape[1]
@@ -76,7 +76,7 @@ def second_pass_attention(
     output = queries.new_empty(kv_heads, group, n, cached[1].shape[-1])
     statistics = {name: torch.zeros(kv_heads, group, entries, device=queries.device) for name in names}
     sinks = softmax.by_query_group(1, kv_heads).sinks
-    workspace = queries.new_empty(group * rows * (entries + longest))  # fresh memory would cost a tenth more
+    workspace = queries.new_empty(group * rows * (entries + longest))  # new memory costs a tenth more time
     keys, values = (old.new_empty(entries + longest, old.shape[-1]) for old in cached)
     for head in range(kv_heads):
         keys[:entries], values[:entries] = cached[0][head], cached[1][head]
@@ -117,7 +117,7 @@ def _in_two_passes(
     names: Collection[str],
     sequences: Sequence[PackedSequence],
 ) -> tuple[Float[Tensor, "query_heads n value_dim"], dict[str, Float[Tensor, "query_heads entries"]]]:
-    """Do the same as `second_pass_attention` on a GPU: fused attention first, then the kernel for column statistics."""
+    """Compute `second_pass_attention` on a GPU: fused attention first, then the kernel for column statistics."""
     entries = cached[0].shape[1]
     outputs, first = [], 0
     statistics = {name: torch.zeros(len(queries), entries, device=queries.device) for name in names}
@@ -151,7 +151,7 @@ def _merge_columns(
     scope: SoftmaxScope | None,
     sunk: Float[Tensor, " group_rows"] | None,
 ) -> None:
-    """Merge what a block of queries pays to the entries, and to a sink in the softmax, into the entries' statistics."""
+    """Merge the attention of a block of queries to the entries, given a sink's share, into the entries' statistics."""
     sinks, start, stop = scope or SoftmaxScope(0, 0, entries)
     columns = attention[:, start:stop]
     if sinks < start or stop < entries:

@@ -1,7 +1,7 @@
-"""`Softmax`: how a model makes attention of the products of queries and keys, and attention for those that need more.
+"""`Softmax`: how a model turns products of queries and keys into attention; and attention with caps and sinks.
 
 Most models scale the products and take a softmax, which PyTorch's fused operators compute. Some also cap the logits
-(Gemma 2), or have a learned logit per head that takes a part of the attention (gpt-oss).
+(Gemma 2), or have a sink: a learned logit per head that takes a part of the attention (gpt-oss).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from keepset.kernels.dispatch import PRODUCT_BLOCK, block_size
 
 @dataclass(frozen=True, eq=False)
 class Softmax:
-    """Softmax as a model takes it of the products of queries and keys.
+    """A model's softmax of products of queries and keys.
 
         logits    = softcap * tanh(products * scaling / softcap)
         attention = exp(logits) / (sum over entries of exp(logits) + exp(sink))
 
-    What keepset adds to an entry's logit, such as a bias of `match`, is added after the cap.
+    keepset's biases, such as those of `match`, are added to logits after the cap.
 
     Attributes:
         scaling: factor of the products.
@@ -37,20 +37,20 @@ class Softmax:
 
     @property
     def plain(self) -> bool:
-        """Return whether there are neither caps nor sinks, so that fused operators compute it."""
+        """Return whether there are neither caps nor sinks, so that fused operators can compute it."""
         return self.softcap is None and self.sinks is None
 
     @property
     def without_sinks(self) -> Softmax:
-        """The same where nothing but entries receives attention."""
+        """The same softmax without sinks."""
         return self if self.sinks is None else replace(self, sinks=None)
 
     def of_layer(self, place: int) -> Softmax:
-        """Return that of one of several layers, whose sinks are `[layers, heads]`."""
+        """Return the softmax of one layer, if the sinks are `[layers, heads]`."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[place])
 
     def by_query_group(self, batch: int, kv_heads: int) -> Softmax:
-        """Return the same with the sinks of every KV head of every request, `[batch * kv_heads, group]`, float32.
+        """Return the softmax with sinks for every KV head of every request, `[batch * kv_heads, group]`, float32.
 
         Args:
             batch: number of requests, or 1 for sinks that are broadcast.
@@ -60,25 +60,25 @@ class Softmax:
         return replace(self, sinks=self.sinks.detach().float().view(kv_heads, -1).repeat(batch, 1))
 
     def capped(self, logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Return scaled products of queries and keys as logits, capped if the model caps them."""
+        """Return scaled products of queries and keys, capped if the model caps them."""
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def with_sinks(self, lse: Float[Tensor, "heads *n"]) -> Float[Tensor, "heads *n"]:
-        """Return the log-sum-exp of entries' logits and the sink, given that of the entries alone, `[heads, ...]`."""
+        """Return the log-sum-exp with the sink, given that of the entries, `[heads, ...]`."""
         if self.sinks is None:
             return lse
         return torch.logaddexp(lse, self.sinks.float().view(-1, *[1] * (lse.ndim - 1)))
 
 
 class GroupReduction(StrEnum):
-    """Reduction of the attention of the query heads that share a KV head to an entry's numbers."""
+    """How the attention of the query heads that share a KV head is reduced to an entry's numbers."""
 
     MEAN = "mean"
     """The mean over the query heads."""
     EACH = "each"
     """No reduction: one number for each query head."""
     LARGEST = "largest"
-    """The attention that the largest logits of the query heads make, as if they were one head."""
+    """The softmax of the largest logit over the query heads, as if they were one head."""
 
     def shape(self, group: int) -> tuple[int, ...]:
         """Return the shape of one entry's numbers if `group` query heads share a KV head."""
@@ -92,7 +92,7 @@ class GroupReduction(StrEnum):
 def normalised(
     logits: Float[Tensor, "*rows entries"], sinks: Float[Tensor, "*#rows"] | None = None
 ) -> Float[Tensor, "*rows entries"]:
-    """Return the attention that logits make, which are capped already; minus infinity is not seen."""
+    """Return the softmax of logits that are already capped; entries at minus infinity are not seen."""
     return logits.softmax(-1) if sinks is None else with_sink(logits, sinks)[0]
 
 
@@ -114,15 +114,15 @@ def softmax_attention(
     | None = None,
     causal: bool = False,
 ) -> tuple[Float[Tensor, "batch n query_heads value_dim"], Float[Tensor, "batch query_heads n"]]:
-    """Return attention that no fused operator computes, with caps and sinks, and the log-sum-exp of the logits.
+    """Return attention with caps and sinks, which no fused operator computes, and the log-sum-exp of the logits.
 
-    It is made in blocks of queries, so memory grows with the entries. Gradients flow through the output.
+    It is computed in blocks of queries, so memory grows with the entries. Gradients flow through the output.
 
     Args:
-        keys, values: of all entries.
-        softmax: sinks are `[query_heads]`, or `[query_heads, n]`.
-        mask: which entries each query sees, or what is added to their logits; None: all.
-        causal: whether the queries are the newest entries' own, and see none after these; instead of a mask.
+        keys, values: keys and values of all entries.
+        softmax: the model's softmax; its sinks are `[query_heads]`, or `[query_heads, n]`.
+        mask: which entries each query sees, or numbers to add to their logits; None: all are seen.
+        causal: whether the queries belong to the newest entries and see none after their own; instead of a mask.
 
     Returns:
         The output in the values' dtype, contiguous, and the log-sum-exp in float32, the sink included. A query that

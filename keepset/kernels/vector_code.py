@@ -1,6 +1,6 @@
-"""Vector instructions for Numba: products of rows of 8-bit integers with numbers that stay in registers.
+"""Vector instructions for Numba: products of rows of 8-bit integers, with sums that stay in registers.
 
-Numba's compiler writes the same sums to memory and reads them again for every entry, which takes twice as long.
+Numba's compiler would write the sums to memory and read them again for every entry, which takes twice as long.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from numba import types
 from numba.extending import intrinsic
 
 ROWS = 4
-"""Entries that are taken at once."""
+"""Entries that are processed at once."""
 _QUERIES = 4
-"""Queries that are taken at once, at most: more sums than these have no room in registers."""
+"""The most queries that are processed at once: the sums of more do not fit the registers."""
 _LANES = 8
-"""Numbers of a vector, at most."""
+"""The most numbers of a vector."""
 _FLAGS = ("contract", "reassoc", "nsz")
-"""What sums may be altered by; NaN stays NaN."""
+"""Changes that the compiler may make to sums; NaN stays NaN."""
 _BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SIZE = 4
 """Bytes of a float."""
 
 
 class _Code:
-    """Writes instructions on vectors of one length. Addresses are whole numbers.
+    """A writer of instructions on vectors of one length. Addresses are integers.
 
     Args:
-        builder: where instructions go.
+        builder: the builder to which instructions are added.
         lanes: the numbers of a vector.
 
     Attributes:
-        lanes: as given.
+        lanes: the numbers of a vector.
         zero: a vector of zeros.
     """
 
@@ -43,11 +43,11 @@ class _Code:
         self.zero = ir.Constant(ir.VectorType(_FLOAT, lanes), None)
 
     def place(self, address: ir.Value, steps: ir.Value, size: int) -> ir.Value:
-        """Return the address that is some steps of a size behind another."""
+        """Return the address `steps` times `size` bytes behind another."""
         return self._builder.add(address, self._builder.mul(steps, _LONG(size)))
 
     def pointer(self, address: ir.Value, offset: int, type: ir.Type) -> ir.Value:
-        """Return a pointer to what is some bytes behind an address."""
+        """Return a pointer to `offset` bytes behind an address."""
         return self._builder.inttoptr(self._builder.add(address, _LONG(offset)), type.as_pointer())
 
     def floats(self, address: ir.Value, offset: int) -> ir.Value:
@@ -60,7 +60,7 @@ class _Code:
         return self._builder.sitofp(self._builder.sext(stored, ir.VectorType(_INT, self.lanes)), self.zero.type)
 
     def gathered(self, address: ir.Value, offsets: Sequence[int]) -> ir.Value:
-        """Read some floats from places of their own, as a vector."""
+        """Read floats at several offsets, as a vector."""
         vector = ir.Constant(ir.VectorType(_FLOAT, len(offsets)), ir.Undefined)
         for place, offset in enumerate(offsets):
             number = self._builder.load(self.pointer(address, offset, _FLOAT), align=1)
@@ -68,7 +68,7 @@ class _Code:
         return vector
 
     def repeated(self, address: ir.Value, offset: int) -> ir.Value:
-        """Read a float, and return a vector of it alone."""
+        """Read a float, and return a vector in which every number is this float."""
         one = self.gathered(address, [offset])
         return self._picked(one, one, [0] * self.lanes)
 
@@ -85,8 +85,8 @@ class _Code:
     def totals(self, vectors: list[ir.Value]) -> ir.Value:
         """Return the sums of four vectors' numbers as one vector.
 
-        Two vectors become one, in which each has half as many numbers: those of its first half plus those of its
-        second. Where one vector is left, its numbers are halved until each of the four has one.
+        Each vector's first half is added to its second half, and two vectors are joined into one. When one vector is
+        left, its numbers are added in the same way until each of the four vectors has one.
         """
         a, b, c, d = vectors
         lanes = self.lanes // 4
@@ -96,18 +96,18 @@ class _Code:
         return total
 
     def _halved(self, a: ir.Value, b: ir.Value, lanes: int, numbers: int | None = None) -> ir.Value:
-        """Add the halves of every `lanes` of the first numbers of two vectors, of all of them if not said."""
+        """Add the halves of every `lanes` numbers of two vectors, up to `numbers` of them; None: all."""
         numbers = numbers or 2 * a.type.count
         first = [start + i for start in range(0, numbers, lanes) for i in range(lanes // 2)]
         return self.plus(self._picked(a, b, first), self._picked(a, b, [i + lanes // 2 for i in first]))
 
     def _picked(self, a: ir.Value, b: ir.Value, places: list[int]) -> ir.Value:
-        """Return the numbers in some places of two vectors, one behind the other."""
+        """Return the numbers at some places of two concatenated vectors."""
         return self._builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT, len(places)), places))
 
 
 def _function(dim: int, write: Callable[[_Code, ir.Value, ir.Value, ir.Value, ir.Value], None]) -> Any:
-    """Return a function of four whole numbers that Numba can call, of which nothing is left but its instructions."""
+    """Return a function of four integers that Numba can call and always inlines."""
 
     @intrinsic
     def function(typing: Any, first: Any, second: Any, third: Any, fourth: Any) -> tuple[Any, Any]:
@@ -127,12 +127,12 @@ def _in_groups(group: int) -> list[range]:
 def key_products(group: int, dim: int, width: int) -> Any:
     """Return a function that writes the products of queries with the keys of `ROWS` entries.
 
-    It takes addresses: of the queries, of the entries, of the first query's products; and how many floats there are
+    It takes the addresses of the queries, of the entries and of the first query's products, and the distance in floats
     from one query's products to the next one's.
 
     Args:
-        group: queries, one behind the other.
-        dim: numbers of a query, and whole numbers of a key, behind which is its scale.
+        group: number of queries; they lie one behind the other.
+        dim: numbers of a query, and integers of a key; a key's scale follows them.
         width: bytes of an entry.
     """
 
@@ -155,14 +155,14 @@ def key_products(group: int, dim: int, width: int) -> Any:
 
 
 def value_sums(group: int, dim: int, width: int) -> Any:
-    """Return a function that adds the weighted values of `ROWS` entries to what each query has.
+    """Return a function that adds the weighted values of `ROWS` entries to each query's sum.
 
-    It takes addresses: of the first query's weights, of the entries' values, of the sums; and how many floats there
-    are from one query's weights to the next one's. Scales are in the weights.
+    It takes the addresses of the first query's weights, of the entries' values and of the sums, and the distance in
+    floats from one query's weights to the next one's. The weights include the values' scales.
 
     Args:
-        group: queries, whose sums are one behind the other.
-        dim: numbers of a sum, and whole numbers of a value.
+        group: number of queries; their sums lie one behind the other.
+        dim: numbers of a sum, and integers of a value.
         width: bytes of an entry.
     """
 

@@ -1,4 +1,4 @@
-"""Attention that entries receive from a few queries, summed over the queries and never held as a whole."""
+"""Attention that entries receive from a few queries, summed over the queries; the full matrix is never stored."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ def received_attention(
 
         sum over queries q of softmax(q @ keys' * scaling + bias)
 
-    On a CPU it is made and summed in blocks that stay in a core's cache. On a GPU it takes two Triton kernels and is
-    never held.
+    On a CPU attention is computed and summed in blocks that stay in a core's cache. On a GPU two Triton kernels compute
+    the sums without storing attention.
 
     Args:
         queries: queries after rotation, of each KV head's group.
-        last_visible: the last position that each query sees, in rising order. A query that does not exist sees nothing:
-            give it -1.
-        softmax: how the model makes attention of products; its sinks are those of these heads, `[heads, group]`.
+        last_visible: the last position that each query sees, in rising order; -1 for a query that does not exist.
+        softmax: the model's softmax; its sinks are those of these heads, `[heads, group]`.
         valid: which entries exist; None: all.
-        sums_of: whether query heads count one by one, or their largest logits as if they were one head.
+        sums_of: whether each query head counts, or their largest logits as if they were one head.
         bias: added to the logit of each entry.
 
     Returns:
-        One row for each query head of a group, or one row if the largest logits count.
+        One row for each query head of a group, or one row if only the largest logits count.
     """
     if uses_triton(keys.device):
         from keepset.kernels.triton import window  # loads Triton
@@ -86,12 +85,12 @@ def add_received(
     softmax: Softmax,
     sums_of: GroupReduction = GroupReduction.MEAN,
 ) -> None:
-    """Add what every entry of packed heads receives from some queries to a column.
+    """Add to a column the attention that every entry of packed heads receives from some queries.
 
     Args:
         column: numbers of the heads' places; written to.
-        queries, last_visible: as in `received_attention`, of all requests.
-        softmax: how the model makes attention of products; its sinks are `[query_heads]`.
+        queries, last_visible: those of all requests, as in `received_attention`.
+        softmax: the model's softmax; its sinks are `[query_heads]`.
         packed: all heads of all requests.
         sums_of: how to reduce the query heads that share a KV head.
     """
@@ -125,10 +124,10 @@ def first_unseen(
 ) -> int:
     """Return the first entry that the oldest query does not see; all queries see the entries before it.
 
-    Off the CPU it is always 0, because looking would need a host sync.
+    On a GPU it is always 0, because finding it would need a host sync.
     """
     if positions.device.type != "cpu":
-        return 0  # to look for it would wait for the device
+        return 0
     hidden = positions > last_visible[..., :1]
     if valid is not None:
         hidden |= ~valid
@@ -143,12 +142,12 @@ def masked_softmax(
     """Return the softmax of logits under a mask; zero for a query that sees nothing.
 
     Args:
-        logits: of all entries; written to.
+        logits: logits of all entries; written to.
         visible: mask of the last entries; the entries before are visible to all queries.
         sinks: logit of each row's sink; None if there are none.
     """
     if visible.shape[-1]:
-        # Masking entries that all queries see would cost as much as the softmax.
+        # Masking also the entries that all queries see would cost as much as the softmax.
         logits[..., -visible.shape[-1] :].masked_fill_(~visible, float("-inf"))
     attention = normalised(logits, sinks)
     if visible.shape[-1] == logits.shape[-1]:

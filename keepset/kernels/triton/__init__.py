@@ -1,1 +1,1 @@
-"""The kernels in Triton: each has a plain counterpart in PyTorch of the same name, one folder up."""
+"""The Triton kernels: each has a PyTorch counterpart of the same name, one folder up."""

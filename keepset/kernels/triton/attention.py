@@ -1,4 +1,4 @@
-"""Attention over packed heads of any lengths, of one store or several: one launch, split along the entries."""
+"""Attention over packed heads of any lengths, in one store or several: one launch, split along the entries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepset.kernels.packed import HeadTable
 from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, begun, capped, rows_of, streamed
 
 _BLOCK = 64
-"""Parts are multiples of so many entries."""
+"""The length of a part is a multiple of this number of entries."""
 _MERGED = 16
 """Parts of a query that are merged at a time."""
 
@@ -21,9 +21,9 @@ _MERGED = 16
 def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor, "batch n query_heads value_dim"]:
     """Compute `keepset.kernels.attention.ragged_attention`.
 
-    A head's entries are cut into parts of one length for all heads. A long head is then more programs, and none holds
-    up the rest. A second, small launch merges the parts' outputs by their log-sum-exps. Logits, sums and partial
-    outputs are float32. The output is zero if there is nothing to see. There is no host sync.
+    A head's entries are cut into parts of one length for all heads, so a long head gets more programs and delays no
+    other. A second, small launch merges the parts' outputs by their log-sum-exps. Logits, sums and partial outputs are
+    float32. The output of a query that sees nothing is zero. There is no host sync.
     """
     made, kind, n = Launch(queries, stores, softmax, query_positions), stores[0], queries.shape[2]
     _attend_part[made.grid](
@@ -37,21 +37,21 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
 
 
 class Launch:
-    """A launch of attention over packed heads, and where it writes: the parts of each head, or the result.
+    """A launch of attention over packed heads, and its outputs: the parts of each head, or the result.
 
     Args:
         queries, stores, softmax, query_positions: as for `keepset.kernels.attention.ragged_attention`.
 
     Attributes:
-        table: where the heads lie.
+        table: addresses of the heads.
         heads, kv_heads: heads of all requests, and of each.
-        head_block, value_block: numbers of a key and of a value, as a power of two.
-        bias, last_visible, sinks: what the kernel is given of them.
-        output, lse: the result, `[batch, n, query_heads, value_dim]` in the queries' type, and its log-sum-exps.
-        partial, partial_lse: the same of each part, in float32; the result itself if there is one part.
+        head_block, value_block: numbers of a key and of a value, rounded up to a power of two.
+        bias, last_visible, sinks: the kernel's arguments of these names.
+        output, lse: the result, `[batch, n, query_heads, value_dim]` in the queries' dtype, and its log-sum-exps.
+        partial, partial_lse: output and log-sum-exps of each part, in float32; the result itself if there is one part.
         part: entries of a part.
         grid: a program for each head and block of rows, and for each part.
-        sizes: what is compiled into the kernel.
+        sizes: the kernel's compile-time constants.
     """
 
     def __init__(self, queries, stores, softmax, query_positions) -> None:
@@ -62,7 +62,7 @@ class Launch:
         group = query_heads // self.kv_heads
         self.head_block, self.value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, value_dim))
         block = rows_of(max(self.head_block, self.value_block), queries.dtype)
-        # Further blocks of rows read their head's entries once more.
+        # Each block of rows reads its head's entries again.
         rows = min(block, max(16, triton.next_power_of_2(group * n)))
         row_blocks = triton.cdiv(group * n, rows)
         self.part = _part(device, sum(store.entries for store in stores) * row_blocks)
@@ -83,7 +83,7 @@ class Launch:
         )  # fmt: skip
 
     def merged(self) -> Tensor:
-        """Return the result, for which parts are merged by their log-sum-exps."""
+        """Return the result, after merging parts by their log-sum-exps."""
         if (parts := self.grid[1]) > 1:
             (*_, query_heads, value_dim), outputs = self.output.shape, self.lse.numel()
             _merge_parts[(outputs,)](
@@ -94,9 +94,9 @@ class Launch:
 
 
 def _part(device: torch.device, entries: int) -> int:
-    """Return how many entries a part has: enough parts to keep the device busy, none too short to be worth it.
+    """Return the entries of a part: short enough to keep the device busy, long enough to be worth a program.
 
-    Twice as many programs leave less time in which the last ones run alone, but more parts to merge. They are worth it
+    With twice as many programs, the last ones run alone for less time, but there are more parts to merge. That pays
     while parts are long.
     """
     programs = dispatch.processors(device) * PROGRAMS_PER_PROCESSOR
@@ -118,7 +118,7 @@ def sight(
     query_positions, index, exists, positions_kind, bias_kind, table, head, heads, length,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Return the last position that each row sees, where positions and biases lie, and how many entries have biases."""
+    """Return the last position that each row sees, pointers to positions and biases, and how many entries have biases."""
     last_visible, positions, bias, biased = 0, 0, 0, 0
     if CAUSAL:
         last_visible = tl.load(query_positions + index, mask=exists, other=-1)
@@ -134,7 +134,7 @@ def masked(
     logits, entry, stored, last_visible, positions, bias, biased, cap,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return logits of a block of entries, capped, with biases, and minus infinity where unseen; see `sight`."""
+    """Return capped logits of a block of entries with biases, minus infinity for unseen entries; see `sight`."""
     if CAPPED:
         logits = capped(logits, cap)
     if BIASED:
@@ -213,7 +213,7 @@ def _attend_part(
     at_output = (request.to(tl.int64) * n + token) * (kv_heads * GROUP) + query
     at_part = split.to(tl.int64) * outputs + at_output
     tl.store(lse + at_part, largest + tl.log(total), mask=exists)
-    # Of a part beyond its head's end only the log-sum-exp is written.
+    # For a part beyond its head's end only the log-sum-exp is written.
     written = tl.where(first < tl.maximum(length, 1), GROUP * n, 0)
     tl.store(
         output + at_part[:, None] * VALUE_DIM + value_dims[None, :],
@@ -243,7 +243,7 @@ def _merge_parts(
     merged = merged / total
     if lse is not None:
         tl.store(lse + row + tl.arange(0, 1), largest + tl.log(total))
-    if LISTED:  # which of the step's tokens these are
+    if LISTED:  # the index of the token in the step
         row = tl.load(places + row // heads).to(tl.int64) * heads + row % heads
     tl.store(output + row * VALUE_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < VALUE_DIM)
 
@@ -254,7 +254,7 @@ _MOVED = 32
 def pack(columns, packed, indices, starts, counts, most) -> None:
     """Copy every head's chosen entries to the places of their indices."""
     widths = tuple(column.shape[3] if column.ndim == 4 else 1 for column in columns)
-    # For each of the four axes the stride of every column.
+    # The strides of every column, for each of the four axes.
     strides = [tuple(column.stride(axis) if axis < column.ndim else 1 for column in columns) for axis in range(4)]
     _pack[(len(counts), max(1, triton.cdiv(most, _MOVED)))](
         tuple(columns), tuple(packed), indices, starts, counts, *strides, columns[0].shape[1],
@@ -263,7 +263,7 @@ def pack(columns, packed, indices, starts, counts, most) -> None:
 
 
 def append(stores, keys, values, positions) -> None:
-    """Copy all new entries behind those of their heads."""
+    """Append all new entries to their heads."""
     batch, kv_heads, n, width = keys.shape
     value_width, table, kind = values.shape[3], HeadTable(stores), stores[0]
     _append[(batch * kv_heads, triton.cdiv(n, _MOVED))](
@@ -345,6 +345,6 @@ def _quantized(rows, scale_kind):
     scale = (tl.where(spoilt, float("nan"), tl.max(tl.abs(rows), 1)) / 127).to(scale_kind.dtype.element_ty)
     step = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))
     whole = tl.floor(rows / step[:, None] + 0.5)
-    # 8 bits have no NaN: the scale is NaN instead.
+    # 8-bit integers have no NaN, so the scale is NaN instead.
     whole = tl.where(spoilt[:, None], 0.0, tl.minimum(tl.maximum(whole, -127.0), 127.0))
     return whole.to(tl.int8), scale

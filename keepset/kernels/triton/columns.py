@@ -16,15 +16,15 @@ from keepset.kernels.triton.softmax import log_sum_exp as log_sum_exp_of
 def attention_columns(queries, keys, lse, softmax, names, causal) -> dict[str, Float[Tensor, "query_heads entries"]]:
     """Compute `keepset.kernels.columns.attention_columns` in one launch.
 
-    A program owns a block of entries and reads all queries past it. Every sum has one order and nothing is added
-    atomically, so the numbers are the same every time.
+    A program owns a block of entries and streams all queries past it. Sums have a fixed order and no atomic additions,
+    so results are reproducible.
     """
     query_heads, n, head_dim = queries.shape
     kv_heads, entries, _ = keys.shape
     statistics = {name: torch.empty(query_heads, entries, device=keys.device) for name in names}
     unused, head_block = lse, max(16, triton.next_power_of_2(head_dim))
     block = rows_of(head_block, keys.dtype)
-    # Of one statistic more rows fit the registers.
+    # With one statistic more rows fit the registers.
     rows = 2 * block if len(statistics) == 1 else block
     _columns[(triton.cdiv(entries, block), query_heads)](
         queries, keys, lse, *(statistics.get(name, unused) for name in ("sum", "max", "square")),
@@ -38,13 +38,13 @@ def attention_columns(queries, keys, lse, softmax, names, causal) -> dict[str, F
 
 
 def log_sum_exp(queries, keys, softmax, causal) -> Float[Tensor, "query_heads n"]:
-    """Compute `keepset.kernels.columns.log_sum_exp` without a sink in one launch, or two where queries are few."""
+    """Compute `keepset.kernels.columns.log_sum_exp` without a sink in one launch, or in two if queries are few."""
     query_heads, n, head_dim = queries.shape
     entries = keys.shape[1]
     head_block = max(16, triton.next_power_of_2(head_dim))
     block = rows_of(head_block, keys.dtype)
     blocks = triton.cdiv(n, block)
-    # Few queries alone would not keep the device busy: then their entries are cut into parts.
+    # Few queries would not keep the device busy, so their entries are cut into parts.
     even = dispatch.processors(queries.device) * PROGRAMS_PER_PROCESSOR // max(blocks * query_heads, 1)
     part = max(LEAST_PART, triton.cdiv(triton.cdiv(entries, max(even, 1)), block) * block)
     parts = max(1, triton.cdiv(entries, part))
@@ -80,7 +80,7 @@ def _columns(
     if CAUSAL:
         start = tl.maximum(first - before, 0) // ROWS * ROWS
         whole = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK - 1 - before, 0), ROWS) * ROWS, n)
-    # Rows are summed at the end, since a sum over rows takes threads that wait for one another.
+    # Rows are summed at the end, because threads of a sum over rows wait for one another.
     total, square = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     largest = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
     for offset in range(start, whole, ROWS):
@@ -113,7 +113,7 @@ def _less_lse(
     queries, k, lse, row, dims, query_token, query_dim, lse_token, n, scaling, cap,
     HEAD_DIM: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of some queries less their log-sum-exp; minus infinity of queries that do not exist."""
+    """Return the logits of some queries less their log-sum-exp; minus infinity for queries that do not exist."""
     q = tl.load(
         queries + row[:, None].to(tl.int64) * query_token + dims[None, :] * query_dim,
         mask=(row < n)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
@@ -127,8 +127,8 @@ def _less_lse(
 
 @triton.jit
 def _with(total, largest, square, logits, SUM: tl.constexpr, MAX: tl.constexpr, SQUARE: tl.constexpr):
-    """Return the statistics of each row with the attention of one row more."""
-    if MAX:  # which passes over NaN: until the end it is infinity, which no attention is
+    """Return the statistics of each row, updated with the attention of one more row."""
+    if MAX:  # a maximum ignores NaN, so until the end NaN is stored as infinity
         largest = tl.maximum(largest, tl.where(logits <= float("inf"), logits, float("inf")))
     if SUM or SQUARE:
         attention = tl.exp(logits)

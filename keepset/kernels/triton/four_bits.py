@@ -1,6 +1,6 @@
-"""Packed heads in 4 bits: attention over what they stand for, and new entries that join them.
+"""Packed heads in 4 bits: attention over them, and appending new entries.
 
-Two neighbouring numbers of a row share a byte, so a row is its even and its odd numbers, and a product of rows is the
+Two neighbouring numbers of a row share a byte, so even and odd numbers are loaded apart, and a product of rows is the
 sum of two products. The newest entries have a residual, whose products are added.
 """
 
@@ -21,14 +21,14 @@ from keepset.kernels.triton.attention import Launch, masked, query_rows, sight
 from keepset.kernels.triton.softmax import begun, streamed
 
 _MOVED = 16
-"""New tokens of a program."""
+"""New tokens that a program writes."""
 
 
 class _Residuals(NamedTuple):
     """Addresses of the residuals of heads, as in `HeadTable`; heads without one have no entries.
 
     Attributes:
-        addresses: of each head.
+        addresses: addresses of each head's residual.
         grown: entries that all residuals have beyond the table's counts.
     """
 
@@ -51,7 +51,7 @@ def _residuals(stores: Sequence[PackedHeads]) -> _Residuals:
 
 
 def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor, "batch n query_heads value_dim"]:
-    """Compute `keepset.kernels.attention.ragged_attention` of mixed queries; the output is mixed, too."""
+    """Compute `keepset.kernels.attention.ragged_attention` of mixed queries; the output is also mixed."""
     made, residuals, kind = Launch(queries, stores, softmax, query_positions), _residuals(stores), stores[0]
     _attend_four_bits[made.grid](
         queries, kind.keys, kind.positions, made.bias, kind.key_scale, levels_and_borders(queries.device)[0],
@@ -65,7 +65,7 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
 
 
 def append(stores, keys, values, positions) -> None:
-    """Write mixed new entries behind those of their heads, and what rounding has lost of them to the residuals."""
+    """Append mixed new entries to their heads, and write their rounding errors to the residuals."""
     table, residuals, kind = HeadTable(stores), _residuals(stores), stores[0]
     batch, kv_heads, n, size = keys.shape
     value_size = values.shape[3]
@@ -98,7 +98,7 @@ def _products(even, odd, rows, scales, place, dims, stored, levels, HALF: tl.con
 
 @triton.jit
 def _weighted(weights, rows, scales, place, dims, stored, levels, dtype: tl.constexpr, HALF: tl.constexpr):
-    """Return the sums of the values at some places, weighted: their even and their odd numbers."""
+    """Return the weighted sums of the values at some places: their even and their odd numbers."""
     there = stored[:, None] & (dims < HALF)[None, :]
     codes = tl.load(rows + place[:, None] * HALF + dims[None, :], mask=there, other=0)
     low, high = _halves(codes, levels, dtype)
@@ -170,7 +170,7 @@ def _attend_four_bits(
     at_output = (request.to(tl.int64) * n + token) * (kv_heads * GROUP) + query
     at_part = split.to(tl.int64) * outputs + at_output
     tl.store(lse + at_part, largest + tl.log(total), mask=exists)
-    # Of a part beyond its head's end only the log-sum-exp is written.
+    # For a part beyond its head's end only the log-sum-exp is written.
     written = tl.where(first < tl.maximum(length, 1), GROUP * n, 0)
     target = output + at_part[:, None] * (2 * VALUE_HALF) + 2 * value_dims[None, :]
     mask = (row < written)[:, None] & (value_dims < VALUE_HALF)[None, :]
@@ -180,7 +180,7 @@ def _attend_four_bits(
 
 @triton.jit
 def _coded(even, odd, dims, levels, borders, scale_kind, HALF: tl.constexpr):
-    """Return rows as `FourBits.quantize` stores them, their scales, and what is lost of both halves."""
+    """Return rows as `FourBits.quantize` stores them, their scales, and the rounding errors of both halves."""
     spread = tl.sqrt((tl.sum(even * even, 1) + tl.sum(odd * odd, 1)) / (2 * HALF))
     spoilt = (spread - spread) != 0.0
     step = tl.where(spoilt, 1.0, tl.maximum(spread, 1.1754944e-38))[:, None]
@@ -194,7 +194,7 @@ def _coded(even, odd, dims, levels, borders, scale_kind, HALF: tl.constexpr):
     level, other_level = tl.where(in_row, level, 0.0), tl.where(in_row, other_level, 0.0)
     scale = tl.sum(even * level + odd * other_level, 1) / tl.sum(level * level + other_level * other_level, 1)
     scale = tl.where(spoilt, float("nan"), scale).to(scale_kind.dtype.element_ty)
-    # As attention reads them.
+    # The rows as attention reads them.
     read = scale_kind.dtype.element_ty
     step = scale.to(tl.float32)[:, None]
     lost = even - level.to(read).to(tl.float32) * step

@@ -1,4 +1,4 @@
-"""Rows times a matrix that mixes them, or undoes it: one launch, whatever type rows have and wherever they lie."""
+"""Rows times a mixing matrix or its inverse: one launch, for rows of any dtype and strides."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 _ROWS = 32
-"""Rows of a program: few, because a decoded token has few."""
+"""Rows of a program; few, because a decoded token has few rows."""
 _COLUMNS, _INPUTS = 128, 32
-"""Numbers that a program makes of each row, at most, and those that it multiplies at a time."""
+"""The most numbers that a program computes of each row, and the numbers that it multiplies at a time."""
 
 
 def times(rows, matrix, output) -> None:
@@ -52,7 +52,7 @@ def _times(
             matrix + (place * of_input)[:, None] + (column * of_column)[None, :],
             mask=(place < SIZE)[:, None] & (column < SIZE)[None, :], other=0.0,
         )  # fmt: skip
-        # Tensor cores make a product of float32 in three parts: of a long prompt plain products would take much longer.
+        # Tensor cores compute float32 products in three parts, which is much faster for long prompts than plain ones.
         sums += tl.dot(numbers.to(tl.float32), part, input_precision="tf32x3")
     tl.store(
         output + (row * SIZE)[:, None] + column[None, :], sums.to(output.dtype.element_ty),

@@ -1,4 +1,4 @@
-"""Copy entries out of the pages of several layers and into them; layers are found by their addresses."""
+"""Copies of entries out of the pages of several layers and into them; layers are found by their addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BLOCK = 32
 
 
 def read(kind, addresses, place, subpages, entries) -> None:
-    """Copy sub-pages to `entries`, one program for each."""
+    """Copy sub-pages to `entries`; one program for each sub-page."""
     blocks, kv_heads, size, width = kind.shape
     _read_pages[(subpages.numel(),)](
         kind, addresses.on_device, subpages, entries, *kind.stride()[:3], kv_heads, blocks, place,

@@ -1,11 +1,11 @@
-"""Quantised rows inside kernels: their numbers become floats when they are loaded, and floats become rows.
+"""Quantised rows inside kernels: loading their numbers as floats, and storing floats as rows.
 
 `FORMAT` is the kind of the stored numbers (`kind_of`); with `OWN_SCALES` each row has its scale right behind them.
-Floats of 8 bits are taken apart bit by bit, so that GPUs without such a type read and write them, too. Two numbers of 4
-bits share a byte, and the lowest bits of the row's scale say which number is zero. What is mixed stays mixed here.
+8-bit floats are decoded bit by bit, so that GPUs without such a type can read and write them. Two 4-bit numbers share a
+byte, and the lowest bits of the row's scale are the number that stands for zero. Mixed rows stay mixed.
 
-Where a key is stored otherwise than a value, or in more places than one, `PACKED` says how (`packed_kind_of`); for
-other caches it is None.
+If keys and values are stored differently, or in several places, `PACKED` describes how (`packed_kind_of`); else it is
+None.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LEAST_SQUARE, _SHARE_SCALE = tl.constexpr(LEAST_SQUARE), tl.constexpr(SHARE_SCA
 
 
 class PackedKind(NamedTuple):
-    """What kernels are told of a cache in which a key is stored otherwise than a value, or in more places than one.
+    """The kernels' description of a cache that stores keys and values differently, or in several places.
 
     Attributes:
         key_bits, value_bits: bits of a number.
         unit_length, has_fp16_exponents: as in `TurboQuantFormat`.
-        to_scales, swizzled: as in `EntryParts`, where sixteen numbers share a scale.
+        to_scales, swizzled: as in `EntryParts`, for formats in which sixteen numbers share a scale.
     """
 
     key_bits: int
@@ -44,7 +44,7 @@ class PackedKind(NamedTuple):
 
 
 def packed_kind_of(cache: Tensor | EntryParts, format: RowFormat | None) -> PackedKind | None:
-    """Return what `PACKED` is for a cache; None if its keys and values are rows that are alike."""
+    """Return `PACKED` for a cache; None if keys and values are stored in the same way."""
     if isinstance(format, TurboQuantFormat):
         bits = format.key_bits, format.value_bits
         return PackedKind(*bits, format.unit_length, format.has_fp16_exponents, 0, False)
@@ -54,14 +54,14 @@ def packed_kind_of(cache: Tensor | EntryParts, format: RowFormat | None) -> Pack
 
 
 def levels_of(format: RowFormat | None) -> Tensor | None:
-    """Return what numbers of a key stand for, if a table says so."""
+    """Return the table of numbers that a key's indices stand for, if the format has one."""
     return format.centroids if isinstance(format, TurboQuantFormat) and format.key_bits < 8 else None
 
 
 def kind_of(format: RowFormat | None) -> dict[str, Any]:
-    """Return what kernels are told of a layer's format; 0 stands for whole numbers.
+    """Return the kernels' constants for a layer's format; kind 0 is unquantised.
 
-    The compiler finds out itself where 16 divides the distances of entries, but not where only 8 does (`EIGHT`).
+    The compiler detects by itself that 16 divides the strides of entries, but not that only 8 does (`EIGHT`).
     """
     if not isinstance(format, PageFormat):
         return {"FORMAT": 0 if format is None else _PACKED, "OWN_SCALES": False, "EIGHT": False}
@@ -79,11 +79,12 @@ def as_bytes(cache: Tensor, format: RowFormat | None) -> Tensor:
 
 @triton.jit
 def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
-    """Return numbers of rows: as they are stored if these are whole, else in float32, without their scales and zeros.
+    """Return numbers of rows: unquantised ones as they are, others in float32, without their scales and zeros.
 
     Args:
-        row: where each row begins; it and `dims`, which numbers, are broadcast.
-        mask: which to load; others are 0.
+        row: pointer to each row.
+        dims: which numbers; broadcast with `row`.
+        mask: which of them to load; others are 0.
     """
     if FORMAT == 0:
         numbers = tl.load(row + dims, mask=mask, other=0.0)
@@ -96,32 +97,32 @@ def load_numbers(row, dims, mask, FORMAT: tl.constexpr):
             numbers = bits.to(tl.int8, bitcast=True).to(tl.float32)
         elif FORMAT == 2:
             numbers = _small_floats(bits, False)
-        else:  # the upper half of a float of 16 bits
+        else:  # the upper half of a 16-bit float
             numbers = (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     return numbers
 
 
 @triton.jit
 def _small_floats(bits, HAS_FP16_EXPONENTS: tl.constexpr):
-    """Return what floats of 8 bits, of which 3 are the mantissa, stand for."""
+    """Return the numbers that 8-bit floats with 3 bits of mantissa stand for."""
     wide = bits.to(tl.uint16)
     numbers = (((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True).to(tl.float32)
     if not HAS_FP16_EXPONENTS:
-        # The exponent's bias is less by 8, so what a float of 16 bits makes of these bits is a 256th.
+        # The exponent's bias is 8 less than that of a 16-bit float, which therefore reads a 256th from these bits.
         numbers = tl.where((wide & 127) == 127, float("nan"), numbers * 256.0)
     return numbers
 
 
 @triton.jit
 def load_packed_keys(row, inside, dims, stored, levels, HEAD_DIM: tl.constexpr, PACKED: tl.constexpr):
-    """Return keys in float32, `[dims, entries]`, but for the layer's scale; what is mixed stays mixed.
+    """Return keys in float32, `[dims, entries]`, without the layer's scale; mixed keys stay mixed.
 
     Args:
-        row: where the numbers of each key begin.
-        inside: how many bytes that is behind the numbers of the block's first key.
+        row: pointer to the numbers of each key.
+        inside: distance in bytes from the numbers of the block's first key.
         dims: which numbers.
         stored: which keys to load; others are 0.
-        levels: what numbers stand for, if a table says so.
+        levels: the table of `levels_of`, if the format has one.
     """
     there = stored[None, :] & (dims < HEAD_DIM)[:, None]
     if PACKED.to_scales > 0:
@@ -145,7 +146,7 @@ def load_packed_values(row, inside, dims, stored, HEAD_DIM: tl.constexpr, PACKED
     there = stored[:, None] & (dims < HEAD_DIM)[None, :]
     if PACKED.to_scales > 0:
         scale, group = (row + (inside // 8 - inside + PACKED.to_scales))[:, None], (dims // _SHARE_SCALE)[None, :]
-        if PACKED.swizzled:  # each of four neighbouring entries has every fourth byte of all four's
+        if PACKED.swizzled:  # an entry's scales are every fourth byte of those of four neighbours
             width: tl.constexpr = HEAD_DIM // _SHARE_SCALE
             entry = (inside // (HEAD_DIM // 2) % 4)[:, None]
             scale += entry * (1 - width) + group // (width // 4) * width + group % (width // 4) * 4
@@ -162,7 +163,7 @@ def load_packed_values(row, inside, dims, stored, HEAD_DIM: tl.constexpr, PACKED
 
 @triton.jit
 def _codes(row, dims, mask, BITS: tl.constexpr):
-    """Return whole numbers of 4 or 3 bits, which are packed from each byte's lowest bit on."""
+    """Return integers of 4 or 3 bits, which are packed from each byte's lowest bit on."""
     if BITS == 4:
         codes = (tl.load(row + dims // 2, mask=mask, other=0).to(tl.int32) >> (dims % 2 * 4)) & 15
     else:
@@ -175,10 +176,10 @@ def _codes(row, dims, mask, BITS: tl.constexpr):
 
 @triton.jit
 def _four_bit_floats(row, dims, scale, mask):
-    """Return numbers of 4 bits times their scales, which are loaded from where they lie."""
+    """Return 4-bit floats times their scales, which are loaded from `scale`."""
     pair = tl.load(row + dims // 2, mask=mask, other=0).to(tl.uint16)
     bits = pair >> (dims % 2 * 4).to(tl.uint16)
-    # The exponent's bias is less by 14 than that of a float of 16 bits.
+    # The exponent's bias is 14 less than that of a 16-bit float.
     half = ((bits & 8) << 12) | ((bits & 7) << 9)
     numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     return numbers * _small_floats(tl.load(scale, mask=mask, other=0), False)
@@ -186,14 +187,14 @@ def _four_bit_floats(row, dims, scale, mask):
 
 @triton.jit
 def _load_half(place, mask):
-    """Return floats of 16 bits, which may begin at any byte."""
+    """Return 16-bit floats, which may begin at any byte."""
     low, high = (tl.load(place, mask=mask, other=0).to(tl.uint16), tl.load(place + 1, mask=mask, other=0).to(tl.uint16))
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def load_scales(row, mask, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
-    """Return the scales of rows that have their own, 0 where not loaded."""
+    """Return the scales of rows that have their own; 0 for rows that are not loaded."""
     if FORMAT == 4:
         bits = tl.load((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), mask=mask, other=0)
         scales = (bits & -16).to(tl.float32, bitcast=True)
@@ -204,7 +205,7 @@ def load_scales(row, mask, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def load_zeros(row, mask, HEAD_DIM: tl.constexpr):
-    """Return the number of 4 bits that stands for zero in each row, 0 where not loaded."""
+    """Return the 4-bit number that stands for zero in each row; 0 for rows that are not loaded."""
     return (tl.load((row + HEAD_DIM // 2).to(tl.pointer_type(tl.int32)), mask=mask, other=0) & 15).to(tl.float32)
 
 
@@ -212,12 +213,12 @@ def load_zeros(row, mask, HEAD_DIM: tl.constexpr):
 def store_rows(
     row, rows, layer_scale, exists, dims, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr
 ):
-    """Write keys or values as `keepset.kernels.page_format.PageFormat.encode` does; whole ones as they are.
+    """Write keys or values as `keepset.kernels.page_format.PageFormat.encode` does; unquantised ones unchanged.
 
     Args:
-        row: where each row begins.
+        row: pointer to each row.
         rows: the numbers, zero beyond `HEAD_DIM`; mixed if their format mixes them.
-        layer_scale: where the layer's scale is, if rows have none.
+        layer_scale: pointer to the layer's scale, if rows have none.
         exists: which rows to write.
         dims: which numbers.
     """
@@ -272,14 +273,14 @@ def _store_halves(row, rows, exists, dims, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _eight_bits(numbers, largest, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Return float32 numbers as floats of 8 bits, rounded to even; what is beyond the largest becomes the largest."""
+    """Return float32 numbers as 8-bit floats, rounded to even and limited to the largest of them."""
     sign = (numbers.to(tl.int32, bitcast=True) >> 24) & 128
     size = tl.minimum(tl.abs(numbers), largest)
     bits = size.to(tl.int32, bitcast=True)
     dropped: tl.constexpr = 23 - MANTISSA
     normal = (bits + (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1) >> dropped) - ((127 - BIAS) << MANTISSA)
-    # Added to this number, whose last bit is the least one of 8 bits, others are rounded by the addition.
+    # Adding this number, whose last bit is the least of an 8-bit float, rounds the others.
     least: tl.constexpr = 2.0 ** (24 - MANTISSA - BIAS)
     small = (size + least).to(tl.int32, bitcast=True) - ((127 + 24 - MANTISSA - BIAS) << 23)
     code = tl.where(size < 2.0 ** (1 - BIAS), small, normal)
-    return (sign | tl.where(tl.abs(numbers) >= 0.0, code, 127)).to(tl.uint8)  # NaN is no size
+    return (sign | tl.where(tl.abs(numbers) >= 0.0, code, 127)).to(tl.uint8)  # NaN compares as false

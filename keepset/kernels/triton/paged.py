@@ -1,4 +1,4 @@
-"""Heads of any lengths in an engine's pages: attention split along the entries, and writing new entries."""
+"""Attention over heads of any lengths in an engine's pages, split along the entries, and writing new entries."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from keepset.kernels.triton.page_format import (
 from keepset.kernels.triton.softmax import LEAST_PART, PROGRAMS_PER_PROCESSOR, begun, capped, rows_of, streamed
 
 _SPLITS = 8, 64
-"""Parts of a long head: the least, since other heads of the step may be far shorter, and the most."""
+"""The least and the most parts of a long head; at least some, because other heads of the step may be far shorter."""
 _MOST_NUMBERS = 2**14
-"""Numbers of the queries of a program, at most, so that they fit its memory."""
+"""The most numbers of a program's queries, so that they fit its memory."""
 
 
 def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bias, format, value_dim) -> None:
     """Compute `keepset.kernels.paged.paged_attention`.
 
-    The number of parts of a head follows from the number of tokens and `tokens.longest`. Their length follows from the
-    head's entries, which only the device knows.
+    The number of a head's parts depends on the number of tokens and `tokens.longest`; their length on the head's
+    entries, which only the device knows.
     """
     n, (_, query_heads, head_dim), packed = len(tokens.lengths), queries.shape, packed_kind_of(cache, format)
     half, cache = to_values(cache), pages_of(cache)
@@ -49,9 +49,9 @@ def attend(queries, cache, addresses, place, tokens, layout, softmax, output, bi
     group, kind = query_heads // heads, as_bytes(cache, format)
     half, width = (half, head_dim) if value_dim is None else (0, value_dim)
     head_block, value_block = (max(16, triton.next_power_of_2(dim)) for dim in (head_dim, width))
-    # Of entries whose numbers are looked up one by one, as many as of others would not fit a program's registers.
+    # Fewer entries at a time if their numbers are decoded one by one, so that they fit a program's registers.
     block = rows_of(head_block if packed is None else 2 * head_block, queries.dtype)
-    # Further blocks of a KV head's query heads read its entries once more.
+    # Each block of a KV head's query heads reads its entries again.
     rows = max(16, min(triton.next_power_of_2(group), _MOST_NUMBERS // head_block))
     row_blocks = triton.cdiv(group, rows)
     splits = _splits(queries.device, n * heads * row_blocks, tokens.longest, n * query_heads * width)
@@ -124,7 +124,7 @@ def follow(filed, block_table, before, after, required, lost, block_size, layout
 
 
 def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> int:
-    """Return the parts of every head: enough to keep the device busy, none too short to be worth it.
+    """Return the parts of every head: enough to keep the device busy, each long enough to be worth a program.
 
     A step of many tokens gets fewer parts, because the engine does not account for the memory of partial outputs.
     """
@@ -135,23 +135,23 @@ def _splits(device: torch.device, programs: int, longest: int, numbers: int) -> 
 
 
 def _scales(format: RowFormat | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scales of a layer's keys and values, if they are the layer's."""
+    """Return the layer's scales of keys and values; None if rows have their own."""
     return (None, None) if format is None else (format.key_scale, format.value_scale)
 
 
 def _places(tokens: PagedTokens, layout: PageLayout) -> tuple[Tensor | None, ...]:
-    """Return tables and layouts, as the kernels take them."""
+    """Return tables and layouts in the order of the kernels' arguments."""
     return tokens.block_table, *layout, tokens.places, tokens.rows, tokens.lengths
 
 
 def _rows(tokens: PagedTokens, layout: PageLayout) -> tuple[int, ...]:
-    """Return the stride from row to row of each of them."""
+    """Return the row strides of tables and layouts."""
     return tokens.block_table.stride(0), *(part.stride(0) for part in layout)
 
 
 @triton.jit
 def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Return for each head its entries and pages at the event, and where its pages are numbered from: then and since.
+    """Return for each head its entries and pages at the event, and its first page numbers: at the event and after it.
 
     This is `keepset.kernels.page_layout._numbers` for one request.
     """
@@ -161,7 +161,7 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
     free = kept * SIZE - count
     if shared:
         kept, free = tl.maximum(kept - 1, 0), free * 0
-    # Heads with fewer free places run full earlier; if equal, the lower head takes its page first.
+    # Heads with fewer free places fill up earlier; if equal, the lower head takes its page first.
     full = tl.where(head < HEADS, free * HEADS + head, 2**30)
     rank = tl.sum((full[None, :] < full[:, None]).to(tl.int32), 1)
     start = tl.sum(tl.where(head[None, :] < head[:, None], kept[None, :], 0), 1)
@@ -173,7 +173,7 @@ def _dealt(counts, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE:
 
 @triton.jit
 def _dealt_to(counts, shared, head, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr):
-    """Return what `_dealt` does, of one head."""
+    """Return the results of `_dealt` for one head."""
     count, kept, start, later = _dealt(counts, shared, HEADS, HEADS_BLOCK, SIZE)
     own = tl.arange(0, HEADS_BLOCK) == head
     count, kept = tl.sum(tl.where(own, count, 0), 0), tl.sum(tl.where(own, kept, 0), 0)
@@ -192,7 +192,7 @@ def _find(
     cache_block, cache_head, cache_entry, slot_layer,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Return where the numbers of a head's entries lie, how far that is from their blocks' first, and their slots."""
+    """Return pointers to a head's entries, their distances from their blocks' first entries, and their slots."""
     page = entry // SIZE
     number = _number(page, kept, start, later, HEADS)
     index, holder = first_block + number // HEADS, page * 0 + layer
@@ -302,7 +302,7 @@ def _attend_pages(
     if SPLIT:
         at_output = split.to(tl.int64) * outputs + token * (HEADS * GROUP) + query
         tl.store(lse + at_output, largest + tl.log(total), mask=exists)
-        # Of a part beyond its head's end only the log-sum-exp is written.
+        # For a part beyond its head's end only the log-sum-exp is written.
         written = tl.where(split * part < tl.maximum(entries, 1), GROUP, 0)
     else:
         at_output = place * (HEADS * GROUP) + query
@@ -321,7 +321,7 @@ def _append_to_pages(
     SIZE: tl.constexpr, LISTED: tl.constexpr, GUARDED: tl.constexpr,
     HALF: tl.constexpr, FORMAT: tl.constexpr, OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries of one token, of all heads; one program for each token."""
+    """Write one token's entries of all heads; one program for each token."""
     token = tl.program_id(0).to(tl.int64)
     place, row = token, token
     if LISTED:
@@ -353,7 +353,7 @@ def _copy_to_pages(
     VALUE_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, BLOCK: tl.constexpr, TO_VALUES: tl.constexpr,
     TO_SCALES: tl.constexpr, SWIZZLED: tl.constexpr, LISTED: tl.constexpr, GUARDED: tl.constexpr,
 ):  # fmt: skip
-    """Copy the entries of one token, of all heads; one program for each token."""
+    """Copy one token's entries of all heads; one program for each token."""
     token, row = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64)
     if LISTED:
         row = tl.load(rows + token).to(tl.int64)
@@ -387,7 +387,7 @@ def _copy_to_pages(
 
 @triton.jit
 def _copy(source, target, exists, byte, BYTES: tl.constexpr):
-    """Copy so many bytes of each row."""
+    """Copy `BYTES` bytes of each row."""
     mask = exists[:, None] & (byte < BYTES)[None, :]
     tl.store(target[:, None] + byte[None, :], tl.load(source[:, None] + byte[None, :], mask=mask), mask=mask)
 
@@ -397,7 +397,7 @@ def _newest(
     length, table, counts, event_length, first, shared, HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return for each head whether it gets an entry of a token, and the block, head and offset of its place."""
+    """Return for each head whether a token's entry is written to it, and the entry's block, head and offset."""
     count, kept, start, later = _dealt(counts, tl.load(shared) > 0, HEADS, HEADS_BLOCK, SIZE)
     entry = count + (length - tl.load(event_length).to(tl.int32)) - 1
     number = _number(entry // SIZE, kept, start, later, HEADS)
@@ -412,7 +412,7 @@ def _follow(
     counts, lengths, firsts, shares, pages, lost, table_row,
     COUNTS: tl.constexpr, LAYERS: tl.constexpr, SIZE: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move the layout of one request; one program for each."""
+    """Move the layout of one request; one program for each request."""
     row = tl.program_id(0).to(tl.int64)
     had, has, blocks = tl.load(before + row), tl.load(after + row), block_table + row * table_row
     old = tl.load(blocks + tl.maximum(had - 1, 0) // SIZE).to(tl.int64)
@@ -470,7 +470,7 @@ def _shift(
     length, gone = tl.load(lengths + row).to(tl.int64), tl.load(dropped + row).to(tl.int64)
     tl.store(left + row, (length - gone).to(left.dtype.element_ty))
     table = block_table + row * of_row
-    # A padding row has one block, which belongs to no request.
+    # A padding row gets one block that belongs to no request.
     blocks = tl.maximum((length - gone + size - 1) // size, 1)
     for first in range(0, blocks, BLOCK):
         column = first + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Attention that entries in an engine's pages receive from a few queries: all layers in two launches."""
+"""Attention that entries in an engine's pages receive from a few queries; two launches for all layers."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from keepset.kernels.triton.softmax import (
 )
 
 _PARTS = 4, 16
-"""Parts of a long head: the least, since other heads may be far shorter, and the most."""
+"""The least and the most parts of a long head; at least some, because other heads may be far shorter."""
 
 
 def add_received(cache, addresses, places, queries, entries, target, formats) -> None:
     """Compute `keepset.kernels.paged_window.add_received_in_pages`.
 
-    Two programs never add to the same place, so every sum has one order. The length of a head's parts follows from its
+    Two programs never add to the same place, so sums have a fixed order. The length of a head's parts depends on its
     entries, which only the device knows.
     """
     (layers, _, _, query_heads, head_dim), (rows, n) = queries.rings.shape, queries.places.shape
@@ -58,11 +58,11 @@ def add_received(cache, addresses, places, queries, entries, target, formats) ->
     least, most = _PARTS
     even = triton.cdiv(dispatch.processors(kind.device) * PROGRAMS_PER_PROCESSOR, heads)
     parts = max(1, min(triton.cdiv(entries.longest, LEAST_PART), max(least, min(most, even))))
-    # Always as wide as for most parts: another width would be another program, compiled while requests wait.
+    # Always the width for the most parts: another width would be compiled while requests wait.
     partial = torch.empty(heads, blocks * sizes["ROWS"], most, device=kind.device)
     slots, at, last = (part.contiguous() for part in (queries.slots, queries.places, target.last_visible))
     softmax, sinks = target.softmax, target.softmax.sinks
-    if sinks is not None:  # of each row of a token, in each layer of the group
+    if sinks is not None:  # one for each row of a token, in each layer of the group
         sinks = sinks.float().view(len(addresses.on_device), kv_heads, -1)
         sinks = sinks.amax(2) if largest else sinks.contiguous()
     shared = (
@@ -98,7 +98,7 @@ def _place(
     block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
     HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return the program's layer, request and head, its entries, how many were packed, and where its pages are."""
+    """Return the program's layer, request and head, the head's entries and packed entries, and its pages."""
     program = tl.program_id(0)
     head, row, layer = program % HEADS, program // HEADS % rows, program // HEADS // rows
     of_layer = row * of_group + (first + layer) % of_group
@@ -113,7 +113,7 @@ def _place(
 
 @triton.jit
 def _part(entries, parts, LEAST_PART: tl.constexpr, BLOCK: tl.constexpr):
-    """Return how many of a head's entries a program looks at."""
+    """Return how many of a head's entries a program reads."""
     return tl.maximum(LEAST_PART, tl.cdiv(tl.cdiv(entries, parts), BLOCK) * BLOCK)
 
 
@@ -158,7 +158,7 @@ def _logits(
     factor = scaling
     if OWN_SCALES:
         factor = scaling * load_scales(keys, stored, HEAD_DIM, FORMAT)[None, :]
-    # Entries since the event lie one distance before their positions; kept ones are taken to lie just before them.
+    # Entries since the event are equally far from their positions; kept ones count as just before them.
     position = entry + length - entries
     if PLACED:
         known = entry < tl.minimum(packed, entries)
@@ -220,7 +220,7 @@ def _add_in_pages(
     OWN_SCALES: tl.constexpr, EIGHT: tl.constexpr,
     OWN: tl.constexpr, MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Add what one part of a head's entries receives from all queries; program axes: (head, part)."""
+    """Add the attention that one part of a head's entries receives from all queries; program axes: (head, part)."""
     layer, row, head, length, entries, packed, table, first_block, shared, pages, start, later = _place(
         block_table, counts, event_lengths, firsts, shares, packs, lengths, table_row, rows, first, of_group,
         HEADS, HEADS_BLOCK, SIZE,

@@ -12,7 +12,7 @@ from keepset.kernels.triton.page_format import as_bytes, kind_of, load_numbers, 
 from keepset.kernels.triton.softmax import rows_of
 
 _WIDTH = 64
-"""Numbers of the hidden layer that a program computes at a time: those of `WIDTH` in a fit of the default size."""
+"""Hidden units that a program computes at a time: all of them in a fit of the default `WIDTH`."""
 _INPUTS = 32
 """Numbers of an input that a program multiplies at a time."""
 
@@ -69,7 +69,7 @@ def _launch(  # type: ignore[no-untyped-def]
 def _cos_and_sin(angles):
     """Return cosine and sine of angles in parts of a full turn, which 64-bit integers count.
 
-    The quarter of the turn is known exactly, so two short polynomials are enough (those of Cephes).
+    The quadrant is exact, so two short polynomials suffice (those of Cephes).
     """
     part = (angles >> 32).to(tl.int32)  # to 1.5e-9 radians
     quarter = (part + 536870912) >> 30
@@ -85,12 +85,12 @@ def _cos_and_sin(angles):
 
 @triton.jit
 def _numbers(row, exists, dims, unmix, DIM: tl.constexpr, FORMAT: tl.constexpr):
-    """Return some numbers of a block of rows, without their scales; of mixed rows what they stand for.
+    """Return some numbers of a block of rows, unmixed if rows are mixed, without their scales.
 
     Args:
-        row: where each row begins.
+        row: pointer to each row.
         dims: which numbers.
-        unmix: as `keepset.kernels.mixing.Mixing` has it; None if rows are not mixed.
+        unmix: the matrix of `keepset.kernels.mixing.Mixing`; None if rows are not mixed.
     """
     if unmix is None:
         numbers = load_numbers(row[:, None], dims[None, :], exists[:, None] & (dims < DIM)[None, :], FORMAT)
@@ -117,7 +117,7 @@ def _unrotated(
     """Return some numbers of a block of keys as they were before rotation.
 
     Args:
-        key: where each entry's key begins.
+        key: pointer to each entry's key.
         scale: factor of each entry's numbers.
         dims: which numbers.
         unmix: as in `_numbers`.
@@ -128,7 +128,7 @@ def _unrotated(
     y = _numbers(key, exists, other, unmix, HEAD_DIM, FORMAT)
     x *= (1 / tl.load(gain + dims, mask=real, other=1.0))[None, :]
     y *= (1 / tl.load(gain + other, mask=real, other=1.0))[None, :]
-    cos, sin = _cos_and_sin(positions[:, None] * tl.load(turns + dims, mask=real, other=0)[None, :])  # which wraps
+    cos, sin = _cos_and_sin(positions[:, None] * tl.load(turns + dims, mask=real, other=0)[None, :])  # wraps around
     unrotated = x * cos - y * sin
     return unrotated if FORMAT == 0 else unrotated * scale[:, None]
 
@@ -142,13 +142,13 @@ def _weights(hidden, unit, dims, real, exist, INPUTS: tl.constexpr):
 
 @triton.jit
 def _log_length(square, SHORTEST: tl.constexpr):
-    """Return the logarithm of the length of rows, from their squares' sums."""
+    """Return the logarithm of the length of rows, from their sums of squares."""
     return 0.5 * tl.log(tl.where(square < SHORTEST * SHORTEST, SHORTEST * SHORTEST, square))  # NaN stays NaN
 
 
 @triton.jit
 def _linear(score, slope, x, weights, numbers, exist, ROW: tl.constexpr):
-    """Add to both outputs what some numbers of the rows `x` give to each; their weights lie `ROW` numbers apart."""
+    """Add the products of some numbers of the rows `x` with their weights to both outputs; weights are `ROW` apart."""
     score += tl.sum(x * tl.load(weights + numbers, mask=exist, other=0.0)[None, :], 1)
     slope += tl.sum(x * tl.load(weights + ROW + numbers, mask=exist, other=0.0)[None, :], 1)
     return score, slope

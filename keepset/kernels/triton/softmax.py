@@ -1,4 +1,4 @@
-"""Parts of kernels that go through entries block by block: sizes, a streamed softmax, logits of a few queries."""
+"""Building blocks of kernels that read entries block by block: sizes, a streamed softmax, logits of a few queries."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import triton.language as tl
 _MOST = 64
 """Rows that make a product efficient."""
 _LEAST = 16
-"""Rows that a product needs, at least."""
+"""The least rows of a product."""
 _BYTES = 16 * 1024
-"""Bytes of one block. A program has up to six blocks under way and 99 KiB."""
+"""Bytes of one block. A program loads up to six blocks at a time and has 99 KiB."""
 
 LEAST_PART = 256
-"""Entries of a part of a head, at least: a shorter one is not worth a program of its own."""
+"""The least entries of a part of a head; a shorter part is not worth its own program."""
 PROGRAMS_PER_PROCESSOR = 4
 """Programs that keep a processor busy."""
 
@@ -27,10 +27,10 @@ def rows_of(width: int, dtype: torch.dtype) -> int:
 
 
 def query_sizes(group: int, n: int, head_dim: int, dtype: torch.dtype, largest: bool) -> dict[str, Any]:
-    """Return the sizes of kernels that go through blocks of `n` queries of each head of a group.
+    """Return the sizes of kernels that process `n` queries of each head of a group in blocks.
 
-    `TOKENS` queries, each of `WIDE` heads, are a block, of which `ROWS` log-sum-exps are made: one for each query and
-    head, or for each query if the largest logit of the heads counts.
+    A block is `TOKENS` queries of `WIDE` heads. It has `ROWS` log-sum-exps: one for each query and head, or for each
+    query if only the largest logit of the heads counts.
     """
     wide, head_block = triton.next_power_of_2(group), max(16, triton.next_power_of_2(head_dim))
     block = rows_of(head_block, dtype)
@@ -59,11 +59,10 @@ def streamed(largest, total, logits):
     Args:
         largest: largest logit of each row so far.
         total: sum of `exp(logit - largest)` so far.
-        logits: of the block, `[rows, entries]`.
+        logits: logits of the block, `[rows, entries]`.
 
     Returns:
-        The new `largest` and `total`, the block's exponentials, and the factor by which to multiply what was summed
-        before.
+        The new `largest` and `total`, the block's exponentials, and the factor by which to multiply earlier sums.
     """
     new_largest = tl.maximum(largest, tl.max(logits, 1))
     # The difference would be NaN for rows that have seen nothing yet.
@@ -86,8 +85,8 @@ def seen_logits(
 ):  # fmt: skip
     """Return the logits of queries, `WIDE` heads for each token, and a block of entries.
 
-    Minus infinity where an entry is not visible. With `LARGEST` there is one row for each token: the largest of its
-    heads' logits, NaN if one of them is.
+    Logits of invisible entries are minus infinity. With `LARGEST` there is one row for each token: the largest of its
+    heads' logits, or NaN if one of them is NaN.
     """
     logits = tl.dot(q, k, input_precision="ieee") * scaling
     if CAPPED:
@@ -104,21 +103,21 @@ def seen_logits(
 
 @triton.jit
 def log_sum_exp(largest, total):
-    """Return the log-sum-exp of streamed rows: minus infinity of rows that saw nothing; NaN stays NaN."""
+    """Return the log-sum-exp of streamed rows; minus infinity for rows that saw nothing; NaN stays NaN."""
     return tl.where(largest == float("-inf"), largest + total, largest + tl.log(total))
 
 
 @triton.jit
 def received(logits, partial, row, part, parts, PARTS: tl.constexpr, NUMBERS: tl.constexpr):
-    """Return what a block of entries receives from rows whose log-sum-exps, over parts of all entries, are known.
+    """Return the attention that a block of entries receives from rows, given their log-sum-exps over parts of entries.
 
-    The rows of a token are summed one by one as far as an entry has numbers for them: `[NUMBERS, BLOCK]`.
+    Rows are summed into `NUMBERS` numbers of each entry: `[NUMBERS, BLOCK]`.
     """
     lse = tl.load(partial + row[:, None] * PARTS + part[None, :], mask=(part < parts)[None, :], other=float("-inf"))
     most = tl.max(lse, 1)
     shift = tl.where(most == float("-inf"), 0.0, most)
     attention = tl.exp(logits - shift[:, None]) / tl.sum(tl.exp(lse - shift[:, None]), 1)[:, None]
-    # A query that sees nothing would give 0 / 0. A query with NaN spoils what it sees.
+    # A query that sees nothing would give 0 / 0. A query with NaN gives NaN to all entries that it sees.
     attention = tl.where(logits == float("-inf"), 0.0, attention)
     return tl.sum(tl.reshape(attention, [logits.shape[0] // NUMBERS, NUMBERS, logits.shape[1]]), 0)
 

@@ -25,7 +25,7 @@ from keepset.kernels.triton.softmax import (
 )
 
 _PARTS = 16
-"""Parts of a head, at most, for the log-sum-exps of its queries."""
+"""The most parts of a head, for the log-sum-exps of its queries."""
 
 
 def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_of) -> None:
@@ -65,15 +65,15 @@ def received_attention(
 
 
 class _Heads(NamedTuple):
-    """Places of heads, as the kernels take them.
+    """Places of heads, as the kernels' arguments.
 
     Attributes:
-        keys, positions, bias, key_scale: of their columns only the types count; heads are found by the table.
-        addresses: as `HeadTable` has them.
+        keys, positions, bias, key_scale: columns of which only the dtypes matter; heads are found by the table.
+        addresses: the addresses of `HeadTable`.
         grown: entries of every head beyond the table's count.
         longest: entries of the longest head.
         key_row: numbers from one key to the next.
-        sink_heads: KV heads of one set of sinks.
+        sink_heads: number of KV heads that a set of sinks covers.
         aligned: whether every head's keys begin at a multiple of 16 bytes.
     """
 
@@ -90,9 +90,9 @@ class _Heads(NamedTuple):
 
 
 def _add(column, queries, where, kv_heads, last_visible, softmax, sums_of) -> None:
-    """Add what entries receive to a column.
+    """Add the attention that entries receive to a column.
 
-    A program owns a block of entries and adds to their places alone, so every sum has one order.
+    A program owns a block of entries and is the only one to add to it, so sums have a fixed order.
     """
     largest = sums_of is GroupReduction.LARGEST
     batch, query_heads, n, head_dim = queries.shape
@@ -104,7 +104,7 @@ def _add(column, queries, where, kv_heads, last_visible, softmax, sums_of) -> No
     parts = triton.cdiv(max(where.longest, 1), part)
     partial = torch.empty(heads, blocks * rows, _PARTS, device=queries.device)
     sinks = softmax.sinks
-    if sinks is not None:  # of each row of a token
+    if sinks is not None:  # one for each row of a token
         sinks = sinks.view(where.sink_heads, -1)
         sinks = sinks.amax(1) if largest else sinks.contiguous()
     shared = (
@@ -130,7 +130,7 @@ def _logits(
     GROUP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, LARGEST: tl.constexpr, BIASED: tl.constexpr, INT8: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of a block of queries and a block of entries, minus infinity where nothing is seen."""
+    """Return the logits of a block of queries and a block of entries; those of unseen entries are minus infinity."""
     row, dims = tl.arange(0, TOKENS * WIDE), tl.arange(0, HEAD_BLOCK)
     token, member = (block * TOKENS + row // WIDE).to(tl.int64), row % WIDE
     exists = (token < n) & (member < GROUP)
@@ -198,7 +198,7 @@ def _add_received(
     ROWS: tl.constexpr, PARTS: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     MEAN: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Add what one block of entries of a head receives from all queries; program axes: (head, block of entries)."""
+    """Add the attention of all queries to one block of a head's entries; program axes: (head, block of entries)."""
     head, first = tl.program_id(0), tl.program_id(1) * BLOCK
     length = tl.load(table + 6 * heads + head).to(tl.int32) + grown
     if first >= length:
@@ -220,7 +220,7 @@ def _add_received(
         row = (head.to(tl.int64) * blocks + block) * ROWS + tl.arange(0, ROWS)
         sums += received(logits, partial, row, part, parts, PARTS, NUMBERS)
     entry = first + tl.arange(0, BLOCK)
-    # All columns have the same places: the address of the head's first position says where it begins.
+    # All columns have the same places, so the address of the head's first position gives the head's first place.
     begin = (address - first_position) // (positions_kind.dtype.element_ty.primitive_bitwidth // 8)
     stored = entry < length
     add_numbers(column, begin + entry, stored, stored, sums, GROUP, MEAN, NUMBERS)
