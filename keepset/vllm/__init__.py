@@ -1,4 +1,4 @@
-"""The plug-in for vLLM: its paged cache, compressed where it lies."""
+"""The plug-in for vLLM, which compresses the paged cache in place."""
 
 from keepset.vllm.engine_args import engine_args, serve_options
 

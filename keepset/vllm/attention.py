@@ -1,4 +1,4 @@
-"""Mixins for the attention layers of vLLM's backends: `CompressedAttentionImpl`, and what others have in common."""
+"""Mixins for the attention layers of vLLM's backends: `CompressedAttentionImpl`, and their common base."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from keepset.vllm.packed_layouts import PACKED, packed_format, parts_of, room_li
 
 
 class CompressedImpl:
-    """What the layers of all backends have: their pages, and queries that later events look at."""
+    """The base of the layers of all backends: their pages, and the recording of queries for later events."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,7 +32,7 @@ class CompressedImpl:
     scale: float
 
     unrotated = 0
-    """Numbers of a query before those that rotate, if it rotates."""
+    """How many of a query's first numbers are not rotated."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,12 +43,12 @@ class CompressedImpl:
 
     @property
     def softmax(self) -> Softmax:
-        """What the layer does with products; it gets its sinks when weights are loaded."""
+        """The layer's softmax; its sinks are set when weights are loaded."""
         return Softmax(self.scale, softcap_of(self), getattr(self, "sinks", None))
 
     @property
     def model_dtype(self) -> torch.dtype:
-        """The model's type, in which keys and values are given."""
+        """The model's dtype, which keys and values have."""
         return cast(torch.dtype, self._context.config.model_config.dtype)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -60,17 +60,17 @@ class CompressedImpl:
         return False
 
     def make_pages(self, layer: Any, caches: Sequence[Tensor], place: int) -> Pages:
-        """Return the cache of one of the layers that share block tables, as sub-pages.
+        """Return as sub-pages the cache of one of the layers that share block tables.
 
         Args:
             layer: vLLM's layer.
             caches: the caches of the layers that share block tables.
-            place: which of them is the layer's.
+            place: the index of the layer's cache among them.
         """
         raise NotImplementedError
 
     def pages(self, layer: Any, kv_cache: Tensor) -> Pages:
-        """Return the layer's cache as sub-pages, which are made once.
+        """Return the layer's cache as sub-pages; they are made once.
 
         Args:
             layer: vLLM's layer.
@@ -78,14 +78,14 @@ class CompressedImpl:
         """
         if self._pages is None or self._pages[0] is not kv_cache:
             group, place = self._context.neighbours[layer.layer_name]
-            for each in group:  # whose pages may be written to through this layer's
+            for each in group:  # their pages may be written to through this layer's
                 fill_scales(each, kv_cache if each is layer else each.kv_cache)
             caches = [kv_cache if each is layer else each.kv_cache for each in group]
             self._pages = kv_cache, self.make_pages(layer, caches, place)
         return self._pages[1]
 
     def belong_to(self, layer: Any) -> None:
-        """Be told the layer whose implementation this is, once there will be a cache; forget an earlier cache.
+        """Note that this implementation belongs to `layer`, whose cache is about to be made; forget an earlier cache.
 
         Args:
             layer: vLLM's layer.
@@ -93,17 +93,17 @@ class CompressedImpl:
         self._pages = None
 
     def queries_of(self, rows: Float[Tensor, "n numbers"]) -> Float[Tensor, "n query_heads head_dim"]:
-        """Return the queries of all heads that the model hands to the layer, as methods see them."""
+        """Return the layer's queries by head, as methods see them."""
         return rows.unflatten(-1, (-1, self.head_size))
 
     def _whole(self, layer: Any, query: Tensor) -> Tensor:
-        """Return queries as events and keepset's attention look at them: some backends get them in 8 bits."""
+        """Return queries in the model's dtype: some backends get them in 8 bits."""
         if query.dtype.itemsize > 1:
             return query
         return query.to(self.model_dtype) * layer._q_scale.to(self.model_dtype)
 
     def record(self, layer: Any, step: PlannedStep | None, queries: Tensor) -> None:
-        """Run what the step's plan says of this layer, which has attended.
+        """Run the step's planned work for this layer, after its attention.
 
         Args:
             layer: vLLM's layer.
@@ -120,9 +120,9 @@ class CompressedImpl:
 
 
 class CompressedAttentionImpl(CompressedImpl):
-    """Attends to the kept entries, and records the queries that later events look at.
+    """Attends to the kept entries, and records queries for later events.
 
-    These methods are for backends that store an entry's numbers in order, which are those for GPUs. `CPUMixin` and
+    These methods are for backends that store an entry's numbers in order, as those for GPUs do. `CPUMixin` and
     `RowsMixin` override them for others.
     """
 
@@ -135,9 +135,9 @@ class CompressedAttentionImpl(CompressedImpl):
         return StridedPages(caches, place, format_of(layer, self.model_dtype))
 
     def mixing(self, layer: Any) -> Mixing | None:
-        """Return how to mix what vLLM's backend is given, where pages hold mixed rows; None if it is not mixed.
+        """Return how to mix the inputs of vLLM's backend if pages hold mixed rows; None if nothing is mixed.
 
-        Attention of mixed queries, keys and values is attention as it would be, but mixed.
+        Attention of mixed queries, keys and values is the mixed output of the same attention.
 
         Args:
             layer: vLLM's layer.
@@ -145,11 +145,11 @@ class CompressedAttentionImpl(CompressedImpl):
         return own_mixing(layer.kv_cache_dtype, self.head_size)
 
     def write_plain(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        """Write entries as vLLM's backend does it.
+        """Write entries as vLLM's backend does.
 
         Args:
             layer: vLLM's layer.
-            key, value: of the entries, `[tokens, kv_heads, head_dim]`.
+            key, value: keys and values of the entries, `[tokens, kv_heads, head_dim]`.
             kv_cache: a cache like the layer's.
             slots: the slot of each token.
         """
@@ -160,7 +160,7 @@ class CompressedAttentionImpl(CompressedImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write new entries; where heads have pages of their own, each head's entry to its own place.
+        """Write new entries; if heads have their own pages, write each head's entry to the head's own slot.
 
         Args:
             layer: vLLM's layer.
@@ -170,7 +170,7 @@ class CompressedAttentionImpl(CompressedImpl):
             slot_mapping: the slot of each token.
 
         Raises:
-            UnsupportedEngineError: the slots are not those that keepset was told of.
+            UnsupportedEngineError: the slots are not those of the plan.
         """
         metadata: Any = get_forward_context().attn_metadata
         known = metadata.get(layer.layer_name) if isinstance(metadata, dict) else None
@@ -183,7 +183,7 @@ class CompressedAttentionImpl(CompressedImpl):
             self.append_ragged(layer, step, key, value, kv_cache)
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
-        """Write each head's new entries to its own place.
+        """Write each head's new entries to the head's own slots.
 
         Args:
             layer: vLLM's layer.
@@ -200,14 +200,14 @@ class CompressedAttentionImpl(CompressedImpl):
             append_to_pages(key, value, kv_cache, tokens, layout, pages.format)
             return
         assert isinstance(pages, ScatteredPages)
-        # What vLLM's kernels make of numbers depends on the GPU, so they write the bytes that are copied.
+        # The bytes that vLLM's kernels write depend on the GPU, so these kernels write the bytes that are copied.
         number = len(tokens.lengths)
         some, room = slice(number) if tokens.places is None else tokens.places, room_like(kv_cache, number)
         self.write_plain(layer, key[some], value[some], room, torch.arange(number, device=key.device))
         append_stored(parts_of(layer, room), pages.caches[pages.place], tokens, layout)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Compute the attention of each head over entries of its own.
+        """Compute the attention of each head over its own entries.
 
         Args:
             layer: vLLM's layer.
@@ -236,7 +236,7 @@ class CompressedAttentionImpl(CompressedImpl):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Run vLLM's attention, then what the step's plan says of this layer.
+        """Run vLLM's attention, then the step's planned work for this layer.
 
         Args:
             layer: vLLM's layer.
@@ -244,7 +244,7 @@ class CompressedAttentionImpl(CompressedImpl):
             key: new keys, which are in the cache already.
             value: new values, which are in the cache already.
             kv_cache: the layer's cache.
-            attn_metadata: what `KeepBuilder.build` returned.
+            attn_metadata: the result of `KeepBuilder.build`.
             output: the tensor that the result is written to.
             args: further arguments of vLLM's backend.
             kwargs: further arguments of vLLM's backend.
@@ -256,7 +256,7 @@ class CompressedAttentionImpl(CompressedImpl):
         ragged = None if step is None else step.plan.ragged
         if ragged is None or ragged.others:
             mixing, mixed, attended = self.mixing(layer), query, output
-            if mixing is not None:  # without metadata too, when vLLM measures how much memory a step takes
+            if mixing is not None:  # also without metadata, when vLLM measures how much memory a step takes
                 mixed, attended = mixing.mixed_queries(query), torch.empty_like(output)
             super().forward(layer, mixed, key, value, kv_cache, attn_metadata, attended, *args, **kwargs)  # type: ignore[misc]
             if mixing is not None:
@@ -267,19 +267,19 @@ class CompressedAttentionImpl(CompressedImpl):
         return output
 
 
-# Not a base class: a protocol's `__init__` would not go on to the backend's.
+# Not a base class, because a protocol's `__init__` would not call the backend's.
 _adapter: type[LayerAdapter] = CompressedImpl
 
 
 def check_slots(step: PlannedStep | None, slot_mapping: Tensor) -> None:
-    """Refuse a vLLM that writes new entries to other slots than the plan has altered.
+    """Refuse a vLLM that writes new entries by another tensor of slots than the one that the plan has changed.
 
     Args:
         step: the step; None if the layer is not compressed.
         slot_mapping: the slots that vLLM writes to.
 
     Raises:
-        UnsupportedEngineError: the slots are not those that keepset was told of.
+        UnsupportedEngineError: the slots are not those of the plan.
     """
     if step is not None and step.plan.slot_mapping.data_ptr() != slot_mapping.data_ptr():
-        raise UnsupportedEngineError("This vLLM writes to the cache by slots that keepset did not see.")
+        raise UnsupportedEngineError("This vLLM writes to the cache by slots that keepset did not plan.")

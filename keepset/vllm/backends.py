@@ -1,6 +1,6 @@
-"""keepset's attention backends, one for each of vLLM's, under the name that vLLM has for it.
+"""keepset's attention backends, one for each of vLLM's, under vLLM's names.
 
-Without a recipe a backend answers with vLLM's own classes, so nothing of keepset runs.
+Without a recipe a backend returns vLLM's own classes, so nothing of keepset runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from keepset.vllm.settings import recipe_of
 class CPUMixin(CompressedAttentionImpl):
     """A mixin for layers whose cache is packed.
 
-    The backend's kernel is called directly: what vLLM's class does around it would take as long as the rest.
+    The backend's kernel is called directly, because vLLM's class would add as much time as all the rest.
     """
 
     head_size: int
@@ -49,9 +49,9 @@ class CPUMixin(CompressedAttentionImpl):
         pages.write_folded(keys, values, slots)
 
     def attend_ragged(self, layer: Any, step: PlannedStep, query: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Compute attention by the backend's own kernel, which is the quickest.
+        """Compute attention by the backend's own kernel, which is the fastest.
 
-        It knows no biases of entries, and no sinks that differ between KV heads.
+        The kernel supports neither biases of entries nor sinks that differ between KV heads.
         """
         place, pages = step.places[layer.layer_name], self.pages(layer, kv_cache)
         softmax = self.softmax
@@ -111,19 +111,19 @@ _LAYERS: dict[str, type[CompressedImpl]] = {
 """The mixin for the layers of each backend that keepset knows."""
 _ON_CPUS = ("CPU_ATTN", "CPU_MLA", "AMX_MLA")
 _OF_ONE_CACHE = ("TURBOQUANT",)
-"""Backends that vLLM chooses by the type of the cache, and that can do nothing else."""
+"""Backends that vLLM chooses by the cache's type, and that serve only this type."""
 
 
 class KeepBackend(AttentionBackend):
     """Chooses between keepset's classes and vLLM's own.
 
-    If the backend cannot serve the recipe the engine does not start, rather than ignore the recipe silently.
+    If the backend cannot serve the recipe, the engine does not start, rather than silently ignore the recipe.
 
     Attributes:
         registered: vLLM's name of the backend.
         plain: vLLM's own backend.
         impl, builder: keepset's layer and metadata builder; None for backends that keepset does not know.
-        of_rows: these two for quantised caches, if they are others.
+        of_rows: layer and metadata builder for quantised caches, if they differ.
     """
 
     registered: ClassVar[str]
@@ -131,11 +131,11 @@ class KeepBackend(AttentionBackend):
     impl: ClassVar[type[Any] | None]
     builder: ClassVar[type[Any] | None]
     of_rows: ClassVar[tuple[type[Any], type[Any]] | None]
-    supports_kv_cache_update_bypass = False  # of vLLM 0.33: the model itself would write to the cache
+    supports_kv_cache_update_bypass = False  # in vLLM 0.33 the model itself would write to the cache
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Return why vLLM must pass over this backend. One that was chosen by name raises an error of its own later."""
+        """Return why vLLM must pass over this backend. One that was chosen by name raises its own error later."""
         reasons = super().validate_configuration(*args, **kwargs)
         config = get_current_vllm_config_or_none()
         recipe = recipe_of(config)
@@ -162,7 +162,7 @@ class KeepBackend(AttentionBackend):
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:  # type: ignore[override]
-        # Layers that attend to chunks make their builder from this one while the model is built, maybe as the first.
+        # While the model is built, layers that attend to chunks derive their builder from this one, perhaps first.
         context = active() if get_current_vllm_config_or_none() is None else activate()
         if context is None or cls.builder is None:
             return cls.plain.get_builder_cls()
@@ -178,7 +178,7 @@ class KeepBackend(AttentionBackend):
 
     @classmethod
     def supports_rswa(cls) -> bool:
-        """Return True, because prompt lengths are handed over in a field of this feature."""
+        """Return True, because prompt lengths are passed in a field of this feature."""
         return True
 
 
@@ -193,7 +193,7 @@ def __getattr__(name: str) -> type[AttentionBackend]:
 
 @cache
 def _recurrent_backend(name: str) -> type[AttentionBackend]:
-    """Return vLLM's backend of recurrent layers, whose builder refuses a model that has no others."""
+    """Return vLLM's backend of recurrent layers; its builder refuses a model that has only such layers."""
     plain = resolve_obj_by_qualname(MambaAttentionBackendEnum[name].value)
     place = {"__module__": __name__}
     builder = type(f"Keep{plain.get_builder_cls().__name__}", (RecurrentBuilder, plain.get_builder_cls()), place)
@@ -202,7 +202,7 @@ def _recurrent_backend(name: str) -> type[AttentionBackend]:
 
 @cache
 def _backend(name: str) -> type[AttentionBackend]:
-    """Return vLLM's backend with keepset's mixins. Its classes are of this module, where vLLM looks them up by name."""
+    """Return vLLM's backend with keepset's mixins. Its classes are in this module, where vLLM looks them up by name."""
     plain = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
     place = {"__module__": __name__}
     classes: dict[str, Any] = {"registered": name, "plain": plain, "impl": None, "builder": None, "of_rows": None}

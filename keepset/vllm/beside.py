@@ -1,9 +1,9 @@
-"""Other KV connectors beside keepset: they see of a request only what no compression writes to.
+"""Other KV connectors beside keepset: they see only those tokens of a request whose pages no compression writes to.
 
 Connectors that cache prefixes elsewhere, such as vLLM's `OffloadingConnector`, file pages under hashes of tokens. That
-is right for the first pages of a prompt until its first compression, and for nothing else. So each of them runs as a
-subclass, to which every request seems to have these tokens alone. This module has the subclasses under the names of
-vLLM's classes: `"kv_connector_module_path": "keepset.vllm.beside"` is all that a configuration says of it.
+is correct only for the first pages of a prompt, until its first compression (plain pages). So each connector runs as a
+subclass, which sees only these tokens of every request. This module has the subclasses under the names of vLLM's
+classes; a configuration chooses them by `"kv_connector_module_path": "keepset.vllm.beside"`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from keepset.vllm.manager import KeepManager
 from keepset.vllm.settings import BESIDE
 
 _MORE = 2
-"""Tokens that a request has behind its plain pages: connectors look for one token less than a prompt has, and some
-for one less again. They fill no page."""
+"""Tokens that a request shows behind its plain pages: connectors look for one token less than a prompt has, and some
+for two less. They fill no page."""
 
 
 class PlainRequest:
-    """A request as another connector sees it. What is not said here is the request's own.
+    """A request as another connector sees it. All other attributes are those of vLLM's request.
 
     Args:
         request: vLLM's request.
-        limit: returns how many of its first tokens are plain; None for all, answer included.
+        limit: function that returns how many of its first tokens are plain; None for all, answer included.
         hash_size: tokens per hash of a block.
     """
 
@@ -48,11 +48,11 @@ class PlainRequest:
 
     @property
     def limit(self) -> int | None:
-        """How many of the first tokens are plain, by now."""
+        """How many of the first tokens are plain now."""
         return self._limit(self._request)
 
     def close(self) -> None:
-        """Note what is plain now, because the request ends and will not be asked again."""
+        """Fix the current limit, because the request ends and its blocks are freed."""
         limit = self.limit
         self._limit = lambda _: limit
 
@@ -87,7 +87,7 @@ class PlainRequest:
 
 
 class PlainPrefixes:
-    """A mixin for vLLM's connectors, by which they store and load plain pages alone."""
+    """A mixin for vLLM's connectors, by which they store and load only plain pages."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]
@@ -97,7 +97,7 @@ class PlainPrefixes:
     # --- in processes that compute
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start to load pages, once events that still read them are executed: a step that computes nothing does not."""
+        """Start to load pages, after events that still read them; steps without tokens do not execute events."""
         if forward_context.attn_metadata is None and (context := active()) is not None:
             context.events.run()
         super().start_load_kv(forward_context, **kwargs)  # type: ignore[misc]
@@ -108,7 +108,7 @@ class PlainPrefixes:
         super().on_new_request(self._view(request))  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded behind those that are cached, of the plain ones.
+        """Return how many plain tokens can be loaded after those that are cached.
 
         Args:
             request: the waiting request.
@@ -130,8 +130,8 @@ class PlainPrefixes:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return the connector's message to its workers.
 
-        A request whose pages are freed seems to be preempted: so what is still being stored of it is finished before
-        this step writes to its pages.
+        A request whose pages are freed is reported as preempted. So the connector finishes storing them before this
+        step writes to its pages.
 
         Args:
             scheduler_output: the step.
@@ -150,7 +150,7 @@ class PlainPrefixes:
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; only its plain pages are named.
+        """Forget a request; the connector sees only its plain pages.
 
         Args:
             request: the request, whose pages are freed next.
@@ -184,22 +184,22 @@ class PlainPrefixes:
 
 
 class PlainChunks(PlainPrefixes):
-    """The same for LMCache's connector, which stores tokens in chunks, and has copied them when a step ends.
+    """A mixin like `PlainPrefixes` for LMCache's connector, which stores chunks of tokens by the end of a step.
 
     Raises:
-        UnsupportedEngineError: LMCache is told to store what does not fill a chunk.
+        UnsupportedEngineError: LMCache is configured to store incomplete chunks.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if not self._lmcache_engine._discard_partial_chunks:  # type: ignore[attr-defined]
             raise UnsupportedEngineError(
-                "Beside keepset LMCache may store whole chunks alone, because tokens behind a request's plain pages "
-                "would be in the last one; leave LMCache's save_unfull_chunk out."
+                "Beside keepset LMCache may store only whole chunks, because the last one would have tokens behind a "
+                "request's plain pages; leave LMCache's save_unfull_chunk out."
             )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load pages, once events that still read them are executed: LMCache writes to them in a stream of its own."""
+        """Load pages, after events that still read them, because LMCache writes to pages in its own stream."""
         loads = [request.load_spec for request in self._get_connector_metadata().requests]  # type: ignore[attr-defined]
         if any(spec is not None and spec.can_load for spec in loads) and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
@@ -208,14 +208,14 @@ class PlainChunks(PlainPrefixes):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if not request.skip_reading_prefix_cache:
             return super().get_num_new_matched_tokens(request, num_computed_tokens)
-        # vLLM takes nothing for this request, and LMCache has to know: it insists on what it has said.
+        # vLLM loads nothing for this request, and LMCache must know that, because it would expect the load.
         nothing = PlainRequest(request, lambda _: 0, 1)
         return super(PlainPrefixes, self).get_num_new_matched_tokens(nothing, num_computed_tokens)  # type: ignore[misc, no-any-return]
 
     def _plain_tokens(self, request: Request) -> int | None:
-        """Return how many of a request's first tokens were plain: LMCache takes it for an error if they become fewer.
+        """Return how many of a request's first tokens were plain; for LMCache it is an error if they become fewer.
 
-        Where their pages are freed, those tokens are stored already, and later ones are never plain.
+        When their pages are freed, these tokens are already stored, and later ones are never plain.
         """
         return self._manager.shareable_tokens(request)
 

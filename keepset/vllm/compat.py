@@ -1,14 +1,14 @@
-"""Everything that keepset borrows from the inside of vLLM, as of 0.32.0 and 0.33.0.
+"""Everything that keepset uses of vLLM's internals, as of 0.32.0 and 0.33.0.
 
 Everything else that the plug-in uses is an interface for plug-ins: backends, kinds of KV cache and their managers, KV
 connectors, `additional_config`.
 
-Methods that keepset's classes override or call are used elsewhere, but named in `BORROWED`, and checked when an engine
-starts. What this check cannot see is checked where it is relied on:
+Methods that keepset's classes override or call are used elsewhere, but `BORROWED` names them, and they are checked when
+an engine starts. Facts that this check cannot see are checked where the code relies on them:
 
-- `AttentionBackend.customize_spec` is called layer after layer in the order of `static_forward_context`, and is not
-  told for which layer (the metadata builder checks what came of it);
-- `get_impl_cls` is asked while the layer is built, under the model's configuration;
+- `AttentionBackend.customize_spec` is called layer after layer in the order of `static_forward_context`, without the
+  layer's name (the metadata builder checks the result);
+- `get_impl_cls` is called while the layer is built, under the model's configuration;
 - `do_kv_cache_update` writes to the very tensor `CommonAttentionMetadata.slot_mapping`, which
   `CompressedAttentionImpl` checks;
 - a lookup's `max_length` is at most the prompt's less one (`KeepManager`), and a request's first blocks come from
@@ -40,7 +40,7 @@ from keepset.errors import UnsupportedEngineError
 from keepset.kernels.mixing import Mixing
 
 SUPPORTED = ("0.32", "0.33")
-"""The vLLM versions that keepset is tested with. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
+"""The vLLM versions with which keepset is tested. 0.33 has no build for CPUs: its Python ran on the kernels of 0.32."""
 
 _MANAGER = "vllm.v1.core.single_type_kv_cache_manager.FullAttentionManager."
 _METADATA = (
@@ -81,10 +81,10 @@ BORROWED_OF_ROWS: dict[str, tuple[str, ...]] = {
     _TRITON + "_ensure_scale_caches": ("kv_cache",),
     _TRITON + "do_kv_cache_update": ("layer", "key", "value", "kv_cache", "slot_mapping"),
 }
-"""The same of GPUs' caches in which each key and each value has a scale."""
+"""Names needed for GPUs' caches in which each key and each value has a scale."""
 _RHT = "vllm.v1.attention.ops.int4_per_token_head.single_rht"
 BORROWED_OF_MIXED: dict[str, tuple[str, ...]] = {_RHT: ("x",)}
-"""The same of caches in 4 bits."""
+"""Names needed for caches in 4 bits."""
 _TURBOQUANT = "vllm.model_executor.layers.quantization.turboquant."
 _ROTATION = "vllm.v1.attention.backends.turboquant_attn._build_hadamard"
 _EXPONENTS = "vllm.v1.attention.ops.triton_turboquant_decode._use_fp8_e4b15"
@@ -95,7 +95,7 @@ BORROWED_OF_TURBOQUANT: dict[str, tuple[str, ...]] = {
     _ROTATION: ("d", "device_str"),
     _EXPONENTS: (),
 }
-"""The same of TurboQuant's caches."""
+"""Names needed for TurboQuant's caches."""
 
 _MLA = "vllm.model_executor.layers.attention.mla_attention."
 BORROWED_OF_LATENTS: dict[str, tuple[str, ...]] = {
@@ -108,17 +108,17 @@ BORROWED_OF_LATENTS: dict[str, tuple[str, ...]] = {
     _MLA + "unified_mla_attention_with_output": ("q", "layer_name"),
     "vllm.v1.kv_cache_interface.MLAAttentionSpec": ("head_size", "non_causal_multi_token_decode"),
 }
-"""The same of layers that cache latents. That `MLAAttention.W_UK_T` takes a head's query to latents is not checked."""
+"""Names needed for layers that cache latents. It is not checked that `MLAAttention.W_UK_T` maps queries to latents."""
 
 
 def changed(rows: bool = False, mixed: bool = False, latents: bool = False, turboquant: bool = False) -> Iterator[str]:
     """Yield the borrowed names that this vLLM lacks, or has with other parameters.
 
     Args:
-        rows: whether keys and values have scales of their own.
-        mixed: whether they are mixed and have 4 bits.
+        rows: whether each key and each value has its own scale.
+        mixed: whether keys and values are mixed and have 4 bits.
         latents: whether layers cache latents.
-        turboquant: whether they are stored by TurboQuant.
+        turboquant: whether keys and values are stored by TurboQuant.
     """
     names = BORROWED | (BORROWED_OF_ROWS if rows else {}) | (BORROWED_OF_MIXED if mixed else {})
     names |= (BORROWED_OF_LATENTS if latents else {}) | (BORROWED_OF_TURBOQUANT if turboquant else {})
@@ -133,9 +133,9 @@ def changed(rows: bool = False, mixed: bool = False, latents: bool = False, turb
 
 
 def fill_scales(layer: Any, kv_cache: Tensor) -> None:
-    """Have vLLM fill the scales of a layer's rows with ones now, if they have any.
+    """Make vLLM fill the scales of a layer's rows with ones now, if they have any.
 
-    It does so when the layer runs for the first time, whatever was written to its pages before, such as a context.
+    Otherwise vLLM does so when the layer first runs, which would overwrite pages written before, such as a context's.
     """
     if getattr(layer.impl, "_is_per_token_head_quant", False):
         layer.impl._ensure_scale_caches(kv_cache)
@@ -146,11 +146,11 @@ def write_rows(kind: str, keys: Tensor, values: Tensor, kv_cache: Tensor, slots:
 
     Args:
         kind: vLLM's name of the cache's type.
-        keys, values: of the new entries.
+        keys, values: keys and values of the new entries.
         kv_cache: a layer's cache.
         slots: the slot of each token.
     """
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl  # not where nobody asks for it
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl  # loaded only when needed
 
     heads, head_dim = keys.shape[1:]
     impl: Any = TritonAttentionImpl(heads, head_dim, 1.0, heads, None, None, kind)
@@ -161,19 +161,19 @@ def write_rows(kind: str, keys: Tensor, values: Tensor, kv_cache: Tensor, slots:
 def mixing_of(head_dim: int, device: str) -> Mixing:
     """Return the matrix by which vLLM mixes keys and values before it rounds them to 4 bits.
 
-    It is a Hadamard matrix with random signs, or several along the diagonal where the size is no power of two.
+    It is a Hadamard matrix with random signs, or several along the diagonal if the size is no power of two.
 
     Args:
         head_dim: numbers of a key.
-        device: where the matrix is.
+        device: the matrix's device.
 
     Raises:
-        UnsupportedEngineError: what this vLLM does cannot be undone in that way.
+        UnsupportedEngineError: such a matrix does not undo this vLLM's mixing.
     """
     mix = resolve_name(_RHT)
     with torch.inference_mode(False):
         whole = torch.eye(head_dim, device=device)
-        matrix = mix(whole).sign()  # which a GPU computes in 16 bits
+        matrix = mix(whole).sign()  # a GPU computes it in 16 bits
         size = matrix.abs().sum(1, keepdim=True)
         if not torch.equal(matrix @ matrix.T, whole * size):
             raise UnsupportedEngineError(
@@ -184,12 +184,12 @@ def mixing_of(head_dim: int, device: str) -> Mixing:
 
 
 def turboquant(kind: str, head_dim: int, device: str) -> tuple[int, int, Tensor, Tensor, bool, bool]:
-    """Return how vLLM stores keys and values by TurboQuant: the fields of a `TurboQuantFormat`, from `key_bits` on.
+    """Return the fields of vLLM's `TurboQuantFormat`, from `key_bits` on.
 
     Args:
         kind: vLLM's name of the cache's type.
         head_dim: numbers of a key.
-        device: where keys and values are read.
+        device: the device on which keys and values are read.
     """
     config = resolve_name(_TURBOQUANT + "config.TurboQuantConfig").from_cache_dtype(kind, head_dim)
     bits = config.key_quant_bits
@@ -202,10 +202,10 @@ def turboquant(kind: str, head_dim: int, device: str) -> tuple[int, int, Tensor,
 
 
 def ask_for_prompt_lengths(config: VllmConfig) -> None:
-    """Make the runner tell attention how long prompts are, in a field of reference sliding windows (R-SWA).
+    """Make the runner pass prompt lengths to attention, in a field of reference sliding windows (R-SWA).
 
-    The field is filled if the model has such a window and the backend says that it supports them. The window's size
-    has no effect, because `MetadataAdapter.planned` hides the field from the backend.
+    The field is filled if the model has such a window and the backend supports it. The window's size has no effect,
+    because `MetadataAdapter.planned` hides the field from the backend.
     """
     config.model_config.model_arch_config.rswa_window = 1
 
@@ -213,9 +213,9 @@ def ask_for_prompt_lengths(config: VllmConfig) -> None:
 class PromptLengths:
     """Reads the lengths of prompts.
 
-    Model runner V1 has them on the host, with zeros in a dummy run. V2 has them on the device, with nothing in a dummy
-    run or for rows that pad a graph's batch. They are fetched while a request is at its prompt, as every request is
-    at first, so that decoding has no host sync.
+    Model runner V1 has them on the host, with zeros in a dummy run. V2 has them on the device, and has none in a dummy
+    run or for rows that pad a graph's batch. A request's length is fetched during its prompt, so decoding needs no host
+    sync.
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class PromptLengths:
         """Return the tokens of each row's prompt; 0 for rows of a dummy run, and for padding.
 
         Raises:
-            UnsupportedEngineError: this vLLM does not say it.
+            UnsupportedEngineError: this vLLM does not give prompt lengths.
         """
         lengths, rows, at_prompt = metadata.rswa_prefix_lens, metadata.num_reqs, metadata.is_prefilling
         any_at_prompt = at_prompt is None or bool(at_prompt.any())
@@ -233,7 +233,7 @@ class PromptLengths:
             if not any_at_prompt:
                 return [0] * rows
             raise UnsupportedEngineError(
-                "This vLLM does not say how long prompts are where keepset looks for it: use a supported version."
+                "This vLLM does not give prompt lengths where keepset looks for them: use a supported version."
             )
         if lengths.device.type == "cpu" or metadata.req_idx is None:
             known = lengths[:rows].tolist()
@@ -259,25 +259,25 @@ def attention_layers(config: VllmConfig) -> Iterator[tuple[str, Any, int]]:
 
 
 def softcap_of(impl: Any) -> float | None:
-    """Return the bound of a layer's logits; None if they are not capped, for which backends have several numbers."""
+    """Return the bound of a layer's logits; None if they are not capped, which backends mark by different numbers."""
     return getattr(impl, "logits_soft_cap", None) or None
 
 
 def layer_specs(config: VllmConfig) -> Iterator[tuple[str, KVCacheSpec]]:
-    """Yield the layers' names, and the kinds of what they hold of a request, keys and values or other states."""
+    """Yield the layers' names, and the kinds of their caches or other states."""
     for name, layer in get_layers_from_vllm_config(config, AttentionLayerBase).items():  # type: ignore[type-abstract]
         if (spec := layer.get_kv_cache_spec(config)) is not None:
             yield name, spec
 
 
 def hide_answer(request: Request) -> None:
-    """Have no other request find the blocks of a new request that are not in its hashes yet: those of its answer.
+    """Hide from other requests the blocks of a new request's answer, which are not in its hashes yet.
 
-    Layers of other kinds than those that are compressed offer all of their blocks to other requests. Behind the prompt
-    these hold what follows from compressed layers.
+    Layers that are not compressed offer all their blocks to other requests. Behind the prompt these blocks depend on
+    compressed layers.
 
     Args:
-        request: the request, of whose answer nothing is known yet.
+        request: the request, before its answer begins.
     """
     hashes, salt = request._block_hasher, secrets.token_bytes(16)
     assert hashes is not None
@@ -292,13 +292,13 @@ def all_layers(config: VllmConfig, layer_ids: tuple[int, ...]) -> tuple[int, ...
 
 
 def drafted_tokens(config: VllmConfig) -> int:
-    """Return how many tokens of a request are drafted for a step, at most."""
+    """Return the largest number of a request's tokens that are drafted for a step."""
     drafts = config.speculative_config
     return 0 if drafts is None else int(drafts.num_speculative_tokens)
 
 
 def captured_tokens(config: VllmConfig) -> int:
-    """Return the most tokens of a step whose attention a CUDA graph may hold; 0 if none does."""
+    """Return the most tokens of a step whose attention a CUDA graph may capture; 0 if none does."""
     compilation = config.compilation_config
     mode, most = compilation.cudagraph_mode, compilation.max_cudagraph_capture_size or 0
     if not mode or not mode.has_full_cudagraphs():

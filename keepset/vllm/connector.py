@@ -1,11 +1,10 @@
 """`BlockCountConnector`: messages between the scheduler and the layers, through vLLM's interface of KV connectors.
 
-Most recipes need no message, because the number of entries that they drop follows from lengths. For the others, the
-workers report to the scheduler how many blocks were emptied.
+Most recipes need no message, because lengths determine how many entries they drop. For the others, the workers report
+to the scheduler how many blocks were emptied.
 
-The scheduler reports to the workers which requests have budgets of their own. Layers know requests by their pages. So
-such a request gets its first page a step before it begins, and the workers are told of that page. No keys and values
-move.
+The scheduler tells the workers which requests have their own budgets. Layers identify requests by their pages, so such
+a request gets its first page a step before it begins, and the message names this page. No keys and values are moved.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class OwnBudget(NamedTuple):
 
     Attributes:
         budget: the budget; None if nothing is dropped.
-        pages: its first page in each group of layers that are compressed.
+        pages: its first page in each group of compressed layers.
     """
 
     budget: Budget | None
@@ -61,13 +60,13 @@ class OwnBudget(NamedTuple):
 
 @dataclass
 class StepMessage(KVConnectorMetadata):
-    """The scheduler's message to the workers with each step: what they cannot know of requests.
+    """The scheduler's message to the workers with each step: facts about requests that only the scheduler knows.
 
     Attributes:
         keys: the requests that reach an event, by the page that holds their newest token.
-        begin: requests with a budget of their own that begin with the next step.
+        begin: requests with their own budget that begin with the next step.
         ended: requests that have ended or were preempted.
-        refused: requests that cannot have what they ask for.
+        refused: requests whose options cannot be granted.
     """
 
     keys: dict[int, RequestKey] = field(default_factory=dict)
@@ -78,7 +77,7 @@ class StepMessage(KVConnectorMetadata):
 
 @dataclass
 class EmptiedBlockCounts(KVConnectorWorkerMetadata):
-    """A message to the scheduler: how many leading blocks a request's layers do not use any more.
+    """A message to the scheduler: how many leading blocks a request's layers no longer use.
 
     All processes that have layers of a group report an event in the same step.
     """
@@ -98,10 +97,10 @@ class KnownRequest:
 
     Attributes:
         request: vLLM's request.
-        recipe: by which it is compressed; None if it is not.
-        has_own: whether this is a recipe of its own, and not the engine's.
+        recipe: the recipe that compresses it; None if it is not compressed.
+        has_own: whether the request has its own recipe, and not the engine's.
         ticket: the front end's ticket for it; "" if it has none.
-        denied: whether it cannot have what it asks for, and ends with an error.
+        denied: whether its options cannot be granted, so that it ends with an error.
     """
 
     request: Request
@@ -112,7 +111,7 @@ class KnownRequest:
 
 
 def images_of(request: Request) -> Ranges | None:
-    """Return where a request's images and videos are among its tokens; None if its prompt is of embeddings."""
+    """Return the token ranges of a request's images and videos; None if its prompt consists of embeddings."""
     if request.prompt_embeds is not None:
         return None
     places: list[int] = []
@@ -125,7 +124,7 @@ def images_of(request: Request) -> Ranges | None:
 
 
 class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
-    """The KV connector of recipes whose counts come from the data, and of requests with budgets of their own."""
+    """The KV connector of recipes whose counts come from the data, and of requests with their own budgets."""
 
     requires_kv_delivery = False
 
@@ -142,22 +141,22 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         self._refused: set[str] = set()
         self._failed: set[str] = set()
         self._signed = is_signed(vllm_config)
-        self._salt = secrets.token_hex(16)  # no client can name the hashes of a context's pages
+        self._salt = secrets.token_hex(16)  # so no client can name the hashes of a context's pages
         if self._signed and role == KVConnectorRole.SCHEDULER and not has_key():
             raise UnsupportedEngineError(
-                f"This engine takes only requests that are signed, and has no key in {SIGNING_KEY}: start the server "
-                "with keepset serve, which makes one."
+                f"This engine takes only signed requests, and has no key in {SIGNING_KEY}: start the server with "
+                "keepset serve, which makes a key."
             )
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: no keys and values are moved."""
+        """Do nothing, because no keys and values are moved."""
 
     wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
     # --- in processes that compute
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Note which requests begin with budgets of their own, and which end."""
+        """Note which requests begin with their own budgets, and which end."""
         metadata, context = self._connector_metadata, active()
         assert isinstance(metadata, StepMessage) and context is not None
         self._failed |= metadata.refused
@@ -174,12 +173,12 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
                 planner.requests.begin(pages[number], 0, RequestOverrides(name, own=own))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return refused requests as requests whose caches could not be fetched: so they end."""
+        """Return refused requests as requests whose caches could not be fetched, so that vLLM ends them."""
         failed, self._failed = self._failed, set()
         return KVConnectorTransferResults(set(), set(failed), failed)
 
     def build_connector_worker_meta(self) -> EmptiedBlockCounts | None:
-        """Return what events emptied; every rank reports every event in the same step.
+        """Return how many blocks events emptied; every rank reports an event in the same step.
 
         Events are executed here, after a step, if vLLM writes to pages between two steps, as it does beside recurrent
         layers.
@@ -196,7 +195,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     # --- in the process that schedules
 
     def on_new_request(self, request: Request) -> None:
-        """Note the options of a request. If they cannot be granted, this request ends with an error, and no other."""
+        """Note the options of a request. If they cannot be granted, only this request ends with an error."""
         shared = None if self._recipe is None else self._recipe.located(())
         known = self._known[request.request_id] = KnownRequest(request, shared)
         if drafted_tokens(self._vllm_config):
@@ -205,15 +204,15 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             options = self._options(request)
             known.ticket = options.ticket
             self._grant(request, options)
-        except Exception as error:  # whatever a request says and whatever happens to files, other requests are served
+        except Exception as error:  # no option and no broken file may stop other requests
             is_known = isinstance(error, KeepsetError)
             logger.error("Request %s: %s", request.request_id, error, exc_info=not is_known)
             self._refuse(request, str(error) if is_known else "The server cannot do this; its log says why.")
             known.denied = True
-            request.skip_reading_prefix_cache = False  # or vLLM would not ask for its tokens, and not end it
+            request.skip_reading_prefix_cache = False  # else vLLM would not ask for its tokens, and not end it
 
     def _refuse(self, request: Request, why: str) -> None:
-        """Tell the front end why, if it has asked."""
+        """Tell the front end why a request is refused, if it has asked."""
         stats.refused(self._known[request.request_id].ticket, why)
 
     def _options(self, request: Request) -> RequestOptions:
@@ -225,7 +224,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         return from_signed(given) if self._signed else parse_options(given)
 
     def _grant(self, request: Request, options: RequestOptions) -> None:
-        """Prepare what a request asks for. Raises KeepsetError if it cannot be granted."""
+        """Prepare a request's options. Raises KeepsetError if they cannot be granted."""
         if options.context is not None:
             raise KeepsetError(f"There is no context {options.context!r}: this engine has no folder of contexts.")
         if options.save is not None:
@@ -233,10 +232,10 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         self._compress(request, options)
 
     def _compress(self, request: Request, options: RequestOptions) -> bool:
-        """Have a request compressed by a recipe of its own if it needs one; return whether it does.
+        """Compress a request by its own recipe if it needs one; return whether it does.
 
         Raises:
-            KeepsetError: the recipe cannot be used for it.
+            KeepsetError: the recipe cannot be used for the request.
         """
         images, engine = images_of(request), self._recipe
         model = self._vllm_config.model_config
@@ -258,20 +257,21 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         return options.is_own or located
 
     def _settle(self, request: Request, recipe: Recipe | None) -> None:
-        """Have a request compressed by a recipe of its own; None for no compression."""
+        """Compress a request by its own recipe; None for no compression."""
         known = self._known[request.request_id]
         known.recipe, known.has_own = recipe, True
         for manager in self._managers:
             manager.settle(request.request_id, recipe)
-        # Whatever its tokens, it may not share the pages of requests with another budget.
+        # It may not share pages with requests that have another budget.
         request.cache_salt = f"keepset {self._salt} {request.request_id}"
         request.block_hashes = []
         request.update_block_hashes()
         request.skip_reading_prefix_cache = False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens a connector would load: None makes the request wait for a step, too many end a refused
-        one.
+        """Return how many tokens the connector loads; None makes a request wait for a step.
+
+        For a refused request it is all remaining tokens, so that vLLM ends it.
 
         Args:
             request: the waiting request.
@@ -282,7 +282,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
             return request.num_tokens - num_computed_tokens, True
         if not known.has_own or self._managers[0].is_reserved(name):
             return 0, False
-        # One at a time: reserved blocks that nobody uses must not keep other requests out.
+        # One at a time, so that unused reserved blocks do not keep other requests out.
         if not self._beginning and self._managers[0].block_pool.get_num_free_blocks() >= len(self._managers):
             budget = None if known.recipe is None else known.recipe.budget
             self._beginning[name] = OwnBudget(budget, [manager.reserve(name) for manager in self._managers])
@@ -295,7 +295,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMessage:
         """Return the step's message to the workers: which requests reach an event, begin or have ended."""
         ended = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        # A request that could have begun and has not gives its block back, and waits for its turn without one.
+        # A request that could have begun but has not gives its block back and waits without one.
         late = {name for name in self._waiting if self._managers[0].is_reserved(name)}
         for manager in self._managers:
             for name in late:
@@ -312,7 +312,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
         return expected
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Free what was emptied, unless the request has ended or was preempted since: then its blocks are gone."""
+        """Free emptied blocks, unless the request has ended or was preempted since, so that its blocks are gone."""
         freed = connector_output.kv_connector_worker_meta
         if not isinstance(freed, EmptiedBlockCounts):
             return
@@ -330,7 +330,7 @@ class BlockCountConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _managers(self) -> list[KeepManager]:
-        """The managers of the groups of layers that are compressed."""
+        """The managers of the groups of compressed layers."""
         assert self._kv_cache_manager is not None
         managers = self._kv_cache_manager.coordinator.single_type_managers
         return [manager for manager in managers if isinstance(manager, KeepManager)]

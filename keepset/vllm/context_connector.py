@@ -1,9 +1,9 @@
 """`ContextConnector`: lets requests begin with saved contexts, through vLLM's interface for caches from elsewhere.
 
-A request that names a context has only its question as a prompt. As many tokens as the context has are put in front,
-and vLLM is told that a connector has their cache; nobody reads these tokens. So vLLM allocates blocks, waits until they
-are filled, and caches full ones under hashes that begin with the context's digest. Later requests find them like any
-cached prefix, and only their own last blocks are filled for them.
+A request that names a context has only its question as a prompt. Placeholder tokens, as many as the context has, are
+put in front, and vLLM is told that a connector has their cache. So vLLM allocates blocks, waits until they are filled,
+and caches full ones under hashes that begin with the context's digest. Later requests find them like any cached prefix,
+and only their own last blocks are filled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _PLACEMENTS = 1024
 
 @dataclass
 class ContextLoads(StepMessage):
-    """A message to the workers: also contexts to load and to save."""
+    """A message to the workers that also names contexts to load and to save."""
 
     jobs: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
@@ -88,7 +88,7 @@ class ContextConnector(BlockCountConnector):
         if self._loader is None or self._saver is None:
             self._loader, self._saver = ContextLoader(context, self._cache), ContextSaver(context)
         idle = forward_context.attn_metadata is None
-        # Saved first: blocks that were freed may be given to others in this very step.
+        # Saving comes first, because freed blocks may be given to other requests in this step.
         self._saver.start(metadata.saves, idle)
         self._loader.start(metadata.jobs, idle, metadata.ended)
 
@@ -117,7 +117,7 @@ class ContextConnector(BlockCountConnector):
             self._saves[request.request_id] = owned, owned.unfinished(options.save)
 
     def _find(self, request: Request, owner: str) -> None:
-        """Have a request begin with the context that its prompt begins with, if there is one."""
+        """Make a request begin with the context that its prompt begins with, if there is one."""
         if not request.prompt_token_ids or _objection(request):
             return
         context = self._library.beginning(request.prompt_token_ids, owner)
@@ -138,17 +138,17 @@ class ContextConnector(BlockCountConnector):
         if not begins:
             if options.save is not None:
                 raise KeepsetError(
-                    f"What follows context {context.name!r} cannot be saved, because a server does not know the text "
-                    "of the context: send all of it, and then the question."
+                    f"A request that only names context {context.name!r} cannot be saved, because the server does not "
+                    "know the context's text: send the whole text, and then the question."
                 )
-            # Any tokens will do for the context: nobody computes them.
+            # The context's tokens may be any, because they are not computed.
             request.prompt_token_ids = [0] * context.tokens + question
             request._all_token_ids[:] = request.prompt_token_ids
             request.num_prompt_tokens = len(request.prompt_token_ids)
         self._begin(request, context)
 
     def _begin(self, request: Request, context: SavedContext) -> None:
-        """Have the context's blocks found by its digest, which replaces its tokens in their hashes."""
+        """File the context's blocks under its digest, which replaces its tokens in the hashes."""
         if len(self._placements) > _PLACEMENTS:
             self._placements.clear()
         if context.digest not in self._placements:
@@ -267,7 +267,7 @@ class ContextConnector(BlockCountConnector):
 
 
 def _objection(request: Request) -> str:
-    """Return what a request would have to be to begin with a context; empty if it can."""
+    """Return the condition that a request fails, so that it cannot begin with a context; "" if it fails none."""
     reasons = {
         "tokens, not embeddings": request.prompt_embeds is not None,
         "of the model itself, without LoRA": request.lora_request is not None,

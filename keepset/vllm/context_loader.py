@@ -25,13 +25,13 @@ from keepset.vllm.engine_context import EngineContext
 logger = init_logger(__name__)
 
 _TAILS = 256
-"""How many contexts' last entries are cached, because every request gets a copy of them."""
+"""How many contexts' last entries are cached; every request gets a copy of them."""
 
 _ENTRIES = ("keys", "values", "positions")
 _SCALES = ("key_scale", "value_scale")
 
 _PATIENCE = 0.01
-"""Seconds that a step without tokens waits for files, so that the engine's idle loop leaves time for reading."""
+"""Seconds for which a step without tokens waits for files, so that the engine's idle loop leaves time for reading."""
 
 ContextColumns = dict[str, Tensor]
 """The columns of a context's entries, packed layer after layer and head after head."""
@@ -44,9 +44,9 @@ class LoadJob:
     Attributes:
         request: the engine's name of the request.
         context: the context.
-        placement: where the context is in the request's blocks.
+        placement: the context's place in the request's blocks.
         blocks: the request's blocks, by logical position.
-        whole: whether shared pages are filled too; else only the request's own.
+        whole: whether shared pages are also filled; else only the request's own.
     """
 
     request: str
@@ -71,11 +71,11 @@ class ContextLoader:
         self._tails: OrderedDict[str, ContextColumns] = OrderedDict()
 
     def start(self, jobs: Sequence[LoadJob], idle: bool, ended: Collection[str]) -> None:
-        """Start to fill blocks of requests; blocks for which nothing has to be read are filled at once.
+        """Start to fill blocks of requests; blocks that need no file are filled immediately.
 
         Args:
             jobs: the blocks to fill, each with its context.
-            idle: whether the step computes nothing, so that there is time to wait.
+            idle: whether the step has no tokens, so that there is time to wait.
             ended: requests that have ended.
         """
         self._gone |= {job.request for job, _ in self._reading} & set(ended)
@@ -89,12 +89,12 @@ class ContextLoader:
             wait([read for _, read in self._reading], _PATIENCE)
 
     def finish(self) -> tuple[set[str], dict[str, str]]:
-        """Return the requests whose blocks were filled since the last call, and by name why others' cannot be."""
+        """Return the requests whose blocks were filled since the last call, and the reasons of failed ones by name."""
         failed, reading = {}, []
         for job, read in self._reading:
             if not read.done():
                 reading.append((job, read))
-            elif (error := read.exception()) is not None:  # whatever is wrong with a file, other requests are served
+            elif (error := read.exception()) is not None:  # a broken file must not stop other requests
                 failed[job.request] = str(error)
             else:
                 self._arrived(job, read.result())
@@ -145,7 +145,7 @@ class ContextLoader:
 
     def _put(self, job: LoadJob, entries: ContextColumns) -> None:
         """Write a context's entries to the request's blocks: all of them, or those of its own blocks."""
-        self._events.run()  # due events may still read freed pages that are this request's now
+        self._events.run()  # due events may still read freed pages that this request now has
         device, dtype = self._cache.device, self._group.pages_of(0).dtype
         _, layers, slots = self._places(job, job.whole)
         columns = {name: column.to(device) for name, column in entries.items()}

@@ -1,4 +1,4 @@
-"""`ContextSaver`: saves what requests leave in the pool to files, while steps go on."""
+"""`ContextSaver`: saves the entries of ended requests to files while the engine runs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _BIASED = "match(streaming_llm, keep=1.0)"
 
 
 def at_rest(recipe: str | None, answered: bool) -> str:
-    """Return the recipe of a saved file: all tokens so far are its prompt, and nothing of that is compressed.
+    """Return the recipe of a saved file: all tokens so far count as its prompt, which is not compressed again.
 
     Args:
-        recipe: the recipe that the request was compressed by; None if it was not.
-        answered: whether tokens of an answer are among them, which `protect_prompt` does not mean.
+        recipe: the recipe by which the request was compressed; None if it was not compressed.
+        answered: whether they include tokens of an answer, which `protect_prompt` does not cover.
     """
     if recipe is None:
         return "streaming_llm(keep=1.0)"
@@ -52,7 +52,7 @@ class SaveJob:
         recipe: the recipe of the saved file.
         model: the name of the model.
         fingerprint: the model's fingerprint.
-        tokens: the tokens that the request has had.
+        tokens: the request's token ids.
         blocks: the request's blocks, by logical position.
     """
 
@@ -66,7 +66,7 @@ class SaveJob:
 
 
 class ContextSaver:
-    """Saves requests in a process that computes. Of several ranks the first writes the heads of all."""
+    """Saves requests in a process that computes. The first of several ranks writes the heads of all."""
 
     def __init__(self, context: EngineContext) -> None:
         (self._group,) = context.groups.values()
@@ -75,7 +75,7 @@ class ContextSaver:
         self._writing: list[tuple[str, Future[None]]] = []
 
     def start(self, jobs: Sequence[SaveJob], idle: bool) -> None:
-        """Copy what requests have left, and start to write it; an `idle` step waits until everything is written."""
+        """Copy the entries of ended requests, and start to write them; an `idle` step waits until all are written."""
         if jobs:
             self._events.run()
         for job in jobs:
@@ -84,7 +84,7 @@ class ContextSaver:
             wait([written for _, written in self._writing])
 
     def _left(self, job: SaveJob) -> list[dict[int, saved.Columns] | str]:
-        """Return what every rank has of a request, or why it has nothing; an empty list if another rank writes."""
+        """Return every rank's entries of a request, or why it has none; an empty list if another rank writes."""
         try:
             own: dict[int, saved.Columns] | str = self._group.export_request(job.blocks, len(job.tokens))
         except RuntimeError as error:
@@ -95,7 +95,7 @@ class ContextSaver:
         return [_unpacked(part) for part in _gathered(_packed(own), ranks)]
 
     def finish(self) -> set[str]:
-        """Return the requests that were written, or could not be, since the last call: their blocks may be freed."""
+        """Return the requests that were written or failed since the last call; their blocks may be freed."""
         done = {name for name, written in self._writing if written.done()}
         for name, written in self._writing:
             if written.done() and (error := written.exception()) is not None:
@@ -114,10 +114,10 @@ class ContextSaver:
             layer: {name: torch.cat([part[layer][name] for part in whole]) for name in columns}
             for layer, columns in whole[0].items()
         }
-        job.path.parent.parent.mkdir(mode=0o700, exist_ok=True)  # what people said is for this server alone
+        job.path.parent.parent.mkdir(mode=0o700, exist_ok=True)  # only this server may read conversations
         job.path.parent.mkdir(exist_ok=True)
         recipe = job.recipe
-        if not Recipe.parse(recipe).method.traits.biased:  # its entries have biases only if a context had some
+        if not Recipe.parse(recipe).method.traits.biased:  # entries have biases only if they come from a context
             biases = [columns.pop(BIAS) for columns in layers.values() if BIAS in columns]
             if any(bias.any() for bias in biases):
                 recipe = _BIASED
@@ -130,7 +130,7 @@ _LOST = "lost"
 
 
 def _packed(part: dict[int, saved.Columns] | str) -> Tensor:
-    """Return what a rank has, or why it has nothing, as bytes."""
+    """Return a rank's entries, or why it has none, as bytes."""
     if isinstance(part, str):
         columns = {_LOST: torch.tensor(list(part.encode()), dtype=torch.uint8)}
     else:
@@ -150,7 +150,7 @@ def _unpacked(packed: Tensor) -> dict[int, saved.Columns] | str:
 
 
 def _gathered(own: Tensor, ranks: GroupCoordinator) -> list[Tensor]:
-    """Return every rank's bytes on the first rank, and nothing on others."""
+    """Return every rank's bytes on the first rank, and an empty list on others."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks.world_size)]
     torch.distributed.all_gather(sizes, torch.tensor([len(own)]), ranks.cpu_group)
     room = own.new_zeros(max(map(int, sizes)))

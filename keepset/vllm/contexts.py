@@ -1,4 +1,4 @@
-"""The contexts that an engine serves: the files of a folder, which is looked through at every request."""
+"""The contexts that an engine serves: the files of a folder, which is read again at every request."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class SavedContext:
     Attributes:
         name: the name of the context.
         path, nbytes: the file, and its size in bytes.
-        contents: what the file says of itself.
+        contents: the file's header.
         counts: entries of every head.
-        owner: who has saved it; "" for contexts that everybody may name.
+        owner: the owner who has saved it; "" for contexts that everybody may name.
     """
 
     name: str
@@ -50,17 +50,17 @@ class SavedContext:
 
     @property
     def digest(self) -> str:
-        """The digest of everything that the file holds."""
+        """The digest of the whole file."""
         return self.contents.digest
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe by which requests compress the context further; None if they do not."""
+        """The recipe by which requests compress the context further; None if they do not compress it."""
         return Recipe.parse(self.contents.header.recipe) if self.contents.goes_on else None
 
     @property
     def title(self) -> str:
-        """The name that it is counted under, which is different for each owner."""
+        """The name under which its requests are counted, which is different for each owner."""
         return f"{self.owner}/{self.name}" if self.owner else self.name
 
     @property
@@ -70,9 +70,9 @@ class SavedContext:
 
 
 class ContextLibrary:
-    """Finds contexts in a folder. A file is opened again once it has changed; its entries are read when it is loaded.
+    """The contexts of a folder. A changed file is opened again; its entries are read when it is loaded.
 
-    An owner sees the contexts that it has saved, and those of the folder itself, which are everybody's.
+    An owner sees the contexts that it has saved, and those directly in the folder, which everybody sees.
 
     Args:
         folder: the folder of the files.
@@ -92,10 +92,10 @@ class ContextLibrary:
 
         Args:
             name: the name, as a client wrote it.
-            owner: who asks.
+            owner: the owner who asks.
 
         Raises:
-            KeepsetError: there is none, or it cannot be served to this model.
+            KeepsetError: there is none, or it cannot be served with this model.
         """
         own = OwnedContexts(self.folder, owner).newest().get(name)
         # A name is no path: nothing outside of the folder can be named.
@@ -107,14 +107,14 @@ class ContextLibrary:
         return context
 
     def checked(self, name: str, owner: str) -> SavedContext:
-        """Return the context of a name. The whole file is read once, so damage is found.
+        """Return the context of a name. The whole file is read once, so that damage is found.
 
         Args:
             name: the name, as a client wrote it.
-            owner: who asks.
+            owner: the owner who asks.
 
         Raises:
-            KeepsetError: there is none, it is damaged, or it cannot be served to this model.
+            KeepsetError: there is none, it is damaged, or it cannot be served with this model.
         """
         context = self.named(name, owner)
         if context.digest not in self._whole:
@@ -129,21 +129,21 @@ class ContextLibrary:
         return context
 
     def question(self, context: SavedContext, prompt: Sequence[int]) -> tuple[list[int], bool]:
-        """Return what comes after the context in the prompt of a request that names it.
+        """Return the question in the prompt of a request that names a context.
 
-        If the prompt begins with the context's tokens, that is what follows them. If not, it is the whole prompt,
-        without the tokens that every message begins with. A context that a request has saved is only served to
-        prompts that begin with its tokens.
+        If the prompt begins with the context's tokens, the question is the rest. If not, it is the whole prompt without
+        the tokens that every message begins with. A context that a request has saved is only served to prompts that
+        begin with its tokens.
 
         Args:
             context: the context.
             prompt: the prompt's token ids.
 
         Returns:
-            The tokens after the context, and whether the prompt begins with the context's.
+            The question's tokens, and whether the prompt begins with the context's tokens.
 
         Raises:
-            KeepsetError: nothing is left to compute, or with the context it is too long for this server.
+            KeepsetError: the question is empty, or with the context it is too long for this server.
         """
         longest, opening = self._model.max_model_len, context.contents.opening
         begins = bool(context.contents.text) and text_digest(prompt[: context.tokens]) == context.contents.text
@@ -151,8 +151,8 @@ class ContextLibrary:
             question = list(prompt[context.tokens :])
         elif context.owner:
             raise KeepsetError(
-                f"The prompt does not begin with the {context.tokens} tokens of context {context.name!r}: send all "
-                "that was said, and then what is new, or do not name it."
+                f"The prompt does not begin with the {context.tokens} tokens of context {context.name!r}: send the "
+                "whole conversation, and then the new message, or do not name the context."
             )
         elif opening and list(prompt[: len(opening)]) == opening:
             question = context.contents.joint + list(prompt[len(opening) :])
@@ -160,8 +160,8 @@ class ContextLibrary:
             question = list(prompt)
         if not question or context.tokens + len(question) >= longest:
             raise KeepsetError(
-                f"Context {context.name!r} has {context.tokens} tokens and the question {len(question)}: there must be "
-                f"one at least, and with an answer no more than the {longest} that this server takes."
+                f"Context {context.name!r} has {context.tokens} tokens and the question {len(question)}: a question "
+                f"needs at least one, and all with an answer at most the {longest} that this server takes."
             )
         return question, begins
 
@@ -170,7 +170,7 @@ class ContextLibrary:
 
         Args:
             tokens: the prompt's token ids.
-            owner: who asks.
+            owner: the owner who asks.
         """
         fitting = [each for each in self.all(owner) if each.contents.text and each.tokens < len(tokens)]
         longest, text, done = None, hashlib.sha256(), 0
@@ -182,16 +182,16 @@ class ContextLibrary:
         return longest
 
     def all(self, owner: str) -> list[SavedContext]:
-        """Return all contexts that can be served to an owner, its own first, each part in the order of names."""
+        """Return all contexts that can be served to an owner: its own by name, then those of everybody by name."""
         own = OwnedContexts(self.folder, owner)
         contexts = self._in(own.folder, own.newest, owner)
         known = {context.name for context in contexts}
         return [*contexts, *(each for each in self._in(self.folder, self._shared, "") if each.name not in known)]
 
     def refused(self, owner: str) -> dict[str, str]:
-        """Return why files cannot be served that are an owner's, or everybody's, by the names of their contexts."""
+        """Return why files of an owner, or of everybody, cannot be served, by the names of their contexts."""
         own = OwnedContexts(self.folder, owner)
-        self.all(owner)  # looks at what has changed
+        self.all(owner)  # reads changed files
         return {**self._listed[self.folder][2], **self._listed[own.folder][2]}
 
     def _shared(self) -> dict[str, Path]:
@@ -212,7 +212,7 @@ class ContextLibrary:
                 try:
                     if (context := self._at(path, name, owner)) is not None:
                         contexts.append(context)
-                except KeepsetError as error:  # a request that names it gets the error, too
+                except KeepsetError as error:  # a request that names it also gets the error
                     refused[name] = str(error)
             self._listed[folder] = version, contexts, refused
         return self._listed[folder][1]
@@ -240,18 +240,18 @@ class ContextLibrary:
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
-        """The fingerprint of the model; without its weights if these are not in a folder."""
+        """The fingerprint of the model; without that of its weights if they are not in a folder."""
         model, dtype = self._model, cast(torch.dtype, self._model.dtype)
         weights = stored_weights(Path(model.model), model.hf_text_config, dtype) if Path(model.model).is_dir() else None
         if weights is None:
             logger.warning(
-                "Whether contexts are of the weights of %s is not checked: they are stored in another way.", model.model
+                "The weights of %s are not stored as files: contexts are not checked against them.", model.model
             )
         known = {} if weights is None else {"weights": weights}
         return {**make(model.architecture, model.hf_text_config, dtype), **known}
 
     def _goes_on(self, contents: saved.Contents) -> bool:
-        """Return whether requests can compress a context further: all that the next event looks at is yet to come."""
+        """Return whether requests can compress a context further: the next event reads only data that is to come."""
         own, engine = Recipe.parse(contents.header.recipe), self._recipe
         same = engine is not None and (own.method, own.schedule.every) == (engine.method, engine.schedule.every)
         newest, every = own.method.traits.needs.newest, own.schedule.every or 0

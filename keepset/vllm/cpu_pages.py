@@ -18,17 +18,16 @@ class CPUPages:
 
     Args:
         caches: the caches of the layers that share block tables.
-        place: the layer's place among them.
+        place: the layer's index among them.
         isa: the instruction set that the layer's metadata builder chose (`layer.isa`).
 
     Attributes:
-        isa: as given.
+        isa: the instruction set.
         format: None, because the cache is not quantised.
-        kv_heads, block_size, head_dim, value_dim, slots, entry_bytes, dtype, device: of the layer's cache, as `Pages`
-            has them.
+        kv_heads, block_size, head_dim, value_dim, slots, entry_bytes, dtype, device: see `Pages`.
         folded: keys and values of all these layers for the backend's kernels, `[subpages, 1, block_size, head_dim]`:
-            every sub-page is a block of one KV head. So a page table has one row for each (request, head), and each row
-            a length of its own.
+            every sub-page is a block of one KV head. So a page table has one row for each (request, head), with its own
+            length.
     """
 
     def __init__(
@@ -45,8 +44,8 @@ class CPUPages:
         self._cache, self.device, self.format = kv_cache, kv_cache.device, None
         self.dtype = kv_cache.dtype
         self._before, self._all = place * blocks * self.kv_heads, len(caches) * blocks * self.kv_heads
-        # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. As whole
-        # numbers, because barrier 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
+        # Keys and values of a sub-page are neighbouring rows, so that each can be fetched without the other. They are
+        # integers, because moving 16-bit floats converts them on a CPU: 2 to 3 times slower, and it alters NaNs.
         bits = {2: torch.int16, 4: torch.int32}[kv_cache.dtype.itemsize]
         self._rows = kv_cache.view(bits).view(-1, self.block_size * self.head_dim)
         keys, values = kv_cache.view(-1, 1, 2 * self.block_size, self.head_dim).chunk(2, dim=2)
@@ -63,7 +62,7 @@ class CPUPages:
     def read(
         self, subpages: Int[Tensor, "*rows pages"]
     ) -> tuple[Shaped[Tensor, "*rows entries head_dim"], Shaped[Tensor, "*rows entries head_dim"]]:
-        """Return keys and values of whole sub-pages, unpacked and in the cache's type."""
+        """Return keys and values of whole sub-pages, unpacked and in the cache's dtype."""
         *rows, pages = subpages.shape
         shape = (*rows, pages * self.block_size, self.head_dim)
         key_rows = 2 * ((subpages.flatten() + self._before) % self._all)
@@ -85,25 +84,25 @@ class CPUPages:
         The backend's own kernel writes them.
 
         Raises:
-            KeepsetError: keys or values have another type than the cache.
+            KeepsetError: keys or values have another dtype than the cache.
         """
         if keys.dtype != self._cache.dtype or values.dtype != self._cache.dtype:
-            # The kernel goes by the dtype of the keys alone and would scribble over the pool.
+            # The kernel only looks at the dtype of the keys and would overwrite other entries.
             raise KeepsetError(f"The KV cache holds {self._cache.dtype}: keys and values must have the same dtype.")
         _pack(keys, values, *self.folded, slots, self.isa)
 
 
 def joined(caches: Sequence[Tensor]) -> Shaped[Tensor, "all_blocks kv_heads block_size two_head_dim"]:
-    """Return the caches as one tensor: they follow one another in memory.
+    """Return caches that follow one another in memory as one tensor.
 
     Raises:
-        UnsupportedEngineError: they do not.
+        UnsupportedEngineError: they do not follow one another.
     """
     first = caches[0]
     follow = all(cache.data_ptr() == first.data_ptr() + i * first.nbytes for i, cache in enumerate(caches))
     if not follow or not all(cache.is_contiguous() for cache in caches):
         raise UnsupportedEngineError(
-            "KV caches of the CPU backend must be contiguous and follow one another to be taken apart into sub-pages."
+            "KV caches of the CPU backend must be contiguous and follow one another to be split into sub-pages."
         )
     return first.as_strided((len(caches) * len(first), *first.shape[1:]), first.stride())
 
@@ -112,13 +111,13 @@ def joined(caches: Sequence[Tensor]) -> Shaped[Tensor, "all_blocks kv_heads bloc
 def packing(
     block_size: int, head_dim: int, dtype: torch.dtype, isa: str
 ) -> tuple[Int[Tensor, " numbers"] | None, Int[Tensor, " numbers"] | None]:
-    """Return where in a packed sub-page each number of (offset, channel) is, for keys and for values.
+    """Return the place of each number (offset, channel) in a packed sub-page, for keys and for values.
 
-    How numbers are packed differs between instruction sets and types, and is documented nowhere. So the backend's own
-    kernel is made to write numbers that tell where they came from.
+    The packing differs between instruction sets and dtypes, and is not documented. So the backend's own kernel writes
+    numbers that encode their original places.
 
     Returns:
-        Two orders, each None if numbers are in their places.
+        Two permutations, each None if numbers are not moved.
 
     Raises:
         UnsupportedEngineError: the kernel does more than reorder numbers.
@@ -126,7 +125,7 @@ def packing(
     numbers = block_size * head_dim
     home = torch.arange(numbers)
     came_from = torch.zeros(2, numbers, dtype=torch.int64)
-    # Whole numbers up to 256 are exact in every dtype, bfloat16 included.
+    # Integers up to 256 are exact in every dtype, bfloat16 included.
     scale, base = 1, 256
     while scale < numbers:
         digits = (home // scale % base).to(dtype).view(block_size, head_dim)
@@ -138,7 +137,7 @@ def packing(
     if not torch.equal(came_from.sort(-1).values, home.expand(2, -1)):
         raise UnsupportedEngineError(
             f"vLLM packs KV cache pages of {block_size} x {head_dim} {dtype} for {isa!r} in a way "
-            "that is no reordering: keepset cannot read them."
+            "that is not a permutation: keepset cannot read them."
         )
     keys, values = (None if torch.equal(order, home) else order for order in came_from.argsort(-1))
     return keys, values
@@ -161,6 +160,6 @@ def _pack(
 def _unpacked(
     pages: Shaped[Tensor, "pages numbers"], order: Int[Tensor, " numbers"] | None
 ) -> Shaped[Tensor, "pages numbers"]:
-    # `gather` with one row of indices expanded: on a CPU 2 to 4 times quicker than `index_select` on this axis,
+    # `gather` with one row of indices expanded: on a CPU 2 to 4 times faster than `index_select` on this axis,
     # and the indices stay the size of one page.
     return pages if order is None else pages.gather(1, order.expand(len(pages), -1))

@@ -1,4 +1,4 @@
-"""Attention over quantised caches on CPUs, of which vLLM's own backend for CPUs reads few or none."""
+"""Attention over quantised caches on CPUs, few or none of which vLLM's own CPU backend can read."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from keepset.vllm.recipe_support import INT8
 
 @dataclass
 class RowsMetadata:
-    """A step of requests whose entries lie where vLLM's block tables say, the same in all heads.
+    """A step of requests whose heads all have the same entries, at the places of vLLM's block tables.
 
     Attributes:
-        starts: the first token of each request, and the end of the last one's.
+        starts: the index of each request's first token, and the end of the last request.
         block_table: blocks of each request.
         lengths: entries of each request.
         kv_heads: KV heads of a layer.
@@ -51,7 +51,7 @@ class RowsMetadata:
 
     @cached_property
     def heads(self) -> tuple[Int[Tensor, "some_heads width"], Int[Tensor, " some_heads"], Int[Tensor, " some"]]:
-        """The sub-pages and the entries of each head of the rows with one new token, and the places of the tokens."""
+        """The sub-pages and entries of each head of the rows with one new token, and the indices of the tokens."""
         tables = self.block_table[self.decoding].long()
         tables = tables[:, None] * self.kv_heads + torch.arange(self.kv_heads)[:, None]
         lengths = self.lengths[self.decoding].long().repeat_interleave(self.kv_heads)
@@ -59,7 +59,7 @@ class RowsMetadata:
 
     @cached_property
     def prompts(self) -> PagedTokens | None:
-        """The tokens of the other rows."""
+        """The tokens of rows with several new tokens."""
         several = [
             (self.starts[row] + i, row, int(length) - self._new(row) + i + 1)
             for row, length in enumerate(self.lengths)
@@ -91,7 +91,7 @@ class RowsMetadataBuilder(AttentionMetadataBuilder[RowsMetadata]):
 
 
 class RowsImpl:
-    """A mixin in place of what vLLM's layers for CPUs do with their cache: they write rows, and attend to them."""
+    """A mixin that replaces how vLLM's layers for CPUs write to their cache and attend to it."""
 
     num_kv_heads: int
     num_queries_per_kv: int
@@ -99,7 +99,7 @@ class RowsImpl:
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write new entries to their slots; nothing is written to a negative one."""
+        """Write new entries to their slots; negative slots are skipped."""
         pages = self.pages(layer, kv_cache)  # type: ignore[attr-defined]
         real, size = (slot_mapping >= 0).nonzero()[:, 0], pages.block_size
         slots = slot_mapping[real].long()
@@ -148,11 +148,11 @@ class RowsImpl:
 
 
 class Biased(NamedTuple):
-    """What is added to the logits of some heads' first entries.
+    """Biases that are added to the logits of some heads' first entries.
 
     Attributes:
-        column: a number for each slot of the layers.
-        counts: how many of each head's first entries have one; those since the event have not.
+        column: the bias of each slot of the layers.
+        counts: how many of each head's first entries have a bias; entries since the event have none.
     """
 
     column: Float[Tensor, "layers slots"]
@@ -161,19 +161,19 @@ class Biased(NamedTuple):
     def of_heads(
         self, tables: Int[Tensor, "heads pages"], size: int, some: Int[Tensor, " some"], entries: int
     ) -> Float[Tensor, "some entries"]:
-        """Return what is added to the logits of the first entries of some heads, whose pages hold `size` entries."""
+        """Return the biases of the first entries of some heads, whose pages hold `size` entries."""
         entry = torch.arange(entries)
         slots = tables[some][:, entry // size].long() * size + entry % size
         return self.column.view(-1)[slots].where(entry < self.counts[some, None], 0)
 
 
 class Int8Pages(StridedPages):
-    """Pages of mixed rows of 8-bit integers, which are written to and attended to where they lie.
+    """Pages of mixed rows of 8-bit integers, with attention that reads them in place.
 
     Args:
         caches: the caches of all layers with the same block tables, which follow one another in memory.
-        place: which of them is the layer's.
-        format: how rows are read and written.
+        place: the index of the layer's cache among them.
+        format: the format of the rows.
         scaling: factor of the products of queries and keys.
     """
 
@@ -202,11 +202,11 @@ class Int8Pages(StridedPages):
         """Compute the attention of some queries, each over the entries of its own head.
 
         Args:
-            queries: after rotation.
+            queries: queries after rotation.
             tables: the sub-pages of each head, numbered from the first layer's on.
             lengths: the number of entries of each head.
-            output: written to; zero for a head without entries.
-            bias: what is added to logits.
+            output: the result; written to; zero for a head without entries.
+            bias: biases that are added to logits.
         """
         from keepset.kernels import int8_rows
 
@@ -215,7 +215,7 @@ class Int8Pages(StridedPages):
 
 
 def write(pages: StridedPages | ScatteredPages, keys: Tensor, values: Tensor, slots: Int[Tensor, " n"]) -> None:
-    """Write keys and values, `[n, head_dim]`, to slots counted from the first layer's on, as the cache holds them."""
+    """Write keys and values, `[n, head_dim]`, in the cache's format to slots counted from the first layer's on."""
     if isinstance(pages, Int8Pages):
         pages.append(keys, values, slots)
     else:
@@ -241,7 +241,7 @@ def attend(
         before: sub-pages of the layers before it.
         tables: the sub-pages of each head, numbered from the first layer's on.
         lengths, softmax, output: as in `attend_heads`.
-        bias: what is added to logits.
+        bias: biases that are added to logits.
     """
     if isinstance(pages, Int8Pages) and softmax.plain:
         pages.attend(queries, tables, lengths, output, bias)
@@ -254,16 +254,16 @@ def attend(
 def attend_ragged(
     step: PlannedStep, place: int, pages: Pages, query: Tensor, output: Tensor, kv_heads: int, softmax: Softmax
 ) -> None:
-    """Compute the attention of each head over entries of its own, with biases if entries have them.
+    """Compute the attention of each head over its own entries, with biases if entries have them.
 
     Args:
-        step: the step, in which heads have pages of their own.
-        place: the layer's place in the group.
+        step: the step, in which heads have their own pages.
+        place: the layer's index in the group.
         pages: the layer's cache.
         query: queries of the step, `[tokens, query_heads, head_dim]`.
         output: of the same shape; written to.
         kv_heads: KV heads of the layer.
-        softmax: what the layer does with products; its sinks are `[query_heads]`.
+        softmax: the layer's softmax; its sinks are `[query_heads]`.
     """
     ragged, bias, size = step.plan.ragged, step.group.columns.bias, pages.block_size
     assert ragged is not None and ragged.tokens is not None
@@ -304,7 +304,7 @@ class RowsMixin(CompressedAttentionImpl):
         return Int8Pages(caches, place, format, self.softmax.scaling)
 
     def _compiles(self, layer: Any) -> bool:
-        """Return whether the layer's pages are written and attended to by compiled loops."""
+        """Return whether compiled loops write the layer's pages and attend to them."""
         if layer.kv_cache_dtype != INT8:
             return False
         from keepset.kernels import int8_rows
@@ -312,7 +312,7 @@ class RowsMixin(CompressedAttentionImpl):
         return int8_rows.supports(self.head_size, self._context.block_size, self.model_dtype)
 
     def mixing(self, layer: Any) -> None:
-        """Return None: `RowsImpl` mixes by the pages' format."""
+        """Return None, because `RowsImpl` mixes by the pages' format."""
 
     def append_ragged(self, layer: Any, step: PlannedStep, key: Tensor, value: Tensor, kv_cache: Tensor) -> None:
         per_head, place, pages = step.per_head, step.places[layer.layer_name], self.pages(layer, kv_cache)

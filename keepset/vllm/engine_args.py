@@ -1,4 +1,4 @@
-"""`engine_args` and `serve_options`: what vLLM must be started with to serve a recipe."""
+"""`engine_args` and `serve_options`: the arguments with which vLLM serves a recipe."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def engine_args(
     """Return the arguments of `vllm.LLM` with which it serves a recipe: `LLM(model, **engine_args("knorm(keep=0.5)"))`.
 
     Args:
-        recipe: what each request keeps. If none is named, the engine serves contexts alone, or without a folder of them
-            the default of `keepset.defaults`, less what it cannot serve with its other arguments; its log names it.
-        contexts: the folder of saved contexts, whose files requests name; None for none.
+        recipe: the recipe of every request. If None, an engine with a folder of contexts serves only contexts; another
+            takes the default of `keepset.defaults`, without steps that it cannot serve, and its log names the result.
+        contexts: the folder of saved contexts, whose files requests name; None for no folder.
         save_bytes: bytes that each owner's requests may save in that folder.
 
     Raises:
@@ -52,7 +52,7 @@ def engine_args(
 def serve_options(
     recipe: Recipe | str | None = None, *, contexts: Path | str | None = None, save_bytes: int = 0
 ) -> str:
-    """Return the same as options of `vllm serve`, quoted for a shell; see `engine_args`."""
+    """Return the arguments of `engine_args` as options of `vllm serve`, quoted for a shell."""
     return shlex.join(as_words(engine_args(recipe, contexts=contexts, save_bytes=save_bytes)))
 
 
@@ -60,7 +60,7 @@ def as_words(args: Mapping[str, Any]) -> list[str]:
     """Return arguments of `vllm.LLM` as words of vLLM's command line.
 
     Args:
-        args: names and values; truth values, texts, numbers and JSON objects.
+        args: names and values: booleans, texts, numbers and JSON objects.
     """
     words = []
     for name, value in args.items():
@@ -83,6 +83,6 @@ def _additional(recipe: Recipe | None, contexts: Path | str | None, save_bytes: 
         additional[CONTEXTS] = str(Path(contexts).resolve())
     if save_bytes:
         if contexts is None:
-            raise KeepsetError("Only contexts are saved by requests: name their folder, too.")
+            raise KeepsetError("save_bytes needs a folder of contexts: name the folder, too.")
         additional[SAVE_LIMIT] = save_bytes
     return additional

@@ -1,7 +1,7 @@
-"""`EngineContext`: what keepset's classes in one process share under vLLM.
+"""`EngineContext`: the state that keepset's classes in one process share under vLLM.
 
-vLLM asks an attention backend for classes and for each layer's kind of cache without saying for which model or layer,
-and makes the objects itself. So what they share is here. Only which context is the active one is global.
+vLLM asks an attention backend for classes and for each layer's kind of cache without naming the model or layer, and
+makes the objects itself. So their shared state is here. Only the choice of the active context is global.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from keepset.vllm.settings import contexts_of, recipe_of, save_limit_of
 from keepset.vllm.spec import KeepSpec
 from keepset.vllm.validation import LAYERS_THAT_DRAFT, check
 
-logger = init_logger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers alone
+logger = init_logger(f"vllm.{__name__}")  # vLLM shows only messages of its own loggers
 
 
 @dataclass
@@ -58,8 +58,8 @@ class PlannedStep:
     Attributes:
         group: the group of layers.
         plan: the step's plan.
-        places: the places of the layers in the group, by their names.
-        metadata: the metadata that vLLM's attention gets for the step.
+        places: the indices of the layers in the group, by their names.
+        metadata: the metadata of the step for vLLM's attention.
     """
 
     group: LayerGroup
@@ -69,7 +69,7 @@ class PlannedStep:
 
     @cached_property
     def per_head(self) -> PerHeadSequences:
-        """Heads as requests, in a step with tokens of ragged heads; the layers share it."""
+        """Heads as requests, for a step with tokens of ragged heads; the layers share it."""
         assert self.plan.ragged is not None
         return PerHeadSequences(self.plan.ragged)
 
@@ -79,12 +79,12 @@ class EngineContext:
 
     Attributes:
         config, recipe: vLLM's configuration, and the recipe that it names.
-        projections: how layers make queries, by the layers' names, where the recipe looks at queries before rotation.
-        emptied_blocks: what events have emptied, for the connector to fetch.
-        events: plans the steps of all groups, and executes their events.
+        projections: the layers' query projections by name, if the recipe needs queries before rotation.
+        emptied_blocks: blocks that events have emptied, for the connector to fetch.
+        events: the planner of all groups' steps, which also executes their events.
         groups: the groups of layers that share block tables, by the name of each group's first layer.
-        block_size: tokens per block of the layers that are compressed, once vLLM has asked for their kinds of cache.
-        neighbours: by a layer's name the layers that share its block tables, and its place among them.
+        block_size: tokens per block of the compressed layers, once vLLM has asked for their kinds of cache.
+        neighbours: the layers that share a layer's block tables, and its index among them, by the layer's name.
 
     Raises:
         UnsupportedEngineError, UnsupportedModelError: the recipe cannot be served.
@@ -94,7 +94,7 @@ class EngineContext:
         check(config, recipe)
         stats.serving(str(recipe))
         logger.info("keepset serves %s", recipe)
-        # Requests with images have recipes of their own where it says that images, or text, always stay.
+        # Requests with images have their own recipes if the recipe says that images, or text, always stay.
         self.config, self.recipe = config, recipe.located(())
         self.projections: dict[str, VLLMQueryProjection] = {}
         self.emptied_blocks = EmptiedBlocks()
@@ -112,17 +112,17 @@ class EngineContext:
         self._target: set[str] | None = None
 
     def is_drafted_by(self, config: VllmConfig) -> bool:
-        """Return whether another configuration is that of a model that drafts for this one's."""
+        """Return whether another configuration is that of a model that drafts for this one."""
         same = [getattr(config, part) is getattr(self.config, part) for part in ("compilation_config", "model_config")]
         return config is not self.config and config.speculative_config is not None and all(same)
 
     def begin_draft(self) -> None:
-        """Note that the layers that are built from now on are those of a model that drafts; vLLM builds it last."""
+        """Note that layers built from now on belong to a draft model; vLLM builds it last."""
         if self._target is None:
             self._target = set(self.config.compilation_config.static_forward_context)
 
     def _is_draft(self, name: str) -> bool:
-        """Return whether a layer is one of a model that drafts: that is built last, or its layers are numbered last."""
+        """Return whether a layer belongs to a draft model, which is built last or whose layers are numbered last."""
         if self.config.speculative_config is None:
             return False
         built_last = self._target is not None and name not in self._target
@@ -135,9 +135,7 @@ class EngineContext:
 
     @cached_property
     def layers(self) -> dict[str, int]:
-        """The indices of the attention layers that are compressed, by their names: those of this process that attend to
-        all tokens.
-        """
+        """The indices of the compressed layers by name: the layers of this process that attend to all tokens."""
         layers, compressed = {}, []
         for name, layer, index in attention_layers(self.config):
             if not leaves_alone(layer.get_kv_cache_spec(self.config)) and not self._is_draft(name):
@@ -148,7 +146,7 @@ class EngineContext:
         drafts = self.config.speculative_config
         if drafts is not None and drafts.method in LAYERS_THAT_DRAFT and not self._drafts:
             raise UnsupportedModelError(
-                f"keepset cannot serve this model: its layers that draft ({drafts.method}) are not told from the "
+                f"keepset cannot serve this model: it cannot tell layers that draft ({drafts.method}) from the "
                 "others; use ngram or suffix."
             )
         check_layers(self.config, self.recipe, compressed, self._others)
@@ -156,60 +154,60 @@ class EngineContext:
 
     @cached_property
     def _others(self) -> list[KVCacheSpec]:
-        """What the layers hold of a request that keepset leaves to vLLM: what is bounded, and what is of drafts."""
+        """The kinds of caches that keepset leaves to vLLM: those of bounded size, and those of drafts."""
         return [spec for name, spec in layer_specs(self.config) if self._is_draft(name) or leaves_alone(spec)]
 
     @cached_property
     def _drafts(self) -> list[KVCacheSpec]:
-        """What the layers of a model that drafts hold."""
+        """The kinds of caches of a draft model's layers."""
         return [spec for name, spec in layer_specs(self.config) if self._is_draft(name)]
 
     @cached_property
     def recording(self) -> Recording:
-        """The queries that layers record, and what is made of them."""
+        """The plan of which queries layers record, and for what."""
         _, head_dim, dtype = self._queries
         drafts = drafted_tokens(self.config)
         return Recording.of_recipe(self.recipe, self._layer.num_queries_per_kv, head_dim, dtype.itemsize, drafts)
 
     @cached_property
     def _queries(self) -> tuple[int, int, torch.dtype]:
-        """The query heads of a layer in this process, their size, and their type."""
+        """The number of query heads of a layer in this process, their size, and their dtype."""
         dtype = self.config.model_config.dtype
         assert isinstance(dtype, torch.dtype)
         return self._layer.num_heads, self._layer.head_size, dtype
 
     @property
     def _layer(self) -> Any:
-        """The implementation of the first layer that is compressed; all of them have the same shape."""
+        """The implementation of the first compressed layer; all of them have the same shape."""
         return self.config.compilation_config.static_forward_context[next(iter(self.layers))].impl
 
     @cached_property
     def columns(self) -> dict[str, tuple[int, ...]]:
-        """The numbers of entries beside key and value; see `columns_of`."""
+        """The columns that entries have beside key and value; see `columns_of`."""
         contexts, saves = contexts_of(self.config) is not None, save_limit_of(self.config) is not None
         return columns_of(self.recipe, self.recording.group, contexts=contexts, saves=saves)
 
     def customize_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return the kind of cache of the next layer: vLLM asks for one after another.
+        """Return the kind of cache of the next layer; vLLM asks layer by layer.
 
-        It also asks for blocks of one token, to know what these take; such a block is no layer's.
+        vLLM also asks for blocks of one token, to learn their size; these belong to no layer.
 
         Raises:
             UnsupportedEngineError, UnsupportedModelError: the model's layers cannot be compressed.
         """
         if spec.block_size == 1:
             return spec
-        layer_ids = tuple(self.layers.values())  # the model is built, so that layers can be refused
+        layer_ids = tuple(self.layers.values())  # raises if layers cannot be served; the model is built by now
         if leaves_alone(spec):
             return spec
         if self._watch is not None:
             self._watch.remove()
         place = self._specs_made % (len(layer_ids) + sum(not leaves_alone(spec) for spec in self._drafts))
         self._specs_made += 1
-        if place >= len(layer_ids):  # of a model that drafts, whose layers come last
+        if place >= len(layer_ids):  # a draft model's layer; these come last
             return spec
         index = layer_ids[place]
-        # Other groups of layers may have smaller blocks, as the configuration then says.
+        # Other groups of layers may have smaller blocks, which the configuration then names.
         self.block_size = spec.block_size
         ask_for_prompt_lengths(self.config)
         if self._buffers is None:  # vLLM has not measured memory yet
@@ -235,7 +233,7 @@ class EngineContext:
         )
 
     def _stored_bytes(self, spec: AttentionSpec) -> int:
-        """Return the bytes of an entry of one head, in layers of the cache's type: some may keep whole numbers.
+        """Return the bytes of an entry of one head in quantised layers; vLLM may leave some layers unquantised.
 
         Args:
             spec: the kind of cache of one of the layers.
@@ -246,7 +244,7 @@ class EngineContext:
         return slots * content // spec.num_kv_heads
 
     def _check_cache(self, spec: AttentionSpec) -> None:
-        """Compare what vLLM writes to a quantised cache with what keepset reads there."""
+        """Check that keepset reads from a quantised cache what vLLM writes to it."""
         if current_platform.is_cpu():
             return
         device, (_, head_dim, dtype) = torch.device(current_platform.device_type), self._queries
@@ -264,13 +262,12 @@ class EngineContext:
         return self._buffers
 
     def leave(self, layer: str, queries: Tensor) -> None:
-        """Leave the queries of a layer, given by its name, for graphs (`QueryBuffers.leave`)."""
+        """Store the queries of a layer, given by its name, for graphs (`QueryBuffers.leave`)."""
         if self._buffers is not None:
             self._buffers.leave(layer, queries)
 
     def add(self, group: LayerGroup, layers: Sequence[str]) -> None:
-        """Add a group of layers. It replaces an earlier group of these layers, whose cache vLLM made only to measure
-        graphs.
+        """Add a group of layers. It replaces an earlier group of them, whose cache vLLM made only to measure graphs.
 
         Args:
             group: the group.
@@ -290,16 +287,16 @@ class EngineContext:
 
         Args:
             layer: the layer's name.
-            metadata: the metadata that vLLM hands to the layer; None in a run without.
+            metadata: the metadata that vLLM passes to the layer; None in a run without metadata.
 
         Raises:
-            UnsupportedEngineError: these are not the metadata that were made for the layer.
+            UnsupportedEngineError: this is not the metadata that was made for the layer.
         """
         if metadata is None or layer not in self.layers:
             return None
         step = self._steps.get(layer)
         if step is None or step.metadata is not metadata:
-            raise UnsupportedEngineError("This vLLM hands its layers other metadata than keepset has made.")
+            raise UnsupportedEngineError("This vLLM passes its layers other metadata than keepset has made.")
         return step
 
 
@@ -307,9 +304,9 @@ _active: EngineContext | None = None
 
 
 def activate() -> EngineContext | None:
-    """Make the context of vLLM's current configuration the active one, and return it; None if that has no recipe.
+    """Make the context of vLLM's current configuration active, and return it; None if the configuration has no recipe.
 
-    A model that drafts may be built under a configuration of its own, whose layers are filed with the model's.
+    A draft model may be built under its own configuration; its layers are filed with the model's.
     """
     global _active  # noqa: PLW0603
     config = get_current_vllm_config_or_none()
@@ -323,12 +320,12 @@ def activate() -> EngineContext | None:
 
 
 def active() -> EngineContext | None:
-    """Return the context of the model that was loaded last, if that has a recipe."""
+    """Return the context of the model that was loaded last, if it has a recipe."""
     return _active
 
 
 def check_model(config: VllmConfig) -> None:
-    """Refuse a model of which no layer is compressed, if the configuration has a recipe.
+    """Refuse a model without compressed layers, if the configuration has a recipe.
 
     Args:
         config: vLLM's configuration, whose model is built.

@@ -1,4 +1,4 @@
-"""Which quantised caches of vLLM are served, and how each of them is read and written."""
+"""The quantised caches of vLLM that are served, and their formats."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ _ROW_MODES = {
     KVQuantMode.INT4_PER_TOKEN_HEAD: (torch.uint8, 2),
     KVQuantMode.FP8_PER_TOKEN_HEAD: (torch.uint8, 1),
 }
-"""How vLLM's specs name these caches, the type of such a cache, and how many numbers share a byte."""
+"""The caches with a scale for each row by vLLM's quantisation mode: their dtype, and how many numbers share a byte."""
 
 
 def format_of(layer: Any, dtype: torch.dtype) -> PageFormat | None:
-    """Return how a layer's cache is read and written, if keepset writes to it; None if it is not quantised.
+    """Return the format of a layer's cache, if keepset writes to it; None if it is not quantised.
 
     Args:
         layer: vLLM's attention layer.
-        dtype: the model's type, in which keys and values are read.
+        dtype: the model's dtype, in which keys and values are read.
     """
     kind, head_dim = layer.kv_cache_dtype, layer.head_size
     if kind in WHOLE:
         return None
     if kind in ROW_SCALES:
         return row_format(kind, head_dim, dtype)
-    # The Triton backend writes this type whatever was asked for.
+    # The Triton backend always writes this dtype, whichever was asked for.
     is_wide = kind == "fp8_e5m2" and getattr(layer.impl, "fp8_dtype", None) is None
     numbers = torch.float8_e5m2 if is_wide else current_platform.fp8_dtype()
     return PageFormat(numbers, head_dim, dtype, layer._k_scale, layer._v_scale)
 
 
 def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Have vLLM write a few entries with scales of their own, mixed as they will be, and read them as keepset does.
+    """Check that keepset reads back a few mixed entries with their own scales that vLLM writes.
 
     Args:
         kind: vLLM's name of the cache's type.
-        kv_heads, head_dim, dtype: of a layer's keys and values.
-        device: of the cache.
+        kv_heads, head_dim, dtype: shape and dtype of a layer's keys and values.
+        device: the cache's device.
 
     Raises:
-        UnsupportedEngineError: what is read is not what was written, to the rounding of 8 or 4 bits.
+        UnsupportedEngineError: the entries differ by more than the rounding to 8 or 4 bits.
     """
     format, size, draw = row_format(kind, head_dim, dtype), 16, torch.Generator().manual_seed(0)
     cache = torch.zeros(2, kv_heads, size, 2 * format.row_bytes, dtype=torch.int8, device=device)
@@ -77,19 +77,19 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
             near = off.abs() <= whole.abs().amax(-1, keepdim=True) / _STEPS
         if not bool(near.all()):
             raise UnsupportedEngineError(
-                f"This vLLM lays a KV cache of kind {kind} out in a way that keepset does not know: use a supported "
-                "version, or kv_cache_dtype auto."
+                f"keepset does not know the layout of this vLLM's KV cache of kind {kind}: use a supported version, "
+                "or kv_cache_dtype auto."
             )
 
 
 _STEPS = 24
-"""A number of 8 bits is off by less than this part of its row's largest."""
+"""The error of an 8-bit number is less than its row's largest number divided by this."""
 _PARTS = 4
-"""A row of 4 bits is off by less than this part of its length."""
+"""The error of a 4-bit row is less than the row's length divided by this."""
 
 
 def row_format(kind: str, head_dim: int, dtype: torch.dtype) -> PageFormat:
-    """Return how a cache is read and written in which each key and each value has a scale."""
+    """Return the format of a cache in which each key and each value has a scale."""
     if kind == INT4:
         return PageFormat(FOUR_BITS, head_dim, dtype, mixing=mixing_of(head_dim, current_platform.device_type))
     numbers = torch.int8 if kind == INT8 else current_platform.fp8_dtype()
@@ -97,7 +97,7 @@ def row_format(kind: str, head_dim: int, dtype: torch.dtype) -> PageFormat:
 
 
 def own_mixing(kind: str, head_dim: int) -> Mixing | None:
-    """Return how keepset mixes rows of a cache before vLLM sees them; None if it does not. Those of 4 bits vLLM mixes.
+    """Return how keepset mixes rows before vLLM sees them; None if it does not. vLLM itself mixes 4-bit rows.
 
     Args:
         kind: vLLM's name of the cache's type.
@@ -107,14 +107,14 @@ def own_mixing(kind: str, head_dim: int) -> Mixing | None:
 
 
 def as_on_gpus(spec: AttentionSpec) -> AttentionSpec:
-    """Return a layer's kind of cache as vLLM's backends for GPUs have it, with room for the scales of rows."""
+    """Return a layer's kind of cache as in vLLM's backends for GPUs, with room for the scales of rows."""
     if spec.kv_quant_mode not in _ROW_MODES or spec.state_content_bytes is not None:
         return with_slots(spec)
     return replace(spec, state_content_bytes=_row_content(spec))
 
 
 def packed_otherwise(spec: AttentionSpec) -> bool:
-    """Return whether a layer's cache has another layout than keepset knows for its type."""
+    """Return whether a layer's cache has another layout than the one that keepset knows for its type."""
     head_slots, content = None, None
     if (packed := kind_of(spec)) is not None:
         slots, content = packed_slots(packed, spec.num_kv_heads, spec.head_size)
@@ -129,5 +129,5 @@ def packed_otherwise(spec: AttentionSpec) -> bool:
 
 
 def _row_content(spec: AttentionSpec) -> int:
-    """Return the bytes of a slot: a row for the key and one for the value, each with its scale behind its numbers."""
+    """Return the bytes of a slot: a row for the key and one for the value, each followed by its scale."""
     return 2 * (spec.head_size // _ROW_MODES[spec.kv_quant_mode][1] + SCALE_BYTES)

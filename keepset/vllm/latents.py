@@ -1,9 +1,9 @@
 """Layers of models that cache latents (MLA, DeepSeek): a mixin for vLLM's backends of them, and their pages.
 
-Such a layer stores for each token one row for all heads: a latent, of which keys and values of every head are made, and
-a part of the key that is rotated. A query that is taken to the latents (absorbed) has the same product with the row as
-with the key. So methods see one KV head, whose keys are the rows and whose values are the latents. vLLM attends, and
-keepset where layers keep different numbers of entries.
+Such a layer stores for each token one row for all heads: a latent, from which every head's key and value are made, and
+the rotated part of the key. A query that is mapped to the latents (absorbed) has the same product with the row as with
+the key. So methods see one KV head, whose keys are the rows and whose values are the latents. vLLM computes attention,
+or keepset if layers keep different numbers of entries.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LatentPages(StridedPages):
 
     Args:
         caches: the caches of all layers with the same block tables.
-        place: which of them is the layer's.
+        place: the index of the layer's cache among them.
         latent: numbers of a latent.
     """
 
@@ -58,9 +58,9 @@ class LatentPages(StridedPages):
 
 
 class LatentImpl(CompressedImpl):
-    """Attends to the kept entries, and records the queries that later events look at, taken to the latents.
+    """Attends to the kept entries, and records absorbed queries for later events.
 
-    A step's first tokens look at rows of the cache (`forward_mqa`). The others, parts of prompts, look at keys and
+    A step's first tokens attend to rows of the cache (`forward_mqa`). The others, parts of prompts, attend to keys and
     values that are made for them (`forward_mha`, which vLLM calls first). Tokens of compressed requests are among the
     first.
     """
@@ -75,16 +75,16 @@ class LatentImpl(CompressedImpl):
 
     @property
     def num_queries_per_kv(self) -> int:
-        """The query heads of the layer, for all of which an entry is one row."""
+        """The number of query heads of the layer, which all share one row for each entry."""
         return self.num_heads
 
     def belong_to(self, layer: Any) -> None:
         super().belong_to(layer)
-        self._layer = layer  # which vLLM does not hand to all methods
+        self._layer = layer  # vLLM does not pass it to all methods
 
     @property
     def unrotated(self) -> int:  # type: ignore[override]
-        """The numbers of a latent, which do not rotate."""
+        """The numbers of a latent, which are not rotated."""
         return self.kv_lora_rank
 
     def queries_of(self, rows: Float[Tensor, "n numbers"]) -> Float[Tensor, "n query_heads row"]:
@@ -94,17 +94,17 @@ class LatentImpl(CompressedImpl):
         return LatentPages([cache.unsqueeze(1) for cache in caches], place, self.kv_lora_rank)
 
     def do_kv_cache_update(self, latents: Tensor, rotated: Tensor, kv_cache: Tensor, slots: Tensor, *args: Any) -> None:
-        """Write new rows, by vLLM or to places of the layer's own.
+        """Write new rows, by vLLM's method or to the layer's own slots.
 
         Args:
-            latents: of the new tokens.
+            latents: latents of the new tokens.
             rotated: the rotated parts.
             kv_cache: the layer's cache.
             slots: the slot of each token.
             args: further arguments of vLLM's backend.
 
         Raises:
-            UnsupportedEngineError: the slots are not those that keepset was told of.
+            UnsupportedEngineError: the slots are not those of the plan.
         """
         metadata: Any = get_forward_context().attn_metadata
         known = metadata.get(self._layer.layer_name) if isinstance(metadata, dict) else None
@@ -129,13 +129,13 @@ class LatentImpl(CompressedImpl):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Have vLLM attend to tokens of prompts, and keep their queries, or record them if there are no other tokens.
+        """Run vLLM's attention for tokens of prompts, and record their queries or, if other tokens follow, keep them.
 
         Args:
             q: queries of heads, after rotation, `[tokens, query_heads, head_dim]`.
-            latents, rotated: of these tokens.
+            latents, rotated: latents and rotated parts of these tokens.
             kv_cache: the layer's cache.
-            attn_metadata: what `KeepBuilder.build` returned.
+            attn_metadata: the result of `KeepBuilder.build`.
             args: further arguments of vLLM's backend.
             kwargs: further arguments of vLLM's backend.
         """
@@ -154,11 +154,11 @@ class LatentImpl(CompressedImpl):
         Args:
             q: absorbed queries, or their two parts, `[tokens, query_heads, ...]`.
             kv_cache: the layer's cache.
-            attn_metadata: what `KeepBuilder.build` returned.
+            attn_metadata: the result of `KeepBuilder.build`.
             layer: vLLM's layer.
 
         Returns:
-            What they make of latents, `[tokens, query_heads, latent]`, and its log-sum-exp if vLLM's backend makes it.
+            The attention over latents, `[tokens, query_heads, latent]`, and its log-sum-exp if vLLM's backend has it.
         """
         step = self._context.step(layer.layer_name, attn_metadata)
         ragged = None if step is None else step.plan.ragged
@@ -177,25 +177,25 @@ class LatentImpl(CompressedImpl):
         return attended, lse
 
     def _attend_ragged(self, layer: Any, step: PlannedStep, queries: Tensor, kv_cache: Tensor, output: Tensor) -> None:
-        """Compute the attention of tokens whose layer has entries of its own."""
+        """Compute the attention of tokens if the layer has its own entries."""
         ragged, place, pages = step.plan.ragged, step.places[layer.layer_name], self.pages(layer, kv_cache)
         assert ragged is not None and ragged.tokens is not None and isinstance(pages, LatentPages)
         tokens, layout, size = ragged.tokens, ragged.of_layer(place), self.kv_lora_rank
         paged_attention(queries, pages.caches, place, tokens, layout, self.softmax, output, value_dim=size)
 
     def _finish(self, metadata: Any, *first: Tensor) -> None:
-        """Record the queries of a step, whose first tokens' are given, and those of prompts kept."""
+        """Record the queries of a step: `first`, those of its first tokens, and the kept ones of prompts."""
         queries = [*first, *([] if self._of_prompts is None else [self._of_prompts])]
         self._of_prompts = None
         step = self._context.step(self._layer.layer_name, metadata)
         self.record(self._layer, step, torch.cat(queries) if len(queries) > 1 else queries[0])
 
     def _absorbed(self, queries: Float[Tensor, "n query_heads head_dim"]) -> Float[Tensor, "n query_heads row"]:
-        """Return queries of heads as queries of rows."""
+        """Return queries of heads as absorbed queries."""
         by_head, rotated = queries.split([self.qk_nope_head_dim, queries.shape[-1] - self.qk_nope_head_dim], -1)
         absorbed = queries.new_empty(*queries.shape[:2], self.kv_lora_rank)
         by_head, into = by_head.transpose(0, 1), absorbed.transpose(0, 1)
-        if self._layer.is_amx_bmm_enabled:  # where vLLM has packed the matrices
+        if self._layer.is_amx_bmm_enabled:  # vLLM has packed the matrices
             ops.bmm_cpu(into, by_head, self._w_uk_packed, True, self._w_scale)  # type: ignore[attr-defined]
         else:
             torch.bmm(by_head, self._layer.W_UK_T, out=into)

@@ -1,4 +1,4 @@
-"""Checks of a vLLM model's layers: which are compressed or left alone, and what is refused in a sentence."""
+"""Checks of a vLLM model's layers: which are compressed, which are left alone, and which are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_layer(name: str, layer: Any, *, unseen: bool = False) -> None:
     Args:
         name: the layer's name.
         layer: vLLM's layer.
-        unseen: whether its queries before rotation are needed, and the module that makes them was not found.
+        unseen: whether its queries before rotation are needed, but the module that makes them was not found.
 
     Raises:
         UnsupportedModelError: the layer cannot be compressed.
@@ -61,7 +61,7 @@ _LEFT_ALONE = (SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 
 
 def leaves_alone(spec: KVCacheSpec | None) -> bool:
-    """Return whether keepset leaves a layer to vLLM, because what it holds of a request is bounded.
+    """Return whether keepset leaves a layer to vLLM, because the size of its cache is bounded.
 
     Args:
         spec: the kind of the layer's cache, before the backend customizes it; None if it has none.
@@ -79,17 +79,17 @@ def leaves_alone(spec: KVCacheSpec | None) -> bool:
 
 
 def check_layers(config: VllmConfig, recipe: Recipe, layers: Sequence[Any], others: Sequence[KVCacheSpec]) -> None:
-    """Refuse what cannot be served because of the model's layers together.
+    """Refuse a model whose layers cannot be served together.
 
     Args:
         config: vLLM's configuration.
         recipe: its recipe.
         layers: vLLM's layers that are compressed.
-        others: the kinds of what the other layers hold.
+        others: the kinds of the other layers' caches.
 
     Raises:
-        UnsupportedEngineError: vLLM's configuration is why.
-        UnsupportedModelError: the model is why.
+        UnsupportedEngineError: vLLM's configuration is the reason.
+        UnsupportedModelError: the model is the reason.
     """
     if not layers:
         raise UnsupportedModelError(
@@ -125,10 +125,10 @@ def _of_others(config: VllmConfig, recipe: Recipe, others: Sequence[KVCacheSpec]
 
 
 def check_spec(spec: AttentionSpec) -> FullAttentionSpec:
-    """Return the kind of a layer's cache if that holds whole keys and values of all tokens.
+    """Return the kind of a layer's cache, if the cache holds whole keys and values of all tokens.
 
     Raises:
-        UnsupportedModelError: it does not.
+        UnsupportedModelError: the cache does not.
     """
     latents = type(spec) is MLAAttentionSpec
     reasons = {

@@ -22,19 +22,19 @@ from keepset.vllm import stats
 from keepset.vllm.compat import hide_answer
 
 _reporting: WeakKeyDictionary[BlockPool, int] = WeakKeyDictionary()
-"""For each pool, the group of layers that reports when a request ends: the first that is compressed."""
+"""For each pool, the group of layers that reports when a request ends: the first compressed one."""
 
 
 @dataclass
 class RunningRequest:
-    """A request that runs.
+    """A running request.
 
     Attributes:
         prompt, length: tokens of its prompt, and tokens that were processed.
-        schedule: when it is compressed.
-        next_release: tokens from which on there are blocks to free; None if there never are.
-        freed: blocks that were freed.
-        is_released: whether its first blocks are not its own any more.
+        schedule: the schedule of its events.
+        next_release: number of tokens from which on blocks can be freed; None if there never are any.
+        freed: number of freed blocks.
+        is_released: whether its first blocks were freed.
         is_hidden: whether other requests cannot find the blocks of its answer.
     """
 
@@ -48,13 +48,13 @@ class RunningRequest:
 
 
 class OwnSchedule(NamedTuple):
-    """A request that is not compressed as the others of its group.
+    """The schedule of a request that is compressed differently from others of its group.
 
     Attributes:
-        schedule: when it is compressed.
+        schedule: the schedule of its events.
         prompt: tokens that count as its prompt, if it begins with a context.
-        placement: where the context is in its blocks.
-        first_hash: the hash of its first block, if the context's blocks are found by that.
+        placement: the context's place in its blocks.
+        first_hash: the hash of its first block, if it identifies the context's blocks.
     """
 
     schedule: EvictionSchedule
@@ -67,7 +67,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
     """vLLM's manager of blocks, which also frees the blocks that events have emptied.
 
     Block tables stay indexed by logical position, and empty blocks become null blocks. To the rest of the scheduler a
-    compressed request looks like one with a sliding window, so nothing else changes, from positions to preemption.
+    compressed request looks like one with a sliding window, so positions, preemption and the like do not change.
     """
 
     supports_fine_grained_hash_lookup = False
@@ -92,11 +92,11 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._reserved: dict[str, KVCacheBlock] = {}
 
     def schedule_of(self, request_id: str) -> EvictionSchedule:
-        """Return when a request is compressed."""
+        """Return the schedule of a request's events."""
         return self._own[request_id].schedule if request_id in self._own else self.schedule
 
     def settle(self, request_id: str, recipe: Recipe | None) -> None:
-        """Have a new request compressed by a recipe of its own.
+        """Compress a new request by its own recipe.
 
         Args:
             request_id: the new request.
@@ -105,11 +105,11 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         self._own[request_id] = OwnSchedule(self.schedule.with_recipe(recipe))
 
     def watch_drafts(self, request: Request) -> None:
-        """Have a new request's drafts end before its events; one manager does so for all groups of layers."""
+        """Make a new request's drafts end before its events; one manager does so for all groups of layers."""
         self._drafting[request.request_id] = request
 
     def new_step_starts(self) -> None:
-        """Leave out drafts that would bring an event due: they may be taken back."""
+        """Remove drafts that would trigger an event, because they may be rejected."""
         super().new_step_starts()
         for name, request in self._drafting.items():
             if request.spec_token_ids:
@@ -119,7 +119,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
                     request.spec_token_ids = request.spec_token_ids[: max(most - known, 0)]
 
     def due(self, request: Request, before: int, after: int) -> int:
-        """Return the event that a step from `before` to `after` tokens brings a request; 0 if it brings none.
+        """Return the event that a step from `before` to `after` tokens triggers for a request; 0 if it triggers none.
 
         Args:
             request: the request.
@@ -131,7 +131,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return self.schedule_of(request.request_id).due(prompt, before, after)
 
     def reserve(self, request_id: str) -> int:
-        """Take a free block, of which there must be one, as the first of a waiting request, and return its id."""
+        """Take a free block as the first of a waiting request, and return its id; there must be a free block."""
         (self._reserved[request_id],) = self.block_pool.get_new_blocks(1)
         return self._reserved[request_id].block_id
 
@@ -151,7 +151,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
         Args:
             request_id: the request.
-            processed_computed_tokens: tokens whose steps are over.
+            processed_computed_tokens: tokens whose steps have finished.
             num_prompt_tokens: tokens of its prompt; None in calls that free nothing.
         """
         if num_prompt_tokens is None:
@@ -159,7 +159,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         known = self._requests.get(request_id)
         if known is None:
             known = RunningRequest(num_prompt_tokens, processed_computed_tokens, self.schedule_of(request_id))
-            if request_id not in self.req_to_blocks:  # it runs only if it gets blocks
+            if request_id not in self.req_to_blocks:  # it does not run until it gets blocks
                 self._coming = request_id, known
                 return
             self._requests[request_id] = known
@@ -188,18 +188,16 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return request_id in self._requests and self._requests[request_id].is_released
 
     def plain_tokens(self, request: Request) -> int | None:
-        """Return how many of a request's first tokens fill blocks that hold, and will hold while it has them, what the
-        blocks' hashes say; None for all of its tokens.
+        """Return how many of a request's first tokens fill blocks that match their hashes as long as the request runs.
 
-        Of requests with a recipe or a context of their own that is none.
+        None means all of its tokens. Requests with their own recipe or context have no such tokens.
         """
         return 0 if self.is_released(request.request_id) else self.shareable_tokens(request)
 
     def shareable_tokens(self, request: Request) -> int | None:
-        """Return how many of a request's first tokens fill blocks that hold what the blocks' hashes say, until a
-        compression frees them; None for all of its tokens.
+        """Return how many of a request's first tokens fill blocks that match their hashes until compression frees them.
 
-        Of requests with a recipe or a context of their own that is none.
+        None means all of its tokens. Requests with their own recipe or context have no such tokens.
         """
         if request.request_id in self._own:
             return 0
@@ -207,8 +205,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return None if shareable is None else shareable // self.block_size * self.block_size
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """Return how many blocks a request needs. A waiting request also needs room for what running requests will grow
-        by.
+        """Return how many blocks a request needs. A waiting request also needs room for the growth of running requests.
 
         Args:
             request_id: the request.
@@ -250,7 +247,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         return super().pop_blocks_for_free(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request for good, and its context once no other request has it."""
+        """Forget an ended request, and its context if no other request has it."""
         self._drafting.pop(request_id, None)
         own = self._own.pop(request_id, None)
         first = None if own is None else own.first_hash
@@ -265,13 +262,13 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
         recipe: Recipe | None,
         prompt: int,
     ) -> None:
-        """Have a waiting request begin with a context.
+        """Make a waiting request begin with a context.
 
         Args:
             request_id: the waiting request.
             block_hashes: hashes of its blocks.
-            placement: where the context lies in its blocks.
-            recipe: compresses it further; None if nothing does.
+            placement: the context's place in its blocks.
+            recipe: the recipe that compresses it further; None if nothing does.
             prompt: tokens that count as its prompt.
         """
         schedule, first = self.schedule.with_recipe(recipe, counted=False), block_hashes[0] if placement.own else None
@@ -280,7 +277,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             self._prefixes[first] = placement
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Offer to other requests only blocks that no compression of this one writes to.
+        """Offer to other requests only those blocks to which no compression of this request writes.
 
         Args:
             request: the request.
@@ -289,13 +286,13 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
             kwargs: further arguments of vLLM's manager.
         """
         if (own := self._own.get(request.request_id)) is not None:
-            # The hashes of a request's tokens do not say its budget, but those of a context begin with its digest.
+            # Hashes of a request's tokens do not depend on its budget, but those of a context begin with its digest.
             if own.placement is not None and own.placement.shared:
                 super().cache_blocks(request, min(num_tokens, own.placement.own * self.block_size), *args, **kwargs)
             return
         if num_tokens >= request.num_prompt_tokens:
-            # If it is preempted after this it starts again, and its prompt then counts the answer. How much may be
-            # shared depends on the prompt's length, which a lookup is not told: so none is made.
+            # If it is preempted after this it starts again, and its prompt then includes the answer. How much may be
+            # shared depends on the prompt's length, which a lookup does not know, so no lookup is made.
             request.skip_reading_prefix_cache = True
         untouched = self.schedule.untouched(request.num_prompt_tokens)
         running = self._requests[request.request_id]
@@ -307,8 +304,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
 
     @classmethod
     def find_longest_cache_hit(cls, *, max_length: int, kv_cache_spec: Any, **others: Any) -> Any:  # type: ignore[override]
-        """Return the cached blocks that a prompt begins with: those that its own compression will not write to, or a
-        context's.
+        """Return the cached blocks of a prompt's beginning: a context's, or those that its compression does not change.
 
         Args:
             max_length: tokens of the prompt but the last.
@@ -326,7 +322,7 @@ class KeepManager(FullAttentionManager, SchedulerAdapter):
                     break
                 blocks += cached
             return (blocks,), len(blocks) * kv_cache_spec.block_size
-        prompt = max_length + 1  # vLLM recomputes a prompt's last token, whatever is cached
+        prompt = max_length + 1  # vLLM always recomputes a prompt's last token
         shareable = kv_cache_spec.schedule.shareable(prompt)
         length = max_length if shareable is None else min(max_length, shareable)
         return super().find_longest_cache_hit(max_length=length, kv_cache_spec=kv_cache_spec, **others)

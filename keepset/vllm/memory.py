@@ -1,8 +1,8 @@
-"""Reserves the GPU memory that keepset needs once there is a cache, so that vLLM leaves room for it.
+"""Reserves the GPU memory that keepset needs after the cache is made, so that vLLM leaves room for it.
 
-vLLM measures memory before it decides how large the cache is. The room for queries is allocated by then
-(`QueryBuffers`). Two things come later: columns, with a number for each slot of the cache, and the workspace of
-events. While vLLM measures, as many bytes are held as these can take.
+vLLM measures memory before it decides how large the cache is. The buffers for queries are allocated by then
+(`QueryBuffers`). Two things are allocated later: columns, with a number for each slot of the cache, and the workspace
+of events. While vLLM measures, their largest possible size is held.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from keepset.recipe import Recipe
 from keepset.vllm.settings import by_head
 
 _COPIES = 3
-"""Copies that an event makes of keys and values that are read or moved at a time, at most: of one head of the longest
-prompt, or of all heads where a method reads them together."""
+"""The most copies that an event makes of the keys and values that it reads or moves at a time: those of one head of the
+longest prompt, or of all heads if a method reads them together."""
 _PER_ENTRY = 64
-"""Bytes that an event makes for every entry that it chooses from: position, score, order."""
+"""Bytes that an event allocates for every entry that it chooses from: position, score, order."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Shape:
     Attributes:
         layers, kv_heads: the number of layers, and of KV heads of each.
         head_dim: numbers of a key, and of a value.
-        entry_bytes: bytes of an entry's key and value in one head, as they are stored.
-        bytes_read: the same, as they are read.
-        longest: tokens of a request, at most.
+        entry_bytes: bytes of an entry's stored key and value in one head.
+        bytes_read: bytes of an entry's key and value in one head after they are read.
+        longest: the most tokens of a request.
     """
 
     layers: int
@@ -52,26 +52,26 @@ class Shape:
 
 
 def column_bytes(numbers: int, pool: int, entry_bytes: int) -> int:
-    """Return the bytes of columns of so many numbers per entry; `pool` has the bytes of the cache and of them."""
+    """Return the bytes of columns with `numbers` numbers per entry; `pool` is the bytes of cache and columns."""
     beside = numbers * COLUMN_BYTES
     return pool * beside // (entry_bytes + beside)
 
 
 def event_bytes(recipe: Recipe, shape: Shape, heads_differ: bool) -> int:
-    """Return the bytes that an event makes at most: of one of the longest prompts, or of several others."""
+    """Return the most bytes that an event allocates, for one of the longest prompts or for several shorter ones."""
     entries = shape.longest * shape.kv_heads
     looked_at = shape.longest * shape.bytes_read
     moved, keep = 0, recipe.budget_of_sizes([(shape.head_dim, shape.head_dim)]).keep
     if isinstance(recipe.method, PostProcessor):
         looked_at = entries * shape.bytes_read
-    elif heads_differ:  # all that stays is copied out of the pages at once
+    elif heads_differ:  # all kept entries are copied out of the pages at once
         share = keep if isinstance(keep, float) else min(1.0, (keep or shape.longest) / shape.longest)
         moved = int((share if recipe.method.traits.fixed_total else 1.0) * entries * shape.entry_bytes)
     return _COPIES * max(WORKSPACE, looked_at) + moved + _PER_ENTRY * max(MAX_ENTRIES, entries)
 
 
 def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
-    """Return the bytes of one request's private sums, which requests with one prefix and open windows need."""
+    """Return the bytes of one request's private sums, needed when requests share a prefix with open windows."""
     sums = sum(math.prod(feature.sums_of.shape(group)) for feature in recipe.method.traits.needs.of(WindowAttention))
     return sums * COLUMN_BYTES * shape.layers * shape.kv_heads * shape.longest
 
@@ -79,7 +79,7 @@ def own_bytes(recipe: Recipe, group: int, shape: Shape) -> int:
 def reserve(
     config: VllmConfig, recipe: Recipe, group: int, columns: Mapping[str, tuple[int, ...]], shape: Shape
 ) -> Tensor | None:
-    """Return a tensor of so many bytes, to be dropped once vLLM has measured; None if vLLM measures nothing."""
+    """Return a tensor of the needed bytes, to be dropped once vLLM has measured; None if vLLM does not measure."""
     cache = config.cache_config
     if not current_platform.is_cuda_alike() or cache.kv_cache_memory_bytes:
         return None

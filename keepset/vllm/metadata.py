@@ -1,4 +1,4 @@
-"""Translates vLLM's metadata of a step to keepset's and back; and the metadata builder, which plans in between."""
+"""Translation between vLLM's and keepset's metadata of a step, and the metadata builder, which plans the step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class MetadataAdapter(StepAdapter):
         )
 
     def planned(self, metadata: CommonAttentionMetadata, plan: StepPlan) -> CommonAttentionMetadata:
-        # The lengths of prompts are left out: the backend would take them for a window.
+        # The lengths of prompts are removed, because the backend would take them for a window.
         if plan.shifted is None:
             return metadata.replace(rswa_prefix_lens=None)
         shifted, bound = plan.shifted, metadata.seq_lens_cpu_upper_bound
@@ -70,12 +70,12 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
     """Return the group of vLLM's layers of these names.
 
     Args:
-        context: what keepset's classes share.
-        planner: plans the steps of the layers.
+        context: the state that keepset's classes share.
+        planner: the planner of the layers' steps.
         names: vLLM's names of the layers.
 
     Raises:
-        UnsupportedModelError: the recipe needs the model's rotation, which cannot be told.
+        UnsupportedModelError: the recipe needs the model's rotation, which cannot be determined.
     """
     config = context.config
     layers = [config.compilation_config.static_forward_context[name] for name in names]
@@ -96,28 +96,28 @@ def layer_group(context: EngineContext, planner: Planner, names: Sequence[str]) 
 
 
 def _softmax(layers: Sequence[Any]) -> Softmax:
-    """Return how layers make attention of products."""
+    """Return the layers' softmax."""
     own: list[Softmax] = [layer.impl.softmax for layer in layers]
     sinks = [each.sinks for each in own if each.sinks is not None]
     return replace(own[0], sinks=torch.stack(sinks).float() if sinks else None)
 
 
 def _pages(layer: Any) -> Pages:
-    """Return a layer's cache, which vLLM makes once it knows how much room there is."""
+    """Return a layer's cache, which vLLM makes after it has measured memory."""
     return layer.impl.pages(layer, layer.kv_cache)
 
 
 class KeepBuilder:
-    """A mixin for vLLM's metadata builders, which plans each step. Attention's metadata then describe the kept entries.
+    """A mixin for vLLM's metadata builders that plans each step. Attention's metadata then describes kept entries.
 
-    For layers that are not compressed it does what vLLM's builder does.
+    For layers that are not compressed it works like vLLM's builder.
 
     Raises:
         UnsupportedEngineError: this vLLM divides blocks, or asks for layers in an unknown order.
-        UnsupportedModelError: the recipe needs the model's rotation, which cannot be told.
+        UnsupportedModelError: the recipe needs the model's rotation, which cannot be determined.
     """
 
-    supports_update_block_table = False  # layers of another group also have other lengths
+    supports_update_block_table = False  # another group's layers also have other lengths
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any, **kwargs: Any
@@ -130,7 +130,7 @@ class KeepBuilder:
         assert context is not None
         if kv_cache_spec.block_size != context.block_size:
             raise UnsupportedEngineError(
-                f"keepset cannot compress blocks of {context.block_size} tokens of which the attention kernel makes "
+                f"keepset cannot compress blocks of {context.block_size} tokens that the attention kernel divides into "
                 f"blocks of {kv_cache_spec.block_size}; use --block-size {kv_cache_spec.block_size}."
             )
         for name in layer_names:
@@ -151,7 +151,7 @@ class KeepBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
-        """Return what CUDA graphs may capture: what vLLM's backend says, but decode steps alone if heads differ.
+        """Return vLLM's support for CUDA graphs, limited to decode steps if heads keep different numbers of entries.
 
         Args:
             vllm_config: vLLM's configuration.
@@ -168,9 +168,9 @@ class KeepBuilder:
         """Plan the step, and return vLLM's metadata for the entries that are kept.
 
         Args:
-            common_prefix_len: as vLLM gives it.
+            common_prefix_len: see vLLM's builder.
             common_attn_metadata: vLLM's metadata of the step, as if nothing had ever been dropped.
-            fast_build: as vLLM gives it.
+            fast_build: see vLLM's builder.
         """
         if self._group is None:  # the backend would take the lengths of prompts for a window
             alone = common_attn_metadata.replace(rswa_prefix_lens=None)
@@ -187,7 +187,7 @@ class KeepBuilder:
 class RecurrentBuilder:
     """A mixin for vLLM's metadata builders of recurrent layers, which are never compressed.
 
-    A model that has no other layers asks none of keepset's backends for anything, so it is refused here.
+    A model that has only such layers uses none of keepset's backends, so it is refused here.
 
     Raises:
         UnsupportedModelError: the configuration has a recipe, and no layer of the model is compressed.

@@ -25,14 +25,14 @@ EVERYBODY = "everybody"
 
 
 def owner_of(key: str) -> str:
-    """Return the owner that has an API key. It cannot be computed without the key."""
+    """Return the owner of an API key. It cannot be computed without the key."""
     return hashlib.sha256(f"keepset owner {key}".encode()).hexdigest()[:32]
 
 
 class OwnedContexts:
     """The contexts of one owner.
 
-    Each version of a context is a file of its own, and the newest counts. So nobody reads a file that is replaced.
+    Each version of a context is its own file, and the newest counts. So no file that is being read is replaced.
 
     Args:
         contexts: the folder of all contexts.
@@ -57,15 +57,15 @@ class OwnedContexts:
         return self._unfinished / f"{name}@{time.time_ns():020d}-{uuid4().hex[:8]}{SUFFIX}"
 
     def commit(self, unfinished: Path, limit: int, used: Collection[Path]) -> None:
-        """Make a version count that was written.
+        """Make a written version the newest one.
 
         Args:
-            unfinished: its path, as `unfinished` has returned it.
+            unfinished: its path, from `unfinished`.
             limit: bytes that all of the owner's contexts may have together. The least recently used are deleted first.
-            used: files that requests still need, which stay in any case.
+            used: files that requests still need, which are never deleted.
 
         Raises:
-            KeepsetError: the version alone has more bytes.
+            KeepsetError: the version by itself has more bytes.
         """
         size = unfinished.stat().st_size
         if size > limit:
@@ -80,9 +80,8 @@ class OwnedContexts:
         """Delete replaced versions, then the least recently used contexts until the rest is within the limit.
 
         Args:
-            limit: bytes that all of the owner's contexts may have together; None for no limit, and then nothing is
-                deleted.
-            used: files that requests still need, which stay.
+            limit: bytes that all of the owner's contexts may have together; None to delete no contexts.
+            used: files that requests still need, which are never deleted.
             last: the file that is deleted last.
         """
         if limit is None:

@@ -1,6 +1,6 @@
-"""Caches in which a key is stored otherwise than a value, or in more places than one: TurboQuant and NVFP4.
+"""Caches that store keys and values differently, or in several places: TurboQuant and NVFP4.
 
-For each of the two: where the bytes of an entry lie, and what keys and values stand for.
+For both, this module gives the format of keys and values, and the places of an entry's bytes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from keepset.paged.scattered_pages import ScatteredPages
 from keepset.vllm.compat import turboquant
 
 TURBOQUANT = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc")
-"""Types of caches with a slot for each entry, a key of 8, 4 or 3 bits and behind it a value of 4 or 3 bits."""
+"""Types of caches with a slot for each entry: a key of 8, 4 or 3 bits, followed by a value of 4 or 3 bits."""
 NVFP4 = ("nvfp4", "nvfp4_4over6")
 """Types of caches of 4-bit floats with a scale for every sixteen of them; the two differ in how scales are chosen."""
 PACKED = (*TURBOQUANT, *NVFP4)
 
 _PARTS = 3
-"""A row is off by less than this part of its length: 3 bits by a quarter or so."""
+"""The error of a row is less than its length divided by this; that of 3-bit rows is about a quarter."""
 
 
 def packed_format(layer: Any, dtype: torch.dtype) -> PackedFormat:
-    """Return how the keys and values of a layer's cache are read and written.
+    """Return the format of a layer's cache.
 
     Args:
         layer: vLLM's attention layer.
-        dtype: the model's type, in which keys and values are read.
+        dtype: the model's dtype, in which keys and values are read.
     """
     if layer.kv_cache_dtype in NVFP4:
         return NVFP4Format(layer.head_size, dtype, layer._k_scale, layer._v_scale)
@@ -43,25 +43,25 @@ def packed_format(layer: Any, dtype: torch.dtype) -> PackedFormat:
 
 
 def turboquant_format(kind: str, head_dim: int, dtype: torch.dtype) -> TurboQuantFormat:
-    """Return how a cache of this kind is read.
+    """Return the format of a cache of this kind.
 
     Args:
         kind: vLLM's name of the cache's type.
         head_dim: numbers of a key.
-        dtype: the type in which keys and values are read.
+        dtype: the dtype in which keys and values are read.
     """
     return TurboQuantFormat(head_dim, dtype, *turboquant(kind, head_dim, current_platform.device_type))
 
 
 def parts_of(layer: Any, cache: Tensor) -> EntryParts:
-    """Return where the bytes of entries lie in a cache.
+    """Return views of the bytes of a cache's entries.
 
     Args:
         layer: vLLM's attention layer.
         cache: its cache, or that of a layer like it.
 
     Raises:
-        UnsupportedEngineError: the cache is laid out in a way that keepset does not know.
+        UnsupportedEngineError: keepset does not know the cache's layout.
     """
     if layer.kv_cache_dtype in NVFP4:
         return nvfp4_parts(cache, swizzled=not getattr(layer.impl, "nvfp4_fa2", True))  # on CPUs they never are
@@ -70,11 +70,11 @@ def parts_of(layer: Any, cache: Tensor) -> EntryParts:
 
 
 def room_like(cache: Tensor, tokens: int) -> Tensor:
-    """Return a cache that is laid out as another one, with room for so many tokens.
+    """Return a new cache with the layout of another one, and room for `tokens` tokens.
 
     Args:
         cache: a layer's cache, `[blocks, slots of a token, block_size, bytes]`.
-        tokens: their number.
+        tokens: the number of tokens.
     """
     _, slots, size, content = cache.shape
     blocks, by_heads = -(-tokens // size), cache.stride(1) > cache.stride(2)
@@ -84,7 +84,7 @@ def room_like(cache: Tensor, tokens: int) -> Tensor:
 
 
 def with_slots(spec: AttentionSpec) -> AttentionSpec:
-    """Return a layer's kind of cache with the slots that it has if it is packed, as vLLM's backends for GPUs say."""
+    """Return a layer's kind of cache, with the slots of vLLM's backends for GPUs if it is packed."""
     if (kind := kind_of(spec)) is None or spec.state_content_bytes is not None:
         return spec
     slots, content = packed_slots(kind, spec.num_kv_heads, spec.head_size)
@@ -97,7 +97,7 @@ def packed_slots(kind: str, kv_heads: int, head_dim: int) -> tuple[int, int]:
 
     Args:
         kind: vLLM's name of the cache's type.
-        kv_heads, head_dim: of a layer.
+        kv_heads, head_dim: the layer's KV heads, and numbers of a key.
     """
     if kind in NVFP4:  # one for each key and one for each value
         one = torch.ones(())
@@ -107,22 +107,22 @@ def packed_slots(kind: str, kv_heads: int, head_dim: int) -> tuple[int, int]:
 
 
 def kind_of(spec: AttentionSpec) -> str | None:
-    """Return vLLM's name of a packed cache's type, by the layer's kind of cache; None if that is not packed."""
+    """Return vLLM's name of a packed cache's type, given the layer's kind of cache; None if it is not packed."""
     if spec.kv_quant_mode.is_nvfp4:
         return NVFP4[0]
     return spec.kv_quant_mode.name.lower() if spec.kv_quant_mode.is_turboquant else None
 
 
 def check_packed(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
-    """Have vLLM write a few entries to a packed cache, and read them as keepset does.
+    """Check that keepset reads back a few entries that vLLM writes to a packed cache.
 
     Args:
         layer: vLLM's attention layer.
-        dtype: the model's type.
-        device: of the cache.
+        dtype: the model's dtype.
+        device: the cache's device.
 
     Raises:
-        UnsupportedEngineError: what is read is not what was written, to the rounding of so few bits.
+        UnsupportedEngineError: the entries differ by more than the rounding.
     """
     kind, kv_heads, head_dim, size = layer.kv_cache_dtype, layer.num_kv_heads, layer.head_size, 16
     draw, (head_slots, content) = torch.Generator().manual_seed(0), packed_slots(kind, kv_heads, head_dim)
@@ -136,6 +136,6 @@ def check_packed(layer: Any, dtype: torch.dtype, device: torch.device) -> None:
         off = read[slots // size, :, slots % size].float() - right
         if not bool((off.norm(dim=-1) <= right.norm(dim=-1) / _PARTS).all()):
             raise UnsupportedEngineError(
-                f"This vLLM lays a KV cache of kind {kind} out in a way that keepset does not know: use a supported "
-                "version, or kv_cache_dtype auto."
+                f"keepset does not know the layout of this vLLM's KV cache of kind {kind}: use a supported version, "
+                "or kv_cache_dtype auto."
             )

@@ -1,4 +1,4 @@
-"""`QueryBuffers`: where the layers of a process leave queries, allocated before vLLM measures memory."""
+"""`QueryBuffers`: the buffers for the queries of a process's layers, allocated before vLLM measures memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from keepset.recording.ring import QueryRing
 
 
 class QueryBuffers:
-    """The rings of all layers, and the tape on which layers leave their queries while a graph captures them.
+    """The rings of all layers, and the tape to which layers copy their queries while a graph captures them.
 
-    Groups of layers get their parts one after another.
+    Groups of layers get consecutive parts.
 
     Args:
-        recording: what is recorded of queries.
+        recording: the plan of which queries are recorded.
         layers: the number of layers.
-        requests: requests that run at once, at most.
-        heads, head_dim, dtype, device: of a layer's queries.
+        requests: the most requests that run at once.
+        heads, head_dim, dtype, device: those of a layer's queries.
         tokens: tokens of the longest step that a graph captures; 0 if none does.
     """
 
@@ -43,11 +43,11 @@ class QueryBuffers:
         self._places: dict[str, int] = {}
 
     def ring(self, layers: Sequence[str]) -> QueryRing:
-        """Return the room that a group of layers, given by their names, has for queries."""
+        """Return the rings of a group of layers, given by their names."""
         return self._ring.part(self._first(layers), len(layers))
 
     def tape(self, layers: Sequence[str]) -> Tensor | None:
-        """Return where layers of these names leave their queries while a graph captures them; None if no graph does."""
+        """Return the tape of the layers of these names; None if no graph captures queries."""
         first = self._first(layers)
         return None if self._tape is None else self._tape[first : first + len(layers)]
 
@@ -63,7 +63,7 @@ class QueryBuffers:
             tape[: len(queries)].copy_(queries[: len(tape)])
 
     def _first(self, layers: Sequence[str]) -> int:
-        """Return where the room of a group's layers begins."""
+        """Return the index of a group's first layer in the buffers."""
         if layers[0] not in self._places:
             first = len(self._places)
             self._places |= {name: first + place for place, name in enumerate(layers)}

@@ -1,7 +1,7 @@
-"""`VLLMQueryProjection`: how a layer makes its queries of hidden states. vLLM gives the layer only its queries.
+"""`VLLMQueryProjection`: how a layer's queries are made from hidden states. vLLM gives the layer only its queries.
 
-The module that holds the attention layer knows how. It is found while the model is built, when it registers the layer,
-by a hook of PyTorch. To make queries of other hidden states it is called as the model calls it, up to the layer.
+The module that holds the attention layer makes them. A PyTorch hook finds this module while the model is built, when it
+registers the layer. To make queries from other hidden states the module is called like in the model, up to the layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keepset.paged.engine import QueryProjection
 
 _OTHERS = "choose a method that does not look at future queries, such as snapkv"
 _POSITIONS = 4
-"""Positions at which a layer's rotation is compared with its table."""
+"""Number of positions at which a layer's rotation is compared with its table."""
 
 
 class _CapturedError(Exception):
@@ -35,20 +35,20 @@ class _CapturedError(Exception):
 
 
 class VLLMQueryProjection(QueryProjection):
-    """How one layer makes queries.
+    """The query projection of one layer.
 
     Args:
-        module: holds the layer.
+        module: the module that holds the layer.
         layer: vLLM's attention layer.
-        watches: whether what enters the module is noted.
+        watches: whether the module's input is recorded.
 
     Attributes:
-        hidden: the input of the module in the forward under way, if it is noted.
+        hidden: the module's input in the current forward, if it is recorded.
         rotary: the rotation of the layer's queries, once it is known.
     """
 
     def __init__(self, module: nn.Module, layer: nn.Module, watches: bool) -> None:
-        # Weakly, because the module holds the attention layer, which holds this.
+        # Weak references, because the module holds the attention layer, which holds this object.
         self._module: Callable[[], Any] = weakref.ref(module)
         self._layer: Callable[[], Any] = weakref.ref(layer)
         self._parameters = inspect.signature(module.forward)
@@ -62,13 +62,13 @@ class VLLMQueryProjection(QueryProjection):
 
     @property
     def table(self) -> Any:
-        """vLLM's rotary embedding of the layer; None if there is none with a table of cosines and sines."""
+        """vLLM's rotary embedding of the layer; None if it has no table of cosines and sines."""
         rope = getattr(self._module(), "rotary_emb", None)
         return rope if isinstance(getattr(rope, "cos_sin_cache", None), Tensor) else None
 
     @property
     def unrotated(self) -> int:
-        """The numbers of a query before those that rotate."""
+        """How many of a query's first numbers are not rotated."""
         return self._layer().impl.unrotated  # type: ignore[no-any-return]
 
     def queries(self, hidden: HiddenStates) -> Queries:
@@ -78,14 +78,14 @@ class VLLMQueryProjection(QueryProjection):
         return self.rotary.undo(self.rotated(hidden, positions), positions).to(hidden.dtype)
 
     def rotated(self, hidden: HiddenStates, positions: Int[Tensor, "batch n"]) -> Queries:
-        """Return the queries that the layer makes of hidden states at these positions.
+        """Return the layer's queries for hidden states at these positions.
 
         Args:
             hidden: inputs of the module that holds the layer.
-            positions: their positions.
+            positions: positions of the inputs.
 
         Raises:
-            UnsupportedModelError: the module takes more than hidden states and positions.
+            UnsupportedModelError: the module needs more than hidden states and positions.
         """
         rows = hidden.flatten(0, 1)
         given = {"hidden_states": rows, "positions": positions.flatten(), "output": torch.empty_like(rows)}
@@ -115,12 +115,12 @@ def _capture(query: Tensor, *args: Any, **kwargs: Any) -> None:
 def find_rotation(
     projections: Sequence[VLLMQueryProjection], hidden_size: int, dtype: torch.dtype, longest: int
 ) -> RotaryTable:
-    """Return the rotation of some layers' queries, after a comparison with what each layer does.
+    """Return the rotation of some layers' queries, after comparing it with each layer's.
 
     Args:
-        projections: how the layers make queries; `rotary` of each is set.
-        hidden_size, dtype: of the model's hidden states.
-        longest: tokens of a request, at most.
+        projections: the layers' query projections; `rotary` of each is set.
+        hidden_size, dtype: size and dtype of the model's hidden states.
+        longest: the most tokens of a request.
 
     Raises:
         UnsupportedModelError: the layers do not rotate by one table.
@@ -140,7 +140,7 @@ def find_rotation(
         undone = rotary.undo(projection.rotated(hidden, positions), positions)
         if not matches_unrotated(undone, projection.queries(hidden).float(), dtype):
             raise UnsupportedModelError(
-                f"This model's queries follow from their positions in a way that keepset cannot undo: {_OTHERS}."
+                f"This model's queries depend on their positions in a way that keepset cannot undo: {_OTHERS}."
             )
     return rotary
 
@@ -154,11 +154,11 @@ def watch_projections(projections: dict[str, VLLMQueryProjection], hidden: bool)
     """Collect the projection of every attention layer that a module registers from now on.
 
     Args:
-        projections: where they are collected, by the layers' names.
-        hidden: whether what enters the modules is noted.
+        projections: the dictionary that collects them by the layers' names.
+        hidden: whether the modules' inputs are recorded.
 
     Returns:
-        A handle to stop collecting.
+        A handle that stops collecting.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
 

@@ -1,6 +1,6 @@
-"""Reasons why a recipe cannot be served: under any vLLM, or by an engine of which a few facts are known.
+"""Reasons why a recipe cannot be served: by any vLLM, or by an engine of which a few facts are known.
 
-vLLM is not loaded for that.
+Finding them does not load vLLM.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ COUNTED_AHEAD = (
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What decides which steps of a recipe an engine can serve.
+    """Facts of an engine that decide which steps of a recipe it can serve.
 
     Attributes:
         several_gpus: whether the model is divided over several GPUs.
-        drafts: whether tokens are drafted, and may be taken back.
+        drafts: whether tokens are drafted, and may be rejected.
         ahead: whether the scheduler runs ahead of the steps (asynchronous scheduling).
         cache_dtype: vLLM's name of the cache's type.
         connector: whether a KV connector tells the scheduler how much was dropped.
-        contexts: whether requests share contexts, so that all layers must keep as many entries.
+        contexts: whether requests share contexts, so that all layers must keep equally many entries.
         latents: whether the model caches latents in place of keys and values.
-        one_rotation: whether, as far as its configuration tells, all layers of the model rotate by one table.
+        one_rotation: whether all layers of the model rotate by one table, according to its configuration.
     """
 
     several_gpus: bool = False
@@ -51,16 +51,16 @@ class EngineLimits:
 
 
 def cache_kind_of(traits: Traits) -> str | None:
-    """Return the `kv_cache_dtype` that what has these traits asks for; None if any will do."""
+    """Return the `kv_cache_dtype` that these traits need; None if any will do."""
     bits = [feature.bits for feature in traits.needs.of(QuantizedEntries)]
     return _OF_BITS[min(bits)] if bits else None
 
 
 def served(recipe: Recipe) -> Recipe:
-    """Return a recipe as servers execute it: entries have 8 bits unless it says another number, whatever its budget.
+    """Return a recipe as servers execute it: `quantized` means 8 bits unless the recipe gives another number.
 
-    In vLLM's pages an answer's entries have as many bits as others, and in 4 bits they lose more than twice as many
-    entries gain (docs/results.md). Under transformers they have nearly 8, and `quantized` goes by the budget.
+    In vLLM's pages the answer's entries have as many bits as others, and 4 bits lose more than twice as many entries
+    gain (docs/results.md). Under transformers the answer's have nearly 8, and `quantized` depends on the budget.
     """
     return replace(recipe, written=recipe.written.for_bytes(None))
 
@@ -71,11 +71,11 @@ def table_per_head(traits: Traits) -> bool:
 
 
 def unserved(traits: Traits, limits: EngineLimits) -> Iterator[str]:
-    """Yield why an engine cannot serve what has these traits, whatever else it is started with.
+    """Yield reasons, which no further arguments remove, why an engine cannot serve these traits.
 
     Args:
-        traits: of a recipe's method, or of a step of it.
-        limits: what is known of the engine.
+        traits: traits of a recipe's method, or of one of its steps.
+        limits: the known facts of the engine.
     """
     if limits.several_gpus and traits.across_layers:
         yield "it compares all heads of all layers, and each of several GPUs holds only some; use one GPU."
@@ -95,11 +95,11 @@ def unserved(traits: Traits, limits: EngineLimits) -> Iterator[str]:
 
 
 def lacking(traits: Traits, limits: EngineLimits) -> Iterator[str]:
-    """Yield what an engine must be started with to serve what has these traits.
+    """Yield the arguments that an engine lacks to serve these traits, as sentences.
 
     Args:
-        traits: of a recipe's method, or of a step of it.
-        limits: what is known of the engine.
+        traits: traits of a recipe's method, or of one of its steps.
+        limits: the known facts of the engine.
     """
     if not limits.contexts and not limits.connector and not traits.fixed_total:
         yield "how much it keeps depends on the data, so a KV connector must tell the scheduler; none is given."
@@ -108,7 +108,7 @@ def lacking(traits: Traits, limits: EngineLimits) -> Iterator[str]:
 
 
 def rotates(recipe: Recipe) -> bool:
-    """Return whether a recipe rotates by measured frequencies, for which a token needs one position."""
+    """Return whether a recipe rotates by measured frequencies, so that a token needs a single position."""
     return any(measured.rotates for measured in recipe.method.traits.needs.of(ModelStatistics))
 
 
@@ -128,8 +128,8 @@ def objections(recipe: Recipe) -> Iterator[str]:
             "its traits must say that counts come from the data (counts_from_data)."
         )
     if unseen:
-        return  # whatever its files are
-    # Raises where there is no file: the engine's processes know no other statistics and tables.
+        return  # its files do not matter
+    # Raises if there is no file, because the engine's processes know no other statistics and tables.
     for measured in traits.needs.of(ModelStatistics):
         measured.load()
     for compiled in traits.needs.of(ModelTables):

@@ -19,7 +19,7 @@ MAX_BYTES = 2**16
 """The most bytes of JSON of one request's options: twice what `MAX_RANGES` ranges of seven-digit tokens take."""
 
 MAX_RANGES = 1024
-"""The most ranges that one request may protect. Every layer looks at all of them at every event, in 0.1 ms."""
+"""The most ranges that one request may protect. Every layer reads all of them at every event, in 0.1 ms."""
 
 MAX_NAME = 255
 """The most characters of a context's name. No file system takes longer names."""
@@ -36,13 +36,13 @@ class RequestOptions:
     """The options of one request.
 
     Attributes:
-        context: the name of the context that it goes on from.
-        keep: another budget than that of the engine's recipe, also for a prompt that its recipe leaves whole because it
-            is short; see `Budget`.
-        bytes: the same as a share of bytes; see `Budget`.
+        context: the name of the context with which it begins.
+        keep: a budget that replaces that of the engine's recipe, also for a prompt that the recipe leaves whole because
+            it is short; see `Budget`.
+        bytes: such a budget as a share of bytes; see `Budget`.
         off: whether it is not compressed at all.
-        protect: what of its tokens always stays, besides what the recipe names; see `Budget`.
-        save: the name of the context that it leaves.
+        protect: tokens that always stay, besides those of the recipe; see `Budget`.
+        save: the name under which its context is saved.
         owner: the owner whose contexts it sees and saves. Only a server's front end sets it.
         ticket: the ticket under which the engine notes why it refuses the request; "" if nobody asks.
 
@@ -107,12 +107,12 @@ class RequestOptions:
 
     @property
     def is_own(self) -> bool:
-        """True if the request is compressed in another way than the engine's recipe says."""
+        """Whether the request is compressed differently from the engine's recipe."""
         return self.off or self.has_budget or bool(self.protect)
 
     @property
     def has_budget(self) -> bool:
-        """True if the request gives a budget in place of the recipe's."""
+        """Whether the request gives a budget in place of the recipe's."""
         return self.keep is not None or self.bytes is not None
 
     def to_signed(self) -> str:
@@ -125,10 +125,10 @@ class RequestOptions:
 
         Args:
             engine: the engine's recipe; None if it only serves contexts.
-            images: where the request's images are; None if nobody knows.
+            images: the token ranges of the request's images; None if they are unknown.
 
         Raises:
-            KeepsetError: the recipe does not go with these options.
+            KeepsetError: the recipe does not fit these options.
         """
         if engine is None and not self.off:
             raise KeepsetError(
@@ -147,10 +147,10 @@ def parse_options(given: Any) -> RequestOptions:
     """Return the options that a client gives.
 
     Args:
-        given: what the client wrote: an object, or its JSON text.
+        given: the client's object, or its JSON text.
 
     Raises:
-        KeepsetError: it is something else, an option is unknown or out of range, or it is larger than a request may be.
+        KeepsetError: it is something else, an option is unknown or out of range, or the object is too large.
     """
     fields = _fields(given)
     if fields is None:
@@ -168,7 +168,7 @@ def from_signed(given: Any) -> RequestOptions:
     """Return the options that `RequestOptions.to_signed` has signed.
 
     Args:
-        given: a text, if the request came by the front end.
+        given: the signed text.
 
     Raises:
         KeepsetError: the text is something else, or was not signed with this server's key.

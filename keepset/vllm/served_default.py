@@ -1,4 +1,4 @@
-"""The recipe of a server where none is named: the default of the other commands, less what the engine cannot serve."""
+"""The recipe of a server if none is named: the default of the other commands, without steps that it cannot serve."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _TABLES = ("default", "linear", "dynamic", "yarn", "llama3")
 def nearest(recipe: Recipe, limits: EngineLimits) -> tuple[Recipe, tuple[str, ...]]:
     """Return a recipe without the steps that an engine cannot serve.
 
-    A step that only divides or stores what another method chooses is left out. A scorer that cannot be served is
-    replaced by `snapkv`, which every engine serves.
+    A step that only divides the budget or stores entries is left out. A scorer that cannot be served is replaced by
+    `snapkv`, which every engine serves.
 
     Args:
         recipe: the recipe.
-        limits: what is known of the engine.
+        limits: the known facts of the engine.
 
     Returns:
-        The recipe, and the names of the steps that are not in it.
+        The recipe, and the names of the steps that were left out or replaced.
     """
     missing: list[str] = []
     method = _nearest(recipe.written, limits, missing)
@@ -49,16 +49,16 @@ def _nearest(method: Method, limits: EngineLimits, missing: list[str]) -> Method
 
 
 def _serves(own: Traits, limits: EngineLimits) -> bool:
-    """Return whether a step of a recipe can be served, by its own traits."""
+    """Return whether a step of a recipe can be served, given its own traits."""
     if own.needs.unrotated and not limits.one_rotation:
         return False
     return not [*unserved(own, limits), *lacking(own, limits)]
 
 
 def one_rotation(config: Mapping[str, Any]) -> bool:
-    """Return whether all layers of a model rotate by one table, as far as its configuration tells.
+    """Return whether all layers of a model rotate by one table, according to its configuration.
 
-    It does not where only some layers rotate, or layers rotate differently, or queries change after their rotation.
+    They do not if only some layers rotate, layers rotate differently, or queries change after their rotation.
 
     Args:
         config: the configuration of the model's text part, as transformers writes it.
@@ -66,6 +66,6 @@ def one_rotation(config: Mapping[str, Any]) -> bool:
     rotation, kinds = config.get("rope_parameters"), {*(config.get("layer_types") or ())}
     if not isinstance(rotation, Mapping) or rotation.get("rope_type", "default") not in _TABLES:
         return False
-    local = {"sliding_attention", "chunked_attention"} & kinds  # maybe the only layers that rotate
+    local = {"sliding_attention", "chunked_attention"} & kinds  # perhaps the only layers that rotate
     unlike = ("no_rope_layers", "use_qk_norm", "llama_4_scaling")
     return not (local or "mrope_section" in rotation or any(config.get(name) for name in unlike))

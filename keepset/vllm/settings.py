@@ -32,10 +32,10 @@ SAVE_LIMIT = "keepset_save_bytes"
 """The key of `additional_config` for the bytes that each owner's requests may save; without it nothing is saved."""
 
 SIGNED = "keepset_signed"
-"""The key of `additional_config` that says a front end signs options, so that the engine takes no others."""
+"""The key of `additional_config` that says that a front end signs options; the engine then takes no others."""
 
 _WHOLE = "adakv(streaming_llm, keep=1.0)"
-"""The recipe of an engine with contexts alone: nothing is dropped, and each head has pages of its own."""
+"""The recipe of an engine that only serves contexts: nothing is dropped, and each head has its own pages."""
 
 CONTEXT_CONNECTOR = {
     "kv_connector": "ContextConnector",
@@ -46,20 +46,20 @@ CONTEXT_CONNECTOR = {
 
 
 BESIDE = ("OffloadingConnector", "LMCacheConnectorV1", "ExampleConnector")
-"""vLLM's KV connectors that can run beside keepset, as `keepset.vllm.beside` has them."""
+"""vLLM's KV connectors that can run beside keepset; `keepset.vllm.beside` has a subclass of each."""
 
 BESIDE_MODULE = "keepset.vllm.beside"
 
 
 class Connector(NamedTuple):
-    """A KV connector of a configuration: its name, and the module that has it, if that is not vLLM's."""
+    """A KV connector of a configuration: its name, and its module if that is not vLLM's."""
 
     name: str | None
     module: str | None
 
 
 def connectors_of(config: VllmConfig) -> list[Connector]:
-    """Return the KV connectors of a configuration, in their order; of a `MultiConnector` those inside."""
+    """Return the KV connectors of a configuration, in their order; for a `MultiConnector` those inside it."""
     transfer = config.kv_transfer_config
     if transfer is None:
         return []
@@ -70,12 +70,12 @@ def connectors_of(config: VllmConfig) -> list[Connector]:
 
 
 def has_connector(config: VllmConfig, own: dict[str, str]) -> bool:
-    """Return whether a configuration has a KV connector of keepset's, given as `CONNECTOR` or `CONTEXT_CONNECTOR`."""
+    """Return whether a configuration has keepset's KV connector `own`: `CONNECTOR` or `CONTEXT_CONNECTOR`."""
     return any(connector.module == own["kv_connector_module_path"] for connector in connectors_of(config))
 
 
 def _additional(config: VllmConfig | None) -> dict[str, Any]:
-    """Return the `additional_config` of a configuration, or nothing."""
+    """Return the `additional_config` of a configuration, or an empty dictionary."""
     additional = None if config is None else config.additional_config
     return additional if isinstance(additional, dict) else {}
 
@@ -96,8 +96,7 @@ def contexts_of(config: VllmConfig | None) -> Path | None:
 
 
 def by_head(config: VllmConfig, recipe: Recipe) -> bool:
-    """Return whether each head has its own pages: the recipe's heads may keep different numbers of entries, or a
-    context's.
+    """Return whether each head has its own pages: heads of the recipe or of contexts may keep different numbers.
 
     Args:
         config: vLLM's configuration.
@@ -141,7 +140,7 @@ def is_compressed(config: VllmConfig) -> bool:
 
 
 def limits_of(config: VllmConfig) -> EngineLimits:
-    """Return what decides which recipes an engine serves. vLLM changes none of it while it starts."""
+    """Return the facts that decide which recipes an engine serves. vLLM does not change them while it starts."""
     parallel, model = config.parallel_config, config.model_config
     return EngineLimits(
         several_gpus=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,

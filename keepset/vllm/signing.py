@@ -1,7 +1,7 @@
 """Signatures that show an engine that a server's front end has checked a request's options.
 
-What a client writes reaches the engine by many routes of vLLM, and later versions have more. So the front end signs the
-options that it has checked, with a key that `keepset serve` makes at its start and hands to its processes in the
+A client's options could reach the engine by many routes of vLLM, and later versions have more. So the front end signs
+the options that it has checked, with a key that `keepset serve` makes at its start and passes to its processes in the
 environment. No client knows the key, and an engine that has one accepts no options without a signature.
 """
 
@@ -39,7 +39,7 @@ def verified(value: Any) -> str:
     """Return the text that `signed` has signed.
 
     Args:
-        value: what reached the engine; anything but a signed text is refused.
+        value: the value that reached the engine; anything but a signed text is refused.
 
     Raises:
         KeepsetError: it is something else, or the signature was made with another key.
@@ -47,8 +47,8 @@ def verified(value: Any) -> str:
     signature, _, text = value.partition(" ") if isinstance(value, str) else ("", "", "")
     if not hmac.compare_digest(signature.encode(errors="replace"), _signature(text).encode()):
         raise KeepsetError(
-            f"{KEY} came by a way on which this server does not check it: give it at the top of the body of a request "
-            "to a route that takes it."
+            f"{KEY} came by a route on which this server does not check it: give it at the top of the body of a "
+            "request to a route that takes it."
         )
     return text
 

@@ -22,15 +22,15 @@ class KeepSpec(FullAttentionSpec):
     """A growing cache that a recipe compresses.
 
     Layers with equal specs share block tables, so `layer` differs between layers that keep different numbers of
-    entries: then a layer that keeps many holds no pages of others.
+    entries. So a layer that keeps many does not make others hold as many pages.
 
     Attributes:
         recipe: the recipe's text.
         layer: the first layer of the group, whose number of kept entries is the group's.
-        layers: all layers of the model that are compressed.
-        tokens_per_step, steps_ahead: of the engine's scheduler, as `Admission` has them.
+        layers: all compressed layers of the model.
+        tokens_per_step, steps_ahead: facts of the engine's scheduler; see `Admission`.
         value_size: numbers of a value.
-        per_head: whether heads have pages of their own, as `EvictionSchedule` has it.
+        per_head: whether heads have their own pages; see `EvictionSchedule`.
         alone: whether the model has no other kinds of layers.
     """
 
@@ -45,7 +45,7 @@ class KeepSpec(FullAttentionSpec):
 
     @staticmethod
     def wrap(spec: FullAttentionSpec, **more: Any) -> KeepSpec:
-        """Return vLLM's own spec with keepset's fields, which are given by name."""
+        """Return vLLM's own spec with keepset's fields, given by name."""
         kind = KeepLatentSpec if isinstance(spec, MLAAttentionSpec) else KeepSpec
         return kind(**{field.name: getattr(spec, field.name) for field in fields(spec)}, **more)
 
@@ -75,7 +75,7 @@ class KeepSpec(FullAttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[Self]) -> Self:
-        """Return one spec for a group. An AssertionError tells vLLM that these layers are no group."""
+        """Return one spec for a group. An AssertionError tells vLLM that these layers cannot share a group."""
         first, plain = specs[0], MLAAttentionSpec if issubclass(cls, MLAAttentionSpec) else FullAttentionSpec
         assert all(_same_group(first, spec) for spec in specs)
         names = [field.name for field in fields(plain)]
@@ -86,7 +86,7 @@ class KeepSpec(FullAttentionSpec):
 @register_kv_cache_spec(manager_class=KeepManager)
 @dataclass(frozen=True, kw_only=True)
 class KeepLatentSpec(KeepSpec, MLAAttentionSpec):
-    """The same of layers that cache latents."""
+    """The growing cache of layers that cache latents; see `KeepSpec`."""
 
 
 def _same_group(a: KVCacheSpec, b: KVCacheSpec) -> bool:

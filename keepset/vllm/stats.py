@@ -1,7 +1,7 @@
 """Counters over all processes of an engine: for `/metrics`, and for programs that run vLLM offline.
 
-Every process that compresses or frees adds to a small file of its own, in a folder that the front process names in the
-environment before it starts the others. To read counters the files are added up. No process sends or waits.
+Every process that compresses or frees adds to its own small file, in a folder that the front process names in the
+environment before it starts the others. A reader adds up the files. No process sends or waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNTERS = {
     "blocks_freed": "KV-cache blocks that compressions returned to the pool.",
     "seconds": "Seconds that compressions took.",
 }
-"""The counters, and what each counts."""
+"""The counters with their descriptions."""
 
 _RECIPE = "recipe"
 
@@ -34,7 +34,7 @@ REQUESTS = 1024
 """How many of the newest requests are kept."""
 
 CONTEXTS = 1024
-"""The number of contexts whose requests are counted."""
+"""The largest number of contexts whose requests are counted."""
 
 _COUNTER = np.dtype([(name, "f8") for name in COUNTERS])
 _REQUEST = np.dtype(
@@ -63,12 +63,12 @@ def count(**more: float) -> None:
 
 @cache
 def _shared_metrics() -> dict[str, Any]:
-    """Return counters in files of Prometheus' client, which adds them up for several API servers."""
+    """Return counters in files of Prometheus' client, which sums them over several API servers."""
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         return {}
     from prometheus_client.values import MultiProcessValue
 
-    # In a file of its own, whatever else of this process is counted.
+    # In a file of its own, apart from this process's other counters.
     value = MultiProcessValue(lambda: f"keepset-{os.getpid()}")
     return {
         name: value("counter", f"keepset:{name}", f"keepset:{name}_total", (), (), text)
@@ -77,7 +77,7 @@ def _shared_metrics() -> dict[str, Any]:
 
 
 def ended(name: str, prompt: int, tokens: int, dropped: int, blocks_freed: int) -> None:
-    """Note a request that ended or was preempted, as the first group of layers saw it."""
+    """Note a request that ended or was preempted, with the figures of the first group of layers."""
     rows = _array("requests", _REQUEST, REQUESTS)
     number = int(rows["number"].max())
     rows[number % REQUESTS] = (number + 1, name.encode()[:96], prompt, tokens, dropped, blocks_freed)
@@ -100,13 +100,13 @@ def context_used(name: str, loaded: bool) -> None:
 
 
 def contexts() -> dict[str, dict[str, int]]:
-    """Return by context how many `requests` it has had, and how many `loads` from its file."""
+    """Return for each context the number of its `requests`, and of `loads` from its file."""
     rows = [row for row in _rows("contexts", _CONTEXT) if row["name"]]
     return {row["name"].decode(): {name: int(row[name]) for name in ("requests", "loads")} for row in rows}
 
 
 def refused(ticket: str, why: str) -> None:
-    """Note why a request is refused, for the front end that has given it this ticket."""
+    """Note why a request is refused, for the front end that gave it this ticket."""
     if ticket:
         rows = _array("refusals", _REFUSAL, REFUSALS)
         number = int(rows["number"].max())
@@ -114,14 +114,14 @@ def refused(ticket: str, why: str) -> None:
 
 
 def refusal(ticket: str) -> str | None:
-    """Return why the request of a ticket was refused; None if it was not, or by an engine on another machine."""
+    """Return why the request of a ticket was refused; None if it was not refused, or by an engine elsewhere."""
     said = (row["why"] for row in _rows("refusals", _REFUSAL) if row["ticket"] == ticket.encode())
     why = next(said, None)
     return None if why is None else why.decode(errors="ignore")
 
 
 def name_folder() -> None:
-    """Name the folder for this process and those that it starts. It is deleted when this process ends."""
+    """Make the folder for this process and those that it starts. It is deleted when this process ends."""
     if FOLDER in os.environ:
         return
     folder = Path(tempfile.gettempdir()) / f"keepset-{os.getpid()}-{os.urandom(4).hex()}"
@@ -132,7 +132,7 @@ def name_folder() -> None:
 
 @cache
 def _array(name: str, dtype: np.dtype, length: int) -> np.ndarray:
-    """Return an array of zeros of this process: in a file, or in memory if no folder is named."""
+    """Return this process's array of zeros: in a file, or in memory if no folder is named."""
     if FOLDER not in os.environ:
         return np.zeros(length, dtype)
     path = Path(os.environ[FOLDER]) / f"{name}-{os.getpid()}"
@@ -153,11 +153,11 @@ def totals() -> dict[str, float]:
 
 
 def requests() -> list[dict[str, Any]]:
-    """The newest requests that ended, oldest first, for who runs vLLM offline.
+    """Return the newest requests that ended, oldest first, for programs that run vLLM offline.
 
-    Each with `request`, the id that vLLM gave it (yours, and a suffix), its `prompt` and `tokens`, how many of
-    them the average KV head had `dropped` (where the data decide, that is not known here), and the `blocks_freed`;
-    where layers differ, of the first group of layers. A request that was preempted has an entry for each time.
+    Each has its `request` id from vLLM (yours, and a suffix), its numbers of `prompt` tokens and all `tokens`, how many
+    of them the average KV head had `dropped` (unknown if counts come from the data), and its `blocks_freed`. If layers
+    differ, the figures are those of the first group. A preempted request has an entry for each time.
     """
     return [
         {"request": row["name"].decode(errors="replace")}
@@ -168,10 +168,10 @@ def requests() -> list[dict[str, Any]]:
 
 
 class PrometheusCollector:
-    """The counters as Prometheus metrics, `keepset:<name>_total`, beside vLLM's own; none without a recipe."""
+    """The counters as Prometheus metrics `keepset:<name>_total`, beside vLLM's own; none without a recipe."""
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics, as Prometheus' client asks for them."""
+        """Yield the metrics for Prometheus' client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         folder = os.environ.get(FOLDER)
@@ -180,7 +180,7 @@ class PrometheusCollector:
             served = GaugeMetricFamily("keepset:recipe", "The recipe that is served.", labels=["recipe"])
             served.add_metric([path.read_text(encoding="utf-8")], 1.0)
             yield served
-        # From the start on: a rate of what is missing is no rate of 0.
+        # From the start, because the rate of a missing counter is missing, not 0.
         if has_recipe or _rows("counters", _COUNTER):
             for name, value in totals().items():
                 yield CounterMetricFamily(f"keepset:{name}", COUNTERS[name], value=value)
@@ -188,7 +188,7 @@ class PrometheusCollector:
 
 @cache
 def expose() -> None:
-    """Add the counters to the metrics that this process serves at `/metrics`, if it does."""
+    """Add the counters to the metrics that this process serves at `/metrics`, if it serves any."""
     from prometheus_client import REGISTRY
 
     REGISTRY.register(PrometheusCollector())  # type: ignore[arg-type]

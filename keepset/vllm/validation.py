@@ -1,4 +1,4 @@
-"""Checks of vLLM's configuration and model when the engine starts: what cannot be served is refused in a sentence."""
+"""Checks of vLLM's configuration and model when the engine starts; errors say why something cannot be served."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from keepset.vllm.settings import (
 )
 
 LAYERS_THAT_DRAFT = ("eagle", "eagle3", "mtp")
-"""vLLM's methods of drafting by layers, which are left whole."""
+"""vLLM's drafting methods that use layers; these layers are not compressed."""
 
 
 def check(config: VllmConfig, recipe: Recipe) -> None:
@@ -44,10 +44,10 @@ def check(config: VllmConfig, recipe: Recipe) -> None:
         recipe: its recipe.
 
     Raises:
-        UnsupportedEngineError: vLLM's version or configuration is why, or that vLLM lacks what the recipe looks at.
-        UnsupportedModelError: the model is why.
+        UnsupportedEngineError: vLLM's version or configuration is the reason, or vLLM lacks an input of the recipe.
+        UnsupportedModelError: the model is the reason.
     """
-    if changes := list(_of_version(config)):  # the rest goes by this version's configuration
+    if changes := list(_of_version(config)):  # the other checks need this version's configuration
         raise UnsupportedEngineError(refusal(recipe, changes))
     own = *unserved(recipe.method.traits, limits_of(config)), *_of_config(config, recipe), *_of_ranks(config, recipe)
     reasons = [*objections(recipe), *own]
@@ -98,7 +98,7 @@ def _of_config(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_connectors(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Other connectors may store and load what no compression writes to, as long as keepset tells them what that is."""
+    """Yield why other connectors cannot run: they may store and load only pages that no compression changes."""
     own = CONNECTOR if contexts_of(config) is None else CONTEXT_CONNECTOR
     path, connectors = own["kv_connector_module_path"], connectors_of(config)
     others = [connector for connector in connectors if connector.module != path]
@@ -154,7 +154,7 @@ def _of_packed(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Latents are rows for all heads, of which each process has a copy."""
+    """Yield why latents cannot be served: they are rows for all heads, and each process has a copy."""
     traits, ranks = recipe.method.traits, config.parallel_config.tensor_parallel_size
     if contexts_of(config) is not None:
         yield "contexts hold keys and values, and the model caches latents; leave contexts out."
@@ -167,7 +167,7 @@ def _of_latents(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_drafts(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Drafts may be taken back, so they end before an event, and only the next step says what is left of them."""
+    """Yield why drafts cannot be served: they may be rejected, which only the next step says."""
     drafts, every = config.speculative_config, recipe.schedule.every
     if drafts is None:
         return
@@ -191,7 +191,7 @@ def _of_contexts(config: VllmConfig) -> Iterator[str]:
 
 
 def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Yield what the configuration lacks of the arguments that `engine_args` returns."""
+    """Yield which arguments of `engine_args` the configuration lacks."""
     caches_prefixes = config.cache_config.enable_prefix_caching
     if contexts_of(config) is not None:
         if not has_connector(config, CONTEXT_CONNECTOR):
@@ -216,7 +216,7 @@ def _lacking(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def how_to_start(config: VllmConfig, recipe: Recipe) -> str:
-    """Return a sentence with what to write instead."""
+    """Return a sentence that says what to write instead."""
     contexts = contexts_of(config)
     own = None if contexts is not None and not is_compressed(config) else recipe
     options = ", ".join(
@@ -229,7 +229,7 @@ def how_to_start(config: VllmConfig, recipe: Recipe) -> str:
 
 
 def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """CUDA graphs replay kernels, but not the Python code that decides where ragged heads read and write."""
+    """Yield why CUDA graphs cannot be used: they do not replay the Python code that places ragged heads' entries."""
     compilation = config.compilation_config
     if not compilation.cudagraph_mode or not by_head(config, recipe):
         return
@@ -246,7 +246,7 @@ def _of_graphs(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
 
 
 def _of_ranks(config: VllmConfig, recipe: Recipe) -> Iterator[str]:
-    """Each process compresses its own heads (tensor parallelism) of its own layers (pipeline parallelism)."""
+    """Yield why parallelism cannot be used: each process compresses only its own heads of its own layers."""
     heads, stages = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
     if heads > 1 and recipe.method.traits.counts_from_files and recipe.method.traits.needs.of(ModelStatistics):
         yield "it compares all heads, and with tensor parallelism a process holds only some; use one GPU."

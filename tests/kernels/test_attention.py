@@ -264,7 +264,7 @@ def test_heads_of_many_stores(implementation: str, head_dim: int, dtype: torch.d
 
 def test_stores_of_two_kinds_are_not_read_as_one(triton_interpreted: None) -> None:
     stores = [packed_heads([[3, 8]], (8, 8), dtype, spare=0) for dtype in TOLERANCE]
-    with pytest.raises(ValueError, match="Entries of one kind"):
+    with pytest.raises(ValueError, match="stores' entries must have one dtype"):
         ragged_attention(torch.zeros(2, 2, 1, 8), stores, Softmax(0.3))
 
 

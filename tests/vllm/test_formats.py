@@ -115,7 +115,9 @@ def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, fault: str) 
         cache[slots // 16, :, slots % 16] = torch.cat(rows, -1).view(cache.dtype)
 
     monkeypatch.setattr("keepset.vllm.formats.write_rows", write)
-    with pytest.raises(KeepsetError, match="This vLLM lays a KV cache of kind int8_per_token_head out in a way that"):
+    with pytest.raises(
+        KeepsetError, match="does not know the layout of this vLLM's KV cache of kind int8_per_token_head"
+    ):
         formats.check_rows("int8_per_token_head", 3, 64, torch.float32, CPU)
 
 
@@ -137,7 +139,7 @@ def test_another_layout_of_four_bits_is_refused(monkeypatch: pytest.MonkeyPatch,
         cache[slots // 16, :, slots % 16] = torch.cat(rows, -1)
 
     monkeypatch.setattr("keepset.vllm.formats.write_rows", write)
-    with pytest.raises(KeepsetError, match=f"This vLLM lays a KV cache of kind {kind} out in a way that"):
+    with pytest.raises(KeepsetError, match=f"does not know the layout of this vLLM's KV cache of kind {kind}"):
         formats.check_rows(kind, 3, 64, torch.float32, CPU)
 
 
@@ -280,7 +282,7 @@ def test_nvfp4_is_read_as_it_is_published(swizzled: bool) -> None:
         write_nvfp4(*args, swizzled=swizzled)
 
     packed.check_packed(packed_layer("nvfp4", 128, write_plain=write, nvfp4_fa2=not swizzled), torch.float32, CPU)
-    with pytest.raises(KeepsetError, match="This vLLM lays a KV cache of kind nvfp4 out in a way that keepset does"):
+    with pytest.raises(KeepsetError, match="does not know the layout of this vLLM's KV cache of kind nvfp4"):
         packed.check_packed(packed_layer("nvfp4", 128, write_plain=write, nvfp4_fa2=swizzled), torch.float32, CPU)
 
 

@@ -104,7 +104,7 @@ def test_it_sees_what_enters_and_not_what_it_projects_itself() -> None:
 
 
 def test_rotations_that_are_not_known() -> None:
-    with pytest.raises(KeepsetError, match="follow from their positions in a way that keepset cannot undo: choose a"):
+    with pytest.raises(KeepsetError, match="depend on their positions in a way that keepset cannot undo: choose a"):
         find(Attending(normed=True, stretch=1.1))
     with pytest.raises(KeepsetError, match="layers do not rotate their queries by one table: choose a method that"):
         find(Attending(normed=True), Attending(normed=True, gain=1.3))

@@ -72,5 +72,5 @@ def test_a_dummy_run_of_runner_v2_has_none() -> None:
 
 
 def test_a_request_whose_prompt_is_not_told_is_refused() -> None:
-    with pytest.raises(KeepsetError, match="does not say how long prompts are"):
+    with pytest.raises(KeepsetError, match="does not give prompt lengths"):
         compat.PromptLengths().of(metadata(None, 2, [False, True], [0, 1]))

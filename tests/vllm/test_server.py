@@ -96,7 +96,7 @@ def test_questions_saves_and_tenants(ask: Ask) -> None:
         (chats, {"messages": [{"role": "user", "content": long}]}),
     ):
         status, sentence = ask(path, **body, keepset={"context": "manual"})
-        assert status == 400 and "there must be one at least, and with an answer no more than the 384" in sentence
+        assert status == 400 and "a question needs at least one, and all with an answer at most the 384" in sentence
     assert ask(completions, prompt="a", keepset={"keep": 0.5})[0] == 400
     assert ask(completions, prompt="a", keepset={"keep": 30})["choices"]
     assert ask(completions, prompt="a", keepset={"off": True})["choices"]
@@ -144,7 +144,7 @@ def test_the_smoke_test_passes_and_all_metrics_of_alerts_are_served(with_keys: R
 
 def test_a_stream_that_has_begun_ends_with_the_refusal(ask: Ask) -> None:
     status, text = ask("/v1/responses", input="What?", stream=True, keepset={"context": "manual", "save": "a"})
-    assert status == 200 and "What follows context 'manual' cannot be saved" in text.splitlines()[-2]
+    assert status == 200 and "A request that only names context 'manual' cannot be saved" in text.splitlines()[-2]
 
 
 def test_a_prompt_of_tokens_goes_on(ask: Ask) -> None:

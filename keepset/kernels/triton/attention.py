@@ -118,7 +118,7 @@ def sight(
     query_positions, index, exists, positions_kind, bias_kind, table, head, heads, length,
     CAUSAL: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Return the last position that each row sees, pointers to positions and biases, and how many entries have biases."""
+    """Return the last position that each row sees, pointers to positions and biases, and the entries with biases."""
     last_visible, positions, bias, biased = 0, 0, 0, 0
     if CAUSAL:
         last_visible = tl.load(query_positions + index, mask=exists, other=-1)
