@@ -1,1 +1,1 @@
-"""Measurements of a model that are made once, beforehand."""
+"""Measurements of a model that are made once, before it is used."""

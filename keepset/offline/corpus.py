@@ -1,4 +1,4 @@
-"""Texts as passages of tokens, in an order that a seed decides."""
+"""Texts as passages of tokens, in an order that depends on a seed."""
 
 import hashlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _REPORTED = (
     *("addiction", "aord", "apple", "avg", "before", "bias", "boss", "copy", "corpdev", "desres", "diff", "ecw"),
     *("gap", "langdes", "philosophy", "useful"),
 )
-"""The essays that results are reported on; those of the facts are the first twelve by name."""
+"""The essays on which results are reported; the tasks with hidden facts use the first twelve by name."""
 
 
 def default_texts() -> list[str]:
@@ -23,24 +23,24 @@ def default_texts() -> list[str]:
 
 
 def texts_to_fit() -> list[str]:
-    """Return the essays that networks may be fitted to: none that a result is reported on."""
+    """Return the essays to which networks may be fitted: those without reported results."""
     return [essay(name) for name in essays() if name != _LEFT_OUT and name not in _REPORTED]
 
 
 def shuffled_passages(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, length: int, shortest: int, seed: int
 ) -> list[list[int]]:
-    """Return passages of tokens of texts, which do not overlap, in shuffled order.
+    """Return non-overlapping passages of the texts' tokens, in shuffled order.
 
     Args:
-        texts: the texts. Each is cut by itself, so its last passage may be shorter than others.
-        length: tokens of a passage, with the token that begins a text for the model.
+        texts: the texts. Each is cut separately, so its last passage may be shorter.
+        length: tokens of a passage, with the model's first token of a text.
         shortest: passages with fewer tokens are left out.
-        seed: of the order.
+        seed: seed of the order.
     """
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
     size = length - len(begin)
-    # verbose=False: that a whole text is longer than the model's context is nothing to warn of.
+    # verbose=False: no warning that a whole text is longer than the model's context.
     ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     passages = [[*begin, *text[first : first + size]] for text in ids for first in range(0, len(text), size)]
     passages = [passage for passage in passages if len(passage) >= shortest]

@@ -1,1 +1,1 @@
-"""Recording of the queries between two events: what it is for, and where queries wait, under every runtime."""
+"""Recording of the queries between two events, for every runtime: which features need them, and where they wait."""

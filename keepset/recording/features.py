@@ -1,12 +1,12 @@
-"""`RecordedFeatures`: what the queries between two events are recorded for, under every runtime.
+"""`RecordedFeatures`: the features for which queries between two events are recorded, under every runtime.
 
-Hardly any query is kept until the event that looks at it:
+Few queries are stored until the event that needs them:
 
 - Attention of a window of queries is added to a column of the entries while the queries come.
-- Moments of queries are merged while the queries come, once they weigh less than the queries.
+- Moments of queries are merged while the queries come, if they take less memory than the queries.
 - Only a few queries wait, so that one product serves several, and those that events read directly.
 
-A window reaches no further back than the event before. So nothing is dropped while a window passes, and the sums are
+A window reaches no further back than the previous event. So no entry is dropped during a window, and the sums equal
 those that its queries would give at the event.
 """
 
@@ -20,17 +20,17 @@ from keepset.core.features.window import WindowAttention
 from keepset.recipe import Recipe
 
 SummedFeature = WindowAttention | QueryMoments
-"""A feature that is made while the queries of its window come."""
+"""A feature that is computed while the queries of its window come."""
 
 
 @dataclass(frozen=True)
 class RecordedFeatures:
-    """Features that a recipe makes of the queries between two events; the same for all layers.
+    """Features that a recipe computes from the queries between two events; the same for all layers.
 
     Attributes:
         sums: attention that is added to columns of the entries.
         moments: moments that are merged.
-        newest: how many of the newest queries an event after the prompt looks at itself.
+        newest: how many of the newest queries an event after the prompt reads directly.
         every: tokens from event to event; None if there is no event after the prompt.
     """
 
@@ -41,24 +41,24 @@ class RecordedFeatures:
 
     @classmethod
     def of(cls, needs: Needs, every: int | None) -> RecordedFeatures:
-        """Return what is recorded for a method; `every` is None if there is no event after the prompt."""
+        """Return the features recorded for a method; `every` is None if there is no event after the prompt."""
         moments = [] if every is None else [feature for feature in needs.of(QueryMoments) if feature.buffer]
         return RecordedFeatures(tuple(needs.of(WindowAttention)), tuple(moments), needs.newest, every)
 
     @property
     def added_up(self) -> tuple[SummedFeature, ...]:
-        """Return all features that are made while queries come."""
+        """Return all features that are computed while queries come."""
         return (*self.sums, *self.moments)
 
     def window(self, feature: SummedFeature, ends_prompt: bool = False) -> int:
-        """Return of how many queries before an event a summed feature is made; the event may end the prompt."""
+        """Return how many queries before an event a summed feature covers; the event may end the prompt."""
         if ends_prompt:
             return feature.window
         assert self.every is not None
         return min(feature.window or feature.buffer, self.every)
 
     def summed(self, ends_prompt: bool = False) -> int:
-        """Return how many queries before an event some feature is made of."""
+        """Return the most queries before an event that a summed feature covers."""
         return max([self.window(feature, ends_prompt) for feature in self.added_up], default=0)
 
     def reach(self, ends_prompt: bool = False) -> int:
@@ -72,20 +72,20 @@ def moments_nbytes(query_heads: int, head_dim: int) -> int:
 
 
 _MOST = 4
-"""Queries that wait in a slot, at most: one product then serves them all."""
+"""The most queries that wait in a slot until one product serves them all."""
 _SHARE = 24
-"""Waiting queries take at most one part in so many of the bytes of a request's entries."""
+"""Waiting queries take at most the bytes of a request's entries divided by this."""
 
 
 @dataclass(frozen=True)
 class Recording(RecordedFeatures):
-    """The recorded features of a runtime that allocates all memory before any request comes: a slot for each.
+    """The recorded features of a runtime that allocates a slot for each request beforehand.
 
     Attributes:
-        waiting: queries that wait to be added up, at most, unless they were drafted.
+        waiting: the most queries that wait to be summed, apart from drafted ones.
         group: query heads that share a KV head.
-        drafts: how many of a request's newest tokens may be taken back after a step, at most. The others of such a step
-            come to the queries that wait together.
+        drafts: the largest number of a request's newest tokens that may be rejected after a step. Its accepted tokens
+            join the waiting queries together.
     """
 
     waiting: int
@@ -94,13 +94,13 @@ class Recording(RecordedFeatures):
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, group: int, head_dim: int, itemsize: int, drafts: int = 0) -> Recording:
-        """Return what a recipe records. Moments that would weigh more than their queries are made at the event.
+        """Return the features that a recipe records. Moments larger than their queries are computed at the event.
 
         Args:
             recipe: the recipe that is executed.
             group: query heads that share a KV head.
             itemsize: bytes of a number.
-            drafts: how many of a request's newest tokens may be taken back after a step, at most.
+            drafts: the largest number of a request's newest tokens that may be rejected after a step.
         """
         every, keep = recipe.schedule.every, recipe.budget.keep
         needed = RecordedFeatures.of(recipe.method.traits.needs, every)
@@ -114,7 +114,7 @@ class Recording(RecordedFeatures):
         return cls(needed.sums, moments, max([needed.newest, *held]), every, waiting, group, drafts)
 
     def __bool__(self) -> bool:
-        """Return whether queries are looked at at all."""
+        """Return whether any queries are recorded."""
         return bool(self.newest or self.sums or self.moments)
 
     @property

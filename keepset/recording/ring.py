@@ -1,4 +1,4 @@
-"""`QueryRing`: the newest queries of requests and moments of older ones, by layer and slot, allocated once."""
+"""`QueryRing`: the newest queries of requests, and moments of older ones, by layer and slot; allocated once."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from keepset.kernels.softmax import Softmax
 from keepset.recording.features import Recording
 
 _AT_ONCE = 1 << 24
-"""Numbers of covariances that are made at a time, unless one layer has more: 64 MiB."""
+"""Numbers of covariances that are computed at a time, unless one layer has more: 64 MiB."""
 
 
 class QueryRing:
-    """Queries of requests in slots, each a ring, and moments of the queries that left it.
+    """Queries of requests in slots, each a ring buffer, and moments of the queries that have left it.
 
     The query at position p lies at p modulo the ring's size. A request has the same slot in every layer.
 
     Args:
-        recording: what is recorded, which says how many queries a slot has and which moments.
-        layers, slots: how many layers, and for how many requests.
-        query_heads, head_dim, dtype, device: of a layer's queries.
+        recording: the recorded features, which determine the size of a slot and the moments.
+        layers, slots: the numbers of layers and of requests.
+        query_heads, head_dim, dtype, device: those of a layer's queries.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class QueryRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, without queries that are held for a step."""
+        """Bytes allocated, without queries that are held only for a step."""
         return self._rings.nbytes + sum(part.nbytes for parts in self._moments.values() for part in parts.values())
 
     def part(self, first: int, layers: int) -> QueryRing:
-        """Return a view of so many layers from the first on."""
+        """Return a view of `layers` layers from layer `first` on."""
         part = copy.copy(self)
         part._rings = self._rings[first : first + layers]
         part._moments = {
@@ -76,29 +76,29 @@ class QueryRing:
         self._rings[layers.start : layers.stop, slots, places] = queries
 
     def hold(self, layer: int, slot: int, queries: Float[Tensor, "n query_heads head_dim"]) -> None:
-        """Hold a copy of queries that are too many for a ring, until `held` takes them out."""
+        """Store a copy of queries that are too many for a ring, until `held` removes it."""
         self._held[layer, slot] = queries.clone()
 
     def held(self, layers: range, slot: int) -> RecordedQueries:
-        """Take out the queries that were held in some layers."""
+        """Remove and return the queries that were held in some layers."""
         return of_step(torch.stack([self._held.pop((layer, slot)) for layer in layers]))
 
     def at(self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]) -> RecordedQueries:
-        """Return where queries lie; nothing is copied."""
+        """Return queries by reference; nothing is copied."""
         rings = self._rings[layers.start : layers.stop]
         return RecordedQueries(rings, slots, positions % rings.shape[2])
 
     def newest(
         self, layers: range, slots: Int[Tensor, " rows"], positions: Int[Tensor, "rows n"]
     ) -> Float[Tensor, "layers_rows query_heads n head_dim"]:
-        """Return a copy of queries, zero where a position is negative."""
+        """Return a copy of queries; zero for negative positions."""
         queries = self._rings[layers.start : layers.stop, slots[:, None], positions % self._rings.shape[2]]
         return queries.masked_fill((positions < 0)[..., None, None], 0).transpose(2, 3).flatten(0, 1)
 
     # --- moments
 
     def layers_at_once(self, rows: int) -> int:
-        """Return for how many layers a covariance of each query head of so many requests fits the workspace."""
+        """Return how many layers' covariances, for each query head of `rows` requests, fit the workspace."""
         query_heads, head_dim = self._rings.shape[3:]
         return max(1, _AT_ONCE // (rows * query_heads * head_dim**2))
 
@@ -120,7 +120,7 @@ class QueryRing:
             some = range(first, min(first + together, layers.stop))
             of_rows = exists.repeat(len(some), 1)
             own = queries.of_layers(range(some.start - layers.start, some.stop - layers.start))
-            own = own.masked_fill(~of_rows[:, None, :, None], 0)  # whatever lies there
+            own = own.masked_fill(~of_rows[:, None, :, None], 0)  # the ring may hold anything
             moments = self.moments(feature, some, slots, fresh)
             chunk = Chunk(own, list, positions.repeat(len(some), 1), of_rows, softmax, source=source)
             feature.add(moments, chunk)
@@ -134,7 +134,7 @@ class QueryRing:
         slots: Int[Tensor, " rows"],
         fresh: Bool[Tensor, " rows"] | None = None,
     ) -> Moments:
-        """Return a copy of the moments of some requests, zero for those that are `fresh`, whatever lies there."""
+        """Return a copy of the moments of some requests; zero for those that are `fresh`."""
         parts = self._moments[feature]
         chosen = {name: part[layers.start : layers.stop, slots].flatten(0, 1) for name, part in parts.items()}
         if fresh is not None:
@@ -144,7 +144,7 @@ class QueryRing:
 
 
 def of_step(queries: Float[Tensor, "layers n query_heads head_dim"]) -> RecordedQueries:
-    """Return the queries of one request, which lie in no ring."""
+    """Return the queries of one request that are in no ring."""
     n, device = queries.shape[1], queries.device
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     return RecordedQueries(queries[:, None], slots, torch.arange(n, device=device)[None])

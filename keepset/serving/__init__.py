@@ -1,1 +1,1 @@
-"""vLLM servers: their command line, their HTTP interface, and `vllm bench serve` on them."""
+"""vLLM servers: their command line, their HTTP interface, and benchmarks by `vllm bench serve`."""

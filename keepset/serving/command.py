@@ -28,30 +28,30 @@ _SECRET = ("--api-key", "--hf-token", "--watermark-config")
 _GPUS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
 _DRAFTS = ("--speculative-config", "-sc", "--spec-method")
 _END_SECONDS = 10.0
-"""Seconds that vLLM may take to end, in addition to --shutdown-timeout."""
+"""Seconds that vLLM may take to exit, in addition to --shutdown-timeout."""
 
 
 def split(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the model if the words begin with one, as vLLM has it, and the options for vLLM."""
+    """Return the model, if the words begin with one as in vLLM's command line, and the options for vLLM."""
     if words and not words[0].startswith("-"):
         return words[0], list(words[1:])
     return None, list(words)
 
 
 def folder(model: str | None) -> str:
-    """Return the embedded model's folder for None or its name, and any other name as it is."""
+    """Return the embedded model's folder for None or its name, and any other name unchanged."""
     if model is None or (model == embedded.EMBEDDED and not Path(model).is_dir()):
         return str(embedded.embedded_folder())
     return model
 
 
 def default_for(model: str | None, options: Sequence[str], contexts: bool = False) -> Default:
-    """Return the recipe of a server where none is named: the default of the other commands, less what it cannot serve.
+    """Return the recipe of a server if none is named: the other commands' default, without steps that it cannot serve.
 
     Args:
         model: as for `command`.
         options: vLLM's options.
-        contexts: whether the recipe is for texts that are compressed before, of which all can be served.
+        contexts: whether the recipe is for texts that are compressed beforehand, for which every step can be served.
 
     Raises:
         KeepsetError: the model's statistics cannot be read.
@@ -76,7 +76,7 @@ def default_for(model: str | None, options: Sequence[str], contexts: bool = Fals
 
 
 def _text_config(place: str) -> dict[str, Any]:
-    """Return the configuration of a model's text part, which is empty if no model that transformers knows is there."""
+    """Return the configuration of a model's text part; empty if transformers finds no model there."""
     if not (Path(place) / "config.json").is_file():
         return {}
     from transformers import AutoConfig  # takes a second to load
@@ -88,9 +88,9 @@ def _text_config(place: str) -> dict[str, Any]:
 
 
 def name_statistics(recipe: Recipe | None, model: str | None) -> Recipe | None:
-    """Return a recipe that names the file of the embedded model's statistics, if it looks at them under this model.
+    """Return a recipe that names the file of the embedded model's statistics, if the recipe needs them with this model.
 
-    vLLM's processes know no statistics that a recipe does not name.
+    vLLM's processes know only statistics that a recipe names.
     """
     if recipe is None or folder(model) == model:
         return recipe
@@ -100,7 +100,7 @@ def name_statistics(recipe: Recipe | None, model: str | None) -> Recipe | None:
 
 
 def _with_statistics(method: Method, file: str) -> Method:
-    """Return a method whose parameters `stats`, also of the methods inside, name a file if they name none."""
+    """Return a method whose parameter `stats`, also in methods inside it, names the file if it names none."""
     changes: dict[str, Any] = {}
     for field in fields(method):
         value = getattr(method, field.name)
@@ -123,14 +123,14 @@ def command(
 
     Args:
         model: a folder or a hub name; None for the embedded model.
-        recipe: what to keep; None for plain vLLM.
+        recipe: the recipe of every request; None for plain vLLM.
         options: further options of `vllm serve`. Without a host among them the server listens on 127.0.0.1.
-        forced: options that `options` cannot change.
+        forced: options that `options` cannot override.
         contexts: the folder of saved contexts; None if there is none.
         save_bytes: bytes that each owner's requests may save in that folder.
 
     Raises:
-        KeepsetError: options do not go together, or there is no such folder.
+        KeepsetError: options contradict one another, or there is no such folder.
     """
     additional, rest = _additional(options)
     if save_bytes and contexts is None:
@@ -156,15 +156,15 @@ def command(
 
 
 def precision_of(contexts: Path | None, options: Sequence[str]) -> str | None:
-    """Return the precision that a folder's contexts have, for `--dtype`, if all have one and no other is asked for.
+    """Return the precision for `--dtype` that all of a folder's contexts share, if the options name none.
 
-    vLLM serves a 32-bit model in 16 bits unless told, and would refuse contexts that were built in 32.
+    By default vLLM serves a 32-bit model in 16 bits, and would refuse contexts that were built in 32 bits.
     """
     if contexts is None or has_option(options, "--dtype"):
         return None
     found = set()
     for file in sorted(contexts.glob("*.safetensors")):
-        with suppress(KeepsetError):  # a request that names it gets the error
+        with suppress(KeepsetError):  # a request that names the context gets the error
             found.add(saved.contents(file).fingerprint.get("precision"))
     return found.pop() if len(found) == 1 else None
 
@@ -190,7 +190,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
     for word in words:
         if word.startswith("--"):
             name, equals, _ = word.partition("=")
-            # vLLM takes abbreviations too.
+            # vLLM also takes abbreviations.
             secret = len(name) > len("--") and any(option.startswith(_name(name).split(".")[0]) for option in _SECRET)
             shown.append(f"{name}=***" if secret and equals else word)
         else:
@@ -199,7 +199,7 @@ def without_secrets(words: Sequence[str]) -> list[str]:
 
 
 def supervised(words: Sequence[str], options: Sequence[str]) -> list[str]:
-    """Return the words that start a server with a supervisor, which ends all of its processes after a signal."""
+    """Return the words that start a server under a supervisor, which ends all of the server's processes at a signal."""
     try:
         seconds = _END_SECONDS + max(0, int(option(options, "--shutdown-timeout") or 0))
     except ValueError:  # vLLM itself refuses it
@@ -230,7 +230,7 @@ def _additional(options: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         name = _name(word)
         if name.startswith(f"{_ADDITIONAL}."):
             raise KeepsetError(f"{name} cannot be joined with a recipe: write {_ADDITIONAL} '{{...}}' as JSON instead.")
-        # vLLM takes abbreviations too, and of two the last one counts.
+        # vLLM also takes abbreviations, and the last of several counts.
         if len(name) < _SHORTEST or not _ADDITIONAL.startswith(name):
             rest.append(word)
             continue

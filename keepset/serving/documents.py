@@ -1,4 +1,4 @@
-"""Documents as saved contexts, built before a server starts, and how many of them a pool holds."""
+"""Documents as saved contexts that are built before a server starts, and how many of them a pool holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepset.serving.metrics import block_pool
 
 @dataclass(frozen=True)
 class Document:
-    """A compressed document: its file, named as a server calls the context, and the seconds that this took."""
+    """A compressed document: its file, named like the context on the server, and the seconds that compressing took."""
 
     path: Path
     seconds: float
@@ -40,10 +40,10 @@ def build(
 
 
 def held(tokens: int, documents: Sequence[Document], url: str, saved: bool) -> dict[str, Any]:
-    """Return what a document takes in a server's pool, and how many documents it holds; None for what is not known.
+    """Return the size of a document in a server's pool, and how many documents fit; None for unknown figures.
 
-    The blocks that requests share are counted; of a prompt these are its full blocks. `saved` says whether the server
-    has the documents as contexts; else it computes their `tokens`.
+    Only blocks that requests share are counted; a prompt shares its full blocks. `saved` says whether the server has
+    the documents as contexts; else it computes their `tokens`.
     """
     figures: dict[str, Any] = dict.fromkeys(("nbytes", "held", "file_nbytes", "build_seconds"))
     if saved:
@@ -60,7 +60,7 @@ def held(tokens: int, documents: Sequence[Document], url: str, saved: bool) -> d
 
 
 def _blocks(documents: Sequence[Document], block_size: int) -> tuple[float, int]:
-    """Return the number of blocks of a context that requests share, on the mean, and the bytes of a block."""
+    """Return the mean number of a context's blocks that requests share, and the bytes of a block."""
     import torch
 
     from keepset.hf import saved

@@ -1,4 +1,4 @@
-"""The figures of a load: a summary for programs, and rows of a table for a person."""
+"""The figures of a load: a summary for programs, and rows of a table for people."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _DOCUMENTS = (
     ("later questions, first token p50, s", ("documents", "first_token_seconds", "later", "p50"), "{:.3f}", 1),
 )
 _MORE = ("requests answered", "output tokens/s", "running, mean", "running, max", "documents that the pool holds")
-"""The rows of which more is better."""
+"""Rows in which more is better."""
 _NEITHER = ("KV cache used", "keepset: ")
-"""The beginnings of rows of which neither more nor less is better. Of all others less is better."""
+"""How rows begin in which neither more nor less is better. In all other rows less is better."""
 _TIMES = {"first_token_seconds": "ttft", "seconds_per_token": "tpot", "request_seconds": "e2el"}
 
 
@@ -52,10 +52,10 @@ def figures(measured: Measured) -> dict[str, Any]:
 
 
 def summary(measured: Measured) -> dict[str, Any]:
-    """Return a load's figures; None for those that are not known.
+    """Return a load's figures; None for unknown ones.
 
-    Latencies and tokens are those of requests that got their whole answer. Means of metrics are over samples that were
-    taken while requests were open.
+    Latencies and tokens are those of requests that got their whole answer. Means of metrics are over samples from times
+    with open requests.
     """
     report, rows = measured.report, measured.requests
     good = [row for row in rows if row["error"] is None]
@@ -83,7 +83,7 @@ def summary(measured: Measured) -> dict[str, Any]:
 
 
 def first_tokens(measured: Measured) -> dict[str, dict[str, float | None]]:
-    """Return the median seconds to the first token, of documents' first questions and of later ones."""
+    """Return the median seconds to the first token, for documents' first questions and for later ones."""
     rows, documents = measured.requests, measured.load.requests
     parts = {"first": rows[:documents], "later": rows[documents:]}
     times = {name: [r["first_token_seconds"] for r in part if r["error"] is None] for name, part in parts.items()}
@@ -97,7 +97,7 @@ def documents_rows(servers: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def table_rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return a row for each figure: its name, a cell for each server, and of two servers their ratio."""
+    """Return a row for each figure: its name, a cell for each server, and the ratio if there are two servers."""
     rows: list[tuple[str, tuple[str, ...], str, float]] = list(_ROWS)
     for name in sorted({name for each in summaries for name in each["keepset"]}):
         form = "{:.3f}" if "seconds" in name else "{:,.0f}"
@@ -107,7 +107,7 @@ def table_rows(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def ratio(value: float | None, to: float | None) -> float | None:
-    """Return one figure as a multiple of another; None if there is no such multiple."""
+    """Return one figure as a multiple of another; None if one is missing or the other is zero."""
     return None if value is None or to is None or to == 0 else value / to
 
 
@@ -138,19 +138,19 @@ def _value(figures: Any, path: tuple[str, ...]) -> float | None:
 
 
 def _verdict(name: str, times: float) -> str:
-    """Return whether so many times as much is better; nothing if neither is, or if it is the same."""
+    """Return "better" or "worse" for a row's ratio; "" if neither is, or if the figures are equal."""
     if name.startswith(_NEITHER) or f"{times:.2f}" == "1.00":
         return ""
     return " better" if (times > 1) == (name in _MORE) else " worse"
 
 
 def _counters(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Return the increase of each of keepset's counters. One that has not been there from the start began at zero."""
+    """Return the increase of each of keepset's counters. One that appeared later began at zero."""
     names = sorted({name for sample in samples for name in sample.counters})
     return {name: _increase([sample.counters.get(name, 0.0) for sample in samples]) for name in names}
 
 
 def _increase(counts: Sequence[float | None]) -> float | None:
-    """Return the increase of a counter; None if it was not seen twice."""
+    """Return the increase of a counter; None if it was seen less than twice."""
     known = [count for count in counts if count is not None]
     return known[-1] - known[0] if len(known) > 1 else None

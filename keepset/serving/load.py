@@ -1,4 +1,4 @@
-"""A load, and the server that it is put on."""
+"""A load, and the server that receives it."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class Load:
     """Requests of equal size.
 
     Attributes:
-        requests: number of requests in a round, each with a text of its own.
+        requests: number of requests in a round, each with its own text.
         prompt_tokens: tokens of a text.
         output_tokens: tokens of an answer.
         concurrency: the most requests that are open at once.
-        rounds: how often all requests are made, with other texts.
-        seed: of the choice of texts.
+        rounds: how often all requests are made, each time with other texts.
+        seed: seed of the choice of texts.
         question_tokens: tokens of a question after each text. Then the texts are documents, the same in every round.
 
     Raises:
@@ -51,7 +51,7 @@ class Load:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that a server serves: its name for requests, its place, and the tokens of its context if it says so."""
+    """A server's model: its name for requests, its folder or hub name, and the tokens of its context if known."""
 
     name: str
     root: str | None
@@ -59,7 +59,7 @@ class ServedModel:
 
 
 def served_model(url: str) -> ServedModel:
-    """Ask a server what it serves; raise `KeepsetError` if it is no OpenAI-compatible one."""
+    """Return the model that a server serves; raise `KeepsetError` if the server is not OpenAI-compatible."""
     library = import_http()
     try:
         answer = library.get(f"{url}/v1/models", timeout=10.0, trust_env=False)
@@ -88,7 +88,7 @@ def local_url(url: str) -> str:
     """Return the address of a server on this machine, without a slash at its end.
 
     Raises:
-        KeepsetError: it is no such address. No load is put on another machine.
+        KeepsetError: it is not such an address. Other machines never get a load.
     """
     try:
         parts = urlsplit(url)

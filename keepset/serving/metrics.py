@@ -1,4 +1,4 @@
-"""A server's metrics, as it shows them at `/metrics`, and the libraries that only `keepset[serve]` installs."""
+"""A server's metrics from `/metrics`, and the libraries that only `keepset[serve]` installs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _NAMES = (_KEEPSET, _USAGE, *_SUMMED.values())
 
 @dataclass(frozen=True)
 class Sample:
-    """The metrics at one moment; None for those that the server does not have.
+    """The metrics at one moment; None for those that the server lacks.
 
     Attributes:
         time: in seconds.
-        running: requests that are computed.
-        waiting: requests that wait to be computed.
+        running: number of running requests.
+        waiting: number of waiting requests.
         preemptions: number of preemptions so far.
         finished: number of requests that have ended so far.
-        kv_usage: the share of the pool's blocks that are taken, on the mean over engines.
+        kv_usage: the share of the pool's blocks in use, averaged over engines.
         counters: keepset's own counters.
     """
 
@@ -51,7 +51,7 @@ class BlockPool:
 
 
 def parse_sample(text: str, time: float) -> Sample:
-    """Read the metrics that keepset shows, of a time in seconds.
+    """Return the sample of a metrics text that was read at `time` seconds.
 
     Raises:
         ValueError: the text is not in Prometheus' format.

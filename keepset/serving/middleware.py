@@ -1,9 +1,9 @@
 """keepset's part of a vLLM server's HTTP interface: middleware that `keepset serve` adds.
 
 The middleware checks the object `{"keepset": {...}}` in the body of a request. It adds the owner of the API key, signs
-both, and passes them to the engine among vLLM's extra arguments. The engine takes nothing that is not signed. A route
-that does not take the object answers 400 if a body has one. Some requests only the engine can refuse, for example
-because a prompt does not begin with a context; the answer then has the engine's reason in place of vLLM's error 500.
+both, and passes them to the engine among vLLM's extra arguments. The engine accepts nothing unsigned. A route that does
+not take the object answers 400 if a body has one. Only the engine can refuse some requests, for example if a prompt
+does not begin with a context; the answer then has the engine's reason in place of vLLM's error 500.
 
 `GET /v1/contexts` lists an owner's contexts, and the files that cannot be served, each with the reason.
 """
@@ -48,7 +48,7 @@ HONOURED = (
 
 
 class RequestMiddleware:
-    """Places keepset's part behind vLLM's own check of API keys, which vLLM would otherwise run after it."""
+    """Middleware that puts keepset's part after vLLM's check of API keys, which would otherwise run later."""
 
     def __init__(self, app: Any) -> None:
         from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
@@ -68,7 +68,7 @@ class RequestMiddleware:
 
 
 class _RequestHandler:
-    """Checks requests, and lists contexts; `keys` says whether a client has been asked for a key before."""
+    """Checks requests, and lists contexts; `keys` says whether vLLM has checked the client's key before."""
 
     def __init__(self, app: App, keys: bool) -> None:
         self._app, self._keys = app, keys
@@ -126,7 +126,7 @@ class _RequestHandler:
         return owner_of(header.decode("latin-1").partition(" ")[2])
 
     def _check(self, scope: Scope, options: RequestOptions) -> None:
-        """Raise `KeepsetError` if it is known before the engine sees the request that it will be refused."""
+        """Raise `KeepsetError` if it is already known that the engine would refuse the request."""
         config = scope["app"].state.vllm_config
         if options != RequestOptions() and not (is_signed(config) and has_key()):
             raise KeepsetError("This server cannot sign requests: start it with keepset serve.")
@@ -182,7 +182,7 @@ class _RequestHandler:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Return a request's body; None if the client has gone. The part of a body above the limit is dropped."""
+    """Return a request's body; None if the client has disconnected. The part above the limit is dropped."""
     pieces, size, more = [], 0, True
     while more:
         message = await receive()
@@ -196,7 +196,7 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 def _is_form(scope: Scope) -> bool:
-    """Return whether the body is a form, such as a sound to transcribe. No route that takes one takes the object."""
+    """Return whether the body is a form, such as audio to transcribe. Routes for forms do not take the object."""
     header = next((value for name, value in scope["headers"] if name.lower() == b"content-type"), b"")
     return header.lower().startswith(b"multipart/")
 
@@ -205,7 +205,7 @@ def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
     """Take the object out of a request and return it; raise `KeepsetError` if it cannot be taken."""
     more, sampling = request.get("vllm_xargs"), request.get("sampling_params")
     if honoured and more is not None and not isinstance(more, dict):
-        raise KeepsetError("vllm_xargs is no object: give names and values, or leave it out.")
+        raise KeepsetError("vllm_xargs is not an object: give names and values, or leave it out.")
     extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
     if any(isinstance(some, dict) and KEY in some for some in (more, sampling, extra)):
         raise KeepsetError(f"Give {KEY!r} at the top of the body, not among other arguments.")
@@ -234,13 +234,13 @@ class _Answer:
         """Let an application answer a request."""
         try:
             await app(scope, receive, self)
-        except Exception:  # vLLM raises one when the engine has refused a stream's request
+        except Exception:  # vLLM raises an error when the engine has refused a streaming request
             if not await self._refuse():
                 raise
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            # Held until the first piece, which may be a refusal.
+            # Held back until the first piece of the body, which may be a refusal.
             self._start, self._status = message, message["status"]
             return
         body = message.get("body", b"")
@@ -266,7 +266,7 @@ class _Answer:
 
 
 def _beginning(body: bytes, signature: bytes) -> bytes:
-    """Return the end of a piece if it may be the beginning of a signature that goes on in the next piece."""
+    """Return the end of a piece if it may begin a signature that continues in the next piece."""
     lengths = range(min(len(body), len(signature) - 1), 0, -1)
     return next((body[-length:] for length in lengths if signature.startswith(body[-length:])), b"")
 
@@ -278,7 +278,7 @@ def _sized(headers: Sequence[tuple[bytes, bytes]], body: bytes) -> list[tuple[by
 
 
 def _repeated(body: bytes, receive: Receive) -> Receive:
-    """Return a function that receives this body, and then the message that the client has gone."""
+    """Return a function that receives this body, and then the message that the client has disconnected."""
     received = False
 
     async def again() -> dict[str, Any]:
@@ -296,7 +296,7 @@ async def _refuse(send: Send, sentence: str, status: int = 400) -> None:
 
 
 def _error(sentence: str, status: int = 400) -> dict[str, Any]:
-    """Return a refusal in the form of vLLM's own."""
+    """Return a refusal in the form of vLLM's errors."""
     return {"error": {"message": sentence, "type": "BadRequestError", "param": KEY, "code": status}}
 
 

@@ -1,4 +1,4 @@
-"""The prompts of a load: texts of a number of tokens, each from another place of the essays."""
+"""The prompts of a load: texts with a given number of tokens, each from another place of the essays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from keepset.serving.load import Load
 from keepset.texts import essay, essays
 
 _TRIES = 50
-"""Places of the text that are tried for a piece of a number of tokens."""
+"""Places of the text that are tried to get a piece of exactly the wanted length."""
 _WORD = re.compile(r"[\u0120\u2581][A-Za-z]+")
 """A token that is a whole word, with the mark of a space before it."""
 _RANDOM = 100_000
@@ -22,14 +22,14 @@ _RANDOM = 100_000
 
 @dataclass(frozen=True)
 class TextSource:
-    """A long text to cut prompts from: its tokens, and why it is no essay, if it is none."""
+    """A long text to cut prompts from: its tokens, and a note if it is not the essays."""
 
     tokenizer: Any
     ids: list[int]
     note: str | None = None
 
     def places(self, draw: random.Random) -> Iterator[int]:
-        """Yield places at which words begin, each once and then again, in random order."""
+        """Yield the places at which words begin, in random order, again and again."""
         tokens = self.tokenizer.convert_ids_to_tokens(self.ids)
         places = [place for place, token in enumerate(tokens) if token.startswith(("\u0120", "\u2581"))]
         places = places or list(range(len(tokens)))
@@ -37,12 +37,12 @@ class TextSource:
             yield from draw.sample(places, len(places))
 
     def cut(self, places: Iterator[int], count: int, after: str = "") -> str:
-        """Cut a piece out of the text, with `count` tokens if one of some places has such a piece; the text goes round.
+        """Cut a piece out of the text, which is treated as a loop; with `count` tokens if one of some places has one.
 
-        The piece comes after the text `after`, whose tokens have to stay what they are.
+        The piece follows the text `after`, whose tokens must not change by it.
 
         Raises:
-            KeepsetError: the tokens before every piece change.
+            KeepsetError: every piece changes the tokens before it.
         """
         before, piece = self.encode(after) if after else [], None
         length = count if after else count - len(self.encode(""))
@@ -60,12 +60,12 @@ class TextSource:
         return piece
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's tokens, with those that the tokenizer adds, as a server has them."""
+        """Return a text's tokens on a server, with those that the tokenizer adds."""
         return list(self.tokenizer(text, verbose=False)["input_ids"])
 
 
 def text_source(folder: str) -> TextSource:
-    """Return the essays as the tokens of a model, a folder or a hub name; random words if the essays are not installed.
+    """Return the essays in the tokens of a model (folder or hub name); random words if they are not installed.
 
     Raises:
         KeepsetError: the model's tokenizer cannot be loaded.
@@ -90,7 +90,7 @@ def text_source(folder: str) -> TextSource:
 
 @dataclass(frozen=True)
 class LoadPrompts:
-    """The texts of a load: of a request before it, its documents, and the prompts of all requests, round by round."""
+    """The texts of a load: a request before it, its documents, and the prompts of all requests, round by round."""
 
     warm_up: str
     documents: list[str]
@@ -98,7 +98,7 @@ class LoadPrompts:
 
 
 def make_prompts(source: TextSource, load: Load) -> LoadPrompts:
-    """Cut a load's prompts. They are the same for the same seed."""
+    """Cut a load's prompts; the same seed gives the same prompts."""
     places = source.places(random.Random(load.seed))
     warm_up = source.cut(places, load.prompt_tokens)
     if not load.question_tokens:

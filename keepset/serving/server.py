@@ -1,4 +1,4 @@
-"""Processes with a log, such as a vLLM server, which are always ended with all that they have started."""
+"""Processes with a log, such as a vLLM server; they are always ended together with their child processes."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from keepset.vllm.signing import SIGNING_KEY, new_key
 _HOST = "127.0.0.1"
 _STOP_SECONDS = 15.0
 _LINES = 20
-# The first error of a log is the cause of the others. Warnings name errors that may come.
+# The first error of a log is the cause of the others. Warnings may name errors that have not occurred.
 _ERROR = re.compile(r"^(?!.*\bWARNING\b).*?\b([A-Z]\w*Error: [^\n]+)", re.M)
 
 
@@ -30,16 +30,16 @@ class ServerError(Exception):
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         return int(probe.getsockname()[1])
 
 
 class LoggedProcess:
-    """A process that runs within a `with` block; an environment is added to this process's.
+    """A process that runs within a `with` block; `environment` is added to this process's environment.
 
-    Messages call it by its name.
+    Messages refer to it by `name`.
     """
 
     _process: subprocess.Popen[bytes]
@@ -50,7 +50,7 @@ class LoggedProcess:
 
     def __enter__(self) -> Self:
         self._log = tempfile.TemporaryFile()
-        # In a session of its own Ctrl-C does not reach it.
+        # In its own session Ctrl-C does not reach it.
         self._process = start(
             self._command,
             env={**os.environ, **self._environment},
@@ -85,20 +85,20 @@ class LoggedProcess:
         return [line for line in self._text().splitlines() if line.strip()][-_LINES:]
 
     def _text(self) -> str:
-        # pread leaves the file's position alone, which the process shares and writes at.
+        # pread does not move the file's position, which the process shares and writes at.
         size, length = os.fstat(self._log.fileno()).st_size, 64 * 1024
         return os.pread(self._log.fileno(), length, max(0, size - length)).decode(errors="replace")
 
 
 class ServerProcess(LoggedProcess):
-    """A vLLM server, with the words that start it and its port of 127.0.0.1."""
+    """A vLLM server: the words that start it, and its port on 127.0.0.1."""
 
     def __init__(self, command: Sequence[str], port: int) -> None:
         super().__init__("The server", command, {SIGNING_KEY: new_key()})
         self.url = f"http://{_HOST}:{port}"
 
     def wait(self, seconds: float) -> None:
-        """Wait until the server answers; raise `ServerError` if it stops, or does not answer within some seconds."""
+        """Wait until the server answers; raise `ServerError` if it stops, or does not answer within `seconds`."""
         library = import_http()
         until = time.monotonic() + seconds
         with library.Client(base_url=self.url, timeout=5.0, trust_env=False) as client:

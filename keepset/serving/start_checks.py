@@ -1,4 +1,4 @@
-"""Checks before a vLLM server starts, because vLLM itself takes a minute to say what is wrong."""
+"""Checks before a vLLM server starts, because vLLM itself takes a minute to report an error."""
 
 import importlib.metadata
 import importlib.util
@@ -23,16 +23,16 @@ _SMALL = 256
 _POOL = "VLLM_CPU_KVCACHE_SPACE"
 _GIB = 2**30
 _MOST_GIB = 4
-"""The most GiB of a CPU's KV cache if nobody asks for more. vLLM itself takes nearly all memory."""
+"""The default limit of a CPU's KV cache in GiB. vLLM itself would take nearly all memory."""
 _PORT = 8000
 _RESERVED = ("--host", "--port", "--uds", "--api-key", "--root-path", "--ssl-keyfile", "--ssl-certfile", "--headless")
 
 
 def check_options(options: Sequence[str]) -> None:
-    """Refuse vLLM's options with which a benchmark could not reach its server.
+    """Refuse options of vLLM with which a benchmark could not reach its server.
 
     Raises:
-        KeepsetError: there is such an option, or something that is no option.
+        KeepsetError: there is such an option, or a word that is not an option.
     """
     if options and not options[0].startswith("-"):
         raise KeepsetError(f"{options[0]!r} is no option for vLLM: write MODEL, then --, then options.")
@@ -43,7 +43,7 @@ def check_options(options: Sequence[str]) -> None:
 
 
 def check_installed(starts: bool = True) -> None:
-    """Refuse a server that could not start, or would not know keepset; vLLM's benchmark does without the plug-in.
+    """Refuse a vLLM that is not installed or, if a server `starts`, would not load keepset's plug-in.
 
     Raises:
         UnsupportedEngineError: vLLM is not installed, or does not load keepset's plug-in.
@@ -64,11 +64,11 @@ def check_installed(starts: bool = True) -> None:
 
 
 def check_recipe(recipe: Recipe | None, folder: str) -> None:
-    """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or are of another model than the folder's.
+    """Refuse a recipe that vLLM cannot serve, or whose files cannot be read or belong to another model.
 
     Raises:
         UnsupportedEngineError: vLLM cannot serve the recipe.
-        KeepsetError: a file that it names cannot be read, or is of another model.
+        KeepsetError: a file that it names cannot be read, or belongs to another model.
     """
     if recipe is None:
         return
@@ -86,7 +86,7 @@ def check_recipe(recipe: Recipe | None, folder: str) -> None:
 
 
 def check_model(folder: str) -> None:
-    """Refuse what is neither a model's folder nor a hub name, and on a CPU weights that do not fit free memory.
+    """Refuse a name that is neither a model's folder nor a hub name, and on a CPU weights that do not fit free memory.
 
     Raises:
         KeepsetError: it is neither, or its weights do not fit.
@@ -104,7 +104,7 @@ def check_model(folder: str) -> None:
 
 
 def check_port(options: Sequence[str]) -> None:
-    """Raise `KeepsetError` if vLLM's options name a port that is no number, or in use."""
+    """Raise `KeepsetError` if vLLM's options name a port that is not a number or in use."""
     given, host = option(options, "--port"), option(options, "--host") or "127.0.0.1"
     port = given or str(_PORT)
     if not port.isdecimal() or not 0 <= int(port) < 2**16:
@@ -114,18 +114,18 @@ def check_port(options: Sequence[str]) -> None:
         try:
             probe.bind((host, int(port)))
         except OSError as error:
-            raise KeepsetError(f"--port {port} of {host} cannot be had ({error.strerror}): give another.") from None
+            raise KeepsetError(f"--port {port} of {host} is not available ({error.strerror}): give another.") from None
 
 
 def limit_cpu_pool(options: Sequence[str]) -> str | None:
-    """Limit a CPU's KV cache, in the environment, unless its size is given; return a sentence that says so."""
+    """Limit a CPU's KV cache by the environment, unless its size is given; return a sentence that says so."""
     asked = [option(options, name) for name in ("--gpu-memory-utilization", "--kv-cache-memory-bytes")]
     if any(asked) or _POOL in os.environ or torch.accelerator.is_available():
         return None
     space = max(1, min(_MOST_GIB, int(psutil.virtual_memory().available / 4 / _GIB)))
     os.environ[_POOL] = str(space)
     megabytes = space * _GIB / 1e6
-    return f"The KV cache gets {megabytes:.0f} MB; the environment variable {_POOL} asks for more, in GiB."
+    return f"The KV cache gets {megabytes:.0f} MB; the environment variable {_POOL} sets another size in GiB."
 
 
 def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None:
@@ -138,20 +138,20 @@ def block_size_hint(recipe: Recipe | None, options: Sequence[str]) -> str | None
 
 
 def bits_hint(recipe: Recipe | None) -> str | None:
-    """Return advice for a recipe that asks for pages of 4 bits, or None."""
+    """Return advice for a recipe with pages of 4 bits, or None."""
     if recipe is None or cache_kind_of(served(recipe).method.traits) != INT4:
         return None
     return (
-        "Pages of 4 bits: answers are farther from the full cache's than in pages of 8 bits with the same bytes; "
-        "write bits=8 unless whole prompts need the room."
+        "With pages of 4 bits, answers are farther from the full cache's than with pages of 8 bits and the same bytes; "
+        "write bits=8 unless you need the room for whole prompts."
     )
 
 
 def compile_hint(options: Sequence[str]) -> str | None:
-    """Return a sentence that says how long the first start takes, and why; None if nothing is compiled."""
+    """Return a sentence that says why the first start takes minutes; None if nothing is compiled."""
     if has_option(options, "--enforce-eager"):
         return None
     return (
-        "The first start with a model and options takes minutes, because vLLM compiles the model for them; it keeps "
-        "what it has compiled for later starts. --enforce-eager compiles nothing, and answers more slowly."
+        "The first start with a model and options takes minutes, because vLLM compiles the model for them; later "
+        "starts reuse the result. With --enforce-eager nothing is compiled, but answers are slower."
     )

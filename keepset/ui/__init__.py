@@ -1,1 +1,1 @@
-"""The playground of `keepset ui`: one page on this machine, and its server."""
+"""The playground of `keepset ui`: a page on this machine, and its server."""

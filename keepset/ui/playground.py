@@ -1,4 +1,4 @@
-"""`Playground`: reads a text, with the full cache and with a recipe's, and asks both the same question."""
+"""`Playground`: reads a text with the full cache and with a compressed one, and asks both the same question."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from keepset.recipe import Recipe
 from keepset.texts import chat_parts, token_texts
 
 SendUpdate = Callable[[dict[str, Any]], None]
-"""Takes what the page is told next; what it raises ends the run."""
+"""Sends the next message to the page; an error that it raises ends the run."""
 
 ANSWER = 48
-"""Tokens of an answer at most."""
+"""The most tokens of an answer."""
 IMAGE_BYTES = 4 * 2**20
 """The most bytes of an image's file."""
 _MOST = 4096
-"""Tokens of a text at most, whatever the model takes: a page is no place to wait for minutes."""
+"""The most tokens of a text, whatever the model's limit, so that nobody waits for minutes."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class RunRequest:
 
     Attributes:
         text: the text that is read and compressed.
-        question: asked afterwards; nothing is asked if it is blank.
+        question: the question that is asked afterwards; blank for none.
         recipe: the recipe's text; a recipe without a budget takes `budget`.
         budget: a share of a full 16-bit cache's bytes, or entries per KV head.
-        image: an image's file; empty for none.
+        image: the bytes of an image's file; empty for none.
     """
 
     text: str
@@ -67,12 +67,12 @@ class RunRequest:
                 fields[name].encode()
             except UnicodeEncodeError as error:
                 raise KeepsetError(
-                    f"The {name} has half of a character (a lone surrogate) at place {error.start + 1}: leave it out."
+                    f"The {name} has half a character (a lone surrogate) at place {error.start + 1}: leave it out."
                 ) from None
         return cls(*(fields[name] for name in names), image=_image_of(fields.get("image", "")))
 
     def parsed(self) -> Recipe:
-        """Return the recipe with its budget; raise `KeepsetError` if they are none."""
+        """Return the recipe with its budget; raise `KeepsetError` if either is invalid."""
         recipe = Recipe.parse(self.recipe)
         text = self.budget.strip()
         if text and not recipe.budget.is_given:
@@ -91,7 +91,7 @@ def _image_of(field: Any) -> bytes:
     try:
         content = base64.b64decode(field, validate=True)
     except (ValueError, TypeError):
-        raise KeepsetError("The image is no base64 of a file.") from None
+        raise KeepsetError("The image is not a file in base64.") from None
     if len(content) > IMAGE_BYTES:
         raise KeepsetError(f"The image has more than {IMAGE_BYTES // 2**20} MB: give a smaller one.")
     return content
@@ -103,8 +103,8 @@ class Playground:
     Args:
         model: the model.
         tokenizer: its tokenizer.
-        called: the model's name, for the lines to copy; None for the embedded model.
-        processor: what makes inputs of images; None for a model that looks at none.
+        called: the model's name for the lines to copy; None for the embedded model.
+        processor: the processor of images; None for a model that takes no images.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Playground:
 
     @torch.no_grad()
     def run(self, request: RunRequest, send: SendUpdate) -> None:
-        """Send the steps of a run: the text's tokens, each layer's choice, two answers, figures.
+        """Send the messages of a run: the text's tokens, each layer's choice, two answers, figures.
 
         Raises:
-            KeepsetError: the text is too long, the image is none, or the recipe cannot be used.
+            KeepsetError: the text is too long, the image is invalid, or the recipe cannot be used.
         """
         recipe = request.parsed()
         if not request.text.strip():
@@ -130,7 +130,7 @@ class Playground:
         ids, question = prompt["input_ids"], self._encoded(rest)
         length = ids.shape[1] + question.shape[1]
         if length > self.limit:
-            raise KeepsetError(f"The text has {length} tokens with its question: {self.limit} at most are taken here.")
+            raise KeepsetError(f"The text has {length} tokens with its question: give at most {self.limit}.")
         shading = _Shading(self._model, recipe, ids.shape[1], send)
         grids = image_grids(self._model, prompt) if request.image else []
         tokens = token_texts(self._tokenizer, ids[0].tolist())
@@ -145,13 +145,13 @@ class Playground:
         figures = {"bytes": shading.cache.nbytes, "read": seconds, "kept": shading.share, "share": shading.cache.share}
         send({"compressed": figures})
         if length < SHORT and shading.share < 1:
-            send({"note": f"The prompt has {length} tokens: below {SHORT} the entries that were dropped are missed."})
+            send({"note": f"The prompt has {length} tokens: below {SHORT} dropped entries will be missed."})
         if request.question.strip():
             self._ask(question, {"full": full, "compressed": shading.cache}, send)
         send({"done": True})
 
     def _prompt(self, request: RunRequest) -> tuple[dict[str, Tensor], str]:
-        """Return what the model takes for the image and the text, and the words that follow with the question."""
+        """Return the model's inputs for the image and the text, and the words that follow with the question."""
         if not request.image:
             context, rest = chat_parts(self._tokenizer, request.text, request.question)
             return {"input_ids": self._encoded(context)}, rest
@@ -171,7 +171,7 @@ class Playground:
         return time.perf_counter() - start
 
     def _ask(self, question: Tensor, caches: dict[str, Any], send: SendUpdate) -> None:
-        """Send both answers in turns, token by token, so that a reader sees them side by side."""
+        """Send both answers alternately, token by token, so that a reader sees them side by side."""
         answers = {side: self._answer(question, cache) for side, cache in caches.items()}
         while answers:
             for side in list(answers):
@@ -200,7 +200,7 @@ class Playground:
                 return
 
     def _lines(self, request: RunRequest, recipe: Recipe) -> dict[str, str]:
-        """Return the run as commands and as Python, to copy."""
+        """Return the run as a shell command and as Python code, to copy."""
         model = [] if self._called is None else ["--model", self._called]
         question = request.question.strip() or "Sum it up."
         file = "text.safetensors"
@@ -236,7 +236,7 @@ class Playground:
 
 
 class _Shading:
-    """Sends after every layer which share of the heads so far keeps each token."""
+    """Sends after every layer the share of heads so far that keep each token."""
 
     def __init__(self, model: PreTrainedModel, recipe: Recipe, length: int, send: SendUpdate) -> None:
         self.cache = Cache(model, recipe, observer=self._observe)
@@ -244,7 +244,7 @@ class _Shading:
 
     @property
     def share(self) -> float:
-        """Share of all entries that is kept; 1.0 before an event."""
+        """The share of all entries that is kept; 1.0 before an event."""
         return float(self._kept.mean() / self._heads) if self._heads else 1.0
 
     def _observe(self, observation: Observation, budget: Budget, keep_set: KeepSet) -> None:

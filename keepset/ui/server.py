@@ -1,8 +1,8 @@
 """The server of the playground's page: for this machine and its own page only, one run at a time.
 
-A page of another site that a browser has open must not drive it: the Host header has to name this machine (or a name
-that was made to point here would do), and what is posted has to be JSON from the same origin, which a browser does not
-let a foreign page send without asking first.
+Pages of other sites that are open in the browser must not control it. So the Host header has to name this machine,
+which excludes foreign names that resolve to it. A posted request has to be JSON from the same origin, which a browser
+does not let a foreign page send without asking first.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from keepset.ui.playground import IMAGE_BYTES, Playground, RunRequest
 HOST = "127.0.0.1"
 _NAMES = (HOST, "localhost")
 _BYTES = 1_000_000 + 4 * IMAGE_BYTES // 3
-"""Most bytes of a request, whose image is in base64."""
+"""The most bytes of a request, with its image in base64."""
 _PIECE = 65536
 _SECONDS = 30.0
-"""Seconds in which a request has to arrive, and a part of an answer has to be read."""
+"""Time limit in seconds for a request to arrive, and for a part of an answer to be read."""
 
 
 class PlaygroundServer(ThreadingHTTPServer):
@@ -46,24 +46,24 @@ class PlaygroundServer(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise KeepsetError(
-                f"Port {port} of {HOST} cannot be had ({error.strerror}): give another with --port."
+                f"Port {port} of {HOST} is not available ({error.strerror}): give another with --port."
             ) from None
         self.port = self.server_address[1]
         self.playground, self.page = playground, _page({**facts, "limit": playground.limit})
 
     def server_close(self) -> None:
-        """End a run at its next event, and wait for it: a process that ends while a model computes aborts."""
+        """End a run at its next message, and wait for it; a process that exits while a model computes would crash."""
         self.closing = True
         if self.runner is not None:
             self.runner.join()
         super().server_close()
 
     def handle_error(self, *_: Any) -> None:
-        """Say nothing of browsers that hang up."""
+        """Ignore browsers that close the connection."""
 
 
 def _page(facts: dict[str, Any]) -> tuple[str, str]:
-    """Return the page and its security policy, which allows its own script and nothing from elsewhere."""
+    """Return the page and its security policy, which only allows the page's own script."""
     script = asset("elements.js") + resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
     markup = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
@@ -86,12 +86,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._is_ours():
             return
         if self.path != "/":
-            return self._answer(404, "There is nothing here: the page is at /.")
+            return self._answer(404, "This address has no page: open /.")
         page, policy = self.server.page
         self._answer(200, page, "text/html; charset=utf-8", policy)
 
     def do_POST(self) -> None:
-        """Answer a run with server-sent events, each of which is one JSON object."""
+        """Answer a run with server-sent events; each is one JSON object."""
         body = self._body()
         if not self._is_ours():
             return
@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         if request is None:
             return
         if not self.server.busy.acquire(blocking=False):
-            return self._answer(409, "Another run is under way here: wait for it, or stop it.")
+            return self._answer(409, "Another run is in progress: wait for it, or stop it.")
         self.server.runner = threading.current_thread()
         try:
             self._head(200, "text/event-stream; charset=utf-8")
@@ -122,9 +122,9 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def _body(self) -> bytes | None:
-        """Return what was posted; None if it is too long, or its length is not said.
+        """Return the posted body; None if it is too long, or its length is not given.
 
-        It is read in any case: closing a connection with unread bytes resets it, and the answer would be lost.
+        It is always read, because closing a connection with unread bytes resets it, and the answer would be lost.
         """
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
@@ -137,18 +137,18 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _run_request(self, body: bytes | None) -> RunRequest | None:
-        """Return the request; None if it is none, which is then answered."""
+        """Return the request; None if it is invalid, after answering it with an error."""
         if self.path != "/run":
-            self._answer(404, "There is nothing here: runs are posted to /run.")
+            self._answer(404, "This address takes no posts: post runs to /run.")
         elif self.headers.get("Content-Type") != "application/json":
-            self._answer(415, "Only application/json is taken.")
+            self._answer(415, "Only application/json is accepted.")
         elif body is None:
-            self._answer(413, f"The text is too long: {_BYTES} bytes at most are taken.")
+            self._answer(413, f"The request is too long: send at most {_BYTES} bytes.")
         else:
             try:
                 return RunRequest.of(json.loads(body))
             except (ValueError, RecursionError, KeepsetError) as error:
-                self._answer(400, str(error) if isinstance(error, KeepsetError) else "The request is no JSON.")
+                self._answer(400, str(error) if isinstance(error, KeepsetError) else "The request is not JSON.")
         return None
 
     def _head(self, status: int, kind: str, policy: str = "default-src 'none'") -> None:

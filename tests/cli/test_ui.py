@@ -149,7 +149,7 @@ def test_images_that_are_none_are_refused(seeing: PlaygroundServer, server: Play
     )
     assert said(good[: len(good) // 2]).startswith("The image is a damaged image")
     assert said(good, server) == "This model does not look at images: leave the image out."
-    for image, because in (("@", "The image is no base64"), (7, "The image is no base64")):
+    for image, because in (("@", "The image is not a file in base64"), (7, "The image is no base64")):
         status, sentence = post(seeing, {**WISH, **SEEN, "image": image})
         assert status == 400 and sentence.startswith(because)
     much = base64.b64encode(bytes(IMAGE_BYTES + 1)).decode()
@@ -160,7 +160,7 @@ def test_images_that_are_none_are_refused(seeing: PlaygroundServer, server: Play
     ("other", "because"),
     [
         ({"text": " "}, "There is no text"),
-        ({"text": "word " * 3000}, "2000 at most are taken here"),
+        ({"text": "word " * 3000}, "give at most 2000"),
         ({"recipe": "snapkvv"}, "There is no method 'snapkvv'"),
         ({"budget": "much"}, "The budget 'much' is no number"),
         ({"budget": ""}, "does not say how much to keep"),
@@ -182,14 +182,14 @@ def test_only_its_own_page_is_served(server: PlaygroundServer) -> None:
     assert post(server, "x" * (1_000_001 + 4 * IMAGE_BYTES // 3))[0] == 413
     for name in WISH:
         status, sentence = post(server, {**WISH, name: "a\ud800b"})
-        assert status == 400 and sentence.startswith(f"The {name} has half of a character") and "place 2" in sentence
+        assert status == 400 and sentence.startswith(f"The {name} has half a character") and "place 2" in sentence
     assert post(server, {**WISH, "text": ""}, Host=f"localhost:{server.port}", Origin=f"http://{here}")[0] == 200
 
 
 def test_one_run_at_a_time(server: PlaygroundServer) -> None:
     with server.busy:
         status, text = post(server, WISH)
-    assert status == 409 and "Another run is under way" in text
+    assert status == 409 and "Another run is in progress" in text
     for _ in range(2):
         assert "There is no text" in events(server, text="")[-1]["error"]
 

@@ -1,1 +1,1 @@
-"""Artefacts that others have published for a model, read from files as their authors write them."""
+"""Artefacts that others have published for a model, read from their authors' files."""

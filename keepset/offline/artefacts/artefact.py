@@ -1,4 +1,4 @@
-"""`Artefact`: what a published file says of a model. `Found`: a file's contents before its format is known."""
+"""`Artefact`: the contents of a published file for a model. `Found`: a file's contents before its format is known."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Return the sizes of a model, as its configuration has them."""
+        """Return the sizes in a model's configuration."""
         config = model.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -54,7 +54,7 @@ class Found:
     Attributes:
         tensors: tensors of a safetensors file, by their names; empty if there is none.
         config: the JSON object beside it; empty if there is none.
-        unpickled: what a `.pt` file holds; None if there is none.
+        unpickled: the contents of a `.pt` file; None if there is none.
         table: the numbers of a `.tsv` file, row by row; empty if there is none.
     """
 
@@ -69,13 +69,13 @@ class Artefact:
     """Contents of an artefact, for all layers of a model.
 
     Attributes:
-        format: whose format it is.
+        format: the name of the format.
         fields: fields of `LayerStatistics` by their names, with an axis for the layers in front.
         retrieval: how much each KV head retrieves.
         modules: modules on hidden states.
-        partner: which number each number of a head rotates with, if the fields depend on it.
-        made: what the file says of how it was made or is used; plain JSON.
-        advice: what to write in a recipe to use it as its authors do; "" if defaults do so.
+        partner: index of the number with which each number of a head is rotated, if the fields depend on it.
+        made: the file's facts on how it was made or is used; plain JSON.
+        advice: how a recipe must use it to follow its authors; "" if defaults do so.
     """
 
     format: str
@@ -88,12 +88,12 @@ class Artefact:
 
     @property
     def gives(self) -> list[str]:
-        """Return the names of what it gives."""
+        """Return the names of the statistics that it gives."""
         retrieval = [] if self.retrieval is None else ["retrieval"]
         return [*self.fields, *retrieval, *({module.kind for module in self.modules})]
 
     def fits(self, shape: ModelShape) -> bool:
-        """Return whether it is of a model of this shape."""
+        """Return whether it fits a model of this shape."""
         layers, heads, kv_heads, dim = shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim
         wanted = {
             "direction": (layers, kv_heads, dim),

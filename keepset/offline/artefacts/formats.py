@@ -1,6 +1,6 @@
-"""The formats in which others publish what they know of a model: each is recognised, and read, by one function.
+"""The formats in which others publish statistics of a model: one function recognises and reads each.
 
-A function returns None if what was found is something else, and raises ValueError if it is damaged.
+A function returns None for another format, and raises ValueError for damaged contents.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MLP = {"0.weight": "hidden_weight", "0.bias": "hidden_bias", "2.weight": "weigh
 
 
 def kvzap(found: Found) -> Artefact | None:
-    """Return KVzap's modules (arXiv:2601.07891), as kvpress' `KVzapModel.save_pretrained` writes them: safetensors.
+    """Return KVzap's modules (arXiv:2601.07891) from the safetensors file of kvpress' `KVzapModel.save_pretrained`.
 
     Tensors are `layers.N.weight` and `layers.N.bias` of linear modules, or `layers.N.0.*` and `layers.N.2.*` of
     networks with one hidden layer. The config has `input_dim`, `output_dim`, `hidden_dim` and `n_modules`.
@@ -66,7 +66,7 @@ _GATE = {
 
 
 def fast_kvzip(found: Found) -> Artefact | None:
-    """Return Fast KVzip's gates (arXiv:2601.17668), as its authors' `optim.py` saves them: a `.pt` file for each model.
+    """Return Fast KVzip's gates (arXiv:2601.17668) from the `.pt` file of its authors' `optim.py`.
 
     The file is a dictionary. `module` is a list with the state of each layer's gate; training curves beside it are left
     out. Gates without base keys, which the authors' program can train but not load, are refused.
@@ -90,10 +90,10 @@ TABLE = "full_attention_heads.tsv"
 
 
 def duo_attention(found: Found) -> Artefact | None:
-    """Return DuoAttention's gates (arXiv:2410.10819), of a `TABLE`, and its training's options in `config.json`.
+    """Return DuoAttention's gates (arXiv:2410.10819) from a `TABLE`, and its training's options from `config.json`.
 
     A row of the table is a layer, a column a KV head, a number the gate; gates are clipped to 0 to 1, as in the
-    authors' program. Their config says with how many sinks and recent tokens the gates were trained.
+    authors' program. The config gives the sinks and recent tokens with which the gates were trained.
     """
     if not found.table:
         return None
@@ -104,16 +104,16 @@ def duo_attention(found: Found) -> Artefact | None:
     sizes = {name: found.config[field] for name, field in names.items() if type(found.config.get(field)) is int}
     options = ", ".join(f"{name}={size}" for name, size in sizes.items())
     advice = f"the gates were trained with duo_attention({options})" if sizes else ""
-    # NaN stays, and is refused.
+    # NaN is not clipped, and is refused later.
     return Artefact("DuoAttention", retrieval=gates.clamp(0, 1).float(), made=sizes, advice=advice)
 
 
 def qfilters(found: Found) -> Artefact | None:
-    """Return Q-Filters' directions (arXiv:2503.02812), as its authors' `QFilters.save_pretrained` writes them.
+    """Return Q-Filters' directions (arXiv:2503.02812) from the file of its authors' `QFilters.save_pretrained`.
 
     The only tensor is `q_filters`, `[layers, kv_heads, head_dim]`. The published directions point away from most
     queries: the authors' `make_filters.py` negates them, and their cache keeps the keys with the smallest products. In
-    keepset they point along the queries, so the sign is turned.
+    keepset they point along the queries, so their sign is reversed.
     """
     if set(found.tensors) != {"q_filters"}:
         return None
@@ -124,10 +124,10 @@ _SAID = ("dataset_name", "num_samples", "sample_seq_len", "n_sink")
 
 
 def expected_attention(found: Found) -> Artefact | None:
-    """Return Expected Attention's statistics (arXiv:2510.00636), as kvpress' `ExpectedAttentionStats` writes them.
+    """Return Expected Attention's statistics (arXiv:2510.00636) from the file of kvpress' `ExpectedAttentionStats`.
 
     Tensors are `query_mean`, `[layers, query_heads, head_dim]`, and `query_cov`, `[layers, query_heads, head_dim,
-    head_dim]`, of queries before rotation. The config says over which texts, and how many first tokens were left out.
+    head_dim]`, of queries before rotation. The config names the texts, and how many first tokens were left out.
     """
     if set(found.tensors) != {"query_mean", "query_cov"}:
         return None
@@ -142,7 +142,7 @@ _INTERLEAVED = "interleaved"
 
 
 def triattention(found: Found) -> Artefact | None:
-    """Return TriAttention's means and norms (arXiv:2604.04921), as its authors' `calibrate.py` saves them in a `.pt`.
+    """Return TriAttention's means and norms (arXiv:2604.04921) from the `.pt` file of its authors' `calibrate.py`.
 
     The file is a dictionary of `metadata` and `stats`. The latter has `layerNN_headNN` for each query head, with
     `q_mean_real`, `q_mean_imag` and `q_abs_mean`: mean and mean norm of the queries before rotation, in each plane.
@@ -186,7 +186,7 @@ def _numbers(head: Mapping[str, Any], part: str) -> Float[Tensor, " planes"]:
 
 
 def _joined(first: Tensor, second: Tensor, style: str) -> Tensor:
-    """Return the numbers of a head from the first and the second coordinates of its planes."""
+    """Return the numbers of a head, given the first and the second coordinates of its planes."""
     return torch.stack([first, second], -1).flatten(-2) if style == _INTERLEAVED else torch.cat([first, second], -1)
 
 

@@ -1,4 +1,4 @@
-"""Read what others have published for a model, and put it into the model's statistics."""
+"""Reading the statistics that others have published for a model, and adding them to the model's statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from keepset.offline.artefacts.formats import FORMATS, TABLE
 
 _CONFIG, _TENSORS = "config.json", "model.safetensors"
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, EOFError)
-"""What reading damaged contents raises. PyTorch's errors are RuntimeErrors."""
+"""The errors that reading damaged contents raises. PyTorch's are RuntimeErrors."""
 _RECONSTRUCT = np.zeros(1).__reduce__()[0]
 _PLAIN: list[Any] = [
     *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
@@ -28,18 +28,18 @@ _PLAIN: list[Any] = [
     np.dtype,
     *(type(np.dtype(kind)) for kind in (np.float32, np.float64)),
 ]
-"""What a `.pt` file may hold beside tensors and plain data: arrays of numbers, as Fast KVzip's training curves are."""
+"""Types that a `.pt` file may hold beside tensors and plain data: arrays, such as Fast KVzip's training curves."""
 
 
 def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
-    """Return what a published file or folder says of a model.
+    """Return the artefact in a published file or folder.
 
     Args:
-        path: a file, or the folder that a hub's repository was copied to.
-        model: the model that it should be of.
+        path: a file, or a folder with a copy of a hub's repository.
+        model: the model for which it must have been made.
 
     Raises:
-        KeepsetError: if it is of no known format, damaged, or of a model of another shape.
+        KeepsetError: if it has no known format, is damaged, or fits a model of another shape.
     """
     try:
         found = _found(path)
@@ -54,8 +54,8 @@ def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
         raise KeepsetError(f"{str(path)!r} is damaged, or its format has changed: download it again.") from None
     if artefact is None:
         raise KeepsetError(
-            f"{str(path)!r} holds nothing that keepset can import: give a file or folder as KVzap, Fast KVzip, "
-            "DuoAttention, Q-Filters, Expected Attention (kvpress) or TriAttention publish it."
+            f"{str(path)!r} holds nothing that keepset can import: give a published file or folder of KVzap, Fast "
+            "KVzip, DuoAttention, Q-Filters, Expected Attention (kvpress) or TriAttention."
         )
     shape = ModelShape.of(model)
     if not artefact.fits(shape):
@@ -67,10 +67,10 @@ def read_artefact(path: Path, model: PreTrainedModel) -> Artefact:
 
 
 def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") -> Statistics:
-    """Return statistics in which everything that an artefact gives stands in place of what was measured.
+    """Return statistics in which the artefact's values replace the measured ones.
 
     Raises:
-        KeepsetError: if it is of a model that has other layers, or rotates its heads in another way.
+        KeepsetError: if the artefact's model has other layers, or rotates its heads differently.
     """
     layers = {}
     for index, measured in statistics.layers.items():
@@ -89,8 +89,8 @@ def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") ->
             )
         if artefact.partner is not None and not torch.equal(artefact.partner, measured.partner):
             raise KeepsetError(
-                f"{name!r} ({artefact.format}) pairs the numbers of a head otherwise than layer {index} of this model "
-                "rotates them, so it cannot be used: measure this model with keepset calibrate alone."
+                f"{name!r} ({artefact.format}) pairs the numbers of a head differently from the rotation of layer "
+                f"{index} of this model, so it cannot be used: run keepset calibrate without it."
             )
         layers[index] = replace(measured, **fields)
     retrieval = statistics.retrieval
@@ -106,7 +106,7 @@ def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") ->
 
 
 def _found(path: Path) -> Found:
-    """Return what lies in a file or folder; raise ValueError or OSError if it cannot be read."""
+    """Return the contents of a file or folder; raise ValueError or OSError if it cannot be read."""
     if path.is_dir():
         named = [path / name for name in (_TENSORS, TABLE) if (path / name).is_file()]
         return _found(named[0]) if len(named) == 1 else Found()
@@ -132,8 +132,8 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 
 def _unpickled(path: Path) -> Any:
-    """Return what a `.pt` file holds, without running anything that it says."""
-    path.open("rb").close()  # what is raised later is of its contents
+    """Return the contents of a `.pt` file without running any code in it."""
+    path.open("rb").close()  # later errors are about its contents
     try:
         with torch.serialization.safe_globals(_PLAIN):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -141,8 +141,8 @@ def _unpickled(path: Path) -> Any:
         raise ValueError("the archive ends early") from None
     except pickle.UnpicklingError:
         raise KeepsetError(
-            f"{str(path)!r} is damaged, or asks to run code, which keepset does not do. If you trust it, keep its "
-            'tensors alone: python -c "import sys, torch; whole = torch.load(sys.argv[1], weights_only=False); '
+            f"{str(path)!r} is damaged, or contains code, which keepset does not run. If you trust it, extract its "
+            'tensors: python -c "import sys, torch; whole = torch.load(sys.argv[1], weights_only=False); '
             "torch.save({name: whole[name] for name in ('module', 'metadata', 'stats') if name in whole}, "
             f'sys.argv[2])" {path.name} plain.pt'
         ) from None

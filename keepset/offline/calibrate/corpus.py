@@ -1,4 +1,4 @@
-"""`Corpus`: passages of tokens that are drawn from texts by a seed."""
+"""`Corpus`: passages of tokens drawn from texts with a seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from keepset.offline.corpus import default_texts, digest, shuffled_passages
 SHORTEST = 16
 """The fewest tokens of a passage that is worth measuring."""
 TOKENS, LENGTH, SEED = 16384, 1024, 0
-"""Tokens in all, tokens of a passage, and the seed of the order, unless said otherwise."""
+"""Defaults: tokens of all passages, tokens of a passage, and the seed of the order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Corpus:
     Attributes:
         passages: token ids of each passage, with the token that begins a text for the model.
         sha256: hash of all texts, drawn or not.
-        seed: of the order in which passages were drawn.
+        seed: seed of the order in which passages were drawn.
     """
 
     passages: list[Int[Tensor, " _"]]
@@ -44,9 +44,9 @@ class Corpus:
         """Draw passages from texts.
 
         Args:
-            tokens: of all passages together, at most; at least one passage is drawn.
+            tokens: the most tokens of all passages together; at least one passage is drawn.
             length: tokens of a passage.
-            seed: of the order.
+            seed: seed of the order.
 
         Raises:
             KeepsetError: the texts are too short.

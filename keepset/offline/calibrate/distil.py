@@ -1,8 +1,8 @@
-"""Networks that tell a teacher's score of an entry from its key and value, fitted over passages (`distilled`).
+"""Networks that predict a teacher's score of an entry from its key and value, fitted over passages (`distilled`).
 
-Every passage is prefilled once for all teachers. The same share of each passage's entries is kept: keys before
-rotation, values, and what the teachers say. The share is such that memory does not grow with the texts. Then all heads'
-networks are fitted side by side.
+Every passage is prefilled once for all teachers. The same share of each passage's entries is stored: keys before
+rotation, values, and the teachers' scores. The share is chosen so that memory does not grow with the texts. Then all
+heads' networks are fitted side by side.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ from keepset.offline.calibrate.measure import SKIP
 from keepset.recipe import Recipe
 
 WIDTH, ROWS, STEPS, BATCH = 64, 49152, 500, 512
-"""Numbers of the hidden layer, most entries of each head that are fitted to, steps, and entries of a step."""
+"""Width of the hidden layer, the most entries of each head in the fit, steps, and entries of a step."""
 _RATE, _DECAY, _FLOOR = 2e-3, 0.05, 5e-3
 """AdamW's learning rate and weight decay; the share of a passage's mean score that is added before the logarithm."""
 _RIDGE = 1.0
-"""What is added to the diagonal of the least squares' equations, of inputs that have variance 1."""
+"""The ridge of the least-squares fit, for inputs of variance 1."""
 _DEVIATION = 32.0
-"""The same for how a length of text differs from all of them: few entries of a length say little."""
+"""The ridge of each text length's difference from all lengths, larger because few entries have one length."""
 _HALVINGS = (0, 0, 0, 1, 0, 0, 0, 2)
-"""How often passages are halved, in turn. Most are whole: networks are best at the length that most entries are of."""
+"""How often passages are halved, in turn. Most stay whole: networks are best at the most frequent length."""
 _HELD_OUT = 8
-"""One of this many passages is not fitted to: it says how well the networks rank."""
+"""One of this many passages is held out of the fit, to measure how well the networks rank."""
 _HEADS_AT_ONCE, _ENTRIES_AT_ONCE = 128, 4096
 _SLOPE_SPREAD, _SLOPE_WEIGHTS = 3.0, 0.05
-"""How many octaves of distance the fit counts as one, and how large the first weights of slopes are at most."""
+"""The octaves of distance that the fit counts as one unit, and the largest initial weight of slopes."""
 _RETRIEVAL, _LEAST_GATE = 0.5, 0.05
-"""The power of a head's gate that its scores are multiplied by, and the least gate that counts: a text that goes on, as
-the passages do, asks little of heads that find old facts."""
+"""The exponent of a head's gate, by which its scores are multiplied, and the least gate that counts: the passages are
+running text, which rarely needs the heads that find old facts."""
 _KEEP = 0.25
-"""The share of a head's entries that the teacher's choice and the networks' are compared at."""
+"""The share of a head's entries at which the choices of teacher and networks are compared."""
 CORRELATION, SHARE = "rank correlation with the teacher", f"share of the teacher's choice at keep={_KEEP}"
-"""The names of what is said of held-out passages."""
+"""The names of the figures for held-out passages."""
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Entries of passages with what the teachers say of them.
+    """Entries of passages with the teachers' scores.
 
     Attributes:
-        inputs: what the networks read of each entry (`keepset.kernels.entry_code.inputs_of`).
+        inputs: the networks' inputs for each entry (`keepset.kernels.entry_code.inputs_of`).
         wanted: the logarithm of the teachers' scores, times the length of the passage.
-        ages: how many tokens lie between an entry and the end of its passage; 1 for the last entry.
-        lengths: tokens of the passage that each entry is of.
+        ages: distance of each entry from the end of its passage in tokens; 1 for the last entry.
+        lengths: tokens of each entry's passage.
     """
 
     inputs: Float[Tensor, "heads entries inputs"]
@@ -88,7 +88,7 @@ def parse_teachers(texts: Sequence[str]) -> list[Method]:
     methods = [Recipe.parse(text).method for text in texts]
     for text, method in zip(texts, methods, strict=True):
         if any(measured.predictors for measured in method.traits.needs.of(ModelStatistics)):
-            raise KeepsetError(f"The teacher {text!r} looks at what it would teach: name another one, such as reread.")
+            raise KeepsetError(f"The teacher {text!r} needs what it would teach: name another one, such as reread.")
     return methods
 
 
@@ -106,13 +106,13 @@ def with_predictors(
     """Fit networks to the teachers' scores, and return the statistics with them.
 
     Args:
-        statistics: of the model's layers; their rotation is undone.
+        statistics: the layers' statistics, with the rotation that is undone.
         model: the model.
         corpus: the passages.
-        teachers: recipe texts; of several, the mean of their logarithms is fitted.
-        folder: where what each passage gave is kept until everything is done, so that an interrupted run goes on;
-            None to keep it in memory.
-        width: numbers of each network's hidden layer.
+        teachers: recipe texts; with several, the mean of the logarithms of their scores is fitted.
+        folder: the folder for each passage's samples until the end, so that an interrupted run can continue; None to
+            keep them in memory.
+        width: width of each network's hidden layer.
         on_passage: called after each passage.
         on_step: called after each step of the fit, `STEPS` times.
 
@@ -134,7 +134,7 @@ def with_predictors(
         parts.append(part)
         on_passage()
     fitted, rest = _together(parts[: len(parts) - held]), parts[len(parts) - held :]
-    fitted = replace(fitted, wanted=fitted.wanted - fitted.wanted.mean())  # so that 1 is an entry as most are
+    fitted = replace(fitted, wanted=fitted.wanted - fitted.wanted.mean())  # so that an average entry has the score 1
     predictor = fit(fitted, width=width, seed=corpus.seed, device=model.device, on_step=on_step)
     if statistics.retrieval:
         predictor = _favouring(predictor, statistics.gates().flatten())
@@ -155,7 +155,7 @@ def with_predictors(
 
 
 def cut_passages(corpus: Corpus) -> list[Int[Tensor, " _"]]:
-    """Return the passages, most of them whole, of others the first half or the first quarter, so that lengths differ.
+    """Return the passages in different lengths: most whole, of others the first half or the first quarter.
 
     Args:
         corpus: the passages; none is cut to fewer than `SHORTEST` tokens.
@@ -167,7 +167,7 @@ def cut_passages(corpus: Corpus) -> list[Int[Tensor, " _"]]:
 def _sampled(
     model: PreTrainedModel, statistics: Statistics, ids: Tensor, teachers: Sequence[Method], share: float, seed: int
 ) -> Samples:
-    """Return a share of the entries of one passage; the first, which always stay, are left out."""
+    """Return a share of the entries of one passage; the first entries, which always stay, are left out."""
     needs = reduce(or_, (teacher.traits.needs for teacher in teachers), Needs())
     recorder = Recorder(model, needs).prefill(ids.to(model.device)[None])
     order = torch.randperm(len(ids) - SKIP, generator=torch.Generator().manual_seed(seed))
@@ -180,12 +180,12 @@ def _sampled(
 
 
 def _wanted(teacher: Method, observations: Sequence[Observation]) -> Float[Tensor, "heads entries"]:
-    """Return a teacher's scores of all heads as logarithms; if some are negative, as they are but in one scale."""
+    """Return the logarithms of a teacher's scores for all heads; if some are negative, the scores on one scale."""
     scores = torch.cat([teacher.score(each)[0].float().cpu() for each in observations])
     counted = scores[:, SKIP:]
     if bool((counted < 0).any()):
         return (scores - counted.mean()) / counted.std().clamp(min=1e-12)
-    # Attention is divided among all entries, so in a text of twice the length each has half.
+    # Attention is divided among all entries, so in a text of twice the length each gets half.
     return (scores + _FLOOR * counted.mean()).log() + math.log(scores.shape[1])
 
 
@@ -202,16 +202,16 @@ def _inputs(
 def fit(
     samples: Samples, *, width: int, seed: int, device: torch.device, on_step: Callable[[], None] = lambda: None
 ) -> Predictor:
-    """Fit one network per head by the mean square of the logarithms' errors; all heads side by side.
+    """Fit one network per head to the least mean squared error of log scores; all heads side by side.
 
-    The linear part of the log score and what an entry's age is worth are fitted by least squares together. The hidden
-    layer and the slopes are fitted to what they leave.
+    The linear part of the log score and the effect of an entry's age are fitted together by least squares. The hidden
+    layer and the slopes are fitted to the residual.
 
     Args:
         samples: the entries of all heads.
         width: numbers of the hidden layer.
-        seed: of the first weights and of the order of entries.
-        device: where the fit runs.
+        seed: seed of the initial weights and of the order of entries.
+        device: the device of the fit.
         on_step: called `STEPS` times.
 
     Returns:
@@ -245,7 +245,7 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
     row_weights, knots = (
         knot_weights(each, math.ceil(math.log2(int(each.max()))) + 1) for each in (samples.lengths, samples.ages)
     )
-    # What a distance is worth in all texts, and how those of a length differ.
+    # The effect of a distance in all texts, and the difference from it in texts of each length.
     deviations = (row_weights[:, :, None] * knots[:, None]).flatten(1)
     knots = torch.cat([knots, deviations], 1)
     usual = knots.mean(0)
@@ -265,7 +265,7 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
         return ((torch.rand(shape, generator=chance) * 2 - 1) * most).to(device)
 
     hidden, bias = weights(heads, size, width, most=size**-0.5), weights(heads, 1, width, most=size**-0.5)
-    # Slopes begin with small weights: with none at all, the hidden layer would learn nothing of them at first.
+    # Slopes begin with small weights: with zeros, the hidden layer would learn nothing from them at first.
     output = torch.stack([torch.zeros_like(bias[:, 0]), weights(heads, width, most=_SLOPE_WEIGHTS)], -1)
     last, lean = torch.zeros(heads, 1, 2, device=device), torch.zeros(heads, size, 1, device=device)
     learnt = [part.requires_grad_() for part in (hidden, bias, output, last, lean)]
@@ -295,7 +295,7 @@ def _fitted(samples: Samples, width: int, seed: int, on_step: Callable[[int], No
 
 
 def _favouring(predictor: Predictor, gates: Float[Tensor, " heads"]) -> Predictor:
-    """Return networks whose scores are multiplied by a power of what their heads retrieve, and on average as before."""
+    """Return networks whose scores are multiplied by a power of their heads' gates; the mean log score is unchanged."""
     factor = _RETRIEVAL * gates.clamp(min=_LEAST_GATE).log()
     bias = predictor.output_bias + torch.stack([factor - factor.mean(), torch.zeros_like(factor)], -1)
     return replace(predictor, output_bias=bias)
@@ -312,11 +312,11 @@ def _mean_and_spread(
 def _table(
     age: Float[Tensor, "heads weights"], row_weights: Float[Tensor, "entries lengths"]
 ) -> Float[Tensor, "heads lengths knots"]:
-    """Return what each distance adds in texts of each length; a length that no passage has is as the nearest.
+    """Return the effect of each distance in texts of each length; a length without passages takes the nearest one's.
 
     Args:
-        age: what each distance adds in all texts, and then for each length how much more.
-        row_weights: of the lengths at each entry.
+        age: the effect of each distance in all texts, then its difference in texts of each length.
+        row_weights: weights of the lengths at each entry.
     """
     lengths = row_weights.shape[1]
     all_texts, more = age.split([age.shape[1] // (lengths + 1), age.shape[1] // (lengths + 1) * lengths], 1)
@@ -328,11 +328,11 @@ def _table(
 def _least_squares(
     blocks: Iterable[tuple[Tensor, Tensor, Tensor]], ridge: Float[Tensor, " weights"]
 ) -> Float[Tensor, "heads weights 1"]:
-    """Return the weights of inputs and knots that come closest to what is wanted, over blocks of entries.
+    """Return the least-squares weights of inputs and knots, over blocks of entries.
 
     Args:
-        blocks: inputs, knots and what is wanted.
-        ridge: what is added to the diagonal.
+        blocks: inputs, knots and targets.
+        ridge: numbers that are added to the diagonal.
     """
     total: Tensor | None = None
     for inputs, knots, wanted in blocks:
@@ -341,12 +341,12 @@ def _least_squares(
         total = sums if total is None else total + sums
     assert total is not None
     products, goals = total[:, :, :-1], total[:, :, -1:]
-    # By Cholesky's factors: PyTorch's general solver never returns for batches as large as these on some CPUs.
+    # By Cholesky factors, because PyTorch's general solver never returns for such large batches on some CPUs.
     return torch.cholesky_solve(goals, torch.linalg.cholesky(products + ridge.diag()))
 
 
 def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[int]) -> dict[str, Any]:
-    """Return how the networks rank held-out entries, layer by layer: rank correlation, and share of the choice."""
+    """Return how well the networks rank held-out entries in each layer: rank correlation, and share of the choice."""
     row_weights, knots = (
         knot_weights(held.lengths, predictor.age.shape[1]),
         knot_weights(held.ages, predictor.age.shape[2]),
@@ -379,7 +379,7 @@ def _together(parts: Sequence[Samples]) -> Samples:
 
 
 def _key(statistics: Statistics, corpus: Corpus, teachers: Sequence[str], share: float) -> str:
-    """Return a text that differs where a passage's part would."""
+    """Return a text that differs whenever the samples of a passage would differ."""
     settings: Mapping[str, Any] = {
         "format": FORMAT,
         "model": statistics.provenance["model"],

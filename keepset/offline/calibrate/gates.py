@@ -3,8 +3,8 @@
 The training is that of DuoAttention's authors (Xiao et al. 2024, arXiv:2410.10819, section 2.2). A gate of every KV
 head mixes attention over all tokens with attention over sinks and recent tokens. All gates start at 1 and are trained;
 the model is not. The loss is the mean squared change of the last hidden states of the tokens that ask for passkeys,
-plus 0.05 times the gates' mean. The authors do 2000 steps on texts of up to 32,000 tokens with 128 sinks and 256 recent
-tokens; few steps on short texts with fewer sinks and recent tokens are enough on a CPU.
+plus 0.05 times the gates' mean. The authors train 2000 steps on texts of up to 32,000 tokens with 128 sinks and 256
+recent tokens; on a CPU, few steps on short texts with fewer sinks and recent tokens are enough.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def retrieval_gates(
     kv_heads: Mapping[int, int],
     on_step: Callable[[], None] = lambda: None,
 ) -> dict[int, Float[Tensor, " kv_heads"]]:
-    """Train gates from 0 to 1, one step for each text; return them by the layer's index. The model stays as it is.
+    """Train gates from 0 to 1, one step for each text; return them by layer index. The model does not change.
 
     Raises:
         UnsupportedModelError: hidden states are not finite.
@@ -92,7 +92,7 @@ def retrieval_gates(
 
 @contextmanager
 def _gated(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model attend through the gates that are set, within the block."""
+    """Make the model attend through the gates that are set, within the block."""
     before, trained = model.config._attn_implementation, [p for p in model.parameters() if p.requires_grad]
     model.set_attn_implementation(_NAME)
     model.requires_grad_(False)
@@ -201,7 +201,7 @@ def draw(
             )
         first = number(len(haystack))
         rest = (haystack * (between // len(haystack) + 2))[first : first + between]
-        # No passkey is near its question: the last part of the passage has none.
+        # The last part of the passage has no passkeys, so that none is near its question.
         places = sorted(number(max(1, between * 3 // 4)) for _ in needles)
         ids: list[int] = []
         for begin, end, needle in zip([0, *places], [*places, between], [*needles, []], strict=True):

@@ -1,4 +1,4 @@
-"""Statistics of the queries of a model's layers, measured over passages, and of their rotation."""
+"""Statistics of the queries of a model's layers, and of their rotation, measured over passages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from keepset.hf.observed_cache import ObservedCache
 from keepset.offline.calibrate.corpus import Corpus
 
 SKIP = 4
-"""The first tokens of a passage, which are left out: attention sinks, whose queries are like no others."""
+"""The first tokens of a passage, which are left out: as attention sinks they have unusual queries."""
 
 
 class _Layer:
-    """Sums over the queries of one layer, in float64, so that their order and number do not matter."""
+    """Sums over the queries of one layer, in float64, so that their order and number hardly change the result."""
 
     def __init__(self, rotation: tuple[Tensor, Tensor, Tensor], kv_heads: int) -> None:
         self._rotation, self._kv_heads, self._count = rotation, kv_heads, 0
@@ -113,7 +113,7 @@ def measure(model: PreTrainedModel, corpus: Corpus, on_passage: Callable[[], Non
 
 def _provenance(model: PreTrainedModel, corpus: Corpus, layers: dict[int, LayerStatistics]) -> dict[str, Any]:
     config = model.config.get_text_config(decoder=True)
-    # Without its place and what wrote it: the same model has the same hash.
+    # Without its path and its transformers version, so that the same model has the same hash.
     left_out = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
     described = {name: value for name, value in config.to_dict().items() if name not in left_out}
     first = next(iter(layers.values()))
@@ -142,14 +142,14 @@ def _provenance(model: PreTrainedModel, corpus: Corpus, layers: dict[int, LayerS
 
 
 PROBE = 2
-"""The number of tokens at whose end the unit vectors are rotated. The fastest plane, with one radian per position, has
-turned by less than half a turn there, and a layer that does not rotate can be told from one that does."""
+"""The number of tokens after which unit vectors are rotated. The fastest plane, with one radian per position, has made
+less than half a turn by then, and a layer that rotates differs from one that does not."""
 
 
 def measure_rotation(
     rotate: Rotate, unit: Float[Tensor, "head_dim head_dim"]
 ) -> tuple[Int[Tensor, " head_dim"], Float[Tensor, " head_dim"], Float[Tensor, " head_dim"]]:
-    """Return partner, frequency and gain of every number of a head, measured by the rows of the identity matrix.
+    """Return partner, frequency and gain of every number of a head, measured with the rows of the identity matrix.
 
     Raises:
         UnsupportedModelError: the layer does not rotate planes.

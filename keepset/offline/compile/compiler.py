@@ -28,15 +28,15 @@ from keepset.offline.compile.risk import empty, risk_bins, stratified, with_edge
 from keepset.recipe import Recipe, in_full
 
 ALPHA = 0.1
-"""How conservative the learning is; the paper names no number. Rewards have a spread of 1."""
+"""How conservative the learning is; the paper gives no number. Rewards have a standard deviation of 1."""
 BETA = 0.3
-"""The cost of keeping all entries of a prompt, in nats per token that follows; the paper names no number."""
+"""The cost of keeping all entries of a prompt, in nats per following token; the paper gives no number."""
 HEAD_ROWS, GATE_ROWS = 12, 8
 """The rewards of a context under one budget, for each table."""
 POOL = 2
-"""Contexts that are measured for each that is used, so that rare risks are found."""
+"""How many contexts are measured for each one that is used, so that rare risks are found."""
 Stage = Callable[[str, int], Callable[[], None]]
-"""Shows progress: takes a description and a number of steps, and returns what is called after each step."""
+"""Shows progress: takes a description and a number of steps, and returns a function to call after each step."""
 Work = TypeVar("Work")
 Reward = Literal["expected", "said"]
 Gate = Literal["table", "sum"]
@@ -44,22 +44,22 @@ Gate = Literal["table", "sum"]
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """The settings that decide the tables, beside model and texts.
+    """The settings of a compilation, beside model and texts.
 
     Attributes:
-        method: the method whose tables they are, with its window and ablations.
+        method: the method for which tables are made, with its window and ablations.
         budgets: entries per KV head, rising.
         contexts: number of contexts on which actions are tried.
-        tokens: of a context.
-        continuation: tokens after a context, which the reward is about.
-        seed: of the contexts' order and of all actions.
-        weights: the weights that a head may get; the first of equally good ones is taken.
-        reward: the number of a verdict that is learned from.
-        gate: how the value of a threshold is learned: a number for every layer and risk together (`table`), or one
-            for the layer plus one for each risk (`sum`).
+        tokens: tokens of a context.
+        continuation: tokens after a context, whose predictions decide the reward.
+        seed: seed of the contexts' order and of all actions.
+        weights: the possible weights of a head; of equally good ones the first is taken.
+        reward: the field of `Verdict` that is learned from.
+        gate: how the value of a threshold is learned: one number for each pair of layer and risk (`table`), or one for
+            the layer plus one for each risk (`sum`).
 
     Raises:
-        KeepsetError: settings do not go together.
+        KeepsetError: settings contradict one another.
     """
 
     method: CompilerKV
@@ -78,8 +78,8 @@ class CompileSettings:
         for keep in self.budgets:
             if not self.method.window < keep < self.tokens:
                 raise BudgetError(
-                    f"A budget of {keep} leaves nothing to decide: of contexts of {self.tokens} tokens the newest "
-                    f"{self.method.window} always stay, so use whole numbers between these two."
+                    f"A budget of {keep} leaves nothing to decide: contexts have {self.tokens} tokens, of which the "
+                    f"newest {self.method.window} always stay, so use whole numbers between these two."
                 )
         if not self.budgets or list(self.budgets) != sorted(set(self.budgets)):
             raise BudgetError("Budgets must be rising and different from one another, such as 128,256,512.")
@@ -90,7 +90,7 @@ class CompileSettings:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as provenance and log hold them."""
+        """Return the settings as provenance and log store them."""
         lists = {"budgets": list(self.budgets), "weights": list(self.weights)}
         return {**asdict(self), "method": in_full(str(Recipe.of(self.method))), **lists}
 
@@ -104,9 +104,9 @@ def compile_tables(
 ) -> Tables:
     """Measure contexts, try joint actions on some of them, and learn both tables from the rewards.
 
-    Actions are logged with their rewards (equations 2 and 3). With a file as `log`, a compilation that was interrupted
-    goes on where it was, and ends with the same tables. Several processes may do the same compilation with the same
-    log: they divide the work, and all end with the same tables.
+    Actions are logged with their rewards (equations 2 and 3). With a file as `log`, an interrupted compilation can
+    continue, and ends with the same tables. Several processes may run the same compilation with the same log: they
+    divide the work, and all end with the same tables.
 
     Args:
         log: the file of the log; None to keep it in memory.
@@ -116,19 +116,19 @@ def compile_tables(
 
     Choices where the paper is silent, or cannot be followed at this size:
 
-    - One reward is for all heads or layers. The paper changes one head and holds the others: 270 heads would need 270
+    - One reward covers all heads or layers. The paper changes one head and fixes the others: 270 heads would need 270
       times the rewards. In this compilation all heads (or layers) act at random at once, the context's mean is
       subtracted, and Q is a sum over them (see `learn`). So every reward teaches each of them its marginal
-      contribution, averaged over what the others do instead of at one point.
-    - The reward may also be the expectation of equation 3 over the full cache's own predictions, which varies less by
-      chance; see `Verdict`.
-    - The head table is learned at exact budgets, where no threshold acts; the gate with `elastic=True`, all weights 1.
-    - The penalty (equation 14) has the sign that it is written with: entries that layers admit beyond their budget
-      cost, entries that they save pay. It is the mean over the layers of a joint action, beta / T an entry.
-    - States share what they have in common. Q of a head is a part for all budgets plus one for its own; Q of a gate is
-      a part for the layer, one for layer and budget, and one for the state. Bins without a context thus have the
-      layer's threshold, and no other. With `CompileSettings.gate="sum"` the last part is one for each of both bins, so
-      that a risk means the same in all layers.
+      contribution, averaged over the others' actions instead of at one point.
+    - The reward may also be the expectation of equation 3 over the full cache's own predictions, which has less
+      variance; see `Verdict`.
+    - The head table is learned at exact budgets, without thresholds; the gate with `elastic=True` and all weights 1.
+    - The penalty (equation 14) has the sign of the paper: entries that layers admit beyond their budget cost, entries
+      that they save pay. It is the mean over the layers of a joint action, beta / T for each entry.
+    - States share parts of Q. Q of a head is one part for all budgets plus one for its own; Q of a gate is one part for
+      the layer, one for layer and budget, and one for the state. So bins without a context have the layer's threshold.
+      With `CompileSettings.gate="sum"` the last part is one for each of both bins, so that a risk means the same in all
+      layers.
     """
     described = {**settings.to_json(), "corpus": pool.sha256, "pool": len(pool.contexts)}
     # Reward and gate can be chosen after the trials are made.
@@ -164,7 +164,7 @@ def compile_tables(
 
 
 def _origin(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what tables say of the program and the model that they come from."""
+    """Return the provenance of tables: the program and the model."""
     name = PureWindowsPath(model.config.name_or_path or "").name
     return {
         "keepset": keepset.__version__,
@@ -176,7 +176,7 @@ def _origin(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _shape(model: PreTrainedModel, pool: ContextPool, settings: CompileSettings) -> tuple[int, int, int]:
-    """Return the number of compressed layers, of query heads, and of heads of a layer that get their own weight.
+    """Return the numbers of compressed layers, of query heads, and of heads in a layer with their own weight.
 
     With the global mean, the utility of an entry is the same for all query heads that share its KV head, so they share
     a weight. Otherwise each query head has its own.
@@ -214,7 +214,7 @@ def _try_actions(
     deciding: int,
     stage: Stage,
 ) -> None:
-    """Try every context's actions that are not logged yet, and log their rewards."""
+    """Try all actions of contexts that are not logged yet, and log their rewards."""
     layers, heads = tables.weights.shape[1:]
     kinds = {
         "head": (HEAD_ROWS, layers * deciding, torch.tensor(settings.weights)),
@@ -243,7 +243,7 @@ def _try_actions(
 
 
 def _shuffled(work: Sequence[Work]) -> list[Work]:
-    """Return work in a random order, so that processes that share a log seldom do the same at once."""
+    """Return work in a random order, so that processes that share a log rarely do the same work at once."""
     return random.SystemRandom().sample(work, len(work))
 
 
@@ -291,8 +291,8 @@ def _arrays(
 ) -> tuple[Int[Tensor, "rows decisions"], Float[Tensor, " rows"], Int[Tensor, " rows"]]:
     """Return the actions, rewards (equation 2) and budgets of one table's trials.
 
-    The mean of their context and budget is subtracted from rewards, because it depends on no action. The rewards of a
-    budget are then divided by their spread.
+    The mean over context and budget is subtracted from rewards, because it depends on no action. The rewards of a
+    budget are then divided by their standard deviation.
     """
     chosen = [row for row in rows if row.kind == kind]
     actions = torch.tensor([list(row.actions) for row in chosen])

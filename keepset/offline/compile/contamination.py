@@ -1,4 +1,4 @@
-"""Contamination: tables must not be judged by a text that they were compiled from.
+"""Contamination: tables must not be evaluated on a text from which they were compiled.
 
 An evaluation calls `refuse_contaminated(recipe, context)` for every recipe and context before it runs them.
 """
@@ -13,12 +13,12 @@ from keepset.methods.compilerkv import CompilerKV
 from keepset.recipe import Recipe
 
 _WORDS, _ONE_IN = 12, 32
-"""A mark is the hash of `_WORDS` words in a row. One of `_ONE_IN` hashes is kept, chosen by its value. So two texts
-that share 150 words share a mark in 99 of 100 cases, wherever they were cut."""
+"""A mark is the hash of `_WORDS` consecutive words. One of `_ONE_IN` hashes is kept, chosen by its value. So two texts
+that share 150 words share a mark in 99 of 100 cases, wherever the texts were cut."""
 
 
 def passage_hashes(text: str) -> tuple[str, ...]:
-    """Return the marks by which a text is known again; at least one unless it has no words."""
+    """Return the marks that identify a text; at least one unless it has no words."""
     words = text.split()
     runs = (" ".join(words[first : first + _WORDS]) for first in range(max(len(words) - _WORDS, 0) + 1) if words)
     hashes = {hashlib.blake2b(run.encode("utf-8", "surrogatepass"), digest_size=8).digest() for run in runs}
@@ -27,13 +27,13 @@ def passage_hashes(text: str) -> tuple[str, ...]:
 
 
 def is_contaminated(tables: Tables, text: str) -> bool:
-    """Return whether a text shares a passage with a context that tables were compiled from."""
+    """Return whether a text shares a passage with a context from which tables were compiled."""
     compiled = {mark for context in tables.provenance.get("marks", ()) for mark in context}
     return not compiled.isdisjoint(passage_hashes(text))
 
 
 def refuse_contaminated(recipe: Recipe, text: str) -> None:
-    """Refuse to judge a recipe by a text that its tables were compiled from.
+    """Refuse to evaluate a recipe on a text from which its tables were compiled.
 
     Raises:
         KeepsetError: the tables were compiled from the text, or from one that shares a passage with it.

@@ -1,4 +1,4 @@
-"""`Passage`: a piece of a text that tables are compiled from, and the files that such texts come from."""
+"""`Passage`: a piece of a text for compilation, and reading such texts from files."""
 
 import hashlib
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ class Passage:
 
     Attributes:
         ids: tokens of both.
-        tokens: how many of them are the prompt.
+        tokens: the number of the prompt's tokens.
         name: a hash of the tokens.
-        marks: by which an evaluation knows the text again; see `passage_hashes`.
+        marks: the marks by which an evaluation recognises the text; see `passage_hashes`.
     """
 
     ids: Int[Tensor, " _"]
@@ -39,7 +39,7 @@ class ContextPool:
     """Contexts to compile from.
 
     Attributes:
-        contexts: in an order that a seed decides.
+        contexts: the contexts, in an order that depends on a seed.
         sha256: hash of all texts.
     """
 
@@ -57,13 +57,13 @@ class ContextPool:
         count: int,
         seed: int,
     ) -> Self:
-        """Draw contexts that do not overlap from texts.
+        """Draw non-overlapping contexts from texts.
 
         Args:
-            tokens: of a context's prompt.
+            tokens: tokens of a context's prompt.
             continuation: tokens after the prompt.
-            count: number of contexts at most.
-            seed: of the order.
+            count: the largest number of contexts.
+            seed: seed of the order.
 
         Raises:
             KeepsetError: no text is long enough.
@@ -82,13 +82,13 @@ class ContextPool:
             ids = torch.tensor(passage)
             name = hashlib.sha256(ids.numpy().tobytes()).hexdigest()
             text = str(tokenizer.decode(passage[1:] if adds_bos(tokenizer) else passage))
-            # A text that comes twice is one context.
+            # A repeated text counts as one context.
             contexts[name] = Passage(ids, tokens, name, passage_hashes(text))
         return cls(list(contexts.values()), digest(texts))
 
 
 def read_texts(paths: Sequence[Path]) -> list[str]:
-    """Return the texts of files: of a .jsonl file the field "text" of every line, of any other file the whole.
+    """Return the texts of files: the field "text" of every line of a .jsonl file, else the whole file.
 
     Raises:
         KeepsetError: a file cannot be read, or a line has no text.

@@ -1,4 +1,4 @@
-"""Conservative Q-learning (equation 4) from rewards that are each for many decisions at once."""
+"""Conservative Q-learning (equation 4) from rewards that each cover many decisions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 STEPS, RATE = 400, 0.02
-"""Adam's steps, each over all rows, and its learning rate."""
+"""Number of Adam's steps, each over all rows, and the learning rate."""
 _EVERY = 10
 
 
@@ -20,9 +20,9 @@ class Logged:
     """Joint actions and their rewards.
 
     Attributes:
-        states: the state in which each decision of a row was made.
-        actions: the action that was taken.
-        rewards: one for all decisions of a row together.
+        states: the state of each decision of a row.
+        actions: the action of each decision.
+        rewards: one reward for all decisions of a row together.
     """
 
     states: Int[Tensor, "rows decisions"]
@@ -36,19 +36,19 @@ def learn(
     """Learn Q of every state and action.
 
     The value of a joint action is the sum of its decisions' values, so one reward teaches all of them: a contextual
-    bandit that is linear in (state, action). Under a sum the log-sum-exp over all joint actions is the sum of those
-    over each decision's actions, so this is equation 4 as it stands, with nothing left out. Q(s, a) is the sum of one
-    learned number for each of the state's features: states that share a feature learn from one another.
+    bandit that is linear in (state, action). For such a sum the log-sum-exp over all joint actions is the sum of the
+    log-sum-exps over each decision's actions, so this is exactly equation 4. Q(s, a) is the sum of one learned number
+    for each of the state's features: states that share a feature learn from one another.
 
     Args:
         logged: joint actions. Their rewards should have a mean near 0 and a spread near 1.
         features: the index of a learned number for each state and kind of feature.
         alpha: how conservative the learning is, as in the paper; 0 is plain regression.
-        decay: a pull of all learned numbers towards 0, which the paper does not have. Without it, features that
-            mean the same share a value by chance, and features of few rows learn noise.
+        decay: a pull of all learned numbers towards 0, which the paper does not have. Without it, equivalent features
+            divide a value arbitrarily, and features of few rows learn noise.
 
     Returns:
-        Q, and both terms of equation 4 without their factors at every tenth step.
+        Q, and at every tenth step both terms of equation 4 without their factors.
     """
     states = len(features)
     index = logged.states * actions + logged.actions
@@ -72,26 +72,26 @@ def learn(
 
 
 def best(q: Float[Tensor, "states actions"]) -> Int[Tensor, " states"]:
-    """Return the action of highest value (equation 9); the first of equal ones."""
+    """Return the action of highest value for each state (equation 9); the first of equal ones."""
     return (q == q.amax(1, keepdim=True)).long().argmax(1)
 
 
 WEIGHTS = (1.0, 2.0, 0.5, 0.0, -1.0)
-"""The weights that a head may get; the first of equally good ones is taken. The paper has bounded multipliers, some of
-them negative (B.3), and does not say which. Relative lengths of values seldom differ by more than a factor of two
-between heads; beyond it one head decides anyway. A head whose weight is not positive has no say in which entries stay,
-unless no head of its layer has a positive one."""
+"""The possible weights of a head; of equally good ones the first is taken. The paper has bounded multipliers, some of
+them negative (B.3), and does not list them. Relative lengths of values rarely differ by more than a factor of two
+between heads; beyond it one head decides anyway. A head whose weight is not positive does not influence which entries
+stay, unless no head of its layer has a positive one."""
 THRESHOLDS = (0.8, 0.85, 0.9, 0.95, 1.0)
-"""The thresholds that a layer may get: the paper's range, in steps."""
+"""The possible thresholds of a layer: the paper's range, in steps."""
 
 
 def draw(count: int, decisions: int, actions: int, seed: str) -> Int[Tensor, "count decisions"]:
     """Draw joint actions.
 
-    Of a decision every action is equally likely, and comes equally often if `count` allows it. The rows in which it
-    comes are independent from decision to decision. The probability of any single action is 1 / `actions`.
+    Every action of a decision is equally likely, and occurs equally often if `count` allows it. The rows of its
+    occurrence are independent between decisions. The probability of any single action is 1 / `actions`.
     """
     chance = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:7], "big"))
     places = torch.rand(count, decisions, generator=chance).argsort(0)
-    # If count is no multiple of actions, the actions that come once more are drawn too.
+    # If count is no multiple of actions, the actions that occur once more are also drawn.
     return (places + torch.randint(actions, (decisions,), generator=chance)) % actions

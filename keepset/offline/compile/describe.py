@@ -6,13 +6,13 @@ from keepset.core.tables import Tables
 from keepset.recipe import shown
 
 ENOUGH = 2
-"""The contexts that a bin needs not to be called thin."""
+"""The contexts that a bin needs; one with fewer is called thin."""
 _SHOWN = 5
 _FACTS = ("recipe", "contexts", "tokens", "continuation", "reward", "seed", "corpus", "keepset")
 
 
 def describe_tables(tables: Tables) -> list[str]:
-    """Return lines that describe tables: their model, how they were made, and what they say."""
+    """Return lines that describe tables: their model, how they were made, and their values."""
     known, budgets = tables.provenance, tables.budgets.tolist()
     layers, heads = tables.weights.shape[1:]
     model = known.get("model")
@@ -37,7 +37,7 @@ def describe_tables(tables: Tables) -> list[str]:
 
 
 def coverage(tables: Tables) -> list[str]:
-    """Return lines that say how many contexts each bin of risk has, and which bins have too few."""
+    """Return lines with the number of contexts in each bin of risk, and the bins that have too few."""
     counts = tables.counts
     lines = ["contexts in the bins of risk, a row for each bin of perplexity, from low to high entropy:"]
     lines += [f"  {p}: " + " ".join(f"{int(count):2d}" for count in counts[:, p]) for p in range(counts.shape[1])]
@@ -45,8 +45,8 @@ def coverage(tables: Tables) -> list[str]:
     if thin.any():
         named = "; ".join(f"{p}: {_ranges(row)}" for p, row in enumerate(thin.tolist()) if any(row))
         lines.append(
-            f"{int(thin.sum())} of {counts.numel()} bins have fewer than {ENOUGH} contexts and go by what others of "
-            f"their layer say (perplexity: entropy): {named}"
+            f"{int(thin.sum())} of {counts.numel()} bins have fewer than {ENOUGH} contexts and rely on other bins of "
+            f"their layer (perplexity: entropy): {named}"
         )
     return lines
 

@@ -1,4 +1,4 @@
-"""`Judge`: compares any tables on one context, whose prompt runs once."""
+"""`Judge`: compares tables on one context, whose prompt runs only once."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ class Verdict:
     """The value of a compression before its penalty; 0 is as good as the full cache.
 
     Attributes:
-        said: the full cache's mean negative log-likelihood of the tokens that follow, less the compressed cache's
+        said: the full cache's mean negative log-likelihood of the following tokens, less the compressed cache's
             (equations 2 and 3).
         expected: the expectation of `said` over the full cache's own predictions, instead of the text's tokens: the
             negated mean KL(full || compressed). It has the same meaning and far less variance.
-        kept: entries per KV head, on the mean over layers.
+        kept: entries per KV head, averaged over layers.
         admitted: entries per KV head that the thresholds admit, without the budget's cut (equation 14).
     """
 
@@ -41,7 +41,7 @@ class Verdict:
 
 
 class Judge:
-    """A context whose prompt has run once.
+    """One context, whose prompt has run with the full cache.
 
     Args:
         model: the model.
@@ -64,7 +64,7 @@ class Judge:
         self.risk = float(entropy.nan_to_num(torch.inf)), float(perplexity.nan_to_num(torch.inf))
 
     def verdict(self, tables: Tables, keep: int, *, elastic: bool) -> Verdict:
-        """Return the value of a compression to `keep` entries per KV head by these tables; elastic ones may keep fewer.
+        """Return the value of compressing to `keep` entries per KV head with these tables; to fewer if elastic.
 
         Raises:
             KeepsetError: the model's logits are not finite.
@@ -91,7 +91,7 @@ class Judge:
         return self._log_probabilities(self._session.compress(None))
 
     def _log_probabilities(self, prompt: CachedPrompt) -> Float[Tensor, "n vocabulary"]:
-        """Return log-probabilities of all tokens that follow but the first, which both caches predict alike."""
+        """Return log-probabilities of all following tokens but the first, which both caches predict alike."""
         return prompt.follow(self._following[:, :-1]).float().log_softmax(-1)
 
 
@@ -105,14 +105,14 @@ class _Gated(CompilerKV):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Given(_Gated):
-    """The method with tables that are in no file, and with what does not depend on them computed beforehand."""
+    """The method with tables that are in no file, and with all that does not depend on them computed beforehand."""
 
     given: Tables
     received: Tensor
     signals: Mapping[int, Tensor]
 
     def __post_init__(self) -> None:
-        """Check nothing: a recipe has given all parameters."""
+        """Check nothing, because all parameters come from a checked recipe."""
 
     def tables_for(self, observation: Observation) -> Tables:
         return self.given

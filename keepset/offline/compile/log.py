@@ -1,7 +1,7 @@
-"""`Log`: the results of a compilation so far, in SQLite, so that it can be interrupted, gone on with, and shared.
+"""`Log`: the results of a compilation so far, in SQLite, so that it can be interrupted, continued and shared.
 
-Several processes of one machine may use a log at once. Each finds what the others have added. If two find the same, the
-first result is kept.
+Several processes of one machine may use a log at once, and each sees what the others have added. If two add the same
+trial, the first result is kept.
 """
 
 import json
@@ -33,9 +33,9 @@ class Trial:
 
     Attributes:
         context: the context's name.
-        kind: `head` or `gate`, the table whose actions they are.
+        kind: `head` or `gate`, the table to which the actions belong.
         keep: the budget, entries per KV head.
-        number: of the trial among those of its context, kind and budget.
+        number: number of the trial among those of its context, kind and budget.
         actions: one byte for each decision.
         propensity: the probability with which each single action was chosen.
         said, expected, kept, admitted: see `Verdict`.
@@ -58,10 +58,10 @@ class Log:
 
     Args:
         path: the file; None to keep the log in memory.
-        settings: what decides the results.
+        settings: the settings that determine the results.
 
     Raises:
-        KeepsetError: the file is no such log, cannot be written, or belongs to a compilation with other settings.
+        KeepsetError: the file is not such a log, cannot be written, or belongs to a compilation with other settings.
     """
 
     def __init__(self, path: Path | None, settings: Mapping[str, Any]) -> None:
@@ -76,12 +76,12 @@ class Log:
             self.close()
             raise KeepsetError(
                 f"{str(path)!r} is the log of another compilation ({_difference(written, settings)} differ): name "
-                "another file, or go on with the same model, texts and options."
+                "another file, or continue with the same model, texts and options."
             )
 
     def _begun(self, ours: str) -> str:
         """Begin the file if it is new, and return its settings."""
-        self._base.execute("BEGIN IMMEDIATE")  # another process may begin it too
+        self._base.execute("BEGIN IMMEDIATE")  # another process may also begin it
         names = {name for (name,) in self._base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if names and "compilation" not in names:
             raise sqlite3.DatabaseError("it holds other tables")
@@ -95,7 +95,7 @@ class Log:
         return str(written)
 
     def close(self) -> None:
-        """Close the file, and remove it if this process has begun it and nothing was added."""
+        """Close the file, and remove it if this process has created it and nothing was added."""
         nothing = self._mine and not self._has("contexts", ())
         self._base.close()
         if nothing and self._path is not None:

@@ -1,4 +1,4 @@
-"""Bins of risk, and contexts drawn from them as evenly as possible."""
+"""Bins of risk, and drawing contexts from them as evenly as possible."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from torch import Tensor
 from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables, neutral
 
 _TAIL = 0.05
-"""The share of all contexts that the outermost bin holds, on each side."""
+"""The share of all contexts in the outermost bin of each side."""
 
 
 def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
     """Return tables with bins for the entropy and perplexity of contexts.
 
-    The bins have equal width, in nats; those of perplexity have equal width of the logarithm. The paper gives the
-    number of bins and not their edges.
+    Bins of entropy have equal width in nats; bins of perplexity have equal width of its logarithm. The paper gives the
+    number of bins but not their edges.
     """
     entropy = _edges(risks[:, 0], ENTROPY_BINS)
     perplexity = _edges(risks[:, 1].log(), PERPLEXITY_BINS).exp()
@@ -31,7 +31,7 @@ def risk_bins(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor,
 
 
 def stratified(bins: Sequence[int], count: int) -> list[int]:
-    """Return the rising indices of so many contexts: one of every bin, then a second of each, and so on."""
+    """Return the rising indices of `count` contexts: one of every bin, then a second of each, and so on."""
     rounds: dict[int, int] = {}
     turns = []
     for index, bin_ in enumerate(bins):
@@ -41,7 +41,7 @@ def stratified(bins: Sequence[int], count: int) -> list[int]:
 
 
 def empty(layers: int, query_heads: int, budgets: Sequence[int]) -> Tables:
-    """Return tables that decide nothing yet."""
+    """Return neutral tables, which decide nothing yet."""
     one, rows = neutral(layers, query_heads, 1.0), len(budgets)
     weights, gate = one.weights.repeat(rows, 1, 1), one.gate.repeat(rows, 1, 1, 1)
     return dataclasses.replace(one, weights=weights, gate=gate, budgets=torch.tensor(budgets))

@@ -141,5 +141,5 @@ def test_heads_that_retrieve_are_favoured(measured: Statistics) -> None:
 
 
 def test_it_does_not_teach_itself() -> None:
-    with pytest.raises(KeepsetError, match="looks at what it would teach"):
+    with pytest.raises(KeepsetError, match="needs what it would teach"):
         distil.parse_teachers(["pool(distilled)"])
