@@ -1,1 +1,1 @@
-"""What recipes are worth: fidelity on a text, benchmarks, latency; and the recipe that suits a text."""
+"""Evaluation of recipes: fidelity on a text, benchmarks, latency; and the choice of a recipe for a text."""

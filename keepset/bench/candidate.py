@@ -16,11 +16,11 @@ class Candidate:
     """One recipe with its budget, or the full cache.
 
     Attributes:
-        recipe: the recipe; None for the full cache, and if recipe and budget do not go together (`error` says why).
+        recipe: the recipe; None for the full cache, and if the budget does not suit the recipe (`error` says why).
         text: the recipe's text with its budget; `FULL` for the full cache.
         method: the recipe's text without its budget; `FULL` for the full cache.
-        requested: the budget that was asked for, such as `bytes=0.25` or `keep=512`; None if the method decides, and
-            for the full cache.
+        requested: the requested budget, such as `bytes=0.25` or `keep=512`; None if the method decides, and for the
+            full cache.
     """
 
     recipe: Recipe | None
@@ -33,11 +33,11 @@ class Candidate:
     def of(
         cls, recipe: Recipe, budget: Budget | None, every: int | None, always: tuple[int, int] = (0, 0)
     ) -> Candidate:
-        """Return the recipe with this budget and interval; a recipe that they do not suit has an error.
+        """Return the candidate with this budget and interval; it has an error if they do not suit the recipe.
 
         Args:
-            recipe: the method, and what else the recipe says.
-            budget: how much it keeps; None for the recipe's own.
+            recipe: the recipe, whose own options win.
+            budget: the budget; None for the recipe's own.
             every: tokens between two events; None for the recipe's own.
             always: least numbers of the first and of the newest tokens that stay; see `Recipe.with_always`.
         """
@@ -59,7 +59,7 @@ FULL_CACHE = Candidate(None, FULL, FULL, None)
 
 
 def text_of(budget: Budget) -> str | None:
-    """Return how much a budget keeps as recipes say it, such as `bytes=0.25`; None if it does not say."""
+    """Return a budget's size as in a recipe, such as `bytes=0.25`; None if it has none."""
     named = {"keep": budget.keep, "bytes": budget.bytes}
     return next((f"{name}={value!r}" for name, value in named.items() if value is not None), None)
 
@@ -76,8 +76,8 @@ def grid(
 ) -> list[Candidate]:
     """Return every recipe under every budget, each once.
 
-    A recipe that has a budget, or whose method needs none, comes once with its own budget. `every` and `always` are for
-    recipes that do not say it, see `Candidate.of`.
+    A recipe that has a budget, or whose method needs none, comes once with its own budget. `every` and `always` apply
+    to recipes without their own; see `Candidate.of`.
     """
     unique: dict[str, Candidate] = {}
     for recipe in recipes:

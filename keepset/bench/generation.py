@@ -1,4 +1,4 @@
-"""Generation after a cache: greedy tokens, answers that end where a task says, likelihoods of given texts."""
+"""Generation after a cache: greedy tokens, answers up to a task's stop texts, likelihoods of given texts."""
 
 import hashlib
 import time
@@ -56,24 +56,24 @@ def greedy(
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Return the tokens that end a text by the model's generation config."""
+    """Return the tokens that end a text according to the model's generation config."""
     ends = model.generation_config.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 class StopCriterion:
-    """Says when an answer is over, and which part of what was generated is the answer.
+    """Decides when an answer is over, and which generated tokens are the answer.
 
-    An answer ends at a token that ends a text for the model or the tokenizer, at a text of `until`, or after the most
-    tokens that the task allows. Texts are looked for in the newest tokens only: as many as the longest text has bytes,
-    and a few more.
+    An answer ends at an end-of-text token of the model or the tokenizer, at a text of `until`, or after the most tokens
+    that the task allows. Texts are only searched in the newest tokens: as many as the longest text has bytes, and a few
+    more.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, generation: Generation) -> None:
         self._ends = {*end_tokens(model), tokenizer.eos_token_id}
         self._tokenizer, self._tokens = tokenizer, generation.tokens
         self._until = [text for text in generation.until if text]
-        # A newest token without bytes, or half a character before the text, must not hide the text.
+        # A last token without bytes, or half a character before the text, must not hide the text.
         self._window = 4 + max((len(text.encode()) for text in self._until), default=0)
 
     def reached(self, ids: list[int]) -> bool:
@@ -104,9 +104,9 @@ class Answer:
 
     Attributes:
         ids: the tokens that were generated.
-        seconds: an even share of the seconds of answers that were decoded together, and all of its own events.
+        seconds: an even share of the seconds of answers that were decoded together, plus those of its own events.
         beside: the sum over the tokens of the number of answers that were decoded at once.
-        reply: the text without its end; of choices their likelihoods.
+        reply: the text without its end; the likelihoods of choices.
         finished: whether it ended by itself or at a text of `until`.
     """
 
@@ -119,14 +119,14 @@ class Answer:
 
 @dataclass(eq=False)
 class Stream:
-    """An answer that is being decoded on a cache of its own.
+    """An answer that is being decoded on its own cache.
 
     Attributes:
         cache: the prompt and the answer so far.
-        logits: of the next token, which `pick` picks.
+        logits: logits of the next token, which `pick` picks.
         on_token: called whenever the cache has grown.
-        over: whether the answer is at its end.
-        error: the error that has stopped it; the cache is of no use then.
+        over: whether the answer is complete.
+        error: the error that has stopped it; the cache is unusable then.
     """
 
     cache: Cache
@@ -184,7 +184,7 @@ def _feed(model: PreTrainedModel, streams: Sequence[Stream]) -> None:
 
 
 def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
-    """Return a function that picks the most likely token, or draws one by the temperature and the seeds `draw`."""
+    """Return a function that picks the most likely token, or draws one with the temperature and the seeds `draw`."""
     if not temperature:
         return lambda logits: logits.argmax(-1, keepdim=True)
     seed = int.from_bytes(hashlib.sha256(repr(draw).encode()).digest()[:7], "big")
@@ -192,7 +192,7 @@ def picker(temperature: float, device: torch.device, *draw: object) -> Pick:
 
     def drawn(logits: Tensor) -> Tensor:
         weights = (logits.float() / temperature).softmax(-1)
-        # As torch.multinomial, which would raise an error where a logit has overflowed; greedy decoding raises none.
+        # Like torch.multinomial, but without its error if a logit has overflowed; greedy decoding raises none either.
         return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(-1, keepdim=True)
 
     return drawn
@@ -211,11 +211,11 @@ def likelihoods(
 
     Args:
         model: the model.
-        cache: the tokens before the continuations; it stays as it is, because they run on forks.
+        cache: the tokens before the continuations; it does not change, because they run on forks.
         first: logits of the continuations' first token.
-        continuations: tokens of each.
-        together: how many run at once.
-        dtype: of the softmax; the logits' own if None.
+        continuations: tokens of each continuation.
+        together: how many continuations run at once.
+        dtype: dtype of the softmax; that of the logits if None.
     """
     tokens = [torch.tensor(continuation, device=first.device) for continuation in continuations]
     scores: list[tuple[float, bool]] = []

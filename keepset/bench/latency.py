@@ -1,4 +1,4 @@
-"""Time and memory of a generation under recipes and the full cache, in turns.
+"""Time and memory of a generation under recipes and the full cache, measured in turns.
 
 CompilerKV (arXiv 2602.08686), Table A1: time to the first token, tokens per second, latency, peak memory by length.
 """
@@ -29,9 +29,9 @@ class Round:
     """One generation.
 
     Attributes:
-        first_seconds: seconds to the first new token, with compression; `rest_seconds` are those of all other tokens.
+        first_seconds: seconds to the first new token, compression included; `rest_seconds`: those of all other tokens.
         kv_bytes: bytes of keys and values at the end.
-        peak_bytes: most bytes allocated on the device, or resident on a CPU; None if the system does not say.
+        peak_bytes: the most bytes allocated on the device, or resident on a CPU; None if unknown.
     """
 
     first_seconds: float
@@ -42,7 +42,7 @@ class Round:
 
 @dataclass
 class Timing:
-    """Rounds of one recipe, or of `FULL`, at one length; an end of text does not end a round."""
+    """Rounds of one recipe, or of `FULL`, at one length; an end-of-text token does not end a round."""
 
     recipe: str
     prompt_tokens: int
@@ -51,7 +51,7 @@ class Timing:
     error: str | None = None
 
     def figures(self) -> dict[str, float | None]:
-        """Return medians over the rounds; nothing without rounds."""
+        """Return medians over the rounds; an empty dictionary without rounds."""
         if not self.rounds:
             return {}
         peaks = [each.peak_bytes for each in self.rounds if each.peak_bytes is not None]
@@ -78,7 +78,7 @@ def latency(
 ) -> Iterator[list[Timing]]:
     """Yield all timings so far after each generation: prompt by prompt, the full cache and every recipe in turns.
 
-    A recipe that cannot run has its error and is left out from then on. One short round before the others counts not.
+    A recipe that cannot run gets an error and is left out from then on. A short round before the others is not counted.
     """
     timings: list[Timing] = []
     for prompt in prompts:
@@ -100,7 +100,7 @@ def latency(
 
 
 def _generation(model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], recipe: Recipe | None, count: int) -> Round:
-    """Generate greedily, without an end; make only the last token's logits, as `generate` does."""
+    """Generate greedily past ends of text; compute only the last token's logits, as `generate` does."""
     cache: Any = DynamicCache(config=model.config) if recipe is None else Cache(model, recipe)
     peak = _watch(prompt.device)
     wait = torch.cuda.synchronize if prompt.is_cuda else lambda: None
@@ -122,11 +122,11 @@ def _generation(model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], recipe:
 
 
 def _watch(device: torch.device) -> Callable[[], int | None]:
-    """Start watching the most memory in use; return a function that tells it."""
+    """Start watching the peak of memory in use; return a function that returns it."""
     if device.type == "cuda":
         return watch_peak(device)
     try:
-        # Memory that the allocator holds for later would hide the peak, so it goes back to the system first.
+        # Memory that the allocator reserves would hide the peak, so it is given back to the system first.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): resets the peak
     except (OSError, AttributeError):

@@ -27,21 +27,21 @@ logger = logging.getLogger(__name__)
 _EXAMPLE = 'write --model_args pretrained=FOLDER,recipe="snapkv(keep=0.25)"'
 
 ScoringRequest = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What was asked, the tokens of the context, and the tokens of the continuation."""
+"""A request, the tokens of its context, and the tokens of its continuation."""
 
 
 @register_model("keepset")
 class KeepsetLM(HFLM):
     """The harness's own transformers model, with prompts that a recipe compresses.
 
-    Answers are generated after a compressed batch of prompts. A continuation is scored after its compressed context,
-    which never sees it. Its first token is predicted by the whole context, before anything is dropped, as when
-    decoding: no recipe changes the score of an answer that is one token long.
+    Answers are generated after a compressed batch of prompts. A continuation is scored after its context was compressed
+    without it. As in decoding, the whole context predicts the first token, before anything is dropped: no recipe
+    changes the score of an answer with one token.
 
-    Contexts run one by one, each once for all of its continuations. These follow it on forks, `batch_size` at a time.
-    With `every=` they are fed so that each compression comes where it would when decoding. A context that is too long
-    for the model is cut from the left, as in the harness. From Python, give `model_args` as a dict: the harness splits
-    a text at every comma, also inside a recipe.
+    Contexts run one by one, each once for all its continuations, which follow on forks, `batch_size` at a time. With
+    `every=` continuations are fed in parts, so that compressions come where they would in decoding. A context that is
+    too long for the model is cut from the left, as in the harness. From Python, give `model_args` as a dict, because
+    the harness splits a text at every comma, also inside a recipe.
 
     Args:
         pretrained: a folder, a hub name or a model.
@@ -50,7 +50,7 @@ class KeepsetLM(HFLM):
         options: any other arguments of the harness's `hf` model.
 
     Raises:
-        KeepsetError: if model or recipe is missing or cannot be used, or `batch_size` is no whole number.
+        KeepsetError: if model or recipe is missing or cannot be used, or `batch_size` is not an integer.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class KeepsetLM(HFLM):
             cause = re.split(r"\. |\n", str(error).strip())[0].rstrip(".")
             name = pretrained if isinstance(pretrained, str) else type(pretrained).__name__
             raise KeepsetError(f"The model {name!r} cannot be loaded ({cause}): check --model_args.") from error
-        self._cache().stop_watching()  # refuses a model or recipe now, not after the tasks were made
+        self._cache().stop_watching()  # refuse a model or recipe now, before tasks are made
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         raise KeepsetError(
@@ -103,9 +103,9 @@ class KeepsetLM(HFLM):
 
         answers: dict[int, tuple[float, bool]] = {}
         mixed = self.mixed_precision_dtype
-        # The longest first, so that a lack of memory shows at once.
+        # The longest first, so that a lack of memory shows early.
         for context in tqdm(sorted(groups, key=len, reverse=True), disable=disable_tqdm or self.rank != 0):
-            # The harness calls its models so.
+            # The harness's interface has these names.
             with torch.no_grad(), torch.autocast(self.device.type, mixed, enabled=mixed is not None):
                 scored = self._score(context, [requests[index][2] for index in groups[context]])
                 for index, answer in zip(groups[context], scored, strict=True):
@@ -115,7 +115,7 @@ class KeepsetLM(HFLM):
         return [answers[index] for index in range(len(requests))]
 
     def _score(self, context: tuple[int, ...], continuations: Sequence[Sequence[int]]) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of every continuation, and whether greedy decoding would say it."""
+        """Return the log-likelihood of every continuation, and whether greedy decoding would generate it."""
         cache = self._cache()
         prompt = torch.tensor([context], device=self.device)
         first = self.model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1]

@@ -1,4 +1,4 @@
-"""Memory: the bytes that caches hold, how many more there is room for, and whether an error is about memory."""
+"""Memory: the bytes of caches, the room for more caches, and errors about memory."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,22 +15,22 @@ from keepset.hf.store import SLACK
 from keepset.recipe import Recipe
 
 SHARES = {"cuda": 0.9, "cpu": 0.5}
-"""The share of free memory that caches may take. Of a CPU's, others take some too, and who takes too much is killed."""
+"""The share of free memory that caches may take; less on a CPU, where a process that takes too much is killed."""
 
 
 _LARGE = 4096
-"""Numbers of a key that are so many that what an entry stores beside key and value weighs nothing."""
+"""A key size so large that the other bytes of an entry are negligible."""
 
 
 class CacheMemory:
-    """The figures of a cell about memory. `look` is cheap enough for every token; `finish` notes the rest.
+    """The memory figures of a cell. `look` is cheap enough for every token; `finish` notes the rest.
 
     Attributes:
-        nbytes: the most bytes that were allocated at any look, with positions and free places.
+        nbytes: the most bytes allocated at any `look`, with positions and free places.
         nbytes_full: bytes of the full cache at that moment.
         share: `Cache.share` at that moment; 1.0 for the full cache, which drops nothing and stores no positions.
         keep: fraction of all tokens' entries that were held, at the beginning or when finished.
-        select_seconds: seconds that choosing what stays had taken by then.
+        select_seconds: seconds of all events by then.
     """
 
     def __init__(self, cache: Cache, is_full: bool) -> None:
@@ -48,7 +48,7 @@ class CacheMemory:
             self.share = 1.0 if self._is_full else cache.share
 
     def finish(self, cache: Cache) -> None:
-        """Note the share of entries that is left, and the seconds of all events."""
+        """Note the share of remaining entries, and the seconds of all events."""
         stores = [(layer.store, layer.logical) for layer in cache.managed_layers.values() if layer.store is not None]
         tokens = sum(store.kv_heads * logical for store, logical in stores)
         self.keep = sum(store.entries for store, _ in stores) / tokens if tokens else 1.0
@@ -56,17 +56,17 @@ class CacheMemory:
 
 
 def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
-    """Return the most entries that a cache holds at any time, in tokens, on the mean over its heads.
+    """Return the most entries that a cache holds at any time, in tokens, averaged over its heads.
 
-    It holds all tokens of the prompt and `after` it if it is the full one (None), or if its recipe says no number.
+    The full cache (None), and a recipe without a number of entries, hold all tokens of the prompt and `after` it.
     """
     total = prompt + after
     if recipe is None or not recipe.budget.is_given:
         return total
-    keep = recipe.budget_of_sizes([(_LARGE, _LARGE)]).keep  # of smaller heads fewer entries fit
+    keep = recipe.budget_of_sizes([(_LARGE, _LARGE)]).keep  # with smaller heads fewer entries fit
     assert keep is not None
     ranges = sum(min(end, total) - min(first, total) for first, end in recipe.budget.ranges)
-    if recipe.budget.kinds:  # nobody knows yet how many tokens of these kinds there are
+    if recipe.budget.kinds:  # the number of tokens of these kinds is not known yet
         ranges = total if TEXT in recipe.budget.kinds else prompt
     always = recipe.budget.sinks + recipe.budget.recent + max(ranges, prompt if prompt < recipe.budget.short else 0)
     kept = round(keep * prompt) if isinstance(keep, float) else keep
@@ -79,9 +79,9 @@ def most_tokens(recipe: Recipe | None, prompt: int, after: int) -> int:
 
 
 class MemoryBudget:
-    """Says whether free memory takes another cache, beside those that still grow.
+    """Decides whether free memory has room for another cache, beside those that still grow.
 
-    The bytes of a token are learned from caches that it is shown. Until then there is room for one cache.
+    The bytes of a token are learned from other caches. Until then there is room for one cache.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -93,11 +93,11 @@ class MemoryBudget:
         self._token_bytes = sum(store.kv_heads * store.token_bytes for store in stores)
 
     def takes(self, tokens: int, growing: Iterable[tuple[Cache, int]]) -> bool:
-        """Return whether memory takes another cache.
+        """Return whether memory has room for another cache.
 
         Args:
-            tokens: entries that the new cache comes to at most, in tokens.
-            growing: the caches that still grow, each with the entries that it comes to, in tokens.
+            tokens: the most entries of the new cache, in tokens.
+            growing: the caches that still grow, each with its most entries, in tokens.
         """
         growing = list(growing)
         if not growing:
@@ -109,7 +109,7 @@ class MemoryBudget:
 
 
 def available(device: torch.device) -> int | None:
-    """Return the bytes that can still be allocated; None on a device that does not say."""
+    """Return the bytes that can still be allocated; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -117,7 +117,7 @@ def available(device: torch.device) -> int | None:
 
 
 def _left_to_this_container() -> int:
-    """Return the bytes that Linux's control group allows beyond those in use. Cached files count as free."""
+    """Return the bytes that Linux's control group still allows. Cached files count as free."""
     try:
         folder = Path("/sys/fs/cgroup")
         most = int(folder.joinpath("memory.max").read_text("ascii"))
@@ -129,7 +129,7 @@ def _left_to_this_container() -> int:
 
 
 def watch_peak(device: torch.device) -> Callable[[], int | None]:
-    """Begin to measure the most bytes allocated on a device; return a function that tells them, or None on a CPU."""
+    """Start measuring the peak of bytes allocated on a device; return a function that returns it, None on a CPU."""
     if device.type != "cuda":
         return lambda: None
     torch.cuda.reset_peak_memory_stats(device)
@@ -137,16 +137,16 @@ def watch_peak(device: torch.device) -> Callable[[], int | None]:
 
 
 def dynamic_nbytes(cache: DynamicCache) -> int:
-    """Return the bytes that a plain cache of transformers holds, those of recurrent states included."""
+    """Return the bytes of a plain cache of transformers, recurrent states included."""
     return sum(nbytes_of(layer) for layer in cache.layers)
 
 
 def growing_nbytes(cache: DynamicCache) -> int:
-    """Return the bytes of the entries of those layers of a plain cache of transformers that grow with the text."""
+    """Return the bytes of a plain cache of transformers in the layers that grow with the text."""
     growing = (layer for layer in cache.layers if isinstance(layer, CacheLayerMixin) and not is_bounded(layer))
     return sum(tensor.nbytes for layer in growing for tensor in (layer.keys, layer.values) if tensor is not None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory was not enough. Torch has several such errors."""
+    """Return whether an error says that memory was insufficient. PyTorch has several such errors."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

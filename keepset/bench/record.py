@@ -1,4 +1,4 @@
-"""`Record`: what one recipe did on one example of a task, or on one text; every table and chart is made of them."""
+"""`Record`: the figures of one recipe on one example of a task, or on one text; tables and charts are made of them."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ class Record:
     Attributes:
         recipe: the recipe's text with its budget, or `FULL`.
         method: the recipe's text without its budget, or `FULL`.
-        requested: the budget that was asked for, such as `bytes=0.25` or `keep=512`; None if the method decides, and
-            for the full cache.
+        requested: the requested budget, such as `bytes=0.25` or `keep=512`; None if the method decides, and for the
+            full cache.
         task: the task's name; empty if the record is of a text.
         seed: the seed of generated data and of sampling.
         example: the example's id; intervals are over examples.
-        facts: what is known of the example, such as its depth or level.
-        metric: which of the scores counts.
-        scores: by the task's names, from 0 to 1.
-        figures: numbers by name; what is not known is not there.
+        facts: facts of the example, such as its depth or level.
+        metric: the name of the score that counts.
+        scores: scores by the task's names, from 0 to 1.
+        figures: numbers by name; unknown ones are left out.
         curves: figures along the text by name.
-        replies: the answers, one per question; likelihoods of choices as JSON has them.
+        replies: the answers, one per question; likelihoods of choices in JSON's types.
         error: why there are no figures, in one sentence; None if there are.
     """
 
@@ -107,7 +107,7 @@ class Record:
         """Return the record of `to_json`.
 
         Raises:
-            TypeError, KeyError: the data are no record.
+            TypeError, KeyError: the data are not a record.
         """
         own = {**data}
         outcome = own.pop("outcome")
@@ -120,7 +120,7 @@ class Record:
 
 
 def largest_first(requested: str | None) -> tuple[bool, bool, float, str]:
-    """Return a sort key of budgets: shares, then entries per head, each from the largest; none at all comes last."""
+    """Return a sort key of budgets: shares, then entries per head, each from the largest; no budget comes last."""
     if requested is None:
         return True, False, 0.0, ""
     name, _, number = requested.partition("=")

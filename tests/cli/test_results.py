@@ -58,7 +58,7 @@ def test_by_a_fact(run: Run, tmp_path: Path) -> None:
     done = run("results", str(tmp_path / "x.sqlite"), "--by", "level", "--json", "-")
     rows = [(row["task"], row["score"]["value"], row["examples"]) for row in json.loads(done.out)["rows"]]
     assert rows == [("qa, level 1", 1.0, 1), ("qa, level 5", 0.5, 2)]
-    because = "No example says its subject, so nothing can be split by it; known is: level."
+    because = "No example has the fact subject, so nothing can be split by it; there are: level."
     check_refused(run, "results", str(tmp_path / "x.sqlite"), "--by", "subject", because=because)
 
 

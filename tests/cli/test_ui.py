@@ -149,7 +149,7 @@ def test_images_that_are_none_are_refused(seeing: PlaygroundServer, server: Play
     )
     assert said(good[: len(good) // 2]).startswith("The image is a damaged image")
     assert said(good, server) == "This model does not look at images: leave the image out."
-    for image, because in (("@", "The image is not a file in base64"), (7, "The image is no base64")):
+    for image, because in (("@", "The image is not a file in base64"), (7, "The image is not a file in base64")):
         status, sentence = post(seeing, {**WISH, **SEEN, "image": image})
         assert status == 400 and sentence.startswith(because)
     much = base64.b64encode(bytes(IMAGE_BYTES + 1)).decode()

@@ -1,4 +1,4 @@
-"""`conclusion`: what a sweep shows, in a sentence that claims no more than its examples allow."""
+"""`conclusion`: the result of a sweep as a sentence that claims no more than its examples allow."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from keepset.bench.analysis.rows import Records, Row, average, row_of
 from keepset.bench.record import FULL
 
 LEAST_EXAMPLES = 10
-"""Examples below which nothing is concluded."""
+"""The fewest examples that allow a conclusion."""
 
 
 def conclusion(tasks: Mapping[str, Mapping[str, Records]]) -> str:
-    """Return the cheapest of the recipes that score best, and on how many examples; `tasks` are by task and recipe.
+    """Return a sentence about the cheapest of the best recipes; `tasks` has records by task and recipe.
 
-    A recipe scores as well as the best one if the interval of their difference on the same examples holds zero.
+    A recipe scores as well as the best one if the interval of their difference on the same examples includes zero.
     Recipes are compared on the mean of all tasks, and only if they have a score on each of them.
     """
     totals = _totals(tasks, None)

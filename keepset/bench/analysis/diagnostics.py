@@ -10,14 +10,14 @@ REGION = 16
 
 
 Kept = Bool[Tensor, "layers kv_heads positions"]
-"""Whether each position of one request's text so far has stayed after an event."""
+"""Whether each position of one request's text so far is kept after an event."""
 
 
 def wipeout_rate(kept: Kept, region: int = REGION) -> Float[Tensor, "layers kv_heads"]:
-    """Return the share of the text's regions of which an event has kept nothing (Yang and Shen, AMS, appendix C).
+    """Return the share of the text's regions from which an event has kept nothing (Yang and Shen, AMS, appendix C).
 
-    The paper gives the rate and no definition. Here regions of `region` tokens are counted from the first token of the
-    whole text so far, so a region that an earlier event wiped out stays wiped out. A shorter region at the end counts.
+    The paper gives the rate without a definition. In keepset, regions of `region` tokens are counted from the first
+    token of the text so far, so a region that an earlier event wiped out stays wiped out. A shorter last region counts.
     """
     regions = F.pad(kept, (0, -kept.shape[-1] % region)).unflatten(-1, (-1, region))
     return 1 - regions.any(-1).sum(-1) / regions.shape[-2]
@@ -26,8 +26,8 @@ def wipeout_rate(kept: Kept, region: int = REGION) -> Float[Tensor, "layers kv_h
 def middle_retention(kept: Kept) -> Float[Tensor, "layers kv_heads"]:
     """Return the share of the middle third of the text so far that is kept (Yang and Shen, AMS, Figure 4a).
 
-    The paper does not say where the middle begins. Here a third of the positions, rounded down, is left out at either
-    end.
+    The paper does not say where the middle begins. In keepset, a third of the positions, rounded down, is left out at
+    either end.
     """
     edge = kept.shape[-1] // 3
     middle = kept[..., edge : kept.shape[-1] - edge]
@@ -43,10 +43,10 @@ def longest_run(flags: Bool[Tensor, "*rows positions"]) -> Int[Tensor, "*rows"]:
 
 
 def proxy_segments(kept: Kept) -> tuple[Float[Tensor, "layers kv_heads"], Float[Tensor, "layers kv_heads"]]:
-    """Return the number of runs of neighbouring tokens that stayed, and their mean length in tokens.
+    """Return the number of runs of consecutive kept tokens, and their mean length in tokens.
 
-    They stand for segments where a method has none (Yang and Shen, AMS, Figure 5: "consecutive retained tokens are
-    grouped as proxy segments").
+    They replace segments if a method has none (Yang and Shen, AMS, Figure 5: "consecutive retained tokens are grouped
+    as proxy segments").
     """
     begins = kept & ~F.pad(kept, (1, 0))[..., :-1]
     runs = begins.sum(-1)
@@ -56,8 +56,8 @@ def proxy_segments(kept: Kept) -> tuple[Float[Tensor, "layers kv_heads"], Float[
 def by_depth(values: Float[Tensor, " layers *rest"]) -> dict[str, float]:
     """Return means over the early, middle and late layers (AMS, Table 14).
 
-    The paper cuts its 28 layers into 8, 12 and 8 and gives no rule. Here early and late are two sevenths of the layers
-    each, rounded, and the middle is the rest. Stages without layers are left out.
+    The paper cuts its 28 layers into 8, 12 and 8 and gives no rule. In keepset, early and late are two sevenths of the
+    layers each, rounded, and the middle is the rest. Stages without layers are left out.
     """
     edge = round(values.shape[0] * 2 / 7)
     stages = zip(

@@ -12,7 +12,7 @@ from keepset.bench.analysis.summary import Summary
 from keepset.bench.record import FULL, largest_first
 
 _INTERVALS = ("score", "difference")
-# Spreadsheets take a text that begins so for a formula.
+# Spreadsheets take a text that begins with one of these for a formula.
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")
 _LATEX = {
     **{character: f"\\{character}" for character in "{}$&#%_"},
@@ -42,7 +42,7 @@ def _flat(row: Row) -> dict[str, Any]:
             ends = value or {"value": "", "low": "", "high": ""}
             flat |= {name: ends["value"], f"{name}_low": ends["low"], f"{name}_high": ends["high"]}
         else:
-            # Spreadsheets take some of the wide forms, too.
+            # Spreadsheets also take some full-width forms for formulas.
             is_risky = isinstance(value, str) and unicodedata.normalize("NFKC", value[:1]).startswith(_FORMULAS)
             flat[name] = f"'{value}" if is_risky else value
     return flat
@@ -90,5 +90,5 @@ def _percent(figure: Figure) -> str:
 
 
 def escape(text: str) -> str:
-    """Return a text that LaTeX sets as it is, on one line, without control characters."""
+    """Return a text escaped for LaTeX, on one line, without control characters."""
     return "".join(_LATEX.get(character, character) for character in text if character.isprintable())

@@ -1,7 +1,7 @@
-"""Figures with intervals of 95 %, which say how far a mean over examples can be trusted.
+"""Figures with 95 % intervals, which say how far a mean over examples can be trusted.
 
-Every function takes one value per example. Questions and seeds of one example are averaged before, because they rise
-and fall together.
+Every function takes one value per example. Questions and seeds of one example are averaged before, because they are
+correlated.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxtyping import Float
 DRAWS = 2000
 """Number of samples of a bootstrap."""
 Z = 1.959963984540054
-"""95 % of the normal distribution lie between -Z and Z."""
+"""The normal distribution has 95 % of its mass between -Z and Z."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and the ends of its interval of 95 %, which are None if nothing can be said."""
+    """A number and the ends of its 95 % interval, which are None if unknown."""
 
     value: float
     low: float | None = None
@@ -31,7 +31,7 @@ class Figure:
 
 
 def of_mean(values: Sequence[float]) -> Figure | None:
-    """Return the mean of any numbers, with an interval from two of them on; None without any.
+    """Return the mean of any numbers, with an interval if there are at least two; None without numbers.
 
     The interval is a seeded percentile bootstrap. Its percentiles lie further out than 2.5 and 97.5, by as much as a t
     interval is wider than a normal interval with the variance of a resampled mean (the expanded percentile interval,
@@ -46,8 +46,8 @@ def of_mean(values: Sequence[float]) -> Figure | None:
 def of_score(values: Sequence[float]) -> Figure | None:
     """Return the mean score from 0 to 1, with its interval; None without examples.
 
-    If all values are 0 or 1, or all are the same, it is Wilson's interval of a share: resampling 12 successes of 12
-    would give no width at all. Wilson's is wide enough for equal values, because no score varies more than a share.
+    If all values are 0 or 1, or all are equal, it is Wilson's interval of a share, because resampling 12 successes of
+    12 would give a width of zero. Wilson's is wide enough for equal values, because no score varies more than a share.
     """
     if not values or not (set(values) <= {0.0, 1.0} or len(set(values)) == 1):
         return of_mean(values)
@@ -61,9 +61,9 @@ def of_score(values: Sequence[float]) -> Figure | None:
 def of_difference(values: Sequence[float]) -> Figure | None:
     """Return the mean of two scores' differences on the same examples, with its interval; None without any.
 
-    If all differences are -1, 0 or 1, or all are the same, it is the interval of Agresti & Min (2005) for matched pairs
-    of successes and failures, as if each of the four outcomes had been seen half a time more often. So two recipes that
-    answer the same 12 of 12 are not said to be equal.
+    If all differences are -1, 0 or 1, or all are equal, it is the interval of Agresti & Min (2005) for matched pairs of
+    successes and failures, which adds half a case to each of the four outcomes. So two recipes that answer the same 12
+    of 12 are not called equal.
     """
     if not values or not (set(values) <= {-1.0, 0.0, 1.0} or len(set(values)) == 1):
         return of_mean(values)
@@ -76,7 +76,7 @@ def of_difference(values: Sequence[float]) -> Figure | None:
 def of_average(parts: Sequence[Figure]) -> Figure:
     """Return the average of independent figures, with an interval if each of them has one.
 
-    The distances of the ends add up as standard errors do (MOVER, Zou & Donner 2008), so a part without spread counts
+    The distances of the ends are added like standard errors (MOVER, Zou & Donner 2008), so a part without spread counts
     with the width of its own interval.
     """
     mean = fmean(each.value for each in parts)
@@ -89,12 +89,12 @@ def of_average(parts: Sequence[Figure]) -> Figure:
 
 def resampled(values: Float[np.ndarray, "examples columns"], seed: int = 0) -> Float[np.ndarray, "draws columns"]:
     """Return the means of all columns in each bootstrap sample of the examples; a row is drawn with all its columns."""
-    # Not by BLAS, whose threads get in each other's way on a busy machine.
+    # Without BLAS, whose threads slow each other down on a busy machine.
     return np.einsum("de,ec->dc", _weights(len(values), seed), values)
 
 
 def spread(draws: Float[np.ndarray, " draws"], examples: int) -> tuple[float, float]:
-    """Return the ends of a statistic's interval from its values in samples of `examples`; NaN does not count."""
+    """Return the ends of a statistic's interval from its values in samples of `examples`; NaN is left out."""
     tail = 0.5 * math.erfc(math.sqrt(examples / (examples - 1)) * _t(examples - 1) / math.sqrt(2))
     low, high = np.nanquantile(draws, [tail, 1 - tail])
     return float(low), float(high)

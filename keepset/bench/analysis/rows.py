@@ -18,18 +18,18 @@ Records = Mapping[tuple[int, str], Record]
 class Row:
     """One recipe on one task, or averaged over the tasks of a group.
 
-    An example counts once, with the mean of its seeds. An example on which the recipe failed counts as not answered in
-    the score and in the difference; bytes, seconds and the like are means over the others.
+    An example counts once, with the mean over its seeds. An example on which the recipe failed counts as not answered
+    in the score and in the difference; bytes, seconds and the like are means over the others.
 
     Attributes:
-        method: the recipe's text without its budget; `requested` is the budget that was asked for.
+        method: the recipe's text without its budget; `requested` is the requested budget.
         metric: the score that counts.
-        examples: number of examples that the recipe was run on; `examples_of` that any recipe was run on.
-        cut: number of examples whose context was cut to what the model takes.
+        examples: number of examples of the recipe; `examples_of` those of any recipe.
+        cut: number of examples whose context was cut to the model's limit.
         failed: number of examples on which the recipe failed at least once; `error` is the first reason.
-        tasks: number of tasks that the figures are of; `tasks_of` how many of the group the sweep has.
+        tasks: number of tasks in the figures; `tasks_of` the number of the group's tasks in the sweep.
         score: the metric's mean; None if the recipe failed on all examples, or lacks a task of a group.
-        difference: mean difference of the scores on the `pairs` examples that recipe and baseline share.
+        difference: mean difference of the scores on the `pairs` examples that recipe and baseline both have.
         means: means of `FIGURES`; None if unknown.
     """
 
@@ -58,7 +58,7 @@ class Row:
 
 
 def row_of(records: Records, baseline: Records | None, examples: Collection[str]) -> Row:
-    """Return the row of a recipe's records on one task; `examples` are all that any recipe was run on."""
+    """Return the row of a recipe's records on one task; `examples` are those of any recipe."""
     first = next(iter(records.values()))
     failures = [record for record in records.values() if record.error is not None]
     row = Row(
@@ -86,9 +86,9 @@ def row_of(records: Records, baseline: Records | None, examples: Collection[str]
 
 
 def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
-    """Return the average of a recipe's rows on a group's tasks, each of which counts the same.
+    """Return the average of a recipe's rows on a group's tasks, with equal weights.
 
-    It has a score only if there is one on each of the group's `tasks`.
+    It has a score only if each of the group's `tasks` has one.
     """
     scores = [each.score for each in rows if each.score is not None]
     row = Row(
@@ -112,7 +112,7 @@ def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
 
 
 def by_example(values: Iterable[tuple[str, float]]) -> list[float]:
-    """Return the mean of each example's values, in the order of the examples' first ones."""
+    """Return the mean of each example's values, in the order in which examples first appear."""
     by_id: dict[str, list[float]] = {}
     for example, value in values:
         by_id.setdefault(example, []).append(value)

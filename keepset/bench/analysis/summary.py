@@ -24,16 +24,16 @@ _GROUPS: dict[str, Sequence[str]] = {
     "longbench": longbench.NAMES,
     "longbench2": longbench2.NAMES,
 }
-"""Benchmarks and parts of them whose tasks are averaged; a benchmark follows its parts."""
+"""Benchmarks, and parts of them, whose tasks are averaged; a benchmark comes after its parts."""
 TOLERANCES = (0.1, 0.2)
-"""Relative losses of accuracy of KVCompose's Table 2, for which it is said how much can go."""
+"""Relative losses of accuracy from KVCompose's Table 2, at which the share that can be dropped is reported."""
 PARTS = 10
-"""Parts of the depth, from the text's beginning to its end."""
+"""Number of parts of the depth, from the text's beginning to its end."""
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How much can go within a tolerance; `at_least` if no budget that was measured goes further."""
+    """How much can be dropped within a tolerance; `at_least` if no smaller budget was measured."""
 
     tolerance: float
     removed: Figure
@@ -41,13 +41,13 @@ class Reach:
 
     @property
     def value(self) -> float:
-        """The largest share that can go."""
+        """The largest share that can be dropped."""
         return self.removed.value
 
 
 @dataclass(frozen=True)
 class Trade:
-    """A method's curve over its budgets, on one task or the tasks of a group: accuracy over what it holds.
+    """A method's accuracy over the share that it holds, on one task or the tasks of a group.
 
     Attributes:
         smallest: the smallest share; areas compare only if it is the same.
@@ -55,7 +55,7 @@ class Trade:
         examples: number of examples that have all budgets.
         failed: how often the method failed on an example, which counts as not answered.
         area: the area under the curve.
-        reach: how much can go within each tolerance.
+        reach: how much can be dropped within each tolerance.
     """
 
     task: str
@@ -105,11 +105,11 @@ class Summary:
 def summarize(
     records: Sequence[Record], baseline: str | None = None, axis: Literal["share", "keep"] = "share"
 ) -> Summary:
-    """Return the figures of all records, which may be of a sweep that is not finished.
+    """Return the figures of all records; the sweep may be unfinished.
 
     Args:
-        records: what was measured.
-        baseline: a recipe with its budget, or a method, which stands for its recipe with the same budget; None for the
+        records: the records of the sweep.
+        baseline: a recipe with its budget, or a method, whose recipe with the same budget is the baseline; None for the
             full cache.
         axis: whether curves are over the share of a full 16-bit cache's bytes or, as in KVCompose, of entries.
 
@@ -142,13 +142,13 @@ def summarize(
 
 
 def _best_first(row: Row) -> tuple[Any, ...]:
-    """Return a sort key: the full cache, then budget by budget the best score first, and rows without one last."""
+    """Return a sort key: the full cache, then by budget the best score first, and rows without a score last."""
     score = row.score
     return (row.recipe != FULL, *largest_first(row.requested), score is None, 0.0 if score is None else -score.value)
 
 
 def split(records: Sequence[Record], fact: str) -> list[Record]:
-    """Return the records as if every value of a fact of the examples, such as `level`, were a task of its own.
+    """Return the records with each value of a fact of the examples, such as `level`, as a separate task.
 
     Records of examples without the fact are left out.
 
@@ -158,7 +158,7 @@ def split(records: Sequence[Record], fact: str) -> list[Record]:
     parts = [replace(each, task=f"{each.task}, {fact} {each.facts[fact]}") for each in records if fact in each.facts]
     if not parts:
         there = ", ".join(sorted({name for each in records for name in each.facts})) or "nothing"
-        raise KeepsetError(f"No example says its {fact}, so nothing can be split by it; known is: {there}.")
+        raise KeepsetError(f"No example has the fact {fact}, so nothing can be split by it; there are: {there}.")
     return sorted(parts, key=lambda part: part.task)
 
 
@@ -169,7 +169,7 @@ def groups_of(task: str) -> list[str]:
 
 
 def _groups(tasks: Iterable[str]) -> dict[str, list[str]]:
-    """Return groups of two tasks or more; a part that is all there is of its benchmark is left out."""
+    """Return groups of two tasks or more; a part that equals its whole benchmark is left out."""
     members: dict[str, list[str]] = {}
     for task in tasks:
         for group in groups_of(task):
@@ -186,12 +186,12 @@ def _known(baseline: str, records: Sequence[Record]) -> str:
     text = baseline if baseline in names else str(Recipe.parse(baseline))
     if text not in names:
         there = "; ".join(names) or "nothing yet"
-        raise KeepsetError(f"{text!r} is not in the sweep, so nothing can be compared with it; there is: {there}.")
+        raise KeepsetError(f"{text!r} is not in the sweep, so nothing can be compared with it; there are: {there}.")
     return text
 
 
 def _against(recipes: Mapping[str, Records], recipe: str, baseline: str) -> Records | None:
-    """Return the records that a recipe's are compared with; None if they would be its own, or there are none."""
+    """Return the baseline's records for a recipe; None if they would be its own, or there are none."""
     if baseline in recipes:
         return recipes[baseline] if recipe != baseline else None
     requested = next(iter(recipes[recipe].values())).requested
@@ -248,8 +248,8 @@ def _scores(points: Sequence[Records]) -> np.ndarray:
 def needle_maps(records: Iterable[Record]) -> list[NeedleMap]:
     """Return the maps of all recipes on the tasks whose examples have a depth, from 0 to 1, and a length.
 
-    An example counts once in its square, with the mean of its seeds. An error counts as no answer. A recipe that failed
-    on all examples has no map.
+    An example counts once in its square, with the mean over its seeds. An error counts as no answer. A recipe that
+    failed on all examples has no map.
     """
     by_recipe: dict[tuple[str, str], list[Record]] = {}
     lengths: dict[str, set[float]] = {}

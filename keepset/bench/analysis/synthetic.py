@@ -1,4 +1,4 @@
-"""What GVote assumes: hidden states near a normal distribution, and synthetic queries near the next query."""
+"""GVote's assumptions: hidden states near a normal distribution, and synthetic queries near the next query."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from keepset.methods.gvote import GVote, nucleus, query_logits
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """How the attention of synthetic queries agrees with that of the true one, for every query head.
+    """How the attention of synthetic queries agrees with that of the true query, for every query head.
 
     Attributes:
         overlap: the true query's attention on the nucleus of a synthetic query, mean over the samples.
         usage: share of the entries in that nucleus, mean over the samples.
         needed: share of the entries in the true query's own nucleus.
-        correlation: Pearson's correlation of the true query's attention with the samples' mean; NaN if either is the
-            same for all entries.
+        correlation: Pearson's correlation of the true query's attention with the samples' mean; NaN if either is
+            constant over the entries.
     """
 
     overlap: Float[Tensor, "*heads"]
@@ -57,7 +57,7 @@ def agreement(
 def next_query(
     model: PreTrainedModel, method: GVote, ids: Int[Tensor, "1 tokens"], on_layer: Callable[[], None] = lambda: None
 ) -> dict[int, Agreement]:
-    """Return by layer how samples made from all tokens but the last agree with the last token's queries.
+    """Return for each layer how samples made from all tokens but the last agree with the last token's queries.
 
     Attention is over the tokens before the last, as in the paper's equation 1.
 
@@ -119,7 +119,7 @@ def gaussianity(hidden: Float[Tensor, "tokens channels"]) -> Gaussianity:
 
 @torch.no_grad()
 def hidden_gaussianity(model: PreTrainedModel, ids: Int[Tensor, "1 tokens"], skip: int) -> dict[int, Gaussianity]:
-    """Return by layer the shape of what enters its attention, which is the layer norm's output, after `skip` tokens.
+    """Return for each layer the shape of the attention's input (the layer norm's output) after `skip` tokens.
 
     Raises:
         KeepsetError: there are fewer than `skip` + 3 tokens.

@@ -1,4 +1,4 @@
-"""Events of a generation: `EventFigures` measures what each of them kept, `Tracer` runs a generation to watch."""
+"""Events of a generation: `EventFigures` measures what each event kept, `Tracer` runs and watches a generation."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -30,13 +30,13 @@ from keepset.recipe import Recipe
 
 
 class HeadSegments(NamedTuple):
-    """One head's segments: the mass of every entry, and one past the last entry of every segment."""
+    """One head's segments: the mass of every entry, and the end of every segment (exclusive)."""
 
     mass: Float[Tensor, " entries"]
     ends: Int[Tensor, " segments"]
 
     def length_by_mass(self) -> float | None:
-        """Return the correlation of the segments' lengths with their mass per entry; None if either is the same in all.
+        """Return the correlation of the segments' lengths with their mass per entry; None if either is constant.
 
         It is below 0 if regions of high mass are cut into shorter segments (Yang and Shen, AMS, Figure 3).
         """
@@ -51,8 +51,8 @@ class HeadSegments(NamedTuple):
 def head_segments(method: Method, observation: Observation, budget: Budget) -> list[HeadSegments] | None:
     """Return the first request's segments, head by head; None if the method has no segments.
 
-    Only the outermost method is asked: a method inside another divides what that one leaves it, which it cannot know.
-    Segments without entries are left out.
+    Only the outermost method counts, because a method inside another divides a budget that it cannot know. Segments
+    without entries are left out.
     """
     if not hasattr(method, "segments"):
         return None
@@ -159,13 +159,13 @@ class Tracer:
 
     @torch.no_grad()
     def generate(self, ids: Int[Tensor, "1 prompt"], on_token: Callable[[], None], **options: Any) -> None:
-        """Let the model continue a prompt, with the options of `model.generate`; call `on_token` after each token."""
+        """Continue a prompt with the options of `model.generate`; call `on_token` after each token."""
         self.ids, self.prompt, self._on_token = ids[0].tolist(), ids.shape[1], on_token
         generate: Any = self._model.generate
         generate(ids, attention_mask=torch.ones_like(ids), past_key_values=self._cache, streamer=self, **options)
 
     def put(self, value: Tensor) -> None:
-        """Take what `model.generate` streams: the prompt, then one token after another."""
+        """Receive the stream of `model.generate`: the prompt, then one token after another."""
         now = time.perf_counter()
         self._clock.append(now - self._watching)
         if len(self._clock) > 1:
@@ -178,9 +178,9 @@ class Tracer:
         """Do nothing when the last token has been streamed."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known so far, as `keepset trace --json` prints it.
+        """Return the figures so far, as `keepset trace --json` prints them.
 
-        The speed is that after the first token, without the time of measuring.
+        The speed covers the tokens after the first, without the time of measuring.
         """
         clock, keep_set = self._clock, self._cache.keep_set
         return {

@@ -1,4 +1,4 @@
-"""`Comparison`: what recipes made of one text, beside the full cache, record by record."""
+"""`Comparison`: the records of recipes on one text, beside the full cache."""
 
 import math
 from abc import ABC, abstractmethod
@@ -31,12 +31,12 @@ class Comparison:
     same next token. Bytes while decoding are means over the tokens, and the most.
 
     Attributes:
-        tokens: tokens of the prompt; `continuation_tokens` of the text that follows it.
+        tokens: tokens of the prompt; `continuation_tokens`: those of the text that follows it.
         full: the full cache's figures, and its answer to the question if there is one.
-        needle: what is asked; None if nothing is.
+        needle: the hidden fact and its question; None if nothing is asked.
         rows: a record for every recipe.
-        kept: for every record which tokens stayed; None for a record with an error.
-        grids: the grid of patches that each image's tokens are (`image_grids`).
+        kept: for every record the tokens that stayed; None for a record with an error.
+        grids: the grid of patches of each image's tokens (`image_grids`).
         drift_tokens: tokens of the continuation for each number of `kl_drift`; None without decoding.
     """
 
@@ -70,7 +70,7 @@ class Comparison:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """Return a record's names, figures and answer, without what it does not have."""
+    """Return a record's names, figures and answer, without missing ones."""
     named = {name: getattr(record, name) for name in ("recipe", "method", "requested", "error")}
     answer = {"answer": record.replies[0]} if record.replies else {}
     known = {name: value for name, value in named.items() if value is not None}
@@ -78,7 +78,7 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 class Comparer(ABC):
-    """Measures recipes one after another; `comparison` holds what is known so far."""
+    """Measures recipes one after another; `comparison` has the figures so far."""
 
     comparison: Comparison
 
@@ -101,7 +101,7 @@ class Comparer(ABC):
 
 
 _PART = 256
-"""Tokens that are compared at once: the vocabulary is large."""
+"""Tokens that are compared at once; few, because the vocabulary is large."""
 
 
 def kl(full: Float[Tensor, "n vocabulary"], other: Float[Tensor, "n vocabulary"]) -> Float[Tensor, " n"]:
@@ -129,7 +129,7 @@ def mean(figures: Float[Tensor, " n"]) -> float:
 def kl_figures(divergences: Float[Tensor, " n"]) -> dict[str, float]:
     """Return the mean of divergences (nats, after every token) as `kl`, and the ends of its interval over the tokens.
 
-    The interval is for the order of recipes on one text. It says nothing of other texts.
+    The interval serves to order recipes on one text. It says nothing about other texts.
     """
     whole = mean(divergences)
     known = of_mean(divergences.tolist()) if math.isfinite(whole) else None
@@ -141,7 +141,7 @@ def kl_figures(divergences: Float[Tensor, " n"]) -> dict[str, float]:
 def fidelity(
     prompt: CachedPrompt, reference: Float[Tensor, "n vocabulary"], continuation: Int[Tensor, "1 n"]
 ) -> dict[str, float]:
-    """Return what a compressed prompt costs, and how near its predictions over a text are to the full cache's.
+    """Return the costs of a compressed prompt, and how near its predictions over a text are to the full cache's.
 
     Args:
         prompt: the compressed prompt.
@@ -170,15 +170,15 @@ def fidelity(
 
 
 def check_predictions(logits: Float[Tensor, "n vocabulary"]) -> None:
-    """Raise `KeepsetError` if the model predicts NaN with what a recipe keeps."""
+    """Raise `KeepsetError` if the model predicts NaN with a recipe's cache."""
     if bool(logits.isnan().any()):
-        raise KeepsetError("With what this recipe keeps the model predicts NaN: there is nothing to compare.")
+        raise KeepsetError("The model predicts NaN with this recipe's cache: there is nothing to compare.")
 
 
 def by_budget(comparison: Comparison) -> list[list[Record]]:
-    """Return the records with figures, budget by budget from the largest, and the best first under each.
+    """Return the records with figures by budget, the largest first, and under each budget the best first.
 
-    A record that answers as the full cache does is better than one that does not; then the lower KL is better.
+    A record that answers like the full cache is better than one that does not; then the lower KL is better.
     """
     rows = [row for row in comparison.rows if row.error is None]
     asked = bool(comparison.full.get("needle_found"))

@@ -1,4 +1,4 @@
-"""`conclusion`: what a comparison shows, in a sentence that claims no more than its text allows."""
+"""`conclusion`: the result of a comparison as a sentence that claims no more than its text allows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from keepset.bench.compare.comparison import Comparison, by_budget
 from keepset.bench.record import Record
 
 LEAST_TOKENS = 256
-"""Tokens of text below which nothing is concluded: every entry of so short a text matters."""
+"""The fewest tokens of text that allow a conclusion; in a shorter text every entry matters."""
 _ROUNDED = 1.01
-"""The share of a budget's bytes from which on it counts as exceeded."""
+"""A budget counts as exceeded from this multiple of its bytes on."""
 _NAMED = 3
-"""Most methods that a sentence names in one place."""
+"""The most methods that a sentence lists."""
 
 
 def conclusion(comparison: Comparison) -> str:
-    """Return a sentence for readers who skip the table, about the smallest budget that says something.
+    """Return a sentence for readers who skip the table, about the smallest budget with a result.
 
     Recipes whose intervals of KL overlap are called a tie. A recipe that keeps more than its share of the bytes,
     because some entries always stay, is not compared with others under that budget. Nothing is concluded from a text of
@@ -37,7 +37,7 @@ def conclusion(comparison: Comparison) -> str:
 
 
 def _keeps_to_it(row: Record) -> bool:
-    """Return whether a row holds no more than its budget's share of the bytes, if the budget is one."""
+    """Return whether a row holds no more than its budget's share of the bytes, if the budget is a share."""
     name, _, number = (row.requested or "").partition("=")
     return name != "bytes" or row.figures["share"] <= _ROUNDED * float(number)
 
@@ -76,6 +76,6 @@ def _within(rows: Sequence[Record]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return names as a sentence has them, the first few of many."""
+    """Return names as a list for a sentence; only the first few of many."""
     *others, last = [*names[:_NAMED], *([f"{len(names) - _NAMED} more"] if len(names) > _NAMED else [])]
     return f"{', '.join(others)} and {last}" if others else last

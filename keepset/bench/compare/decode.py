@@ -1,4 +1,4 @@
-"""Recipes that compress while decoding, beside the full cache, along one long text."""
+"""Comparison of recipes that compress while decoding with the full cache, along one long text."""
 
 import time
 from collections.abc import Callable
@@ -29,10 +29,10 @@ DRIFT_TOKENS = 256
 
 
 def feed_slices(tokens: int, every: int | None) -> list[slice]:
-    """Return the parts of a text of `tokens` after the prompt that may be fed at once, as if token by token.
+    """Return the parts in which `tokens` after the prompt can be fed with the same result as token by token.
 
-    A part ends at each event and one token before it, where a cache is largest. No part is longer than what a store
-    grows by, so a cache allocates what it would for single tokens. `every` is None if there are no events.
+    A part ends at each event and one token before it, where a cache is largest. No part is longer than the step by
+    which a store grows, so a cache allocates as for single tokens. `every` is None if there are no events.
     """
     every = every or tokens
     ends = {
@@ -46,7 +46,7 @@ def feed_slices(tokens: int, every: int | None) -> list[slice]:
 def generated(
     model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], count: int, on_token: Callable[[], None] = lambda: None
 ) -> Int[Tensor, "1 n"]:
-    """Return the tokens that the full cache generates greedily after the prompt, with ends of text, `[1, count]`."""
+    """Return the full cache's greedy tokens after the prompt, past ends of text, `[1, count]`."""
     ids, _ = greedy(model, DynamicCache(config=model.config), prompt, count, on_token)
     return torch.tensor([ids], device=prompt.device)
 
@@ -56,9 +56,9 @@ class _Run:
     """One pass of the text through a cache, token by token.
 
     Attributes:
-        logits: after each token.
+        logits: logits after each token.
         nbytes: bytes held after each token.
-        tokens: tokens of a full 16-bit cache that take as much as the entries held, those of a piece at its end.
+        tokens: tokens of a full 16-bit cache with the same bytes as the entries held, at the end of each piece.
     """
 
     logits: Float[Tensor, "n vocabulary"]
@@ -68,12 +68,12 @@ class _Run:
 
 
 class DecodeComparer(Comparer):
-    """Measure recipes against the full cache while a prompt and the text after it pass through both.
+    """Measures recipes against the full cache while both read a prompt and the text after it.
 
-    Figures are over the tokens after the recipe's first event. `keep` and `kept` say what a cache holds at the end, of
-    all tokens; `kv_bytes` is the mean of what it holds after each token, with the queries recorded for the next event;
-    `share` is without those, and of a full 16-bit cache's mean. `on_tokens` is called with the number of tokens that a
-    cache has read, again and again.
+    Figures cover the tokens after the recipe's first event. `keep` and `kept` are the share and the tokens that a cache
+    holds at the end; `kv_bytes` is the mean of its bytes after each token, with the queries recorded for the next
+    event; `share` is the mean without these queries, as a share of a full 16-bit cache's mean. `on_tokens` is called
+    repeatedly with the number of tokens that a cache has read.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class DecodeComparer(Comparer):
         return replace(record, figures=figures, curves=curves), kept
 
     def _speed(self, cache: Any, run: _Run) -> float:
-        """Return tokens per second at the end of the text, one at a time."""
+        """Return tokens per second at the end of the text, fed one at a time."""
         _, seconds = greedy(self._model, cache, run.logits[-1].argmax()[None, None], ANSWER_TOKENS)
         return ANSWER_TOKENS / seconds
 
@@ -164,7 +164,7 @@ class DecodeComparer(Comparer):
 
 
 def _kept(cache: Cache, length: int) -> Bool[Tensor, "layers kv_heads tokens"]:
-    """Return which tokens the newest event kept, with all tokens after it."""
+    """Return which tokens the newest event kept; all tokens after it count as kept."""
     keep_set, since = cache.keep_set, cache.events[-1].length
     assert keep_set is not None
     kept = keep_set.mask(length)[:, 0]

@@ -1,4 +1,4 @@
-"""Recipes after a prompt: one prefill, then each of them measured against the full cache."""
+"""Comparison of recipes after a prompt: one prefill, then each recipe is measured against the full cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from keepset.recipe import Recipe
 
 
 class PromptComparer(Comparer):
-    """Measure recipes against the full cache on one prompt, the text that follows and a question.
+    """Measures recipes against the full cache on one prompt, the text that follows and a question.
 
     If the task has no continuation, the question and the full cache's answer follow the prompt. `recipes` are all that
     will be measured; `on_layer` is called after each layer of the prefill.
@@ -75,7 +75,7 @@ class PromptComparer(Comparer):
         return replace(record, figures=figures, replies=[answer]), kept
 
     def _ask(self, cache: Cache) -> tuple[list[int], float]:
-        """Return the greedy answer to the question or the continuation, and the tokens per second of decoding it."""
+        """Return the greedy answer to the question or the continuation, and its tokens per second."""
         task = self._task
         prompt = task.continuation if task.question is None else task.question
         ids, seconds = greedy(self._model, cache, prompt, task.answer_tokens)

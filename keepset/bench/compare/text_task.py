@@ -14,7 +14,7 @@ from keepset.images import Pictured, image_grids
 from keepset.texts import Needle, chat_parts, insert
 
 ANSWER_TOKENS = 12
-"""Tokens that are decoded as the answer to the question, and for timing."""
+"""Tokens that are decoded for the answer to the question, and for timing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,13 +22,13 @@ class TextTask:
     """A prompt that is compressed, the text that follows it, and a question about it.
 
     Attributes:
-        prompt: `[1, tokens]`.
-        continuation: the text after the prompt, `[1, n]`; empty if the full cache's own answer is to follow.
-        question: `[1, m]`, about `needle`; None if nothing is asked.
-        answer_tokens: most tokens of an answer.
-        images: what the model takes beside the prompt for its images, by name.
-        grids: the grid of patches that each image's tokens are (`image_grids`).
-        left_out: the part of the text that neither the prompt nor its needle has.
+        prompt: the prompt's tokens, `[1, tokens]`.
+        continuation: the text after the prompt, `[1, n]`; empty if the full cache's own answer follows.
+        question: the question about `needle`, `[1, m]`; None if nothing is asked.
+        answer_tokens: the most tokens of an answer.
+        images: the model's other inputs for the prompt's images, by name.
+        grids: the grid of patches of each image's tokens (`image_grids`).
+        left_out: the part of the text that is in neither the prompt nor its needle.
     """
 
     prompt: Int[Tensor, "1 tokens"]
@@ -48,15 +48,15 @@ class TextTask:
         )
 
     def doubt(self, found: bool) -> str:
-        """Return why the recipes' answers say nothing, given whether the full cache's is right; "" if they do."""
+        """Return why the recipes' answers mean nothing, given whether the full cache's is right; "" if they do."""
         if self.needle is None or found:
             return ""
         if self.needle.answer.lower() in self.left_out.lower():
             return (
-                "The answer stands in what the prompt leaves out of the text, so no cache can know it: raise "
+                "The answer is in the part of the text that the prompt leaves out, so no cache can know it: raise "
                 "--prompt-tokens, or leave --continuation out."
             )
-        return "The full cache does not give the answer either, so what recipes answer says nothing."
+        return "The full cache does not give the answer either, so the recipes' answers mean nothing."
 
 
 def make_text_task(
@@ -81,10 +81,10 @@ def make_text_task(
         text: the text.
         tokens: about how many tokens the prompt has; None for as many as text and model allow.
         continuation: tokens of the continuation.
-        needle: what is asked.
+        needle: the hidden fact and its question.
         depth: where the needle is inserted, from 0 to 1.
-        longest: tokens of the model's context; None if it says nothing.
-        answer_tokens: most tokens of an answer.
+        longest: tokens of the model's context; None if unknown.
+        answer_tokens: the most tokens of an answer.
         pictured: images that come before the text.
 
     Raises:
@@ -101,8 +101,7 @@ def make_text_task(
     check_fits(tokens, after, longest)
     if tokens <= around:
         raise KeepsetError(
-            f"{tokens} tokens of prompt leave no room for the text, because {around} stand around it: "
-            "ask for more tokens."
+            f"{tokens} tokens of prompt leave no room for the text, because {around} surround it: ask for more tokens."
         )
     length = min(tokens - around, total - continuation)
     if length < 1:
@@ -121,7 +120,7 @@ def make_text_task(
 
 
 def check_fits(tokens: int, after: int, longest: int | None) -> None:
-    """Raise `KeepsetError` if a prompt and the tokens after it are more than the longest context, if it is known."""
+    """Raise `KeepsetError` if a prompt and the tokens after it exceed the model's context, if that is known."""
     if longest is not None and tokens + after > longest:
         raise KeepsetError(
             f"{tokens} tokens of prompt and {after} after it do not fit the model's context of "
@@ -137,15 +136,15 @@ def _wrap(tokenizer: Any, text: str, needle: Needle | None) -> str:
 
 
 def _prompt(tokenizer: Any, text: str, needle: Needle | None, pictured: Pictured | None) -> dict[str, Tensor]:
-    """Return what a model takes for a text, and the images before it."""
+    """Return a model's inputs for a text, and the images before it."""
     if pictured is not None:
-        # The sentence that was inserted into a text is counted where there is no text.
+        # An empty text serves to count the tokens around the text, which include the inserted sentence.
         gap = f"{needle.sentence} " if needle is not None and not text else ""
         return pictured.prompt(gap + text, chat=needle is not None)
     return {"input_ids": _ids(tokenizer, _wrap(tokenizer, text, needle), special=bool(text) and needle is None)}
 
 
 def _ids(tokenizer: Any, text: str, special: bool = False) -> Tensor:
-    # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
+    # verbose=False: no warning, because a long text is cut before the model sees it.
     ids = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
     return torch.tensor([ids], dtype=torch.long)
