@@ -1,4 +1,4 @@
-"""Time that the scheduler takes to foresee blocks: of a step of all requests that run, and for each that waits.
+"""Time that the scheduler takes to predict blocks: per step of all running requests, and per waiting request.
 
 `.venv/bin/python benchmarks/admission.py`
 """

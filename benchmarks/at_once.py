@@ -1,4 +1,4 @@
-"""Requests that run at once in a pool of so many bytes: plain vLLM, 8-bit pages, and recipes; counted, not timed.
+"""The number of requests that run at once in a pool of fixed size: plain vLLM, 8-bit pages, and recipes; not timed.
 
 `.venv/bin/python benchmarks/at_once.py`
 """

@@ -1,4 +1,4 @@
-"""What sharing one prefill among recipes costs: the default recipes under 3 budgets, and the demo as a whole."""
+"""The cost of a comparison that shares one prefill: the default recipes under 3 budgets, and the whole demo."""
 
 import argparse
 import subprocess
@@ -58,14 +58,14 @@ def main() -> int:
 
 
 class Clock:
-    """Seconds spent on what every row needs anyway: its continuation and its answer."""
+    """Seconds of the work that every row needs: its continuation and its answer."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
 
 class Timed(PromptComparer):
-    """A comparison that keeps time of its continuations."""
+    """A comparison that times its continuations."""
 
     def __init__(self, clock: Clock, *args: Any) -> None:
         self._clock = clock

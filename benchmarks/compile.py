@@ -1,4 +1,4 @@
-"""What CompilerKV's compiled tables are worth: held-out contexts under compiled and under neutral tables."""
+"""The gain of CompilerKV's compiled tables: held-out contexts under compiled and under neutral tables."""
 
 import argparse
 import dataclasses
@@ -89,7 +89,7 @@ def _measure(
     keeps: tuple[int, ...],
     done: Callable[[], None],
 ) -> dict[str, list[dict[str, float]]]:
-    """Verdicts of every context by table, budget, and whether a threshold acts."""
+    """Return verdicts of every context by table, budget, and whether the threshold has an effect."""
     layers, heads = compiled[REWARDS[0]].weights.shape[1:]
     plain = empty(layers, heads, [1])
     neutral = dataclasses.replace(plain, gate=torch.full_like(plain.gate, THRESHOLD))

@@ -1,4 +1,4 @@
-"""What compressing while decoding costs, and what it gains: events' share of the time, and speed at the end."""
+"""Cost and gain of compressing while decoding: the events' share of the time, and the speed at the end."""
 
 import argparse
 import copy
@@ -29,12 +29,12 @@ RECIPES = (
 )
 EVENTS_TARGET, SPEED_TARGET = 0.03, 1.25
 STEPS = 16  # of each cache in a round
-PROMPT = 64  # where the length at the end counts, all else is generated
+PROMPT = 64  # if only the length at the end counts, all other tokens are generated
 
 
 @dataclass
 class Measured:
-    """One recipe's rounds: the events' share of decoding time, and seconds per token at the end, beside the full's."""
+    """One recipe's rounds: the events' share of decoding time, and seconds per token at the end, for both caches."""
 
     shares: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -114,7 +114,7 @@ def _recipe(
 
 
 def _share(measured: Measured, model: Any, recipe: str, ids: Tensor, args: Any) -> None:
-    """A prompt as long as what is kept, then one token after another."""
+    """Feed a prompt as long as the kept entries, then one token after another."""
     cache = keepset.Cache(model, recipe)
     model(ids[:, : args.keep], past_key_values=cache, logits_to_keep=1)
     took = _decode(model, cache, ids[:, args.keep : args.keep + args.generated])
@@ -124,7 +124,7 @@ def _share(measured: Measured, model: Any, recipe: str, ids: Tensor, args: Any) 
 
 
 def _decode(model: Any, cache: Any, tokens: Tensor) -> float:
-    """Seconds of feeding the tokens one by one."""
+    """Return the seconds of feeding the tokens one by one."""
     began = perf_counter()
     for token in tokens[0]:
         model(token[None, None], past_key_values=cache)

@@ -64,7 +64,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Ratio:
-    """A figure of one case over that of another, and what it should be."""
+    """The ratio of one case's figure to another's, and its target."""
 
     title: str
     figure: str
@@ -125,7 +125,7 @@ RATIOS = [
 
 
 def measure(case: Case, text: str, model: str | None) -> dict[str, Any]:
-    """Run a case in a process of its own."""
+    """Run a case in a separate process."""
     words = json.dumps({**asdict(case), "text": text, "model": model})
     done = subprocess.run([sys.executable, str(WORKER), words], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -134,7 +134,7 @@ def measure(case: Case, text: str, model: str | None) -> dict[str, Any]:
 
 
 def held(case: Case) -> float:
-    """How many requests the pool can hold: without one prompt, by the blocks of keep + every entries."""
+    """Return how many requests the pool can hold: without one prompt, by the blocks of keep + every entries."""
     return (case.blocks - -(-case.prompt // 32)) / -(-(96 + 64) // 32)
 
 
@@ -184,7 +184,7 @@ def main() -> int:
     long = "one long prompt: snapkv"
     if figures[long]:
         pages = -(-CASES[long].prompt // 32)
-        # The pool before, then as the step that computed the prompt's end saw it, and as the next one did.
+        # The pool before, in the step that computed the prompt's end, and in the next step.
         free = Summary.of([max(run["free"][1:-1]) - (run["free"][0] - pages) for run in figures[long]])
         assert free is not None
         verdict = "met" if free.median >= 14 / 16 * pages else "not met"

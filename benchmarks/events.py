@@ -1,4 +1,4 @@
-"""What one compression event costs beside bare operations, kvpress and the AMS authors' program."""
+"""The cost of one compression event, compared with bare operations, kvpress and the AMS authors' program."""
 
 import argparse
 import subprocess
@@ -21,7 +21,7 @@ MANY_ROUNDS = 15
 
 @dataclass
 class Figure:
-    """A case of keepset's at a size, what it is divided by, and the most that may come out."""
+    """A case of keepset at one size, the case by which its time is divided, and the largest allowed ratio."""
 
     case: str
     side: str
@@ -47,7 +47,7 @@ class Figure:
 
 
 def figures() -> list[Figure]:
-    """All of them, in the order of the table."""
+    """Return all ratios, in the order of the table."""
     selection = "ams selection"
     return [
         *(
@@ -117,7 +117,7 @@ def main() -> int:
 
 
 def _workers(stack: ExitStack, threads: int, peer: bool, folder: Path | None) -> tuple[dict[str, Worker], list[str]]:
-    """One process per side, and what is to be said of those that are missing."""
+    """Return one process per side, and notes about missing ones."""
     workers = {"keepset": stack.enter_context(Worker("keepset_events", Path(sys.executable), [], threads))}
     if not peer:
         return workers, []
@@ -138,7 +138,7 @@ def _workers(stack: ExitStack, threads: int, peer: bool, folder: Path | None) ->
 
 
 def _measure(figure: Figure, workers: dict[str, Worker], keepset_first: bool) -> None:
-    """Time both sides next to each other; who goes first alternates."""
+    """Time both sides one right after the other, in alternating order."""
     pair = [("keepset", figure.case, figure.seconds), (figure.side, figure.other, figure.other_seconds)]
     took = []
     try:

@@ -1,4 +1,4 @@
-"""What recipes are worth: fidelity to the full cache over several texts, and a fact found in each of them."""
+"""Quality of recipes: fidelity to the full cache over several texts, and a fact found in each text."""
 
 import argparse
 import sys
@@ -30,7 +30,7 @@ KEEPS = (0.5, 0.25, 0.1)
 
 @dataclass
 class Figures:
-    """One recipe under one budget: a figure for every text; bytes are those held, of the full cache's."""
+    """One recipe under one budget: a figure for every text; bytes are shares of the full cache's."""
 
     kl: list[float] = field(default_factory=list)
     top1: list[float] = field(default_factory=list)
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def _task(tokenizer: Any, name: str, number: int, count: int, args: Any) -> TextTask:
-    """An essay with a fact of its own, deeper in each."""
+    """Return each essay with its own fact, deeper in each further essay."""
     # Names and numbers are short enough for the few tokens of an answer.
     city = texts.CITIES[number % len(texts.CITIES)]
     answer = str(1000 + 7919 * (number + 1) % 9000)

@@ -23,13 +23,13 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 MINUTES = 8.5
-"""After so many nothing new begins."""
+"""Minutes after which no new measurement begins."""
 NEEDED = ("torch", "transformers", "safetensors", "jaxtyping")
-"""And Triton, which comes with PyTorch where there are GPUs."""
+"""Required packages, beside Triton, which PyTorch's GPU builds bring along."""
 
 
 def main() -> int:
-    """Measures, prints and writes; gives the exit status."""
+    """Measure, print and write; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cpu", action="store_true", help="tiny shapes in Triton's interpreter; times mean nothing")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"nothing new begins after so many [{MINUTES}]")

@@ -1,4 +1,4 @@
-"""What a compressed cache holds, what its prefill needs at its peak, and how fast it decodes."""
+"""Bytes of a compressed cache, the peak bytes of its prefill, and the speed of decoding."""
 
 import sys
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The picture of README: a text around a fact that is asked for later, each token shaded by what three recipes
+"""README's picture: a text around a fact that is asked for later, each token shaded by what three recipes
 keep of it with a tenth of the bytes.
 
 `python benchmarks/picture.py docs/kept.svg` runs the embedded model and writes it; what the recipes answer, and with
@@ -20,7 +20,7 @@ from keepset.texts import NEEDLE, chat_parts, essay, insert, token_texts
 RECIPES = ("snapkv(bytes=0.1)", "reread(bytes=0.1)", "quantized(match(pool(distilled)), bytes=0.1)")
 CHARACTERS, AROUND, COLUMNS, ANSWER = 4200, 400, 44, 16
 WIDE, HIGH, MARGIN, GAP = 7.2, 21, 20, 28
-DARKEST = 0.4  # the share of heads from which on a token is as dark as can be
+DARKEST = 0.4  # the share of heads from which on a token has the darkest shade
 STYLE = """
 svg { --page: #fff; --ink: #1b1f24; --muted: #59636e; --line: #d8dee4; --keep: #6fb0f0; --fact: #b3261e; }
 @media (prefers-color-scheme: dark) {
@@ -52,7 +52,7 @@ def measured(model, tokenizer, recipe: str, text: str) -> tuple[list[str | None]
 
 
 def lines_of(tokens: list[str | None], shares: list[float]) -> list[list[tuple[str, float]]]:
-    """Pieces of the text around the fact, each with its share, in lines that are wrapped at words."""
+    """Return pieces of the text around the fact, each with its share, in lines wrapped at words."""
     marked: list[tuple[str, float]] = []
     for text, share in zip(tokens, shares, strict=True):
         if text is None:

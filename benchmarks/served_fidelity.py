@@ -27,7 +27,7 @@ RECIPE = "quantized(match(pool(distilled(stats='{stats}')), newest={newest}), bi
 WHOLE = 1.0
 """The budget of requests that keep everything."""
 FORCED = "forced"
-"""The key of a request's extra arguments: the tokens that it says, whatever the model would say."""
+"""The key of a request's extra arguments: the tokens that it must generate, whatever the model predicts."""
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def transformers(
 def served(
     recipes: dict[float, str], texts_of: dict[str, tuple[list[int], list[int]]], folder: Path, from_prompts: bool
 ) -> dict[tuple[float, str], Tensor]:
-    """Have vLLM say the text that follows, after each saved context or after the prompts that it compresses itself.
+    """Make vLLM generate the text that follows, after each saved context or after prompts that it compresses itself.
 
     Prompts are also left whole, which shows what their pages lose.
 
@@ -125,7 +125,7 @@ def served(
     seen: dict[tuple[float, str], list[Tensor]] = defaultdict(list)
 
     class Forced(AdapterLogitsProcessor):
-        """Notes a request's logits, and leaves it one token to choose."""
+        """Records a request's logits, and forces its next token."""
 
         def is_argmax_invariant(self) -> bool:
             return False
@@ -152,11 +152,11 @@ def served(
     for share in [*recipes, *([WHOLE] if from_prompts else [])]:
         for name, (prompt, (first, *others)) in texts_of.items():
             if from_prompts:
-                # The token after the prompt is said first, and its logits are not scored.
+                # The token after the prompt is generated first, and its logits are not scored.
                 options = {"off": True} if share == WHOLE else {"bytes": share}
                 ids, forced = prompt, [first, *others]
             else:
-                # The last token is scored and not said: something has to follow it.
+                # The last token is scored but not generated; a further token has to follow it.
                 ids, options, forced = [first], {"context": f"{name}-{share}"}, [*others, first]
             extra = {"keepset": options, "name": name, "share": share, FORCED: forced}
             prompts.append({"prompt_token_ids": ids})

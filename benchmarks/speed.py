@@ -1,4 +1,4 @@
-"""What compressing a prompt costs: prefill time with a method over the full cache's of the same round."""
+"""The cost of compressing a prompt: prefill time with a method / that of the full cache in the same round."""
 
 import sys
 from collections import defaultdict
@@ -39,7 +39,7 @@ TARGETS: dict[str, float | None] = {
 }
 GROWTH_TARGET = 1.2
 PEER_TARGETS = {"kvzip": 0.5}  # what the method adds to a prefill, over what kvpress' adds
-# A method that holds more than this at the end of the prefill has not compressed: its time says nothing.
+# A method that holds more than this at the end of the prefill has not compressed, so its time is meaningless.
 MOST_HELD = 1.05 * KEEP
 
 
@@ -139,7 +139,7 @@ def _warm_up(table: Table, workers: list[Worker], methods: list[str], lengths: l
 
 
 def _pair(measured: Measured, worker: Worker, method: str, tokens: int, full_first: bool) -> None:
-    """Time the method and the full cache next to each other; who goes first alternates."""
+    """Time the method and the full cache one right after the other, in alternating order."""
     try:
         if full_first:
             full = worker.ask("prefill", tokens=tokens)
@@ -210,7 +210,7 @@ def _section(table: Table, methods: list[str], tokens: int) -> Section:
 
 
 def _growth(table: Table, methods: list[str], lengths: list[int]) -> Section:
-    """How the ratios change from the shortest prompt to the longest."""
+    """Return how the ratios change from the shortest prompt to the longest."""
     short, long = min(lengths), max(lengths)
     title = f"The same ratio at {long} tokens / at {short}, by processor time"
     section = Section(title, ["method", "target", "keepset", "", "kvpress"])
@@ -226,7 +226,7 @@ def _growth(table: Table, methods: list[str], lengths: list[int]) -> Section:
 
 
 def _over_peer(own: Measured, peer: Measured, target: float | None) -> list[str]:
-    """What the method adds to a prefill over what the peer's adds, by processor time."""
+    """Return the time that the method adds to a prefill / that the peer's method adds, by processor time."""
     if target is None or own.cpu_ratio is None or peer.cpu_ratio is None:
         return []
     share = (own.cpu_ratio.median - 1) / (peer.cpu_ratio.median - 1)

@@ -1,4 +1,4 @@
-"""How long a user waits before anything happens: wall time of fresh processes."""
+"""Start-up time that a user waits: wall time of fresh processes."""
 
 import argparse
 import subprocess

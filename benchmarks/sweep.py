@@ -1,4 +1,4 @@
-"""What a sweep costs beside the least that it could, and beside kvpress's way: one press after another."""
+"""The cost of a sweep, compared with its least possible cost, and with kvpress, which runs one press after another."""
 
 import argparse
 import sys
@@ -30,7 +30,7 @@ TASK = "niah_single_2"
 LEAST_TARGET, PEER_TARGET = 1.5, 0.4
 
 Times = dict[str, float]
-"""By the wall clock, and of processor time."""
+"""Seconds of wall-clock time, and of processor time."""
 
 
 def main() -> int:
@@ -83,13 +83,13 @@ def main() -> int:
 
 @torch.no_grad()
 def warm_up(model: Any) -> None:
-    """Cold caches, thread pools and allocators would be booked on the first prefill."""
+    """Warm up, so that cold caches, thread pools and allocators do not slow the first prefill."""
     model(torch.full((1, 64), 5))
 
 
 @torch.no_grad()
 def least(model: Any, tokenizer: Any, example: Example, generation: Generation, tokens: Sequence[float]) -> Times:
-    """One prefill of plain transformers and as many answers of as many tokens; hearing the question is not counted."""
+    """Time one prefill of plain transformers, and as many answers with as many tokens; the question is not timed."""
     [prompt] = PromptBuilder(tokenizer, mode="agnostic", chat=True, longest=None).of(example, generation.tokens)
     question = torch.tensor([prompt.questions[0].ids])
     model.set_attn_implementation("sdpa")

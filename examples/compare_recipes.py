@@ -1,4 +1,4 @@
-"""Compare recipes on a text: which one predicts what follows as the full cache does, from a quarter of the memory?
+"""Compare recipes on a text: which one predicts the following tokens like the full cache, in a quarter of the memory?
 
 KL(full || compressed) in nats per token, and how often both hold the same token for the likeliest. `keepset compare`
 has more figures, `keepset tune` more recipes, and both share one prefill.
@@ -19,7 +19,7 @@ prompt, following = ids[:, :512], ids[:, 512:576]
 
 @torch.no_grad()
 def predictions(recipe: str) -> torch.Tensor:
-    """Log-probabilities after each of the following tokens, when the prompt is cached by a recipe."""
+    """Return log-probabilities after each of the following tokens, with the prompt cached by a recipe."""
     cache = keepset.Cache(model, recipe)
     model(prompt, past_key_values=cache, logits_to_keep=1)
     return model(following, past_key_values=cache).logits[0].log_softmax(-1)

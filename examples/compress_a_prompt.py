@@ -1,4 +1,4 @@
-"""Compress a prompt: the answer to a long prompt from a quarter of its cache.
+"""Compress a prompt: answer a long prompt from a quarter of its cache.
 
 `glance` looks at the prompt once, at its end. The cache reports the bytes that it really holds.
 """

@@ -1,4 +1,4 @@
-"""Serve under vLLM and ask with the OpenAI client, which needs to know nothing of keepset.
+"""Serve under vLLM and ask with the OpenAI client, which need not know about keepset.
 
 In another terminal, with the small embedded model or a MODEL of yours before the options:
 

@@ -1,4 +1,4 @@
-"""Write a method of your own: a score for every entry; who stays follows from it.
+"""Write your own method: it gives every entry a score, and keepset keeps the best.
 
 It then composes with every allocator, runs under transformers and vLLM, and has a text form.
 """

@@ -1,4 +1,4 @@
-"""Seconds per decoded token after a prefill: the full cache, a uniform one, one ragged by head."""
+"""Seconds per decoded token after a prefill: the full cache, a uniform cache, and one with ragged heads."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ Key = tuple[str, int, str]  # method, tokens, side
 
 @dataclass
 class Table:
-    """Seconds per token, one figure a round, and what went wrong."""
+    """Seconds per token, one figure for each round, and errors."""
 
     seconds: dict[Key, list[float]] = field(default_factory=lambda: defaultdict(list))
     errors: dict[Key, str] = field(default_factory=dict)
 
 
 def measure(table: Table, workers: list[Worker], lengths: list[int], rounds: int, steps: int) -> Iterator[int]:
-    """Fill `table` round by round, all methods in each; gives the weight of what is done."""
+    """Fill `table` round by round, all methods in each; yield the weight of the finished work."""
     for tokens in lengths:
         for number in range(rounds):
             for worker in workers:
@@ -40,18 +40,18 @@ def measure(table: Table, workers: list[Worker], lengths: list[int], rounds: int
 
 
 def planned(workers: list[Worker], lengths: list[int], rounds: int, steps: int) -> int:
-    """The weight of all requests."""
+    """Return the weight of all requests."""
     per_length = (rounds * steps * STEP_IN_TOKENS + tokens for tokens in lengths)
     return len(METHODS) * len(workers) * sum(per_length)
 
 
 def tokens_needed(lengths: list[int], rounds: int, steps: int) -> int:
-    """How long the text must be: the prompt and all that is decoded after it."""
+    """Return the length that the text needs: the prompt and all tokens decoded after it."""
     return max(lengths) + WARM_UP_STEPS + rounds * steps
 
 
 def rows(table: Table) -> list[dict[str, Any]]:
-    """All figures, for the JSON file."""
+    """Return all figures for the JSON file."""
     found = []
     for key in sorted(table.seconds.keys() | table.errors.keys()):
         method, tokens, side = key
@@ -70,7 +70,7 @@ def rows(table: Table) -> list[dict[str, Any]]:
 
 
 def section(table: Table, lengths: list[int]) -> Section:
-    """The table of times and ratios."""
+    """Return the table of times and ratios."""
     columns = ["side", "tokens", *(f"{method} ms" for method in METHODS)]
     columns += [f"{RAGGED} / {UNIFORM}", "", f"{RAGGED} / {FULL}", ""]
     made = Section(f"Decoding one token, keep {KEEP}", columns)

@@ -1,4 +1,4 @@
-"""Bytes of a cache after a prefill and at its peak inside it. Nothing is timed: once is enough."""
+"""Bytes of a cache after a prefill and at its peak during it. Nothing is timed, so one run is enough."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,9 +8,9 @@ from harness.worker import Answer, Worker, WorkerError
 
 METHODS = ("snapkv", "adakv(snapkv)")
 KEEPS = (0.5, 0.125)
-HELD_OVER_KEEP = 1.02  # AdaKV's bytes, of the share that was asked for
+HELD_OVER_KEEP = 1.02  # AdaKV's bytes, as a multiple of the requested share
 PEAK_KEEP, PEAK_TARGET = 0.125, 0.25
-# Nothing is dropped before all layers have been seen: their peak is the full cache's and what they look at.
+# These drop nothing before all layers have run: their peak is the full cache's and that of their inputs.
 WHOLE, WHOLE_KEEP, WHOLE_TARGET = ("kvcompose(task='self')", "kvcompose(chunk=128)", "kvcompose"), 0.5, 1.15
 
 Key = tuple[str, float, int, str]  # method, keep, tokens, side
@@ -18,7 +18,7 @@ Table = dict[Key, Answer]
 
 
 def measure(table: Table, workers: list[Worker], lengths: list[int]) -> Iterator[int]:
-    """Fill `table`; gives the tokens of each request when it is done."""
+    """Fill `table`; yield the tokens of each request when it is done."""
     for tokens in lengths:
         for worker in workers:
             table["full", 1.0, tokens, worker.name] = worker.ask("bytes", tokens=tokens)
@@ -33,12 +33,12 @@ def measure(table: Table, workers: list[Worker], lengths: list[int]) -> Iterator
 
 
 def planned(workers: list[Worker], lengths: list[int]) -> int:
-    """The tokens of all requests."""
+    """Return the tokens of all requests."""
     return len(workers) * sum(lengths) * (1 + len(METHODS) * len(KEEPS) + len(WHOLE))
 
 
 def rows(table: Table) -> list[dict[str, Any]]:
-    """All figures, for the JSON file."""
+    """Return all figures for the JSON file."""
     return [
         {"method": method, "keep": keep, "tokens": tokens, "side": side, **answer}
         for (method, keep, tokens, side), answer in table.items()
@@ -46,7 +46,7 @@ def rows(table: Table) -> list[dict[str, Any]]:
 
 
 def held(table: Table, lengths: list[int]) -> Section:
-    """The table of bytes after the prefill."""
+    """Return the table of bytes after the prefill."""
     columns = ["method", "keep", "tokens", "target", "keepset holds", "", "keepset says", "kvpress holds"]
     section = Section("KV bytes after the prefill / the full cache's", columns)
     for tokens in lengths:
@@ -77,7 +77,7 @@ def held(table: Table, lengths: list[int]) -> Section:
 
 
 def peak(table: Table, lengths: list[int]) -> Section:
-    """The table of peaks inside the prefill."""
+    """Return the table of peaks during the prefill."""
     made = _peaks(table, lengths, METHODS, PEAK_KEEP, ("KV", "alive"), PEAK_TARGET)
     made.notes.append("KV: the most that the cache reached after any single operation of the prefill.")
     made.notes.append("alive: the most that all tensors made in the prefill took at once, activations too.")
@@ -85,7 +85,7 @@ def peak(table: Table, lengths: list[int]) -> Section:
 
 
 def whole(table: Table, lengths: list[int]) -> Section:
-    """The table of peaks of methods that look at all layers, or at the prompt twice."""
+    """Return the table of peaks of methods that need all layers, or a second pass over the prompt."""
     made = _peaks(table, lengths, WHOLE, WHOLE_KEEP, ("alive", "KV"), WHOLE_TARGET)
     made.title += ", all layers at once"
     made.notes.append("alive: all tensors made in the prefill, the model's weights not counted.")
@@ -95,7 +95,7 @@ def whole(table: Table, lengths: list[int]) -> Section:
 def _peaks(
     table: Table, lengths: list[int], methods: Sequence[str], keep: float, measures: tuple[str, str], target: float
 ) -> Section:
-    """Peaks by two measures, of which the first is judged."""
+    """Peaks by two measures; only the first has a target."""
     columns = ["method", "tokens", "target", f"keepset {measures[0]}", "", f"keepset {measures[1]}"]
     columns += [f"kvpress {measure}" for measure in measures]
     section = Section(f"Peak inside the prefill / the full cache's, keep {keep}", columns)
@@ -126,7 +126,7 @@ def _asked(worker: Worker, method: str, keep: float, tokens: int) -> Answer:
 
 
 def _shares(table: Table, method: str, keep: float, tokens: int, side: str) -> dict[str, float]:
-    """Divide by the same side's full cache; its KV is also the measure of what a cache says."""
+    """Divide by the same side's full cache; its KV bytes also divide the bytes that a cache reports."""
     answer, full = table.get((method, keep, tokens, side), {}), table.get(("full", 1.0, tokens, side), {})
     measures = {name: name for name in ("kv_bytes", "kv_bytes_peak", "alive_bytes_peak")}
     measures["claimed_bytes"] = "kv_bytes"

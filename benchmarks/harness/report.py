@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-WIDTH = 120  # where nobody says how wide it is: a file, a pipe
+WIDTH = 120  # for outputs without a width: a file, a pipe
 VERDICT_STYLE = {"met": "green", "not met": "red"}
 
 
@@ -43,7 +43,7 @@ def publish(name: str, sections: Sequence[Section], data: dict[str, Any]) -> Non
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on, as far as it explains them."""
+    """Return the facts of the machine and versions that explain the figures."""
     return {"processor": _processor(), "cores": os.cpu_count(), "python": platform.python_version()}
 
 

@@ -1,4 +1,4 @@
-"""Repeated figures in short: the median, and how far they lie apart."""
+"""Summary of repeated figures: the median and the range."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Summary:
-    """The median with the smallest and the largest, and all that went into them."""
+    """The median, the smallest and the largest figure, and all figures."""
 
     median: float
     low: float
@@ -17,7 +17,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Summary | None":
-        """Sum up; nothing measured gives None."""
+        """Return the summary of figures; None without figures."""
         return cls(median(values), min(values), max(values), tuple(values)) if values else None
 
     def as_json(self) -> dict[str, Any]:
@@ -25,7 +25,7 @@ class Summary:
 
 
 def ratios(of: Sequence[float], to: Sequence[float]) -> Summary | None:
-    """Divide round by round: what slows a round down slows both, and cancels."""
+    """Divide round by round, because what slows a round slows both sides and cancels."""
     return Summary.of([a / b for a, b in zip(of, to, strict=False)])
 
 
@@ -39,7 +39,7 @@ def shown(summary: Summary | None, digits: int = 3) -> str:
 
 
 def verdict(summary: Summary | None, target: float | None) -> str:
-    """Say whether the median meets a target that is an upper bound."""
+    """Return whether the median meets a target that is an upper bound, in words."""
     if summary is None or target is None:
         return "-"
     return "met" if summary.median <= target else "not met"

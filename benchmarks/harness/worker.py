@@ -29,7 +29,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One side of the comparison in a process of its own, in its own environment."""
+    """One side of the comparison, in its own process and environment."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Worker:
         self.versions: dict[str, str] = self._read()["versions"]
 
     def ask(self, what: str, method: str = "full", **request: Any) -> Answer:
-        """Have one thing measured."""
+        """Ask the worker for one measurement."""
         assert self._process.stdin
         try:
             print(json.dumps({"what": what, "method": method, **request}), file=self._process.stdin, flush=True)
@@ -107,6 +107,6 @@ def start_workers(stack: ExitStack, prompt: Prompt, threads: int, peer: bool) ->
 
 
 def check_peer() -> None:
-    """Stop where the peer's environment is missing."""
+    """Raise an error if the peer's environment is missing."""
     if not PEER_PYTHON.exists():
         raise WorkerError("the peer has no environment yet: run benchmarks/peer_setup.sh, or give --no-peer")

@@ -1,1 +1,1 @@
-"""What `gpu.py` measures, part by part."""
+"""The parts of `gpu.py`'s measurement."""

@@ -1,4 +1,4 @@
-"""Kernels against what they must move, and against PyTorch's attention on equal lengths."""
+"""Kernels, compared with the bytes that they must move, and with PyTorch's attention over equal lengths."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from on_gpu.measuring import Bench
 
 
 def measure(bench: Bench) -> None:
-    """All of them, shortest first."""
+    """Measure all kernels, the shortest first."""
     lengths = (8192, 32768) if bench.on_gpu else (40,)
     for entries in lengths:
         for batch in (1, 8) if bench.on_gpu else (1,):
@@ -37,7 +37,7 @@ def measure(bench: Bench) -> None:
 
 
 def ragged_counts(entries: int, heads: int) -> list[int]:
-    """Lengths as AdaKV leaves them, from a fifth of the mean to more than twice of it; in sum `entries` a head."""
+    """Return AdaKV-like lengths, from a fifth of the mean to more than twice the mean; `entries` a head on average."""
     weights = torch.linspace(0.2, 1.8, heads)
     counts = [int(entries * weight) for weight in weights]
     counts[-1] += entries * heads - sum(counts)
@@ -109,7 +109,7 @@ def _paged(bench: Bench, entries: int, requests: int) -> None:
     part = f"pages of {size}, {requests} requests, {keep} of {entries} entries a head"
     nbytes = 2 * keep * requests * bench.kv_heads * bench.head_dim * bench.dtype.itemsize
     width = -(-entries // size)
-    # As an event leaves them: the blocks of what was dropped belong to others.
+    # As after an event: the blocks of dropped entries belong to other requests.
     held = -(-keep // size) + 2
     cache = torch.randn(
         requests * held, bench.kv_heads, size, 2 * bench.head_dim, device=bench.device, dtype=bench.dtype
@@ -126,7 +126,7 @@ def _paged(bench: Bench, entries: int, requests: int) -> None:
     new = queries[:, : bench.kv_heads]
 
     def layout(counts: Sequence[int]) -> PageLayout:
-        """At an event one token ago."""
+        """Return the layout of an event one token ago."""
         number = torch.tensor(counts, device=bench.device, dtype=torch.int32).expand(requests, 1, -1)
         place = torch.ones(requests, 1, device=bench.device, dtype=torch.int32)
         return PageLayout(number.contiguous(), (entries - 1) * place, (width - held) * place, 0 * place)

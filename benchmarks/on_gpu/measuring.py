@@ -1,4 +1,4 @@
-"""How things are timed on a device, and what becomes of a figure that cannot be had."""
+"""Timing on a device, and figures that could not be measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Figure:
     Attributes:
         part: which table it belongs to.
         what: the line's name.
-        nbytes: what must be moved at least, for a share of the device's bandwidth.
+        nbytes: the least bytes to move, for a share of the device's bandwidth.
         against: the name of the line that it is compared with.
         extra: other figures, such as tokens per second.
     """
@@ -38,7 +38,7 @@ class Figure:
 
     @property
     def median(self) -> float | None:
-        """Of all runs, in milliseconds."""
+        """The median of all runs, in milliseconds."""
         return statistics.median(self.milliseconds) if self.milliseconds else None
 
     @property
@@ -53,42 +53,42 @@ class Figure:
 
 @dataclass
 class Bench:
-    """Where figures are collected; nothing new begins after the deadline."""
+    """Collects figures; no new measurement begins after the deadline."""
 
     device: torch.device
     deadline: float
     figures: list[Figure] = field(default_factory=list)
     failed: bool = False
     graphed: bool = False
-    """Whether what is timed is captured as a CUDA graph, so that the host's work is not part of it."""
+    """Whether timed launches are captured as a CUDA graph, so that the host's work is excluded."""
 
     @property
     def on_gpu(self) -> bool:
-        """Otherwise shapes are tiny, and times mean nothing."""
+        """Whether this is a GPU; otherwise shapes are tiny, and times are meaningless."""
         return self.device.type == "cuda"
 
     @property
     def kv_heads(self) -> int:
-        """Of Llama-3.1-8B and Qwen3-8B."""
+        """The KV heads of Llama-3.1-8B and Qwen3-8B."""
         return 8 if self.on_gpu else 2
 
     @property
     def group(self) -> int:
-        """Query heads of each, of the same models."""
+        """The query heads of each KV head, in the same models."""
         return 4 if self.on_gpu else 2
 
     @property
     def head_dim(self) -> int:
-        """Of the same models."""
+        """The numbers of a key, in the same models."""
         return 128 if self.on_gpu else 16
 
     @property
     def dtype(self) -> torch.dtype:
-        """What GPUs compute in; the interpreter does not multiply it."""
+        """The dtype of GPUs' computation; float32 in the interpreter, which cannot multiply bfloat16."""
         return torch.bfloat16 if self.on_gpu else torch.float32
 
     def run(self, part: str, what: str, make: Callable[[], Callable[[], Any]], **about: Any) -> Figure:
-        """Times what `make` gives; out of memory or of time is said in the table."""
+        """Time the function that `make` returns; a lack of memory or time is noted in the table."""
         repeats = about.pop("repeats", 20 if self.on_gpu else 1)
         figure = Figure(part, what, **about)
         self.figures.append(figure)
@@ -115,11 +115,11 @@ class Bench:
         return figure
 
     def runs(self, repeats: int) -> int:
-        """How often a function is called for so many times."""
+        """Return how often a function is called for `repeats` measured times."""
         return repeats + min(WARM_UP, repeats) if self.on_gpu else 1
 
     def times(self, function: Callable[[], Any], repeats: int) -> list[float]:
-        """Milliseconds of each run, by the device's own clock."""
+        """Return the milliseconds of each run, by the device's own clock."""
         if not self.on_gpu:
             began = time.perf_counter()
             function()
@@ -137,7 +137,7 @@ class Bench:
         return [before.elapsed_time(after) for before, after in marks]
 
     def host_microseconds(self, function: Callable[[], Any], repeats: int = 50) -> float:
-        """What the host takes to launch it."""
+        """Return the host's microseconds for launching the function."""
         for _ in range(self.runs(repeats) - repeats):
             function()
         torch.cuda.synchronize()
@@ -150,7 +150,7 @@ class Bench:
         return statistics.median(taken)
 
     def graph_of(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """What replays its launches; itself if it does what no graph holds."""
+        """Return a function that replays the launches; the function itself if a graph cannot capture it."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
@@ -166,7 +166,7 @@ class Bench:
         return replay
 
     def bandwidth(self) -> float:
-        """Bytes a millisecond, of the largest copy that is worth its while: read and written."""
+        """Return the bytes per millisecond that a large copy reads and writes."""
         size = 2**30 if self.on_gpu else 2**20
         source = torch.empty(size, dtype=torch.int8, device=self.device)
         target = torch.empty_like(source)

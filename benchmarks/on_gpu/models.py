@@ -1,4 +1,4 @@
-"""Whole models of random weights: prefill, decoding and events under keepset.Cache, beside transformers' own cache."""
+"""Whole models with random weights: prefill, decoding and events under keepset.Cache and transformers' own cache."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ KEEPS = (0.25, 0.1)
 
 
 def measure(bench: Bench, name: str, *, everything: bool) -> None:
-    """Decoding, events and prefill of one shape; `everything` of the first, and of the others what differs."""
+    """Measure decoding, events and prefill of one shape: `everything` for the first, else only what differs."""
     model = random_model(bench, name)
     tokens = 32768 if bench.on_gpu else 80
     for batch in (1, 8) if bench.on_gpu else (2,):
@@ -88,7 +88,7 @@ def measure(bench: Bench, name: str, *, everything: bool) -> None:
 
 @torch.no_grad()
 def random_model(bench: Bench, name: str) -> PreTrainedModel:
-    """A model of a shape, with random weights."""
+    """Return a model of a shape, with random weights."""
     shape = dict(SHAPES[name] if bench.on_gpu else _TINY)
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     before = torch.get_default_dtype()
@@ -163,7 +163,7 @@ def _decoding(bench: Bench, name: str, model: PreTrainedModel, tokens: int, batc
 
 
 def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], tokens: int, batch: int) -> keepset.Cache:
-    """The cache as a compression of so many tokens leaves it, with random entries."""
+    """Return a cache of random entries as it is after a compression."""
     device, config = model.device, model.config
     size = head_size(config)
     lengths = torch.full((batch,), tokens, device=device)
@@ -180,7 +180,7 @@ def filled(cache: keepset.Cache, model: PreTrainedModel, counts: list[int], toke
 
 
 def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: int, stats: Path) -> None:
-    """The token that an event follows, beside the one before it; what is more is the event."""
+    """Time a token that an event follows, and the token before it; the difference is the event."""
     every, repeats = (256, 5) if bench.on_gpu else (3, 1)
     part = f"{name}: a token after {keep} + {every} entries"
     whole, recipe = recipe.format(stats=stats), recipe.format(stats="...")
@@ -189,7 +189,7 @@ def _event(bench: Bench, name: str, model: PreTrainedModel, recipe: str, keep: i
 
     @torch.no_grad()
     def step(at: int) -> Callable[[], Any]:
-        """Of the token there, on a copy each time; copies are made before the clock runs."""
+        """Return the step of the token at `at`, each time on a copy; copies are made before the clock starts."""
         cache = keepset.Cache(model, text)
         for piece in (ids[:, :keep], ids[:, keep:at]):
             model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -225,7 +225,7 @@ def _prefill(
 
 
 def prefill(bench: Bench, model: PreTrainedModel, tokens: int, recipe: str | None) -> Callable[[], None]:
-    """What prefills so many random tokens under a recipe; None: the full cache."""
+    """Return a function that prefills random tokens under a recipe; None: the full cache."""
     ids = _ids(bench, model, 1, tokens)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A file of statistics with random networks, as wide as those that a fit makes: what `distilled` takes of time."""
+"""A file of statistics with random networks, as wide as fitted ones, to time `distilled`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH, AGES = 64, 12
 
 
 def write(config: PretrainedConfig, head_dim: int, path: Path) -> None:
-    """Write them for a model that rotates halves of its heads."""
+    """Write the statistics for a model that rotates halves of its heads."""
     draw = torch.Generator().manual_seed(0)
     kv_heads, inputs, half = config.num_key_value_heads, 2 * head_dim + 2, head_dim // 2
 

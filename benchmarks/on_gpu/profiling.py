@@ -1,4 +1,4 @@
-"""Where a prefill's time goes on a GPU: kernels by their time, beside those of the full cache."""
+"""The kernels of a prefill on a GPU by time, beside those of the full cache."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SHOWN = 30
 
 
 def prefill(bench: Bench, recipe: str, tokens: int) -> None:
-    """Print what a prefill of so many tokens launches under a recipe, longest first.
+    """Print the kernels of a prefill under a recipe, longest first.
 
     Args:
         bench: the device.
         recipe: `{stats}` in it is a file of random networks.
-        tokens: of the prompt; 80 without a GPU.
+        tokens: tokens of the prompt; 80 without a GPU.
     """
     model = models.random_model(bench, next(iter(models.SHAPES)))
     n = tokens if bench.on_gpu else 80

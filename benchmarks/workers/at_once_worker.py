@@ -48,7 +48,7 @@ def main() -> None:
 
     scheduler.schedule = watched
     draw = random.Random(0)
-    # Enough that as many run at once as can, for a while.
+    # Enough requests to keep the pool full for a while.
     prompts = [{"prompt_token_ids": [draw.randrange(512) for _ in range(prompt)]} for _ in range(12 * whole)]
     sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True, detokenize=False)
     engine.generate(prompts, sampling, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""What both workers of `events.py` share: shapes, random inputs, the clock, and the conversation."""
+"""Common parts of the workers of `events.py`: shapes, random inputs, the clock, and the protocol."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ SINKS, RECENT = 4, 32
 
 Run = Callable[[], object]
 Prepare = Callable[[int, int], Run]
-"""From entries before and after the event to what is timed."""
+"""Makes the timed function, given the entries before and after the event."""
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -31,7 +31,7 @@ def scores(tokens: int) -> Tensor:
 
 
 def usage(tokens: int) -> Tensor:
-    """As uneven as attention is: a few entries get most of it."""
+    """Return uneven random numbers like attention: a few entries get most of it."""
     return randn(1, KV_HEADS, tokens, seed=2).mul(3).softmax(-1)
 
 
@@ -43,7 +43,7 @@ def serve(cases: dict[str, Prepare], packages: tuple[str, ...]) -> None:
     torch.set_grad_enabled(False)
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not get between the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     print(json.dumps({"versions": {name: version(name) for name in packages}}), file=answers)
     ready: dict[tuple[str, int, int], Run] = {}
     for line in sys.stdin:
@@ -57,7 +57,7 @@ def serve(cases: dict[str, Prepare], packages: tuple[str, ...]) -> None:
 def _answer(cases: dict[str, Prepare], ready: dict[tuple[str, int, int], Run], request: Any) -> dict[str, float]:
     case = request["what"], request["tokens"], request["keep"]
     if case not in ready:
-        ready.clear()  # inputs of one case at a time: of long texts they are large
+        ready.clear()  # inputs of one case at a time, because those of long texts are large
         ready[case] = cases[case[0]](*case[1:])
         ready[case]()
     seconds = []

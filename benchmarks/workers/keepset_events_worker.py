@@ -22,7 +22,7 @@ from keepset.methods.tova import TOVA
 
 
 class Given(Method):
-    """Scores that are there already."""
+    """A method with given scores."""
 
     name = "given"
     paper = "none"
@@ -32,7 +32,7 @@ class Given(Method):
 
 
 class Selection(AMS):
-    """AMS from usage that is there already."""
+    """AMS with given usage."""
 
     def _usage(self, observation: Observation) -> Tensor:
         return observation.state["usage"]
@@ -75,7 +75,7 @@ def mass(tokens: int, keep: int) -> events.Run:
 
 
 def ams(tokens: int, keep: int) -> events.Run:
-    """The whole event: what the window's queries gave is added up while they pass; scores, choice, and the move."""
+    """Time the whole event: the window's sums, which are added while queries come, scores, choice, and the move."""
     method, budget = AMS(scorer=Knorm(), window=events.WINDOW), Budget(keep, events.SINKS, events.RECENT)
     seen = observe(tokens)
     features = {WindowAttention(events.WINDOW): WindowSums(events.usage(tokens), events.WINDOW)}
@@ -88,7 +88,7 @@ def ams(tokens: int, keep: int) -> events.Run:
 
 
 def expected_attention(tokens: int, keep: int) -> events.Run:
-    """The whole event: moments of the recorded queries, scores, choice, and the move of what stays."""
+    """Time the whole event: moments of the recorded queries, scores, choice, and the move of kept entries."""
     method = ExpectedAttention()
     seen = observe(tokens, events.BUFFER)
     assert seen.queries is not None

@@ -16,7 +16,7 @@ class Keepset(Side):
 
 
 def recipe(method: str, keep: float) -> str:
-    """`snapkv` becomes `snapkv(keep=0.5)`, `adakv(snapkv)` becomes `adakv(snapkv, keep=0.5)`."""
+    """Return a method's text with a budget: `snapkv` becomes `snapkv(keep=0.5)`."""
     opened = f"{method[:-1]}, " if method.endswith(")") else f"{method}("
     return f"{opened}keep={keep})"
 

@@ -1,4 +1,4 @@
-"""How many bytes a cache really holds: counted from its tensors' storages, never taken from its word."""
+"""The bytes that a cache really holds: counted from its tensors' storages, not reported by the cache."""
 
 import gc
 import types
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Roads that lead out of the cache into the rest of the program; a worker adds what its library has for all caches.
+# Types that lead out of the cache into the rest of the program; a worker adds those that all its caches share.
 OUTSIDE: list[type] = [nn.Module, type, types.ModuleType, types.FrameType, torch.dtype, torch.device]
 
 
@@ -57,7 +57,7 @@ def _reachable_tensors(root: object) -> Iterator[Tensor]:
 
 
 class PeakBytes(TorchDispatchMode):
-    """While active, watches every operation: the most that the cache held, and the most alive in all."""
+    """Watches every operation while active: the peak bytes of the cache, and of all live tensors."""
 
     def __init__(self, cache: object):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Times kvpress's part of one compression event; with the AMS authors' copy of it first on the path, theirs."""
+"""Times kvpress's part of one compression event, or that of the AMS authors' copy if it is first on the path."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,19 +11,19 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
-# So narrow that projecting the queries anew, which kvpress does and keepset does not, costs nearly nothing.
+# So narrow that projecting the queries again, which only kvpress does, costs nearly nothing.
 HIDDEN = 64
 
 
 class Given(kvpress.ScorerPress):
-    """Scores that are there already."""
+    """A press with given scores."""
 
     def score(self, *_: Any) -> Tensor:
         return self.scores
 
 
 def inputs(tokens: int, newest: int) -> tuple[Any, ...]:
-    """What presses look at: module, hidden states, keys, values, no attention, the layer's arguments."""
+    """Return the inputs of presses: module, hidden states, keys, values, no attention, the layer's arguments."""
     config = LlamaConfig(
         hidden_size=HIDDEN,
         num_attention_heads=events.QUERY_HEADS,

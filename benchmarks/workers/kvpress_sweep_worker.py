@@ -24,7 +24,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not get between the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     pipeline = KVPressTextGenerationPipeline(
         model=model, tokenizer=AutoTokenizer.from_pretrained(args.model), device="cpu"
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def evaluate(pipeline: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """The full cache, then every press with every share that it drops."""
+    """Return the full cache, then every press with every share that it drops."""
     presses = [None, *(PRESSES[name](1 - keep) for name in request["recipes"] for keep in request["keeps"])]
     replies = []
     began, cpu_began = perf_counter(), process_time()

@@ -19,7 +19,7 @@ from measure import Setting, Side, Start
 from serve import serve
 from transformers import DynamicCache
 
-# keepset's names, and the presses that do the same, by the share of entries that they drop.
+# keepset's method names, and functions that make the equivalent press for a share of entries to drop.
 PRESSES: dict[str, Callable[[float], Any]] = {
     "streaming_llm": StreamingLLMPress,
     "knorm": KnormPress,

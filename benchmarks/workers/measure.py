@@ -1,4 +1,4 @@
-"""What both workers measure, in the same way: one prefill, decode steps after it, bytes of the cache."""
+"""The measurements of both workers: one prefill, decode steps after it, bytes of the cache."""
 
 import copy
 import gc
@@ -29,7 +29,7 @@ class Setting:
 
 @dataclass
 class Start:
-    """All that stands ready before the clock: a model, an empty cache, what must be active in the prefill."""
+    """Everything that is prepared before the clock: a model, an empty cache, the context of the prefill."""
 
     model: Any
     cache: Any
@@ -37,7 +37,7 @@ class Start:
 
 
 class Side(ABC):
-    """One library under measurement. A subclass says how it starts a method; the rest is common."""
+    """One library under measurement. A subclass only defines how it starts a method."""
 
     def __init__(self, folder: Path, ids: list[int], threads: int):
         torch.set_num_threads(threads)
@@ -49,10 +49,10 @@ class Side(ABC):
 
     @abstractmethod
     def start(self, setting: Setting) -> Start:
-        """Stand ready for a prefill with `setting`'s method."""
+        """Prepare a prefill with `setting`'s method."""
 
     def start_full(self) -> Start:
-        """Plain transformers with its usual cache and attention."""
+        """Prepare a prefill of plain transformers with its usual cache and attention."""
         return Start(self.model_for("full", "sdpa"), DynamicCache())
 
     def model_for(self, method: str, attention: str | None = None) -> Any:
@@ -66,7 +66,7 @@ class Side(ABC):
         return self._twins[method]
 
     def prefill(self, setting: Setting, repeats: int) -> Answer:
-        """Seconds of each of `repeats` prefills into a fresh cache, and what the last one holds."""
+        """Return the seconds of each of `repeats` prefills into a fresh cache, and the bytes of the last cache."""
         seconds, cpu_seconds = [], []
         for _ in range(repeats):
             start = self._begin(setting)
@@ -79,7 +79,7 @@ class Side(ABC):
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, **held}
 
     def decode(self, setting: Setting, repeats: int, steps: int) -> Answer:
-        """Seconds per token of `repeats` times `steps` steps; goes on where the last such request stopped."""
+        """Return seconds per token of `repeats` times `steps` steps, continuing from the last such request."""
         if setting not in self._decoding:
             start = self._begin(setting)
             self._prefill(start, setting.tokens)
@@ -98,7 +98,7 @@ class Side(ABC):
         return {"seconds": seconds, **_bytes(start.cache)}
 
     def bytes(self, setting: Setting) -> Answer:
-        """Bytes held after a prefill and at its peak. Watches every operation: too slow to be timed."""
+        """Return the bytes held after a prefill and at its peak. Watching every operation is too slow to be timed."""
         start = self._begin(setting)
         gc.collect()
         with PeakBytes(start.cache) as peak:
@@ -106,7 +106,7 @@ class Side(ABC):
         return {**_bytes(start.cache), "kv_bytes_peak": peak.cache_peak, "alive_bytes_peak": peak.alive_peak}
 
     def forget(self) -> Answer:
-        """Let go of the caches that decode requests keep."""
+        """Release the caches of decode requests."""
         self._decoding.clear()
         return {}
 
@@ -114,7 +114,7 @@ class Side(ABC):
         return self.start_full() if setting.method == "full" else self.start(setting)
 
     def _prefill(self, start: Start, tokens: int) -> tuple[float, float]:
-        """Give seconds by the wall clock, and of processor time: the second hardly feels other programs."""
+        """Return wall-clock seconds and processor seconds; other programs hardly affect the second."""
         prompt = self._take(0, tokens)
         with start.during_prefill:
             began, cpu_began = perf_counter(), process_time()
@@ -122,7 +122,7 @@ class Side(ABC):
         return perf_counter() - began, process_time() - cpu_began  # some presses compress as they are left
 
     def _step(self, start: Start, position: int) -> None:
-        # A cache that is shorter than the text can not know the position: say it.
+        # A cache that is shorter than the text cannot know the position, so it is given.
         start.model(
             self._take(position, position + 1),
             past_key_values=start.cache,

@@ -1,4 +1,4 @@
-"""A worker's conversation: one request a line on standard input, one answer a line on standard output."""
+"""A worker's protocol: one request a line on standard input, one answer a line on standard output."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ def serve(side: type[Side], packages: tuple[str, ...]) -> None:
     args = parser.parse_args()
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a library prints must not get between the answers
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     worker = side(args.model, json.loads(args.ids.read_text()), args.threads)
     print(json.dumps({"versions": {name: version(name) for name in packages}}), file=answers)
     for line in sys.stdin:

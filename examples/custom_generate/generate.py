@@ -7,5 +7,5 @@ import keepset
 
 
 def generate(model, recipe="glance(bytes=0.25)", **options):
-    """What `model.generate` gives, of a prompt that is cached by the recipe; each call has a cache of its own."""
+    """Return the result of `model.generate` with a prompt cached by the recipe; each call has its own cache."""
     return model.generate(**options, past_key_values=keepset.Cache(model, recipe))
