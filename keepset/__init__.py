@@ -1,6 +1,6 @@
 """keepset decides which entries of a language model's KV cache to keep, and really frees the rest.
 
-A method looks at an `Observation` and answers with a `KeepSet`; a runtime executes the `KeepSet`.
+A method reads an `Observation` and returns a `KeepSet`; a runtime executes the `KeepSet`.
 """
 
 import lazy_loader

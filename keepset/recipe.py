@@ -27,10 +27,10 @@ class Schedule:
 
     Attributes:
         prefill: whether to compress at the prompt's end; a prefill in chunks counts as one.
-        every: how many decoded tokens lie between events after the prompt; None for no such events.
+        every: number of decoded tokens between events after the prompt; None for no such events.
 
     Raises:
-        BudgetError: if nothing would ever be compressed, or `every` is no number of tokens.
+        BudgetError: if nothing would ever be compressed, or `every` is not a number of tokens.
     """
 
     prefill: bool = True
@@ -49,7 +49,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A method, a budget and a schedule: what to keep, how much of it, and when.
+    """A method, a budget and a schedule: which entries to keep, how many, and when.
 
     The text form is a call expression, `adakv(snapkv(window=32), keep=512)`: the method with its parameters, then the
     options of the budget (`keep` or `bytes`, `sinks`, `recent`, `recent_extra`, `protect_prompt`, `protect`, `short`)
@@ -59,10 +59,10 @@ class Recipe:
         written: the method that decides what to keep, as it was written.
         budget: how much to keep.
         schedule: when to compress.
-        method: the method as it is executed, with what the written one leaves to the budget; by it recipes are equal.
+        method: the executed method: `written` with parameters that depend on the budget; equality of recipes uses it.
 
     Raises:
-        BudgetError: if budget and schedule do not go together.
+        BudgetError: if budget and schedule contradict each other.
     """
 
     written: Method = field(compare=False)
@@ -104,7 +104,7 @@ class Recipe:
         prefill: bool = True,
         every: int | None = None,
     ) -> Recipe:
-        """Return a recipe with the options of `Budget` and `Schedule`; sinks and recent of None are the method's own.
+        """Return a recipe with the options of `Budget` and `Schedule`; for sinks and recent None is the method's own.
 
         Raises:
             BudgetError: if these do not go together.
@@ -151,11 +151,11 @@ class Recipe:
         return self.text(self.budget.keep, self.budget.bytes)
 
     def text(self, keep: int | float | None = None, bytes: float | None = None) -> str:
-        """Return the recipe's text with another `Budget.keep` or `bytes`, whether it suits or not; None is left out."""
+        """Return the recipe's text with another `Budget.keep` or `bytes`, unchecked; None is left out."""
         return _short_text(self.written, {**vars(self.budget), **vars(self.schedule), "keep": keep, "bytes": bytes})
 
     def with_budget(self, keep: int | float | None = None, bytes: float | None = None) -> Recipe:
-        """Return the same recipe with this `Budget.keep` or `bytes`; with neither, the common name of all budgets.
+        """Return the same recipe with this `Budget.keep` or `bytes`; with neither, the recipe without a budget.
 
         Raises:
             BudgetError: if it does not suit the recipe.
@@ -163,7 +163,7 @@ class Recipe:
         return replace(self, budget=replace(self.budget, keep=keep, bytes=bytes))
 
     def with_always(self, sinks: int, recent: int) -> Recipe:
-        """Return the same recipe with at least so many tokens that always stay.
+        """Return the same recipe with at least these numbers of first and newest tokens that always stay.
 
         A number that differs from the method's own was chosen for the recipe and does not change.
 
@@ -179,19 +179,19 @@ class Recipe:
         """Return the same recipe for one request, with ranges in place of the images or text that it protects.
 
         Raises:
-            BudgetError: if it protects images or text, and nobody knows where images are.
+            BudgetError: if it protects images or text, and the places of images are unknown.
         """
         return replace(self, budget=self.budget.located(None if images is None else [images]))
 
     @property
     def advice(self) -> str:
-        """Return a sentence on what to write instead if this is a method whose bare defaults do badly; else ""."""
+        """Return a sentence with a better recipe, if the method's bare defaults do badly; else ""."""
         if not self.method.advice or self.with_budget() != Recipe.of(type(self.method)()):
             return ""
         return f"{self.method.name} {self.method.advice}."
 
     def select(self, observation: Observation) -> KeepSet:
-        """Return what stays of one layer, observed with everything that the method needs.
+        """Return the entries that stay in one layer, observed with everything that the method needs.
 
         Raises:
             BudgetError: if the method needs a budget and the recipe has none.
@@ -204,7 +204,7 @@ class Recipe:
         return self.budget_of_sizes([(each.head_dim, each.value_dim) for each in observations])
 
     def budget_of_sizes(self, sizes: Iterable[tuple[int, int]]) -> Budget:
-        """Return what `budget_for` does, given the numbers of a key and of a value for each layer."""
+        """Return the budget of `budget_for`, given the numbers of a key and of a value for each layer."""
         if self.budget.bytes is None:
             return self.budget
         sizes = tuple(sizes)
@@ -233,8 +233,8 @@ def check_schedule(recipe: Recipe) -> None:
     """Check that a recipe's method can work at the events of its schedule.
 
     Raises:
-        RecipeError: if the method needs something that no longer exists while decoding and the recipe compresses then;
-            or if one of its steps works at the prompt's end alone and the recipe compresses nothing there.
+        RecipeError: if the recipe compresses while decoding and the method needs data that no longer exist then; or if
+            a step works only at the prompt's end and the recipe compresses nothing there.
     """
     if recipe.schedule.every is None:
         return
@@ -252,7 +252,7 @@ def check_schedule(recipe: Recipe) -> None:
 
 @cache
 def in_full(text: str) -> str:
-    """Return a recipe's text with everything that it leaves out; budget and schedule need not go together.
+    """Return a recipe's text with all omitted defaults; budget and schedule are not checked against each other.
 
     Files hold this text, so that no later default changes their meaning.
 
@@ -266,11 +266,11 @@ def in_full(text: str) -> str:
 
 @cache
 def in_short(text: str) -> str:
-    """Return a text of `in_full` without what is today's default, for people to read.
+    """Return a text of `in_full` without today's defaults, for people to read.
 
     Raises:
-        RecipeError: as `Recipe.parse` does, and if the text leaves something out: its default may have been another
-            when the file was written.
+        RecipeError: as `Recipe.parse` does, and if the text omits a value, whose default may have been another when the
+            file was written.
     """
     method, options = _parse(text, in_full=True)
     if _has_budget(method, options):
@@ -279,7 +279,7 @@ def in_short(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text from a file in short; or as it is if this version cannot read it."""
+    """Return a text from a file in short; unchanged if this version cannot read it."""
     with suppress(RecipeError):
         return in_short(text)
     return text
@@ -319,7 +319,7 @@ def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
 
 
 def _default_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of the options of budget and schedule, which hold if a text does not name them."""
+    """Return the defaults of the options of budget and schedule, for those that a text does not name."""
     own = method.traits
     implied = {"keep": None, "bytes": None, "sinks": own.sinks, "recent": own.recent, "protect_prompt": False}
     return implied | {
@@ -390,7 +390,7 @@ def _call(node: ast.expr | None, text: str) -> tuple[str, list[ast.expr], dict[s
 
 
 def _literal(node: ast.expr, name: str, text: str) -> Any:
-    """Return a number, truth value or text that is written out; anything else raises RecipeError."""
+    """Return a literal number, boolean or text; anything else raises RecipeError."""
     operand, sign = node, 1
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         operand, sign = node.operand, -1
@@ -421,7 +421,7 @@ def _ranges(node: ast.expr, name: str, text: str) -> Any:
 
 
 def _for_budget(method: Method, options: Mapping[str, Any]) -> Method:
-    """Return a method with what it leaves to the budget, if its recipe says how much to keep or need not."""
+    """Return a method with parameters that depend on the budget, if its recipe has a budget or needs none."""
     return method.for_bytes(options.get("bytes")) if _has_budget(method, options) else method
 
 
@@ -449,7 +449,7 @@ def _text_of(method: Method, options: Mapping[str, Any], *, in_full: bool = Fals
 
 
 def _protect_text(protect: str | Sequence[str | Sequence[int]]) -> str | list[str | list[int]]:
-    """Return what a budget protects as a text has it: one name alone, else a list."""
+    """Return the value of `protect` in a recipe's text: a single name, else a list."""
     if isinstance(protect, str):
         return protect
     parts = [each if isinstance(each, str) else list(each) for each in protect]
@@ -457,7 +457,7 @@ def _protect_text(protect: str | Sequence[str | Sequence[int]]) -> str | list[st
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error's sentence: the known name that is most alike, and all of them."""
+    """Return the end of an error's sentence: the most similar known name, and all known names."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}? " if close else ". "

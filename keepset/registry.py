@@ -54,7 +54,7 @@ _BUILT_IN: tuple[tuple[type[Method], ...], ...] = (
     (KVCompose, KVZip, Glance, Reread, CompilerKV),
     (Uniform, Pyramid, ChunkKV, AdaKV, AMS, CriticalKV, ZigZag, Dynamic, Composite, Pool, Match, Quantized),
 )
-"""Grouped by what they look at: positions; keys and values; newest queries; all queries; hidden states; all layers;
+"""Methods, grouped by their inputs: positions; keys and values; newest queries; all queries; hidden states; all layers;
 allocators."""
 
 _methods = {method.name: method for group in _BUILT_IN for method in group}
@@ -63,14 +63,14 @@ METHODS: Mapping[str, type[Method]] = MappingProxyType(_methods)
 """Every registered method by its name in recipes."""
 
 _SPELLINGS: dict[str, tuple[str, Mapping[str, Any]]] = {"int8": ("quantized", {"bits": 8})}
-"""Other names that a recipe may have for a method, and the parameters that such a name stands for."""
+"""Other names of methods in recipes, and the parameters for which such a name stands."""
 
 
 def register(method: type[Method]) -> type[Method]:
-    """Add a method of your own, and return it; its name, which no other may have, is then known in recipe texts.
+    """Add your own method, and return it; recipe texts can then use its name, which must be unique.
 
     Raises:
-        RecipeError: if it is no method, or lacks a name or `@dataclass(frozen=True)`, or another has its name.
+        RecipeError: if it is not a method, lacks a name or `@dataclass(frozen=True)`, or has another method's name.
     """
     if not (isinstance(method, type) and issubclass(method, Method)):
         raise RecipeError(f"{method!r} is no class of methods: register a class that derives from keepset.Method.")
@@ -90,10 +90,10 @@ def register(method: type[Method]) -> type[Method]:
 
 
 def find(name: str) -> type[Method] | None:
-    """Return the method that has this name or is also written so; None if there is none.
+    """Return the method with this name or alias; None if there is none.
 
     Raises:
-        KeepsetError: a plug-in that may have it cannot be imported.
+        KeepsetError: a plug-in that may define it cannot be imported.
     """
     known = METHODS.get(name) or METHODS.get(_SPELLINGS.get(name, ("", {}))[0])
     if known is None:
@@ -103,7 +103,7 @@ def find(name: str) -> type[Method] | None:
 
 
 def parameters_of(name: str) -> Mapping[str, Any]:
-    """Return the parameters that a name says already: `bits=8` of `int8`, which is another spelling of `quantized`."""
+    """Return the parameters that an alias implies: `bits=8` for `int8`, an alias of `quantized`."""
     return {} if name in METHODS else _SPELLINGS.get(name, ("", {}))[1]
 
 
@@ -113,8 +113,8 @@ def catalogue() -> list[dict[str, Any]]:
     An entry has name, family, layout, needs, parameters with their defaults and ranges, paper and summary; the numbers
     of first and newest tokens that always stay; whether a recipe must say how much to keep, can compress while decoding
     (`every`) and can be served under vLLM; the passes over a prompt; and advice if bare defaults do badly. A parameter
-    without a default (an allocator's scorer) is None. What follows from a scorer is given for `knorm`, which looks at
-    keys alone. Methods of plug-ins are among them.
+    without a default (an allocator's scorer) is None. Facts of an allocator that depend on its scorer are given for
+    `knorm`, which only needs keys. Methods of plug-ins are included.
     """
     load_methods()
     return [_entry(kind) for kind in METHODS.values()]
@@ -144,7 +144,7 @@ def _entry(kind: type[Method]) -> dict[str, Any]:
 
 
 def _range(allowed: Mapping[str, Any]) -> str:
-    """Return what a parameter may be, in words."""
+    """Return a parameter's range or choices in words."""
     if allowed["choices"]:
         return " or ".join(map(repr, allowed["choices"]))
     ends = [("from", allowed["minimum"]), ("to", allowed["maximum"])]

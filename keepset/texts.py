@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import transformers
 
 SENTINEL = "keepset-sentinel"
-"""Stands for a user's words, to see what a chat template puts around them."""
+"""A placeholder for a user's words, to find the text that a chat template puts around them."""
 _TOKENS_OF_CHARACTER = 8
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
@@ -34,7 +34,7 @@ class Needle:
 
 
 def secret_number(city: str, number: str) -> Needle:
-    """Return a fact that no text holds by itself."""
+    """Return a fact that no text contains by itself."""
     return Needle(f"The secret number of {city} is {number}.", f"What is the secret number of {city}?", number)
 
 
@@ -70,7 +70,7 @@ def _essay_folder() -> Path:
 
 
 def read(path: Path) -> str:
-    """Return the text of a UTF-8 file; raise `KeepsetError` if it cannot be read or is empty but for white space."""
+    """Return the text of a UTF-8 file; raise `KeepsetError` if it cannot be read or has only white space."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -83,7 +83,7 @@ def read(path: Path) -> str:
 
 
 def insert(text: str, needle: Needle, depth: float) -> str:
-    """Put a needle's sentence between two sentences of a text, after a fraction `depth` from 0 to 1 of it.
+    """Insert a needle's sentence between two sentences of a text, at the depth `depth` from 0 to 1.
 
     Raises:
         KeepsetError: the depth is out of range.
@@ -114,12 +114,12 @@ def chat_parts(tokenizer: "transformers.PreTrainedTokenizerBase", text: str, que
 
 
 def chat_frame(template: Any, content: Any = SENTINEL, shown: str = "a user's message") -> tuple[str, str]:
-    """Return what the chat template of a tokenizer or processor puts before and after a user's words.
+    """Return the texts that a chat template puts before and after a user's words.
 
     Args:
-        template: what has the chat template.
+        template: the tokenizer or processor with the chat template.
         content: a user's message, with `SENTINEL` in the place of the words.
-        shown: what errors call the words.
+        shown: the name of the words in errors.
 
     Raises:
         UnsupportedModelError: the template does not show the words once and unchanged.
@@ -136,7 +136,7 @@ def chat_frame(template: Any, content: Any = SENTINEL, shown: str = "a user's me
 
 
 def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str | None]:
-    """Return what each token adds to the text that all tokens make.
+    """Return the part of the text that each token adds.
 
     If several tokens hold the bytes of one character, the first token gets it and the others get None.
     """
@@ -147,7 +147,7 @@ def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence
     texts: list[str | None] = []
     before = at = 0
     while at < len(ids):
-        known = decode(before, at)  # some tokenizers drop a first space, so the token before is decoded too
+        known = decode(before, at)  # some tokenizers drop a first space, so the previous token is also decoded
         ends = range(at + 1, min(at + _TOKENS_OF_CHARACTER, len(ids)) + 1)
         whole = next((end for end in ends if not decode(before, end).endswith("\N{REPLACEMENT CHARACTER}")), at + 1)
         text = decode(before, whole)
@@ -157,7 +157,7 @@ def token_texts(tokenizer: "transformers.PreTrainedTokenizerBase", ids: Sequence
 
 
 def adds_bos(tokenizer: "transformers.PreTrainedTokenizerBase") -> bool:
-    """Return whether the tokenizer begins every text with a token of its own."""
+    """Return whether the tokenizer puts a special token at the beginning of every text."""
     return tokenizer.bos_token is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
 
 
