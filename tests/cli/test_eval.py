@@ -299,7 +299,7 @@ def test_another_configuration_is_refused_before_the_model_is_loaded(
     assert run("eval", "counting", "--limit", "2").code == 0
     loaded = models.load
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded before input was checked"))
-    check_refused(run, "eval", "counting", "--limit", "3", because="was begun otherwise (--limit: 2, not 3)")
+    check_refused(run, "eval", "counting", "--limit", "3", because="has other settings (--limit: 2, not 3)")
     check_refused(
         run, "eval", "counting", "--limit", "2", "--mode", "agnostic", because="(--mode: prompt, not agnostic)"
     )

@@ -239,7 +239,7 @@ def test_averages_over_models_stand_beside_the_papers(
 
 def test_a_figure_of_tables_needs_them(run: Run, tiny: Any) -> None:
     done = run("reproduce", "compilerkv-figure-a2", "--model", "embedded")
-    assert done.code == 2 and "give them as --tables" in done.err
+    assert done.code == 2 and "give a file with --tables" in done.err
 
 
 @pytest.mark.parametrize("name", ["gvote-figure-2", "gvote-figure-3"])

@@ -1,1 +1,1 @@
-"""The tables and figures of four papers: AMS, KVCompose, GVote and CompilerKV, each as something that can be run."""
+"""The tables and figures of four papers, AMS, KVCompose, GVote and CompilerKV, as entries that can be run."""

@@ -1,4 +1,4 @@
-"""All tables and figures, read from the papers' YAML files. docs/reproduce.md says what an entry holds."""
+"""All tables and figures, read from the papers' YAML files. docs/reproduce.md describes an entry's fields."""
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ def entry_of(name: str) -> Entry:
     """Return the entry of this id.
 
     Raises:
-        KeepsetError: if there is none; the sentence names those that are spelled nearly so.
+        KeepsetError: if there is none; the sentence names similar ones.
     """
     known = entries()
     if name not in known:
@@ -40,7 +40,7 @@ def entry_of(name: str) -> Entry:
 
 def read_entries(text: str) -> list[Entry]:
     """Return the entries of one paper's YAML file."""
-    paper = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the one in C takes a tenth of the time
+    paper = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the C loader takes a tenth of the time
     return [_entry(name, fields, paper) for name, fields in paper["entries"].items()]
 
 
@@ -60,7 +60,7 @@ def _entry(name: str, fields: Mapping[str, Any], paper: Mapping[str, Any]) -> En
 
 
 def _sweeps(data: Mapping[str, Any], paper: Mapping[str, Any]) -> Iterator[Sweep]:
-    """Yield the sweep of each mode, with the mode in its names; or the only one if it names no modes."""
+    """Yield the sweep of each mode, with the mode in its names; or a single sweep if there are no modes."""
     fields = {**paper.get("settings", {}), **data}
     schedule, methods, modes = Schedule(**fields.pop("schedule", {})), fields.pop("methods"), fields.pop("modes", None)
     if isinstance(methods, list):
@@ -82,8 +82,9 @@ def _measure(function: str, takes: str, **settings: Any) -> Callable[..., list[M
 def _published(blocks: Sequence[Mapping[str, Any]], models: Sequence[str]) -> dict[str, dict[FigureKey, float]]:
     """Return the paper's figures by model.
 
-    A block has a row of figures for each method: of every model, task, metric and budget, the last changing fastest.
-    Rows of `full` have no budget. A metric comes with its scale: the figures are so many times what is measured here.
+    A block has a row of figures for each method: for every model, task, metric and budget, the last changing fastest.
+    Rows of `full` have no budget. A metric has a scale, by which the paper's figures are divided to get keepset's
+    units.
     """
     published: dict[str, dict[FigureKey, float]] = {}
     for block in blocks:

@@ -1,4 +1,4 @@
-"""Types of a paper's table or figure: what is run for it, and what was measured."""
+"""Types of a paper's table or figure: the runs for it, and the measured figures."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,22 +20,22 @@ from keepset.recipe import Recipe, Schedule
 SCORE = "score"
 """The metric of figures that are the task's own score."""
 SECONDS = "seconds"
-"""The metric of figures that are a whole answer's time: prefill, selecting and decoding."""
+"""The metric of figures that are the time of a whole answer: prefill, selection and decoding."""
 AREA = "area"
-"""The area under the score over the kept share, of all tasks and budgets together: see `bench.analysis.curves`."""
+"""The metric of the area under the score over the kept share, for all tasks and budgets (`bench.analysis.curves`)."""
 
 AVERAGE = "average"
-"""The name that stands for a model where a paper prints means over its models."""
+"""The name in place of a model if a paper prints means over its models."""
 
 _PROMPTS_END = Schedule()
 _MADE_BY = {"stats": "calibrate", "tables": "compile"}
 """Files of a model that recipes may name, and the commands that make them."""
 _GENERATED = ("needle", "niah_", "ruler_vt", "ruler_cwe", "ruler_fwe")
-"""How the names of tasks begin that need no data."""
+"""The prefixes of tasks that need no data."""
 
 
 def removed_at(tolerance: float) -> str:
-    """Return the metric that says how much of the cache can go within a relative loss of score."""
+    """Return the metric of the share of the cache that can be dropped within a relative loss of score."""
     return f"removed at a loss of {tolerance:.0%}"
 
 
@@ -43,8 +43,8 @@ class FigureKey(NamedTuple):
     """The place of a figure in a table.
 
     Attributes:
-        task: the task's name, with a fact if the figure is of some examples only: `math500, level 5`.
-        method: the paper's name of what was run.
+        task: the task's name, with a fact if the figure covers only some examples: `math500, level 5`.
+        method: the paper's name of the method.
         keep: the budget; None without one, or if the method decides.
         metric: `SCORE`, `SECONDS`, the name of a cost of a cell, such as `tokens`, `AREA`, or one of `removed_at`.
     """
@@ -68,7 +68,7 @@ class MeasuredFigure:
 
 @dataclass(frozen=True)
 class Options:
-    """Settings that a user wants otherwise than the paper; None or empty for the paper's own.
+    """Settings of a user that replace the paper's; None or empty for the paper's own.
 
     `files` are the model's statistics and tables that recipes name in braces.
     """
@@ -95,26 +95,26 @@ class Sweep:
     """A grid: methods under budgets on tasks, all asked in one way.
 
     Attributes:
-        tasks: names, as `keepset eval` takes them.
+        tasks: names of tasks in `keepset eval`.
         methods: recipes by the paper's names. A recipe that lacks a file of the model names it in braces:
             `triattention(stats={stats})`.
         keeps: budgets of the recipes that need one and name none.
-        schedule: when recipes compress that do not say it.
-        always: how many of the first and of the newest tokens stay under every recipe that does not say it.
+        schedule: the schedule of recipes that name none.
+        always: how many of the first and of the newest tokens stay under recipes that do not say it.
         full: the paper's name of the full cache; empty if it is not in the table.
-        metrics: what the table shows.
+        metrics: the metrics in the table.
         lengths: tokens of prompts, for tasks that are made to a length.
         answer_tokens: the longest answer in tokens, by task; the task's own for tasks that are not named.
         limit, sample: examples of each task; see `Grid`.
-        by: facts of the examples, such as `level`; each value of a fact gets figures of its own.
+        by: facts of the examples, such as `level`; each value of a fact gets separate figures.
         mode, alone: see `Runner`.
         differences: pairs of methods by the paper's names of their difference: the first less the second.
-        solved_by, missed_by: methods. Only examples count that the one answers rightly and the other wrongly under the
-            same budget.
+        solved_by, missed_by: methods. Only examples count that the first answers correctly and the second wrongly under
+            the same budget.
         average: the table's name for the mean over all tasks and for figures of all tasks together; empty for none.
         suffix: follows the names of tasks, where another sweep of the entry has the same tasks.
-        name: tells the sweeps of an entry apart, in the names of their files.
-        file: begins the file's name; empty for the entry's id. Entries that share cells share it.
+        name: distinguishes the sweeps of an entry in the names of their files.
+        file: the prefix of the file's name; empty for the entry's id. Entries that share cells share it.
     """
 
     tasks: tuple[str, ...]
@@ -163,10 +163,10 @@ class Entry:
         title: what it shows.
         models: the paper's models, by their names on the hub.
         sweeps: the grids that are run for it.
-        measure: a function that is run in place of grids; `takes` says what it runs if no option says otherwise.
+        measure: a function that is run in place of grids; `takes` describes its default work.
         published: the paper's own figures by model, in the units of measured ones; empty if the text has none. Under
             `AVERAGE` it has means over all models.
-        note: what the paper leaves open, and what is taken instead.
+        note: facts that the paper leaves open, and keepset's choices for them.
     """
 
     name: str
@@ -187,7 +187,7 @@ class Entry:
 
     @property
     def state(self) -> str:
-        """A line that says what it takes to run the entry as the paper did."""
+        """A line with the requirements for running the entry as the paper did."""
         found = (re.search(r"(\d+(?:\.\d+)?)B\b", model) for model in self.models)
         sizes = ", ".join(f"{size:g}B" for size in sorted({float(size[1]) for size in found if size}))
         texts = "".join(text for sweep in self.sweeps for text in sweep.methods.values())
@@ -203,7 +203,7 @@ class Entry:
 
 
 def grid_of(sweep: Sweep, options: Options) -> SweepGrid:
-    """Return the tasks and recipes of a paper's sweep, with what the user wants otherwise.
+    """Return the tasks and recipes of a paper's sweep, with the user's replacements.
 
     Raises:
         KeepsetError: if a task is unknown or an option out of range.
@@ -219,7 +219,7 @@ def grid_of(sweep: Sweep, options: Options) -> SweepGrid:
 
 
 def count_idle(asked: SweepGrid) -> dict[str, int]:
-    """Return by task how many recipes never compress, because answers end before their first event.
+    """Return for each task how many recipes never compress, because answers end before their first event.
 
     Such a recipe compresses no prompt, and its interval is at least as long as the longest answer.
     """
@@ -237,13 +237,13 @@ def count_idle(asked: SweepGrid) -> dict[str, int]:
 def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
     """Return the recipe of a text that may name files of the model in braces, such as `triattention(stats={stats})`.
 
-    A file that is not given becomes an empty path, which means the model's own.
+    A missing file becomes an empty path, which means the model's own file.
     """
     return Recipe.parse(text.format_map(_Files(files)))
 
 
 class _Files(dict[str, str]):
-    """Paths as texts of a recipe; an empty one for a file that is not given."""
+    """Paths as texts for a recipe; an empty text for a missing file."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         super().__init__({name: repr(str(path)) for name, path in files.items()})

@@ -13,16 +13,16 @@ from keepset.bench.record import Record
 from keepset.bench.report.table import Column, Table, with_interval
 
 CURVES = (AREA, *map(removed_at, TOLERANCES))
-"""Metrics whose figures are of all tasks and budgets together."""
+"""Metrics whose figures cover all tasks and budgets together."""
 FRACTIONS = (SCORE, "keep", "finished", "repetition", "wipeout", "middle", *CURVES)
 """Metrics from 0 to 1, which are shown in percent."""
 
 
 def figures_of(sweep: Sweep, cells: Sequence[Record], files: Mapping[str, Path]) -> list[MeasuredFigure]:
-    """Return the figures of a sweep: of every task, method, budget and metric, then of all tasks together.
+    """Return the figures of a sweep: for every task, method, budget and metric, then for all tasks together.
 
-    An example on which a recipe failed counts as not answered in a score, and not at all in a cost. Each value of the
-    facts `sweep.by` gets figures too, if examples have the fact. `files` are the model's, see `recipe_of`.
+    An example on which a recipe failed counts as not answered in a score, and is left out of a cost. Each value of the
+    facts `sweep.by` also gets figures, if examples have the fact. `files` are the model's; see `recipe_of`.
     """
     lines, rows = sweep.lines(files), list[MeasuredFigure]()
     if sweep.solved_by:
@@ -179,5 +179,5 @@ def _number(value: float | None, metric: str) -> str:
         return ""
     if metric.endswith("_bytes"):
         return f"{value / 1e6:.1f} MB"
-    # A value that rounds to zero has no sign.
+    # A value that rounds to zero is shown without a sign.
     return f"{round(100 * value, 1) + 0.0:.1f}" if metric in FRACTIONS else f"{value:,.4g}"

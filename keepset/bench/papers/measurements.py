@@ -1,4 +1,4 @@
-"""Measurements of papers that are no sweeps: functions that an entry's `measure` names, with its settings."""
+"""Measurements of papers other than sweeps: functions that an entry's `measure` names, with its settings."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -19,7 +19,7 @@ from keepset.offline.corpus import default_texts
 from keepset.texts import essay, essays
 
 _CHARACTERS = 8
-"""More characters than a token of an essay has."""
+"""An upper bound of the characters of an essay's token."""
 
 
 def hidden_states(
@@ -76,8 +76,8 @@ def generation_costs(
     """Measure time and memory of a generation: medians over rounds.
 
     Args:
-        model, tokenizer: what generates.
-        options: `lengths`, `limit` and `answer_tokens` are other prompts, rounds and generated tokens.
+        model, tokenizer: the model that generates, and its tokenizer.
+        options: `lengths`, `limit` and `answer_tokens` replace prompts, rounds and generated tokens.
         full: the paper's name of the full cache.
         methods: the texts of recipes with a budget, by the paper's names.
         lengths: tokens of each prompt.
@@ -144,7 +144,7 @@ def thresholds(model: PreTrainedModel, tokenizer: Tokenizer, options: Options) -
 def _tables(options: Options) -> Tables:
     if "tables" not in options.files:
         raise KeepsetError(
-            "This figure shows a model's tables: give them as --tables, made by "
+            "This figure shows a model's tables: give a file with --tables, made by "
             "`keepset compile --model MODEL --out tables.safetensors`."
         )
     return load(str(options.files["tables"]))

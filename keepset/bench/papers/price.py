@@ -1,8 +1,8 @@
 """The price of an entry on one H100: seconds from tokens, FLOPs and bytes, without running anything.
 
 A prefill is bound by FLOPs and a decoded token by bytes. Both are divided by the share of the card's peak that
-programs usually reach (`PREFILL_SHARE`, `DECODE_SHARE`). Choosing entries is left out, and transformers reaches less
-where answers are decoded one by one, so a price is what to expect at the least.
+programs usually reach (`PREFILL_SHARE`, `DECODE_SHARE`). The choice of entries is left out, and transformers is slower
+if answers are decoded one by one, so a price is a lower bound.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ FLOPS, BANDWIDTH = 989e12, 3.35e12
 """Peaks of an H100 SXM: dense bfloat16 operations and bytes of its memory, per second."""
 PREFILL_SHARE, DECODE_SHARE = 0.4, 0.5
 BATCH = 16
-"""Answers that are decoded side by side, where an entry does not ask for one at a time."""
+"""Answers that are decoded side by side, unless an entry asks for one at a time."""
 _NUMBER = 2
 """Bytes of a number in bfloat16."""
 
@@ -48,7 +48,7 @@ MODELS: Mapping[str, ModelSize] = {
 
 
 class TaskSize(NamedTuple):
-    """What a benchmark asks: tasks, examples of each, tokens of a prompt (0: the sweep's lengths) and of an answer."""
+    """A benchmark's size: tasks, examples of each, tokens of a prompt (0: the sweep's lengths) and of an answer."""
 
     tasks: int
     examples: int
@@ -75,9 +75,9 @@ TASKS: Mapping[str, TaskSize] = {
 
 @dataclass(frozen=True)
 class Price:
-    """What an entry takes on one H100, over all its models: tokens of prefills and of answers at most, and hours.
+    """The price of an entry on one H100 over all its models: the most tokens of prefills and of answers, and hours.
 
-    One prefill serves all recipes that need no pass of their own.
+    One prefill serves all recipes that need no separate pass.
     """
 
     prompt_tokens: float = 0.0
@@ -93,14 +93,14 @@ class Price:
 
     @property
     def text(self) -> str:
-        """Return the hours with two digits, or that it is minutes."""
+        """Return the hours with two digits, or "minutes" if they are few."""
         if self.hours < 0.1:
             return "minutes"
         return f"{self.hours:.1f} h" if self.hours < 10 else f"{float(f'{self.hours:.2g}'):.0f} h"
 
 
 def price_of(entry: Entry) -> Price:
-    """Return what an entry takes with the paper's models, tasks, budgets and answers."""
+    """Return the price of an entry with the paper's models, tasks, budgets and answers."""
     sizes = [MODELS[model] for model in entry.models]
     total = Price()
     for size in sizes:
@@ -134,7 +134,7 @@ def _of_sweep(sweep: Sweep, size: ModelSize) -> Price:
 
 
 def _entries(line: SweepLine, prompt: int, answer: int) -> float:
-    """Return the mean number of entries that a decoded token looks at."""
+    """Return the mean number of entries to which a decoded token attends."""
     recipe, whole = line.candidate.recipe, prompt + answer / 2
     if recipe is None or line.keep is None:
         return whole

@@ -1,1 +1,1 @@
-"""Tables for the terminal and for pages, and HTML pages that are each one file."""
+"""Tables for the terminal and for pages, and HTML pages of one file each."""

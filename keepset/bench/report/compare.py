@@ -110,7 +110,7 @@ def render(comparison: Comparison, tokens: Sequence[str | None], conclusion: str
     rows, full, needle = comparison.rows, comparison.full, comparison.needle
     ran = [record for record in rows if record.error is None]
     shown = [record for group in by_budget(comparison) for record in group if record.figures["keep"] < 1]
-    # The best of the smallest that still answers; what keeps everything has nothing to show.
+    # The best recipe of the smallest budget that still answers, because one that keeps everything shows nothing.
     best = min(
         shown,
         key=lambda record: (
@@ -243,5 +243,5 @@ def _drift(comparison: Comparison, ran: Sequence[Record]) -> Section:
 
 
 def _floor(values: Iterable[float]) -> float:
-    """Return where a log axis shows what is not positive: below the smallest positive value."""
+    """Return the place of non-positive values on a log axis: below the smallest positive value."""
     return min((value for value in values if value > 0), default=4e-6) / 4

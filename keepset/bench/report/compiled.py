@@ -45,7 +45,7 @@ def _budget(tables: Tables, at: int) -> list[Section]:
     """Return the head weights and the thresholds of one budget."""
     layers = tables.weights.shape[1]
     height = f"{max(180, min(640, 60 + 14 * layers))}px"
-    # Cold below 1, warm above it, as far as the farther of the two ends.
+    # Cold below 1, warm above it; the scale is symmetric, up to the farther of the two ends.
     far = max(1e-3, float((tables.weights - 1).abs().max()))
     weights = plot.heatmap(
         _rounded(tables.weights[at].tolist()), "difference", "layer %{y}, head %{x}: %{z}", zmin=1 - far, zmax=1 + far
@@ -83,13 +83,13 @@ def _budget(tables: Tables, at: int) -> list[Section]:
         plot.plots(
             "Head weights",
             [heads],
-            note="A head's utility is multiplied by its weight. Only the ratios within a layer matter.",
+            note="A head's utility is multiplied by its weight. Only ratios within a layer matter.",
         ),
         plot.plots(
             "Thresholds",
             gates,
-            note="The share of a layer's entries that rank below what may stay: a higher threshold keeps fewer. They "
-            "act with elastic=True only.",
+            note="The share of a layer's entries that rank too low to stay: a higher threshold keeps fewer. Thresholds "
+            "have an effect only with elastic=True.",
         ),
     ]
 
@@ -138,7 +138,7 @@ def _rounded(rows: list[list[float]]) -> list[list[float]]:
 
 
 def _curve(curves: object, name: str) -> list[dict[str, float]]:
-    """Return the learning curve of a table; none if the file, which may be anybody's, holds none."""
+    """Return the learning curve of a table; empty if the file, which may come from others, has none."""
     points = curves.get(name) if isinstance(curves, dict) else None
     if not isinstance(points, list):
         return []

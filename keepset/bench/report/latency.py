@@ -1,4 +1,4 @@
-"""The table of `keepset bench latency`, and what it shows."""
+"""The table of `keepset bench latency`, and its conclusion."""
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from keepset.bench.report.table import Column, Line, Table, decimals, integer, megabytes
 
 _LEAST_ROUNDS = 3
-"""Rounds below which nothing is concluded."""
+"""The fewest rounds that allow a conclusion."""
 LatencyRow = dict[str, Any]
-"""A recipe's figures at one length, as `keepset bench latency --json` writes them."""
+"""A recipe's figures at one length, in the JSON of `keepset bench latency --json`."""
 
 
 def table(rows: Sequence[LatencyRow]) -> Table:
@@ -35,11 +35,11 @@ def table(rows: Sequence[LatencyRow]) -> Table:
 
 
 def conclusion(rows: Sequence[LatencyRow]) -> str:
-    """Return how the fastest recipe after the longest prompt compares with the full cache, which comes first.
+    """Return a sentence that compares the fastest recipe after the longest prompt with the full cache.
 
-    Rounds are compared one by one, because recipes and full cache took turns. Recipes whose ranges overlap are a tie,
-    of which the one that holds least is named. It is "" if the full cache or all recipes have no figures, or rounds are
-    missing.
+    The full cache is the first row. Rounds are compared one by one, because recipes and full cache took turns. Recipes
+    whose ranges overlap are a tie, of which the one that holds least is named. The sentence is "" if the full cache or
+    all recipes have no figures, or rounds are missing.
     """
     longest = max((row["prompt_tokens"] for row in rows), default=0)
     known = [row for row in rows if row["prompt_tokens"] == longest and row.get("tokens_per_second") is not None]

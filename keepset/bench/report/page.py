@@ -1,9 +1,9 @@
 """A report as one HTML file that needs neither a server nor a network.
 
-A page is described by data: a lead, facts, and sections, which are tables, charts, choices between sections, or texts
-with what is kept of them. One script draws any such description. All that a user, a model or a server wrote reaches the
-page as JSON in a data block, and the script puts it into the document as text only. The page's content security policy
-allows its own scripts by their hashes and no other.
+A page is described by data: a lead, facts, and sections. Sections are tables, charts, choices between sections, or
+texts shaded by what is kept. One script draws any such description. All words of users, models and servers reach the
+page as JSON in a data block, and the script inserts them only as text. The page's content security policy allows only
+its own scripts, by their hashes.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def page(
     """Return a page as HTML.
 
     Args:
-        command: the command that makes it, which is its title.
+        command: the command that makes the page, which is its title.
         model: the model's name.
         sections: its parts, in their order.
-        conclusion: the sentence that it opens with.
-        lead: what was measured, in a few sentences.
-        facts: stand below the lead.
-        settings: stand at the end, with how the page was made.
+        conclusion: the opening sentence.
+        lead: a few sentences on what was measured.
+        facts: facts below the lead.
+        settings: settings at the end, beside the page's origin.
     """
     data = {
         "model": model,
@@ -83,9 +83,9 @@ def page(
 
 
 def choice(name: str, label: str, options: Sequence[tuple[str, Sequence[Section]]], *, radio: bool = False) -> Section:
-    """Return a section that shows the sections of one option at a time, of the first one at first.
+    """Return a section that shows the sections of one option at a time, initially the first.
 
-    The control has the id `name` and a label before it; `radio` makes buttons of what is a list otherwise.
+    The control has the id `name` and a label before it; with `radio` it is buttons instead of a list.
     """
     named = [{"name": text, "sections": list(sections)} for text, sections in options]
     return {"kind": "choice", "id": name, "label": label, "options": named, "radio": radio}
@@ -113,9 +113,9 @@ def kept_text(
         title: the section's heading.
         tokens: the text, token by token; None for one that only continues the character before it.
         choices: each recipe and what it kept, bool `[layers, kv_heads, tokens]`, all of one shape; None if it failed.
-        first: the number of the choice that is shown at first.
+        first: the number of the choice that is shown initially.
         answer: words of the text that are underlined.
-        grids: of each image its first token, and the rows and columns of patches that its tokens are.
+        grids: the first token of each image, and the rows and columns of patches of its tokens.
     """
     layers, heads = next((mask.shape[:2] for _, mask in choices if mask is not None), (0, 0))
     return {
@@ -173,10 +173,10 @@ def _processor() -> str:
 
 
 def write(path: Path, html: str) -> None:
-    """Write a file so that `path` holds either what it held before or the whole new text.
+    """Write a file so that `path` always holds either the old or the complete new text.
 
     Raises:
-        KeepsetError: the place cannot be written to, or what is there is no regular file.
+        KeepsetError: the path cannot be written to, or is not a regular file.
     """
     check_replaceable(path)
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
@@ -194,7 +194,7 @@ def write(path: Path, html: str) -> None:
 def script_json(value: Any) -> str:
     """Return ASCII JSON that cannot end or open any markup around it.
 
-    Numbers that JSON has no words for become the strings "NaN", "Infinity" and "-Infinity".
+    Numbers that JSON lacks become the strings "NaN", "Infinity" and "-Infinity".
     """
 
     def word(number: float) -> str:
@@ -205,7 +205,7 @@ def script_json(value: Any) -> str:
 
 
 def finite(value: Any, word: Callable[[float], str | None]) -> Any:
-    """Return a value for JSON, which has no words for NaN and infinity: `word` returns what stands for them."""
+    """Return a value for JSON, which lacks NaN and infinity: `word` returns their replacement."""
     if isinstance(value, dict):
         return {str(key): finite(item, word) for key, item in value.items()}
     if isinstance(value, list | tuple):

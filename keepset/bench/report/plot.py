@@ -1,4 +1,4 @@
-"""Charts as data: what plotly draws, with colours by the names of a page's style.
+"""Charts as data for plotly, with colours by the names of a page's style.
 
 Plotly reads names and labels as a small HTML of its own, so they are escaped here.
 """
@@ -17,12 +17,12 @@ _WRAP = 44
 
 
 def label(text: str) -> str:
-    """Return a text that plotly shows as it is."""
+    """Return a text escaped for plotly."""
     return escape(text, quote=False)
 
 
 def wrapped(text: str) -> str:
-    """Return a label that goes on in a next line after every 44 characters."""
+    """Return a label with a line break after every 44 characters."""
     return "<br>".join(label(text[at : at + _WRAP]) for at in range(0, len(text), _WRAP))
 
 
@@ -40,8 +40,8 @@ class Point(NamedTuple):
     """A point of a line.
 
     Attributes:
-        x, y: where it is; a `y` that is None or not finite leaves a gap.
-        hover: what is shown over it, escaped.
+        x, y: its coordinates; a `y` that is None or not finite leaves a gap.
+        hover: the text that is shown over it, escaped.
         low, high: the ends of its interval; None if it has none.
         is_hollow: whether its marker is hollow.
     """
@@ -95,7 +95,7 @@ def _gap(high: float | None, low: float | None) -> float:
 
 
 def heatmap(z: Sequence[Sequence[float | None]], scale: str, template: str, **options: Any) -> dict[str, Any]:
-    """Return a heat map of rows `z`; `template` is plotly's of what is shown over a cell.
+    """Return a heat map of rows `z`; `template` is plotly's template of the text over a cell.
 
     The scale `share` goes from the page's colour to a strong one, `difference` from cold to warm.
     """

@@ -26,14 +26,14 @@ from keepset.bench.report.table import (
 )
 
 _FEW = 30
-"""Examples below which intervals are worth a warning."""
+"""With fewer examples, wide intervals get a warning."""
 _EVENTS_NOTE = f"Wiped out are regions of {REGION} tokens, the middle is a third, and IoU is with the event before."
 _PEAKS_NOTE = "Peaks are the device's, with weights and all answers that were decoded side by side."
 
 
 def interval(figure: Figure, sign: str = "") -> str:
     """Return a figure in percent with its interval."""
-    # A value that rounds to zero has no sign of its own.
+    # A value that rounds to zero is shown without a sign.
     return with_interval(figure.value, figure.low, figure.high, lambda end: f"{round(100 * end, 1) + 0.0:{sign}.1f}")
 
 
@@ -84,18 +84,18 @@ def figures_table(rows: Sequence[Row]) -> Table:
 
 
 def events_table(rows: Sequence[Row]) -> Table:
-    """Return what compression while decoding does to a text, for tasks whose recipes have such events."""
+    """Return the effects of compression while decoding on a text, for tasks whose recipes have such events."""
     tasks = {row.task for row in rows if row.means.get("wipeout") is not None}
     return _by_task([row for row in rows if row.task in tasks], _EVENTS)
 
 
 def peaks_table(rows: Sequence[Row]) -> Table:
-    """Return the most memory in use, where the device tells it."""
+    """Return the peak memory, if the device reports it."""
     return _by_task([row for row in rows if row.means.get("peak_bytes") is not None], _PEAKS)
 
 
 def trades_table(trades: Sequence[Trade]) -> Table:
-    """Return the areas under methods' curves, and how much can go at which loss."""
+    """Return the areas under methods' curves, and the share that can be dropped at each loss."""
     tolerances = sorted({each.tolerance for trade in trades for each in trade.reach})
     columns = [
         Column("area (95%)", lambda trade: trade.area, interval, "%"),
@@ -143,7 +143,7 @@ def _failures(row: Row) -> str:
 
 
 def baseline_note(summary: Summary) -> str:
-    """Return what differences are to, and whether there are too few examples."""
+    """Return a note that names the baseline, and warns of too few examples."""
     few = min((row.examples for row in summary.rows), default=_FEW)
     wide = f" Intervals over {counted(few)} are wide: let --limit take more." if few < _FEW else ""
     return f"Differences are to {summary.baseline}.{wide}"
@@ -162,7 +162,7 @@ def terminal_tables(summary: Summary) -> list[tuple[Table, str]]:
 
 
 def render(model: str, configuration: Mapping[str, Any], summary: Summary) -> str:
-    """Return the page of a model's sweep; `configuration` is what all records have in common, by plain names."""
+    """Return the page of a model's sweep; `configuration` has the settings that all records share, by plain names."""
     # Averages over groups of tasks come first.
     rows = [*summary.averages, *summary.rows]
     methods = [method for method in dict.fromkeys(row.method for row in rows) if method != FULL]
@@ -242,7 +242,7 @@ _TRADES = (
 
 
 def _chart(rows: Sequence[Row], methods: Sequence[str], axis: str, title: str) -> Section:
-    """Return scores over what is kept, a line per method, beside the full cache's score."""
+    """Return a chart of scores over the kept share, a line per method, beside the full cache's score."""
     scored = [row for row in rows if row.score is not None and row.means.get(axis) is not None]
     lines = []
     for at, method in enumerate(methods):

@@ -9,11 +9,11 @@ from keepset.bench.report.table import Column, Line, Table, integer
 from keepset.serving.figures import ratio, rounded
 
 _ERRORS = 5
-"""Errors of a server that are shown at most."""
+"""The most errors of a server that are shown."""
 
 
 def table(servers: Sequence[dict[str, Any]], rows: Sequence[Sequence[str]]) -> Table:
-    """Return figures as a table; a row is a name, one text per server and, of two servers, their ratio."""
+    """Return figures as a table; a row is a name, one text per server and, for two servers, their ratio."""
     titles = [server["name"] for server in servers] + (["ratio"] if len(servers) > 1 else [])
     columns = [Column(title, lambda _: None) for title in titles]
     return Table("", columns, [Line(name, [(text, text) for text in texts]) for name, *texts in rows])
@@ -25,7 +25,7 @@ def failures(servers: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
-    """Return the page of what `keepset bench serve --json` writes; `rows` are its figures as texts, see `table`."""
+    """Return the page of the result of `keepset bench serve --json`; `rows` are its figures as texts, see `table`."""
     servers, load = result["servers"], result["load"]
     names = [server["name"] for server in servers]
     legend = [(name, _series(at, servers), "circle") for at, name in enumerate(names)]
@@ -68,7 +68,7 @@ def render(result: dict[str, Any], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _chart(name: str, lines: list[dict[str, Any]], y: dict[str, Any], title: str) -> dict[str, Any]:
-    """Return a chart over seconds, a little wider than its lines, so that one that ends upright is seen."""
+    """Return a chart over seconds, a little wider than its lines, so that a vertical end is visible."""
     last = max((x for line in lines for x in line["x"]), default=1.0)
     return plot.plot(name, lines, plot.axis("seconds", range=[0, 1.04 * last]), y, title=title)
 
@@ -100,7 +100,7 @@ def _over_time(servers: Sequence[dict[str, Any]], key: str, form: str) -> Iterat
 
 
 def _shares(servers: Sequence[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
-    """Yield for each server which share of its answered requests took at most how long."""
+    """Yield for each server a line: the share of its answered requests that took at most a time."""
     for at, server in enumerate(servers):
         answered = [request for request in server["requests"] if request["error"] is None]
         values = sorted(request[key] for request in answered if request[key] is not None)

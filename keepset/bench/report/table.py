@@ -11,7 +11,7 @@ Show = Callable[[Any], str]
 
 
 def plain(value: object) -> str:
-    """Return a value as it is."""
+    """Return a value as text, unchanged."""
     return str(value)
 
 
@@ -27,7 +27,7 @@ def decimals(digits: int, suffix: str = "") -> Show:
 
 def percent(value: float) -> str:
     """Return a fraction as a percentage with one decimal."""
-    # A value that rounds to zero has no sign.
+    # A value that rounds to zero is shown without a sign.
     return f"{round(100 * value, 1) + 0.0:.1f}%"
 
 
@@ -73,9 +73,9 @@ class Column:
         title: the heading; `unit` stands below it on a page.
         value: returns a row's value, or None if it has none.
         show: returns the text of a value.
-        rank: where a terminal is too narrow, columns of the highest rank are left out first; 0 always stays.
+        rank: if a terminal is too narrow, columns of the highest rank are left out first; 0 always stays.
         page_only: whether the terminal leaves the column out.
-        is_text: whether values are words, which stand at the left.
+        is_text: whether values are words, which are aligned left.
         is_pinned: whether a narrow page shows the value below the line's name, which stays in view.
     """
 
@@ -102,8 +102,8 @@ class Line:
     """One line of a table.
 
     Attributes:
-        name: what the line is about, such as a recipe; `short` stands in for it under a heading.
-        cells: as many as there are columns; none if there are no figures, of which `error` says why.
+        name: the subject of the line, such as a recipe; `short` replaces it under a heading.
+        cells: one cell for each column; empty if there are no figures, and then `error` says why.
         heading: the group of the line; a terminal prints it above the group's first line.
         style: a style of rich for the terminal.
         mark: a symbol of plotly and its colour, which a page shows before the name.

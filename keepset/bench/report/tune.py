@@ -22,7 +22,7 @@ from keepset.bench.report.table import (
 )
 
 TuneRow = dict[str, Any]
-"""A recipe's figures, as `keepset tune --json` writes them."""
+"""A recipe's figures in the JSON of `keepset tune --json`."""
 _NATS = decimals(4)
 _USED, _TIED, _FRONTIER, _OTHERS = "used", "cannot be told from it", "no other is cheaper and better", "others"
 _GROUPS: dict[str, tuple[str, str, int]] = {
@@ -60,7 +60,7 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def render(result: dict[str, Any]) -> str:
-    """Return the page of what `keepset tune --json` prints."""
+    """Return the page of the result of `keepset tune --json`."""
     asked, full = result["facts"] > 0, result["full"]
     measures = ["kl", "found"] if asked else ["kl"]
     there = {group for measure in measures for group in _groups(result, measure).values()}
@@ -140,7 +140,7 @@ def _value(row: TuneRow, measure: str) -> float | None:
 
 
 def _frontier(rows: Sequence[TuneRow], measure: str) -> list[TuneRow]:
-    """Return the recipes of which no other is both cheaper and better, the cheapest first."""
+    """Return the recipes for which no other is both cheaper and better, the cheapest first."""
     sign = 1 if measure == "kl" else -1
     best, frontier = math.inf, []
     known = [(row, value) for row in rows if (value := _value(row, measure)) is not None]
@@ -166,13 +166,13 @@ def _groups(result: dict[str, Any], measure: str) -> dict[str, str]:
 def _chart(
     measure: str, title: str, result: dict[str, Any], names: dict[str, str], show: Show, y: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a figure against what it costs: the frontier as steps, and a series per group of recipes."""
+    """Return a chart of a figure over its cost: the frontier as steps, and a series per group of recipes."""
     groups = _groups(result, measure)
     rows = [row for row in result["rows"] if _value(row, measure) is not None]
     steps = [plot.Point(_cost(row), _value(row, measure)) for row in _frontier(rows, measure)]
     chart = [plot.line("frontier", steps, "--c0", group=names.get(_FRONTIER, ""), mode="lines", shape="hv")]
     chart[0]["hoverinfo"] = "skip"
-    # What matters is drawn above the rest.
+    # The most important groups are drawn last, above the others.
     for group, shown in reversed(names.items()):
         colour, symbol, size = _GROUPS[group]
         points = []

@@ -1,1 +1,1 @@
-"""Sweeps: every recipe on every example of a benchmark, in a file that can be gone on with."""
+"""Sweeps: every recipe on every example of a benchmark, in a file from which a stopped sweep can continue."""

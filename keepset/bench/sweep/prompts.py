@@ -1,4 +1,4 @@
-"""`PromptBuilder`: makes token ids of an example: those that are prefilled and compressed, and those that follow."""
+"""`PromptBuilder`: makes an example's token ids: those that are prefilled and compressed, and those that follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,12 +9,12 @@ from keepset.errors import KeepsetError
 from keepset.texts import chat_frame
 
 Mode = Literal["prompt", "agnostic", "task"]
-"""Which part of an example is compressed, and what is known of its questions by then.
+"""Which part of an example is compressed, and whether its questions are known by then.
 
 - `prompt`: context and question together.
 - `agnostic`: the context, before its questions are known.
-- `task`: the context, by recipes that are given its questions (KVCompose 2025, arXiv:2509.05165, section 3.2.1:
-  task-aware). For all other recipes the question is the end of what is compressed.
+- `task`: the context, by recipes that know its questions (KVCompose 2025, arXiv:2509.05165, section 3.2.1:
+  task-aware). For all other recipes the question is the end of the compressed prompt.
 """
 
 
@@ -34,8 +34,8 @@ class EvalPrompt:
     Attributes:
         ids: the prompt's tokens.
         questions: the questions that follow.
-        cut: tokens that were left out because the model's context does not hold them.
-        tasks: the tokens of the questions that task-aware recipes are given.
+        cut: tokens that were left out because they do not fit the model's context.
+        tasks: the tokens of the questions for task-aware recipes.
     """
 
     ids: tuple[int, ...]
@@ -57,10 +57,10 @@ class PromptBuilder:
     LongBench (Bai and others 2023, arXiv:2308.14508).
 
     Args:
-        tokenizer: the model's.
-        mode: what is compressed.
+        tokenizer: the model's tokenizer.
+        mode: which part is compressed.
         chat: whether prompts are chats.
-        longest: tokens that the model's context holds; None for any number.
+        longest: tokens of the model's context; None for no limit.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, mode: Mode, chat: bool, longest: int | None) -> None:
@@ -73,8 +73,8 @@ class PromptBuilder:
 
         Args:
             example: the example.
-            answer: tokens of an answer at most.
-            task_aware: in the mode `task`, whether the prompts are for recipes that are given the questions.
+            answer: the most tokens of an answer.
+            task_aware: in the mode `task`, whether the prompts are for recipes that know the questions.
 
         Raises:
             KeepsetError: the mode does not suit the example.
@@ -109,7 +109,7 @@ class PromptBuilder:
         return self._fitted(prompt, example, self._encode(self._end(question), special=False), answer)
 
     def _tokenized(self, question: Question, text: str, special: bool = False) -> TokenizedQuestion:
-        """Tokenize a text that ends with a question. A choice has the tokens that it adds to the stripped text's."""
+        """Tokenize a text that ends with a question. A choice's tokens are those that it adds to the stripped text."""
         ids = self._encode(text.rstrip() if question.choices else text, special)
         choices = tuple(self._encode(text + choice, special and bool(ids))[len(ids) :] for choice in question.choices)
         for choice, tokens in zip(question.choices, choices, strict=True):
@@ -146,5 +146,5 @@ class PromptBuilder:
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         begin = self._tokenizer.bos_token
         special = special and not (isinstance(begin, str) and text.startswith(begin))
-        # verbose=False: what is too long is cut before the model sees it, so there is nothing to warn of.
+        # verbose=False: no warning, because long prompts are cut before the model sees them.
         return tuple(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

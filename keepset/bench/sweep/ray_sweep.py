@@ -1,6 +1,6 @@
-"""A sweep on Ray: its workers make the cells, some groups at a time, and this process writes them.
+"""A sweep on Ray: its workers compute the cells, some groups at a time, and this process writes them.
 
-Ray decides where groups run, how many at once, and what is tried again after a worker has died.
+Ray decides where and how many groups run, and which are tried again after a worker has died.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from keepset.core.select import nan_scores_refused
 from keepset.errors import KeepsetError
 
 TOGETHER = 8
-"""Examples of a task that decodes which a worker is given at a time."""
+"""Examples that a worker gets at a time, for a task that decodes."""
 _POLL = 1.0
-"""Seconds to wait for a cell before Ctrl-C is looked for."""
+"""Seconds of waiting for a cell between checks for Ctrl-C."""
 
 MakeRunner = Callable[[], Runner]
-"""Loads the model where a worker needs it. Equal ones are called once per worker."""
+"""Loads the model in a worker. Equal ones are called once per worker."""
 
 
 @dataclass(frozen=True)
 class RunnerSource:
-    """Makes a `Runner` in a worker, of the model's source and the runner's options by name."""
+    """Makes a `Runner` in a worker, from the model's source and the runner's options by name."""
 
     source: models.Source
     options: tuple[tuple[str, Any], ...]
@@ -48,19 +48,19 @@ class RunnerSource:
 def run(
     store: Store, groups: Sequence[Group], make: MakeRunner, nbytes: int, on_cell: Callable[[], None]
 ) -> list[Skipped]:
-    """Make and write all cells, as `sweep.run` does, with the workers of a Ray cluster.
+    """Compute and write all cells like `sweep.run`, with the workers of a Ray cluster.
 
-    The cluster is the one that this process is in or finds; else one is started on this machine.
+    It is the cluster of this process, or one that Ray finds; else one is started on this machine.
 
     Args:
         store: the sweep's file.
         groups: the groups, see `sweep.unfinished`.
         make: loads the model in a worker.
         nbytes: bytes of memory that a worker needs for its model and caches. It also gets a GPU if there is one.
-        on_cell: called for each cell that was written.
+        on_cell: called for each written cell.
 
     Returns:
-        The cells that memory or a worker's end kept from being made.
+        The cells that are missing for lack of memory, or because a worker ended.
     """
     skipped: list[Skipped] = []
     running: dict[ray.ObjectRefGenerator[Any], str] = {}
@@ -71,7 +71,7 @@ def run(
         memory = min(nbytes, int(most))
         start = ray.remote(num_cpus=1, num_gpus=min(gpus, 1), memory=memory, num_returns="streaming")(_cells).remote
         while True:
-            # No more than will run soon, so that others who share the cluster get their turn.
+            # Only as many tasks as will run soon, so that other users of the cluster get their turn.
             for parcel in islice(parcels, max(0, 2 * (gpus or cpus) - len(running))):
                 running[start(make, parcel)] = parcel[0].task.name
             if not running:
@@ -102,7 +102,7 @@ def _cluster() -> Iterator[tuple[int, int]]:
 
 
 def _parcels(groups: Sequence[Group]) -> Iterator[list[Group]]:
-    """Yield what a worker is given at a time: `TOGETHER` groups of a portion at most."""
+    """Yield the groups that a worker gets at a time: at most `TOGETHER` of a portion."""
     for _, portion in groupby(groups, portion_of):
         while parcel := list(islice(portion, TOGETHER)):
             yield parcel
@@ -119,7 +119,7 @@ def _made(make: MakeRunner) -> Runner:
 
 
 def _next(stream: ray.ObjectRefGenerator[Any], task: str) -> Record | Skipped | None:
-    """Return what a worker has made next of a task; None at the parcel's end."""
+    """Return a worker's next result of a task; None at the parcel's end."""
     try:
         return ray.get(next(stream))
     except StopIteration:

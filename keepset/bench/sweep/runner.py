@@ -1,4 +1,4 @@
-"""`Runner`: makes cells: all candidates of one example on one prefill, or one candidate of many examples at once."""
+"""`Runner`: computes cells: all candidates of an example on one prefill, or one candidate on many examples at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOGETHER = 8
 
 @dataclass(frozen=True, eq=False)
 class EvalRequest:
-    """One cell to make: a candidate, an example of a task, and a seed."""
+    """One cell to compute: a candidate, an example of a task, and a seed."""
 
     task: Task
     seed: int
@@ -47,20 +47,20 @@ class EvalRequest:
 
 
 class Runner:
-    """Asks every candidate the same, so that cells differ by nothing but the recipe.
+    """Asks every candidate the same questions, so that cells differ only in the recipe.
 
-    The first token of an answer is predicted from the whole prompt, as in `generate`. If something follows the
-    compressed part, it is predicted from what was kept. Answers are the most likely tokens. With a temperature they
-    are drawn by the seed, the example and the question alone, so all candidates have the same luck. Of the model's
-    generation config only the tokens that end an answer count.
+    The first token of an answer is predicted from the whole prompt, as in `generate`. If a question follows the
+    compressed part, it is predicted from the kept entries. Answers are the most likely tokens. With a temperature they
+    are drawn by the seed, the example and the question alone, so all candidates draw alike. Only the tokens that end an
+    answer are taken from the model's generation config.
 
     Args:
         model: the model.
-        tokenizer: the model's.
-        mode: what is compressed, and what is known of the questions by then.
+        tokenizer: the model's tokenizer.
+        mode: which part is compressed, and whether the questions are known by then.
         chat: whether prompts are chats.
         temperature: 0 for greedy decoding, or 0.01 to 100.
-        alone: whether answers are decoded one by one, so that seconds and memory are each answer's own.
+        alone: whether answers are decoded one by one, so that seconds and memory belong to a single answer.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class Runner:
         self._room, self._most = MemoryBudget(model.device), 1 if alone else MOST
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Record]:
-        """Yield a cell for every candidate of one example, in their order; with an error for one that cannot be run.
+        """Yield a cell for every candidate of one example, in order; one that cannot run has an error.
 
         Raises:
-            MemoryError: memory was not enough for the next candidate; or one of torch's errors that says so.
+            MemoryError: memory was not enough for the next candidate; also PyTorch's errors of this kind.
         """
         runs = [_CellRun(EvalRequest(task, seed, example, candidate)) for candidate in candidates]
         for task_aware, together in groupby(runs, self._is_task_aware):
             yield from self._share(list(together), task_aware)
 
     def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Record | None]]:
-        """Make a cell for each request, several at once; a request is taken when there may be room for it.
+        """Compute a cell for each request, several at once; a request is taken when there may be room for it.
 
         Yields:
-            Each request with its cell, in the order in which they end; None where memory was not enough.
+            Each request with its cell, in the order in which they end; None if memory was not enough.
         """
 
         def job(each: EvalRequest) -> _Job:
@@ -107,7 +107,7 @@ class Runner:
             yield done.run.asked, None if error is not None else done.run.cell()
 
     def _share(self, runs: Sequence[_CellRun], task_aware: bool) -> Iterator[Record]:
-        """Make the cells of candidates that share their prefills."""
+        """Compute the cells of candidates that share their prefills."""
         prompts, questions, left = self._begin(runs, task_aware), 0, list(runs)
         for prompt in prompts:
             recipes = [run.recipe for run in runs if run.error is None and run.recipe is not None]
@@ -125,11 +125,11 @@ class Runner:
             yield run.cell()
 
     def _is_task_aware(self, run: _CellRun) -> bool:
-        """Return whether a candidate looks at a task's tokens and is given some."""
+        """Return whether a candidate uses a task's tokens and gets some."""
         return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.traits.needs)
 
     def _begin(self, runs: Sequence[_CellRun], task_aware: bool) -> list[EvalPrompt]:
-        """Return an example's prompts, and note an error in every run that cannot be asked."""
+        """Return an example's prompts; note the error in every run if there are none."""
         task, example = runs[0].asked.task, runs[0].asked.example
         text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
@@ -157,14 +157,14 @@ class Runner:
         answer, tokens = run.asked.task.generation.tokens, 0
         for prompt in prompts:
             after = max(len(question.ids) + answer for question in prompt.questions)
-            # A prompt is there twice when it is compressed.
+            # During compression a prompt is in memory twice.
             tokens = max(tokens, most_tokens(run.recipe, len(prompt.ids), after), 2 * len(prompt.ids))
         return _Job(run, prompts, first, session, self._evaluator, tokens)
 
 
 @dataclass(eq=False)
 class _CellRun:
-    """A request, and what it has come to so far."""
+    """A request, and its results so far."""
 
     asked: EvalRequest
     error: str | None = None
@@ -209,7 +209,7 @@ class _CellRun:
 
 @dataclass(eq=False)
 class _Job:
-    """Some of an example's prompts, asked of one candidate; `first` is the number of their first question."""
+    """Some of an example's prompts for one candidate; `first` is the number of their first question."""
 
     run: _CellRun
     prompts: Sequence[EvalPrompt]
@@ -220,7 +220,7 @@ class _Job:
     peak_bytes: int | None = None
 
     def streams(self) -> Streams:
-        """Yield the answers that are to be decoded, see `Job`; note each question's record."""
+        """Yield the answers to decode, see `Job`; note each question's record."""
         answered = list[Record]()
         if self.run.error is not None:
             return
@@ -249,9 +249,9 @@ class _Evaluator:
     def ask(
         self, run: _CellRun, prompt: EvalPrompt, first: int, cached: CachedPrompt, answered: list[Record]
     ) -> Streams:
-        """Ask every question about a cached prompt, which is used up; yield the answers that are to be decoded.
+        """Ask every question about a cached prompt, which is consumed; yield the answers to decode.
 
-        `first` is the number, among the example's questions, of the prompt's first one. `answered` gets their records.
+        `first` is the number of the prompt's first question among the example's. `answered` gets the records.
         """
         asked, task = run.asked, run.asked.task
         begun = CacheMemory(cached.cache, cached.is_full)
@@ -300,7 +300,7 @@ class _Evaluator:
 
 
 def _figures(answer: Answer, memory: CacheMemory, prefill_seconds: float, selecting: float) -> dict[str, Any]:
-    """Return an answer's costs by the names of records; `selecting` are the seconds of events while it was decoded."""
+    """Return an answer's costs by the names of records; `selecting` is the seconds of events during its decoding."""
     return {
         "keep": memory.keep,
         "share": memory.share,
@@ -322,7 +322,7 @@ def _look(cache: Cache, watchers: Sequence[CacheMemory | EventFigures]) -> None:
 
 
 def _plain(reply: Reply) -> Any:
-    """Return a reply as JSON can hold it: None in place of a likelihood that is not finite."""
+    """Return a reply in JSON's types: None in place of a likelihood that is not finite."""
     if isinstance(reply, str):
         return reply
     return [[likelihood if math.isfinite(likelihood) else None, greedy] for likelihood, greedy in reply]

@@ -21,17 +21,17 @@ class Job(Protocol):
     """Work that consists of answers to decode.
 
     Attributes:
-        tokens: the most tokens whose entries its cache holds at any time, while it begins too.
-        peak_bytes: the most bytes that the device had allocated in a call for it; None where that is not measured.
+        tokens: the most tokens whose entries its cache holds at any time, including its start.
+        peak_bytes: the most bytes that the device had allocated in a call for it; None if that is not measured.
     """
 
     tokens: int
     peak_bytes: int | None
 
     def streams(self) -> Streams:
-        """Yield the job's answers. Each is decoded to its end before the next is asked for.
+        """Yield the job's answers. Each is decoded to its end before the next is requested.
 
-        A second call begins again. An error that spoils an answer is thrown into the generator, unless memory ran out.
+        A second call starts over. An error of an answer is thrown into the generator, unless memory ran out.
         """
 
 
@@ -41,7 +41,7 @@ Done = Iterator[tuple[SomeJob, Exception | None]]
 
 @dataclass(eq=False)
 class _Going(Generic[SomeJob]):
-    """A job that has begun, and the answer of it that is being decoded."""
+    """A job that has begun, and its answer that is being decoded."""
 
     job: SomeJob
     streams: Streams
@@ -51,12 +51,12 @@ class _Going(Generic[SomeJob]):
 class Scheduler(Generic[SomeJob]):
     """Decodes several answers at once; when one ends another begins (continuous batching: Yu and others 2022, Orca).
 
-    A job is taken from the iterator when there may be room for it, and begins when there is. If memory is not enough
-    after all, the jobs that failed begin again later, and from then on half as many run at once.
+    A job is taken from the iterator when there may be room for it, and begins when there is. If memory is still not
+    enough, the failed jobs start over later, and from then on half as many run at once.
 
     Args:
         model: the model.
-        room: says whether memory takes another cache.
+        room: decides whether memory has room for another cache.
         jobs: the jobs.
         most: the most answers that are decoded at once.
     """
@@ -68,7 +68,7 @@ class Scheduler(Generic[SomeJob]):
         self._going: list[_Going[SomeJob]] = []
 
     def run(self) -> Iterator[tuple[SomeJob, Exception | None]]:
-        """Yield each job when it is done; with an error if memory was not enough for it alone."""
+        """Yield each finished job; with an error if memory was not enough for it alone."""
         try:
             while True:
                 while (job := self._next()) is not None:
@@ -92,7 +92,7 @@ class Scheduler(Generic[SomeJob]):
         return job
 
     def _resume(self, job: SomeJob, streams: Streams, spoiled: KeepsetError | None = None) -> Done[SomeJob]:
-        """Let a job come to its next answer, or yield it if it is done; `spoiled` is its last answer's error."""
+        """Advance a job to its next answer, or yield it if it is done; `spoiled` is its last answer's error."""
         peak = watch_peak(self._model.device)
         try:
             stream = next(streams) if spoiled is None else streams.throw(spoiled)
@@ -111,7 +111,7 @@ class Scheduler(Generic[SomeJob]):
             self._going.append(_Going(job, streams, stream))
 
     def _step(self) -> Done[SomeJob]:
-        """Decode one more token of every answer that is under way."""
+        """Decode one more token of every current answer."""
         stepped, peak = list(self._going), watch_peak(self._model.device)
         step(self._model, [each.stream for each in stepped])
         called = [each for each in stepped if not each.stream.over]
@@ -140,7 +140,7 @@ class Scheduler(Generic[SomeJob]):
             yield from self._again(again, failure, len(called))
 
     def _again(self, jobs: list[SomeJob], error: Exception, beside: int) -> Done[SomeJob]:
-        """Let jobs that failed, `beside` of them at once, begin again later, or yield the only one with its error."""
+        """Restart failed jobs, of which `beside` ran at once, later; or yield a single one with its error."""
         if beside == 1:
             yield jobs[0], error
         else:

@@ -1,6 +1,6 @@
-"""The file of a sweep: what was asked for, and every cell as soon as it is made.
+"""The file of a sweep: its configuration, and every cell as soon as it is computed.
 
-The file is an SQLite database. One process adds to it at a time; any number may read it meanwhile.
+The file is an SQLite database. One process writes to it at a time; any number may read it meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GroupKey = tuple[str, int, str]
 FORMAT = 4
 """The file's version: raise it with every change to its tables or to `Record`. Recipes are written in full."""
 _PATIENCE = 60.0
-"""Seconds to wait where another program holds the database."""
+"""Seconds to wait if another program locks the database."""
 _APPLICATION = 0x6B705357
 _ADVICE = "name another with --out"
 _TABLES = """
@@ -44,8 +44,8 @@ CREATE TABLE cells (
 class Store:
     """A sweep's file: `begin` opens it to add cells, `open` only to read.
 
-    `model` is the name under which the model was first given, and `configuration` what all cells have in common, by the
-    names that a person knows.
+    `model` is the model's name at the first start, and `configuration` has the settings that all cells share, by names
+    that people understand.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class Store:
         """Open a sweep's file to read it.
 
         Raises:
-            KeepsetError: there is no such file, or it is no sweep's.
+            KeepsetError: there is no such file, or it is not a sweep's.
         """
         if not os.path.isfile(path):  # unlike Path.is_file, it takes any name
             missing = f"{quoted(path)} is a folder" if os.path.isdir(path) else f"There is no file {quoted(path)}"
@@ -77,17 +77,17 @@ class Store:
 
     @classmethod
     def begin(cls, path: Path, model: str, configuration: Mapping[str, Any]) -> Store:
-        """Open a sweep's file to add to it, or make a new one with the model's name and what all cells have in common.
+        """Open a sweep's file to add to it, or make a new one with the model's name and the cells' common settings.
 
         Raises:
-            KeepsetError: another process adds to the file, the file is no sweep's, its configuration is another, or
-                it cannot be written.
+            KeepsetError: another process adds to the file, the file is not a sweep's, its configuration differs, or it
+                cannot be written.
         """
         with _sentences(path), ExitStack() as undo:
             is_new = not path.exists()
             undo.callback(os.close, _locked(path))
             store = cls(path, undo, writes=True)
-            # A database without tables is what a process leaves that was killed at once.
+            # A process that was killed early leaves a database without tables.
             if store._database.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
                 store._create(model, configuration)
             elif not store._is_sweep():
@@ -106,7 +106,7 @@ class Store:
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
-        """Close the file, and remove it if it was begun for nothing: an error came before its first cell."""
+        """Close the file, and remove it if it is new and an error came before its first cell."""
         is_left = False
         with suppress(KeepsetError):
             is_left = self._is_new and error is not None and not self.done()
@@ -116,10 +116,10 @@ class Store:
                 self.path.with_name(f"{self.path.name}{suffix}").unlink(missing_ok=True)
 
     def check(self, configuration: Mapping[str, Any]) -> None:
-        """Refuse another configuration than the file's, of which a part may be given.
+        """Refuse a configuration, or a part of one, that differs from the file's.
 
         Raises:
-            KeepsetError: the file was begun otherwise; names every difference.
+            KeepsetError: the configuration differs; the sentence names every difference.
         """
         mine = self.configuration
         differs = [
@@ -129,10 +129,10 @@ class Store:
         ]
         if differs:
             difference = "; ".join(differs)
-            raise KeepsetError(f"{str(self.path)!r} was begun otherwise ({difference}): go on as there, or {_ADVICE}.")
+            raise KeepsetError(f"{str(self.path)!r} has other settings ({difference}): use those, or {_ADVICE}.")
 
     def register(self, task: str, seed: int, ids: Sequence[str], digest: str) -> None:
-        """Note which examples a task has under a seed; a digest tells them from others of the same ids.
+        """Note a task's examples under a seed; a digest distinguishes them from others with the same ids.
 
         Raises:
             KeepsetError: the file has cells of other examples.
@@ -143,8 +143,8 @@ class Store:
                 database.execute("INSERT INTO examples VALUES (?, ?, ?, ?)", [task, seed, digest, json.dumps(ids)])
         if known is not None and known[0] != digest:
             raise KeepsetError(
-                f"{task}'s examples with seed {seed} are not those that {str(self.path)!r} has cells of, because data, "
-                f"tokenizer or the task's program changed: {_ADVICE}."
+                f"{task}'s examples with seed {seed} differ from those in {str(self.path)!r}, because data, tokenizer "
+                f"or the task's program changed: {_ADVICE}."
             )
 
     def examples(self, task: str, seed: int) -> list[str] | None:
@@ -161,7 +161,7 @@ class Store:
             return {((task, seed, example), shown(recipe)) for task, seed, example, recipe in rows}
 
     def cells(self) -> list[Record]:
-        """Return all cells, by example in the task's order, then by recipe in the order of their first cells."""
+        """Return all cells, ordered by the task's examples, then by recipes in the order of their first cells."""
         with _sentences(self.path):
             rows = self._database.execute("SELECT cell FROM cells ORDER BY rowid").fetchall()
             known = self._database.execute("SELECT task, seed, ids FROM examples ORDER BY rowid").fetchall()
@@ -211,7 +211,7 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Write all of what the block writes, or nothing."""
+        """Make the block's writes a transaction: all or nothing."""
         with _sentences(self.path):
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -252,7 +252,7 @@ def _locked(path: Path) -> int:
 
 
 def _stored(text: str) -> str:
-    """Return a recipe's or a method's text in full; the full cache's and unregistered methods' as they are."""
+    """Return a recipe's or a method's text in full; texts of the full cache and of unregistered methods unchanged."""
     with suppress(RecipeError):
         return in_full(text)
     return text
@@ -261,7 +261,7 @@ def _stored(text: str) -> str:
 def _connect(path: Path, *, writes: bool) -> sqlite3.Connection:
     path, mode = path.resolve(), "mode=rw"
     if not writes and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)):
-        # Readers write files beside one that is being written. Where nobody can write, no such file is needed.
+        # Readers also write files beside a database in use. If nobody can write, no such file is needed.
         mode = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     database = sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True, timeout=_PATIENCE, isolation_level=None)
     if not writes:
@@ -279,7 +279,7 @@ def _sentences(path: Path) -> Iterator[None]:
         if name.startswith("SQLITE_CONSTRAINT"):
             raise
         if name.startswith(("SQLITE_FULL", "SQLITE_IOERR")):
-            reason = f"{file} cannot be written ({error}): make room there, and give the same command again to go on"
+            reason = f"{file} cannot be written ({error}): make room there, and run the same command again to continue"
         elif name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
             reason = f"{file} cannot be written ({error}): make it writable, or {_ADVICE}"
         elif name.startswith("SQLITE_BUSY"):

@@ -1,4 +1,4 @@
-"""A sweep: every recipe on every example, group after group, each cell written as soon as it is made."""
+"""A sweep: every recipe on every example, group after group; each cell is written as soon as it is computed."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _NO_MEMORY = "memory was not enough"
 
 @dataclass(frozen=True)
 class SweepGrid:
-    """The cells that are asked for: candidates of every task, on examples of each.
+    """The requested cells: candidates of every task, on examples of each.
 
     Attributes:
         tasks: the tasks.
         seeds: the seeds of generated data and of sampling.
         candidates: the candidates of a task, by its name.
         limit: how many of the first examples are taken; None for all.
-        sample: a random sample of the examples in place of the first: a share up to 1.0, or a number. It is drawn by
-            the task's name and the seed.
+        sample: a random sample of the examples instead of the first ones: a share up to 1.0, or a number. The task's
+            name and the seed determine it.
     """
 
     tasks: Sequence[Task]
@@ -41,7 +41,7 @@ class SweepGrid:
     sample: int | float | None = None
 
     def is_done(self, store: Store) -> bool:
-        """Return whether a file has all cells, of the examples that it knows of."""
+        """Return whether a file has all cells of its known examples."""
         done = store.done()
         for task, seed in product(self.tasks, self.seeds):
             if (examples := store.examples(task.name, seed)) is None:
@@ -52,7 +52,7 @@ class SweepGrid:
         return True
 
     def groups(self, store: Store, tokenizer: Tokenizer) -> list[Group]:
-        """Make the examples, note them in the file, and return all groups, of tasks that decode recipe by recipe.
+        """Make the examples, note them in the file, and return all groups; those of tasks that decode by recipe.
 
         Raises:
             KeepsetError: two examples of a task have one id, or the file has cells of other examples.
@@ -80,7 +80,7 @@ class SweepGrid:
         return [examples[index] for index in sorted(order[:count])]
 
     def of(self, cells: Sequence[Record]) -> list[Record]:
-        """Return the cells that are asked for, in the order of tasks and candidates."""
+        """Return the requested cells, in the order of tasks and candidates."""
         wanted = [(task.name, candidate.text) for task in self.tasks for candidate in self.candidates[task.name]]
         place = {names: at for at, names in enumerate(wanted)}
         chosen = [cell for cell in cells if (cell.task, cell.recipe) in place and cell.seed in self.seeds]
@@ -89,7 +89,7 @@ class SweepGrid:
 
 @dataclass(frozen=True)
 class Group:
-    """Cells of one example under one seed, which share its prefill; of a task that decodes one cell alone."""
+    """Cells of one example under one seed, which share its prefill; a single cell for a task that decodes."""
 
     task: Task
     seed: int
@@ -104,7 +104,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Cells that could not be made this time. They are not written, so the next run tries again."""
+    """Cells that could not be computed this time. They are not written, so the next run tries again."""
 
     task: str
     recipe: str
@@ -112,7 +112,7 @@ class Skipped:
 
 
 def unfinished(groups: Sequence[Group], done: Collection[tuple[GroupKey, str]]) -> list[Group]:
-    """Return the groups of which `done` lacks a group and recipe, with the candidates of those cells alone."""
+    """Return the groups with cells that are not in `done`, with only the candidates of these cells."""
     lacking = [
         replace(group, candidates=[each for each in group.candidates if (group.key, each.text) not in done])
         for group in groups
@@ -127,7 +127,7 @@ def count(groups: Sequence[Group]) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """The size of a sweep: cells, examples, tokens of all prefills, and of all questions and answers at most."""
+    """The size of a sweep: cells, examples, tokens of all prefills, and the most tokens of questions and answers."""
 
     cells: int
     examples: int
@@ -142,7 +142,7 @@ class Cost:
 
 
 def cost(groups: Sequence[Group], tokenizer: Tokenizer, mode: Mode, chat: bool) -> Cost:
-    """Return what all groups of a sweep take, done or not, if prompts are made in this mode, as chats or not."""
+    """Return the cost of all groups of a sweep, done or not, with prompts of this mode, as chats or not."""
     frames = {use: PromptBuilder(tokenizer, mode=mode, chat=use, longest=None) for use in {chat, False}}
     prompt_tokens = answer_tokens = 0
     for group in groups:
@@ -156,7 +156,7 @@ def cost(groups: Sequence[Group], tokenizer: Tokenizer, mode: Mode, chat: bool) 
 
 
 def digest(task: Task, examples: Sequence[Example]) -> str:
-    """Return a hash of all that a task asks of examples. A target that JSON cannot hold counts by its type."""
+    """Return a hash of a task's questions about examples. A target that JSON cannot hold counts by its type."""
     content = [asdict(task.generation), task.metric, [asdict(example) for example in examples]]
     if not task.chat:
         content.append("verbatim")
@@ -165,7 +165,7 @@ def digest(task: Task, examples: Sequence[Example]) -> str:
 
 
 def run(store: Store, groups: Sequence[Group], runner: Runner, on_cell: Callable[[], None]) -> list[Skipped]:
-    """Make and write all cells of some groups (see `unfinished`); return those for which memory was not enough."""
+    """Compute and write all cells of groups (see `unfinished`); return those for which memory was not enough."""
     skipped = []
     for _, portion in groupby(groups, portion_of):
         for result in work(runner, portion):
@@ -177,7 +177,7 @@ def run(store: Store, groups: Sequence[Group], runner: Runner, on_cell: Callable
 
 
 def portion_of(group: Group) -> Hashable:
-    """Return the same for neighbours that are worked on together: of tasks that decode, all examples of one recipe."""
+    """Return a key that is equal for groups to run together: all examples of a recipe, in tasks that decode."""
     return (group.task.name, group.candidates[0].text) if group.task.decodes else group.key
 
 
@@ -194,9 +194,9 @@ def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Record | Skipped]
 
 
 def _on_one_prefill(runner: Runner, group: Group) -> Iterator[Record | Skipped]:
-    """Make a group's cells on one prefill.
+    """Compute a group's cells on one prefill.
 
-    Where memory is not enough the recipe that is next is left out, and the others share another prefill.
+    If memory is not enough, the next recipe is left out, and the others share another prefill.
     """
     left = list(group.candidates)
     while left:

@@ -1,4 +1,4 @@
-"""Benchmarks: what is asked of a model, and how its answers are judged."""
+"""Benchmarks: questions for a model, and how its answers are judged."""
 
 TASK_MODULES = ("reasoning", "ruler", "needle", "longbench", "longbench2")
 """Modules of keepset's own tasks. Each has `NAMES`, as users write them, and `make(name, settings)` for its tasks."""

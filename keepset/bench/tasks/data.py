@@ -1,4 +1,4 @@
-"""Items of a data set, from a user's JSONL file or from the hub; what lm-evaluation-harness and its libraries need."""
+"""Items of a data set, from a user's JSONL file or from the hub, and helpers for lm-evaluation-harness."""
 
 import random
 import re
@@ -20,13 +20,13 @@ from keepset.texts import json_lines
 
 @dataclass(frozen=True)
 class DataRecord:
-    """One item of a data set: its values by name, and its place as messages name it, file and line."""
+    """One item of a data set: its values by name, and its file and line for messages."""
 
     where: str
     fields: Mapping[str, Any]
 
     def first(self, *names: str) -> Any:
-        """Return the first of these fields that is there; raise `KeepsetError` if the item has none of them."""
+        """Return the first of these fields that exists; raise `KeepsetError` if the item has none of them."""
         for name in names:
             if self.fields.get(name) is not None:
                 return self.fields[name]
@@ -44,7 +44,7 @@ class HubData(NamedTuple):
 
 
 def load_records(name: str, folder: Path | None, hub: HubData) -> list[DataRecord]:
-    """Return the items of a data set: of `<name>.jsonl` if a user's folder has it, else of the hub.
+    """Return the items of a data set: from `<name>.jsonl` if a user's folder has it, else from the hub.
 
     Raises:
         KeepsetError: if the file is damaged, or the hub cannot be reached.
@@ -90,9 +90,9 @@ def read_records(folder: Path, name: str) -> list[DataRecord]:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Turn whatever goes wrong while the data of this task are loaded into a `KeepsetError` of one sentence.
+    """Turn any error while this task's data are loaded into a `KeepsetError` of one sentence.
 
-    If the hub does not answer, its libraries use what was downloaded before, and wait for nothing.
+    If the hub does not answer, its libraries use earlier downloads without waiting.
     """
     datasets = import_extra("datasets")
     before = datasets.config.HF_HUB_OFFLINE
@@ -133,7 +133,7 @@ def import_extra(module: str) -> ModuleType:
 def seeded(seed: int | str, numpy_seed: int | None = None) -> Iterator[None]:
     """Seed the generators of `random` and `numpy`, from which the harness draws, and restore them afterwards.
 
-    That of `numpy` is seeded from `random` unless it has a seed of its own.
+    `numpy`'s is seeded from `random` unless it has its own seed.
     """
     before, numpy_before = random.getstate(), np.random.get_state()
     random.seed(seed)

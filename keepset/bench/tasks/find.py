@@ -16,10 +16,10 @@ from keepset.errors import KeepsetError
 def find(names: Sequence[str], settings: TaskSettings) -> list[Task]:
     """Return the tasks of these names, in order, each once.
 
-    Names are tasks, groups, which stand for all of their tasks, or paths of YAML files for lm-evaluation-harness.
+    A name is a task, a group of tasks, or the path of a YAML file for lm-evaluation-harness.
 
     Raises:
-        KeepsetError: if there is no such task; the sentence names the nearest ones.
+        KeepsetError: if there is no such task; the sentence names similar ones.
     """
     check_names(names)
     tasks: dict[str, Task] = {}
@@ -31,7 +31,7 @@ def find(names: Sequence[str], settings: TaskSettings) -> list[Task]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse what is certainly no task, within a second or two: the harness itself takes many to read its tasks.
+    """Refuse names that cannot be tasks within two seconds; the harness takes much longer to read its tasks.
 
     Raises:
         KeepsetError: a name is neither keepset's own nor stands in any file of the harness, or there is none.
@@ -51,7 +51,7 @@ def check_names(names: Sequence[str]) -> None:
 
 
 _NAMED = re.compile(r"""^(?:task|group|tag):[ ]*["']?([\w./-]+)""", re.MULTILINE)
-"""The names that a file of the harness gives to tasks."""
+"""Matches the names of tasks in a file of the harness."""
 
 
 def harness_folder() -> Path | None:

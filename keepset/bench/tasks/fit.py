@@ -1,4 +1,4 @@
-"""Examples that are made to a length: as long as they may be, never longer."""
+"""Examples of a given length: as long as possible, never longer."""
 
 import math
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def room(tokenizer: Tokenizer, length: int, answer: int) -> int:
 def measure(tokenizer: Tokenizer, example: Example) -> int:
     """Return the tokens of an example with its longest question.
 
-    Each part is encoded by itself; joined they have no more tokens.
+    Each part is encoded separately; joined they have at most as many tokens.
     """
 
     def count(text: str) -> int:
@@ -41,14 +41,14 @@ def fit(
     largest: int | None = None,
     guess: int | None = None,
 ) -> tuple[int, Example] | None:
-    """Find the size whose example fills the room; return it and its example, or None if not even the smallest fits.
+    """Find the size whose example fills the room; return it and its example, or None if even the smallest is too long.
 
     Args:
-        make: makes an example of a size, about in proportion to it. A size need not be in tokens.
+        make: makes an example whose length is about proportional to a size. A size need not be in tokens.
         count: counts the tokens of an example.
         room: tokens that the example may have.
         smallest: the smallest size.
-        largest: the largest size; None without an end.
+        largest: the largest size; None for no limit.
         guess: the size to try first.
     """
     low, best, high = smallest - 1, None, math.inf if largest is None else largest + 1

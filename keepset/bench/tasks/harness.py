@@ -23,15 +23,15 @@ from keepset.errors import KeepsetError
 
 _log = logging.getLogger("lm_eval")
 _SEED = 1234
-"""The harness's seed for few-shot examples. Prompts are always the harness's, whatever the sweep's seed."""
+"""The harness's seed for few-shot examples. Prompts do not depend on the sweep's seed."""
 _DOCUMENTS = ("context", "passage", "article", "document", "story", "paragraph")
-"""Names of fields that hold a text about which something is asked."""
+"""Names of fields with a text to which the question refers."""
 _LONG = 1024
-"""An answer of so many tokens is long."""
+"""An answer with at least this many tokens is long."""
 
 
 def knows(name: str, settings: TaskSettings) -> bool:
-    """Return whether the name is that of a task, group or tag of the harness, or of a YAML file."""
+    """Return whether the name is a task, group or tag of the harness, or a YAML file."""
     return _is_file(name) or name in _manager(settings.data).task_index
 
 
@@ -40,7 +40,7 @@ def make(name: str, settings: TaskSettings) -> list[HarnessTask]:
 
     A task takes its items from `<name>.jsonl` if the folder `settings.data` has that file. The few-shot examples then
     come from `<name>.<split>.jsonl`, with the name of the split that the task takes them from. Without that file they
-    come from the other items. Raise `KeepsetError` if data cannot be loaded, or a task not compared item by item.
+    come from the other items. Raise `KeepsetError` if data cannot be loaded, or a task cannot be compared by item.
     """
     # A file is a task by itself, and the harness takes seconds to read its thousands of tasks.
     manager = TaskManager(include_defaults=False) if _is_file(name) else _manager(settings.data)
@@ -61,7 +61,7 @@ class HarnessTask(Task):
         _check_kind(name, task)
         self.name = name
         self._task, self._source = task, source
-        # With this metric the task would ask about every choice without a prompt, too.
+        # With this metric the task would also ask about every choice without a prompt.
         getattr(task, "_metric_fn_list", {}).pop("acc_mutual_info", None)
         higher = task.higher_is_better()
         self._metrics = [
@@ -152,7 +152,7 @@ def _check_kind(name: str, task: Any) -> None:
 def _split(prompt: str, question: str, doc: Any) -> tuple[str, str]:
     """Return context and question of a prompt; the question begins with the white space between the two."""
     end = start = max(prompt.rfind(question), 0) if question else 0
-    # An item without a question has it as its input.
+    # If an item has no field `question`, its input is the question.
     fields = (*_DOCUMENTS, "input") if "question" in doc else _DOCUMENTS
     for passage in (doc[field].strip() for field in fields if isinstance(doc.get(field), str)):
         at = prompt.find(passage, start)
@@ -176,7 +176,7 @@ def _is_file(name: str) -> bool:
 
 
 class _Factory(TaskFactory):
-    """Makes tasks with a folder's data, whether they are named alone, in a group or by a tag."""
+    """Makes tasks with a folder's data, whether named directly, in a group or by a tag."""
 
     def __init__(self, data: Path) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def _from_folder(data: Path, name: str, config: dict[str, Any]) -> dict[str, Any
         # If both are one split, the harness leaves an item out of its own examples.
         shots = "test"
     return {
-        # The harness's own loader of JSON files would make dates of texts that look like dates.
+        # The harness's own JSON loader would turn texts that look like dates into dates.
         "custom_dataset": functools.partial(_read, data, files),
         **dict.fromkeys(("dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split")),
         "test_split": "test",
@@ -227,7 +227,7 @@ def _read(data: Path, files: dict[str, str], **_: Any) -> Any:
 
 @contextmanager
 def _prepared() -> Iterator[None]:
-    """Seed tasks that shuffle as the harness's own command line does, and hide its advice to their authors."""
+    """Seed tasks that shuffle like the harness's own command line, and hide its advice to their authors."""
     datasets = import_extra("datasets")
     level, bars = _log.level, not datasets.are_progress_bars_disabled()
     _log.setLevel(logging.ERROR)

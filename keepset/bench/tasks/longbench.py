@@ -1,8 +1,7 @@
 """LongBench (Bai et al. 2023, arXiv:2308.14508): its English tasks and those on code.
 
-Prompts and metrics are read from lm-evaluation-harness. Its own tasks cannot take their place: they load their data as
-soon as they are named, know only their own fields and not those of the authors' files, and are cut elsewhere before the
-question.
+Prompts and metrics are read from lm-evaluation-harness. Its tasks themselves cannot be used: they load their data as
+soon as they are named, do not know the fields of the authors' files, and are cut at another place before the question.
 """
 
 import importlib.util
@@ -45,7 +44,7 @@ class LongBenchTask(Task):
 
     The answer to a few-shot prompt is its first line that is not empty, as in the authors' program. The harness ends it
     at the first line break, even if nothing came before. Few-shot prompts and code are asked without a chat template,
-    as there.
+    as in the authors' program.
     """
 
     def __init__(self, name: str, settings: TaskSettings) -> None:
@@ -58,7 +57,7 @@ class LongBenchTask(Task):
         self.generation = Generation(self._config["generation_kwargs"]["max_gen_toks"])
 
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:
-        """Return the items of the folder's `qasper.jsonl`, as the authors' archive has it, or else of the hub."""
+        """Return the items of the authors' file in the folder, such as `qasper.jsonl`, else those of the hub."""
         hub = HubData(self._config["dataset_path"], self._config["dataset_name"], self._config["test_split"])
         items = load_records(self._data_set, self._folder, hub)
         return [self._example(index, item) for index, item in enumerate(items[:limit])]

@@ -11,10 +11,10 @@ from keepset.errors import KeepsetError
 
 NAMES = ("needle",)
 EXAMPLES = 50
-"""How many examples there are without a limit: five at every depth."""
+"""The number of examples without a limit: five at every depth."""
 
 _DEPTHS = (0.05, 0.35, 0.65, 0.95, 0.25, 0.55, 0.85, 0.15, 0.45, 0.75)
-"""The middles of ten equal parts, in an order in which the first few are spread as well."""
+"""The middles of ten equal parts, in an order that also spreads the first few."""
 _CHARACTERS = 100
 """Characters of the shortest haystack."""
 _TOKENS = 10
@@ -28,7 +28,7 @@ def make(name: str, settings: TaskSettings) -> list[Task]:
 class NeedleTask(Task):
     """The number of a city, said once in essays of `length` tokens, which include the answer (Kamradt, 2023).
 
-    Essays and depths take turns. An example's city and number are drawn by the seed.
+    Essays and depths alternate. The seed determines an example's city and number.
     """
 
     metric, generation = "found", Generation(_TOKENS)

@@ -30,7 +30,7 @@ NAMES = tuple(_SOURCES)
 
 
 def make(name: str, settings: TaskSettings) -> list[Task]:
-    """Return the task; start math-verify, so that a missing package is known before hours of answers."""
+    """Return the task; start math-verify, so that a missing package is noticed before hours of answers."""
     start()
     return [Reasoning(name, settings)]
 
@@ -83,7 +83,7 @@ def _gold(item: DataRecord) -> str:
 
 
 _SECONDS = 60.0
-"""After so long its process is killed. Its own limit is 5 seconds an expression, but some operations block signals."""
+"""Seconds after which its process is killed. Its own limit is 5 per expression, but some operations block signals."""
 
 _PROGRAM = """
 import json, sys
@@ -102,8 +102,8 @@ _process: subprocess.Popen[str] | None = None
 def agree(gold: str, solution: str) -> bool:
     """Return whether the final answers of two texts are equal by math-verify; if that takes too long they are not.
 
-    The final answer is what the last box holds. Without a box it is what math-verify finds, after the last `####` if
-    there is one: what is called the answer, or else the last expression or number.
+    The final answer is the content of the last box. Without a box it is math-verify's result, after the last `####` if
+    there is one: the expression that is called the answer, or else the last expression or number.
 
     Raises:
         KeepsetError: if math-verify does not start.
@@ -119,8 +119,8 @@ def agree(gold: str, solution: str) -> bool:
 def start() -> subprocess.Popen[str]:
     """Return math-verify's process, started unless it runs; raise `KeepsetError` if it does not start.
 
-    math-verify stops what takes too long by a signal, which only the main thread of a process can have. In a process of
-    its own, threads, Ray's workers and notebooks can ask it.
+    math-verify limits its time by a signal, which only the main thread of a process can receive. In a separate process,
+    threads, Ray's workers and notebooks can use it.
     """
     global _process  # noqa: PLW0603
     with _lock:

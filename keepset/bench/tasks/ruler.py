@@ -20,7 +20,7 @@ from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task,
 from keepset.errors import CorruptFileError, KeepsetError
 
 EXAMPLES = 500
-"""How many examples there are without a limit, as in the paper."""
+"""The number of examples without a limit, as in the paper."""
 
 _TASKS: dict[str, tuple[int, Callable[[int, TaskSettings], PromptMaker]]] = {
     "niah_single_1": (128, lambda length, settings: Needles("noise")),
@@ -37,7 +37,7 @@ _TASKS: dict[str, tuple[int, Callable[[int, TaskSettings], PromptMaker]]] = {
     "ruler_qa_squad": (32, lambda length, settings: load_documents("squad", settings.data)),
     "ruler_qa_hotpot": (32, lambda length, settings: load_documents("hotpot", settings.data)),
 }
-"""Tokens of an answer, and what makes the prompts of a length."""
+"""Tokens of an answer, and the maker of prompts of a length."""
 NAMES = (*_TASKS, "ruler")
 PARTS = {
     "needles": tuple(name for name in _TASKS if name.startswith("niah")),
@@ -155,7 +155,7 @@ def _parts(item: DataRecord) -> PromptParts:
 
 
 def _split(item: DataRecord, name: str) -> PromptParts:
-    """Return a whole prompt, cut where its last question begins, and where the answer begins."""
+    """Return a whole prompt, cut at the beginnings of its last question and of the answer."""
     text = str(item.first("input")) + str(item.fields.get("answer_prefix") or "")
     is_needle = name.startswith("niah")
     asks = _NEEDLE if is_needle else _DOCUMENTS if name.startswith("ruler_qa") else _WORDS

@@ -26,14 +26,14 @@ PromptParts = tuple[str, Question]
 
 
 class PromptMaker(ABC):
-    """Makes the prompts of one task, up to the largest size, and so many; None means without an end."""
+    """Makes the prompts of one task, up to a largest size and number; None means no limit."""
 
     largest: int | None = None
     questions: int | None = None
 
     @property
     def smallest(self) -> int:
-        """Return the smallest size, in words, sentences or documents, whatever makes a context longer."""
+        """Return the smallest size, in the units that make a context longer: words, sentences or documents."""
         return 1
 
     @abstractmethod
@@ -130,7 +130,7 @@ def _essay_words() -> Sequence[str]:
 
 
 class Variables(PromptMaker):
-    """Five variables of one value, assigned one to the other in a chain, after a short example with its answer."""
+    """Five variables of one value, assigned to each other in a chain, after a short example with its answer."""
 
     def __init__(self) -> None:
         self._vt = import_extra("lm_eval.tasks.ruler.vt_utils")
@@ -175,7 +175,7 @@ class FrequentWords(PromptMaker):
 
     def make(self, size: int, index: int, seed: int) -> PromptParts:
         words = max(self._length // 50, 5)
-        # The harness shortens by itself, for ever, what its tokenizer finds too long: this one finds nothing too long.
+        # The harness endlessly shortens texts that its tokenizer finds too long; with this one no text is too long.
         text, answers, _ = self._fwe.generate_input_output(0, _no_tokens, size, vocab_size=words)
         return cut(text, QUESTION, answers)
 
@@ -224,7 +224,7 @@ class Documents(PromptMaker):
         self._qa = import_extra("lm_eval.tasks.ruler.qa_utils")
 
     def make(self, size: int, index: int, seed: int) -> PromptParts:
-        """Return the question with `size` documents, or with all that it needs if they are more."""
+        """Return the question with `size` documents, or with all that it needs if those are more."""
         chosen = random.Random(seed).sample(range(len(self._questions)), len(self._questions))[index]
         # The harness shuffles the list that it is given if all documents fit, so it gets a copy.
         text, answers = self._qa.generate_input_output(chosen, size, self._questions, list(self._documents))

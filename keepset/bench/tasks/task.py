@@ -1,4 +1,4 @@
-"""`Task`: a benchmark's examples, and how an answer to them is judged."""
+"""`Task`: a benchmark's examples, and how answers to them are judged."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     import transformers
 
 Tokenizer: TypeAlias = "transformers.PreTrainedTokenizerBase"
-"""A tokenizer of transformers, which its name alone does not load."""
+"""A tokenizer of transformers; the name does not import transformers."""
 
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What tasks are made from: a user's folder with `<task>.jsonl`, and lengths of prompts in tokens."""
+    """The settings of tasks: a user's folder with `<task>.jsonl`, and lengths of prompts in tokens."""
 
     data: Path | None = None
     lengths: tuple[int, ...] = (4096,)
@@ -34,11 +34,11 @@ class Question:
     """A question about a context."""
 
     text: str
-    """What follows the context, verbatim, with all white space between the two."""
+    """The text that follows the context, verbatim, with all white space between the two."""
     target: Any
-    """What `Task.judge` compares an answer with; only the task knows its type."""
+    """The target with which `Task.judge` compares an answer; only the task knows its type."""
     prefix: str = ""
-    """The beginning of the answer, which is given to the model."""
+    """The given beginning of the answer."""
     choices: tuple[str, ...] = ()
     """Continuations whose likelihoods are compared, in place of a generated answer."""
 
@@ -48,13 +48,13 @@ class Example:
     """A context, and questions about it."""
 
     id: str
-    """The same in every run with the same data, settings and seed, and no other example's."""
+    """A unique id, the same in every run with the same data, settings and seed."""
     context: str
     """The text that can be compressed before a question is known; empty if there is none."""
     questions: tuple[Question, ...]
-    """At least one; each is asked of the same context."""
+    """The questions, at least one; all are about the same context."""
     facts: Mapping[str, float | str] = field(default_factory=dict)
-    """What figures are drawn over, such as the depth of a needle."""
+    """Facts over which figures are drawn, such as the depth of a needle."""
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,21 @@ class Generation:
 
 
 Reply = str | list[tuple[float, bool]]
-"""A generated answer, or for every choice its log-likelihood and whether greedy decoding would say it."""
+"""A generated answer, or for every choice its log-likelihood and whether greedy decoding would generate it."""
 
 
 class Task(ABC):
     """A benchmark."""
 
     name: str
-    """The name that was asked for, with `@` and the length if the task has lengths: `niah_single_1@4096`."""
+    """The requested name, with `@` and the length if the task has lengths: `niah_single_1@4096`."""
     metric: str
-    """Which of the scores that `judge` returns is shown in tables."""
+    """The name of the score of `judge` that tables show."""
     generation: Generation
     decodes: bool = False
-    """Whether answers are long, so that compression while decoding shows."""
+    """Whether answers are long, so that compression while decoding has an effect."""
     chat: bool = True
-    """Whether it is asked in the model's chat template, if there is one."""
+    """Whether questions use the model's chat template, if there is one."""
 
     @abstractmethod
     def examples(self, tokenizer: Tokenizer, *, limit: int | None = None, seed: int = 0) -> Sequence[Example]:

@@ -14,14 +14,14 @@ from keepset.errors import KeepsetError
 from keepset.texts import CITIES, Needle, adds_bos, chat_parts, insert, secret_number
 
 SIZES = (2048, 1024, 512, 256)
-"""Tokens of a piece: the largest size of which there are enough pieces is used."""
+"""Tokens of a piece: the largest size with enough pieces is used."""
 PIECES = ROUNDS[-1]
 SHARE = 16
-"""The last of this many parts of a piece is its continuation. Continuations never overlap; prompts may."""
+"""A piece's continuation is the last of this many parts. Continuations never overlap; prompts may."""
 FACTS = 4
 """Facts hidden in each piece."""
 ANSWER_TOKENS = 8
-"""Tokens of an answer: enough for a number, since the words before it are given."""
+"""Tokens of an answer: enough for a number, because the words before it are given."""
 _ROOM = {False: 1, True: 512}
 """Tokens that a piece takes beyond its size, with facts: the facts, the chat template, question and answer."""
 
@@ -43,19 +43,19 @@ class TextPiece:
 def cut(
     tokenizer: Tokenizer, texts: Sequence[str], *, retrieval: bool, longest: int | None, seed: int
 ) -> list[TextPiece]:
-    """Return `PIECES` pieces, which overlap no more than they must, in an order drawn by the seed, as their facts are.
+    """Return `PIECES` pieces with the least overlap; the seed determines their order and their facts.
 
     Args:
         tokenizer: the model's tokenizer.
-        texts: the texts, of which all pieces are taken.
+        texts: the texts from which all pieces are taken.
         retrieval: whether facts are hidden in the pieces.
-        longest: tokens of the model's context; None if it says nothing.
-        seed: of the drawing.
+        longest: tokens of the model's context; None if unknown.
+        seed: seed of order and facts.
 
     Raises:
         KeepsetError: the texts or the context are too short.
     """
-    # verbose=False: a long text is cut before the model sees it, so its length is nothing to warn of.
+    # verbose=False: no warning, because a long text is cut before the model sees it.
     ids = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     if longest is not None and longest < SIZES[-1] + _ROOM[retrieval]:
         raise KeepsetError(

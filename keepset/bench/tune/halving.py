@@ -1,4 +1,4 @@
-"""Successive halving: many recipes on little text, then ever fewer recipes on ever more text."""
+"""Successive halving: many recipes on little text, then fewer and fewer recipes on more and more text."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from keepset.recipe import Recipe
 ROUNDS = (2, 4, 8, 16)
 """Pieces that every recipe in the race has been measured on after each round."""
 FINALISTS = 4
-"""Number of recipes that is not halved any more."""
+"""The number of recipes at which halving stops."""
 LEAST = 6
-"""Fewest pieces that tell recipes apart: five differences have the same sign by chance in 6 of 100 cases."""
+"""The fewest pieces that separate recipes: five differences have the same sign by chance in 6 of 100 cases."""
 PREFILL = 10
 """Cost of a piece's prefill with second passes, in measurements of a recipe."""
 
 
 @dataclass(eq=False)
 class TunedRecipe:
-    """A recipe in the race: its records so far, piece by piece, or why it is out of the race."""
+    """A recipe in the race: its records so far, piece by piece, or the reason why it is out of the race."""
 
     recipe: Recipe
     figures: list[Record] = field(default_factory=list)
@@ -61,7 +61,7 @@ class TunedRecipe:
 Measure = Callable[[int, Sequence[Recipe]], Iterator[Record]]
 """Yields a record for each recipe on the piece with this number."""
 Grow = Callable[[Sequence[Recipe]], Sequence[Recipe]]
-"""Returns recipes that join those of the first round, which come the best first."""
+"""Returns recipes that join after the first round, given those of the first round, the best first."""
 
 
 class Halving:
@@ -106,7 +106,7 @@ class Halving:
         return min((len(entry.figures) for entry in self.alive if entry.error is None), default=0)
 
     def run(self) -> None:
-        """Run all rounds. What is known stays if they are interrupted."""
+        """Run all rounds. An interruption keeps the results so far."""
         first = self._rounds[0]
         self._run(self.alive, 0, first)
         known = {entry.recipe for entry in self.entries}
@@ -128,8 +128,8 @@ class Halving:
     def standing(self) -> list[tuple[TunedRecipe, bool]]:
         """Return all recipes that have figures, the best first, and whether they are in the race.
 
-        Recipes in the race come first, with figures over the pieces that all of them were measured on, by which they
-        are ordered; then come the others, from the last to the first that left.
+        Recipes in the race come first, ordered by their figures over the pieces that all of them have; then come the
+        others, from the last that left to the first.
         """
         running = self.ranked()
         pieces = min((len(entry.figures) for entry in running), default=0)
@@ -139,7 +139,7 @@ class Halving:
         return [(e.first(pieces), True) for e in running] + [(e, False) for group in groups for e in group]
 
     def tied(self) -> list[TunedRecipe]:
-        """Return the best recipe and those that cannot be told from it, the best first."""
+        """Return the best recipe and those that tie with it, the best first."""
         return tied(self.ranked(), by_found=self._by_found())
 
     def _run(self, entries: list[TunedRecipe], first: int, after: int) -> None:
@@ -169,8 +169,8 @@ class Halving:
 def ranked(entries: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecipe]:
     """Return recipes from the best to the worst, by the pieces that all of them have been measured on.
 
-    The order is by KL. If facts count, first come all recipes that cannot be told from the one that finds most, by KL;
-    then come the others, by what they find.
+    The order is by KL. If facts count, first come all recipes that tie with the one that finds most, by KL; then come
+    the others, by found facts.
     """
     pieces = min((len(entry.figures) for entry in entries), default=0)
     if not pieces:
@@ -187,7 +187,7 @@ def ranked(entries: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecip
 
 
 def tied(order: Sequence[TunedRecipe], *, by_found: bool) -> list[TunedRecipe]:
-    """Return the first of ordered recipes, and the others that neither facts nor KL tell from it."""
+    """Return the first of ordered recipes, and the others that tie with it in facts and in KL."""
     if not order:
         return []
     pieces = min(len(entry.figures) for entry in order)

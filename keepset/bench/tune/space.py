@@ -33,7 +33,7 @@ def scorers() -> list[Recipe]:
 
 
 def with_budget(recipes: Iterable[Recipe], budget: Budget) -> tuple[list[Recipe], dict[Recipe, str]]:
-    """Return the recipes with a budget if they need one, and the recipes that it does not suit with the reason."""
+    """Return the recipes, with a budget if they need one, and the unsuitable recipes with the reason."""
     fitting, unfit = [], {}
     for recipe in recipes:
         try:
@@ -45,10 +45,10 @@ def with_budget(recipes: Iterable[Recipe], budget: Budget) -> tuple[list[Recipe]
 
 
 def compositions(best: Sequence[Recipe]) -> list[Recipe]:
-    """Return every allocator over the `COMPOSED` best scorers, each of another method, of recipes in order.
+    """Return every allocator over the `COMPOSED` best scorers of different methods, given recipes in order.
 
-    Left out are scorers that look at nothing, by which no allocator can divide; `uniform`, which does not change a
-    scorer that keeps the same number everywhere; and compositions that the catalogue has under a name of their own.
+    Left out are scorers without inputs, by which no allocator can divide; `uniform`, which does not change a scorer
+    that keeps the same number everywhere; and compositions that have their own name in the catalogue.
     """
     named = {Recipe(r.method.composition, r.budget) for r in scorers() if isinstance(r.method, Preset)}
     composed: dict[type[Method], list[Recipe]] = {}
@@ -76,7 +76,7 @@ def _scorer(method: Method) -> Method:
 
 def _composed(scorer: Method, recipe: Recipe) -> list[Recipe]:
     recipes, budget = [], recipe.budget
-    # The composition chooses what always stays, unless the recipe differs from its method.
+    # The composition chooses which tokens always stay, unless the recipe differs from its method.
     sinks = None if budget.sinks == recipe.method.traits.sinks else budget.sinks
     recent = None if budget.recent == recipe.method.traits.recent else budget.recent
     for kind in _allocators():

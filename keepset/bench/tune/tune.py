@@ -27,7 +27,7 @@ from keepset.recipe import Recipe, in_full
 
 
 class Measurer:
-    """Measures recipes on pieces of a text, and what the full cache holds of each piece and which facts it finds."""
+    """Measures recipes on pieces of a text, and the full cache's bytes and found facts for each piece."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Tokenizer, pieces: Sequence[TextPiece], budget: Budget
@@ -74,7 +74,7 @@ class Measurer:
 
     @torch.no_grad()
     def _ask(self, piece: TextPiece, cache: Cache) -> tuple[bool, ...]:
-        """Return which facts the greedy answers hold; all questions are asked at once, each on a fork of the cache."""
+        """Return which facts the greedy answers contain; all questions run at once, each on a fork of the cache."""
         if not piece.facts:
             return ()
         questions = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in piece.questions]
@@ -103,7 +103,7 @@ class Tuner:
     `unfit` has the recipes that were never in the race, with the reason. `on_step` is called after each measurement.
 
     Raises:
-        KeepsetError: the budget drops nothing of the shortest piece.
+        KeepsetError: the budget drops no entry of the shortest piece.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class Tuner:
 
     @property
     def retrieves(self) -> bool:
-        """Whether the full cache finds any fact; if it does not, the facts that recipes find say nothing."""
+        """Whether the full cache finds any fact; if not, the facts that recipes find mean nothing."""
         return any(map(any, self._measurer.full_found.values()))
 
     def run(self) -> None:
-        """Run the race; what is known stays if it is interrupted.
+        """Run the race; an interruption keeps the results so far.
 
         Raises:
             KeepsetError: no recipe can run.
@@ -158,7 +158,7 @@ class Tuner:
         return {**self.unfit, **failed}
 
     def _runnable(self, recipes: Sequence[Recipe]) -> list[Recipe]:
-        """Return the recipes that the model takes and that have something to choose; note the others as `unfit`."""
+        """Return the recipes that the model supports and that have a choice; note the others as `unfit`."""
         able = []
         for recipe in recipes:
             try:
@@ -171,7 +171,7 @@ class Tuner:
         return able
 
     def _check_choice(self, recipe: Recipe) -> None:
-        """Refuse a recipe that always keeps as much as its budget: it would have nothing to choose."""
+        """Refuse a recipe whose budget is used up by tokens that always stay, so that it has no choice."""
         keep, budget = recipe.budget_of_sizes([(self._head_dim,) * 2]).keep, recipe.budget
         always = budget.sinks + (0 if budget.recent_extra else budget.recent)
         entries = math.floor(keep * self._shortest) if isinstance(keep, float) else keep
@@ -182,10 +182,10 @@ class Tuner:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is known so far, as `keepset tune --json` prints it."""
+        """Return the results so far, as `keepset tune --json` prints them."""
         race = self.race
         tied = race.tied() if race.pieces >= LEAST else []
-        # Of recipes that cannot be told apart, the one with the cheapest prefill; none while too little is known.
+        # Of tied recipes, the one with the cheapest prefill; none while there are too few measurements.
         chosen = min(tied, key=lambda entry: entry.first(race.pieces).mean("prefill_seconds"), default=None)
         full, facts = self._measurer.full_bytes, self._pieces[0].facts
         found = [fmean(each) for each in self._measurer.full_found.values() if each]

@@ -64,5 +64,5 @@ def test_maps_are_means_of_the_tables(tmp_path: Path, embedded: Any) -> None:
         for place, of_bin in bins.items():
             figure = rows[place, "CompilerKV", keep, "threshold"]  # type: ignore[index]
             assert figure is not None and figure.value == pytest.approx(fmean(of_bin))
-    with pytest.raises(KeepsetError, match="give them as --tables"):
+    with pytest.raises(KeepsetError, match="give a file with --tables"):
         measure("compilerkv-figure-a3", *embedded, Options())

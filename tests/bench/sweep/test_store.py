@@ -184,7 +184,7 @@ def test_another_configuration_is_refused(path: Path, change: dict[str, Any], sa
     put(path, cell())
     before = path.read_bytes()
     sentence = refusal(begin, path, **change)
-    assert said in sentence and "go on as there, or name another with --out" in sentence
+    assert said in sentence and "use those, or name another with --out" in sentence
     assert path.read_bytes() == before
     with Store.open(path) as opened:
         opened.check({"--limit": None})
@@ -197,7 +197,7 @@ def test_other_examples_are_refused(path: Path) -> None:
         opened.register("gsm8k", 0, ["a"], "digest")
         opened.register("gsm8k", 1, ["b"], "another")
         said = refusal(opened.register, "gsm8k", 0, ["a"], "another")
-        assert "gsm8k's examples with seed 0 are not those that" in said
+        assert "gsm8k's examples with seed 0 differ from those in" in said
 
 
 @pytest.mark.parametrize("left", ["nothing", "a database without tables"])
