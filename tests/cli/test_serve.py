@@ -200,7 +200,7 @@ def test_a_port_that_is_taken(run: Run, became: list[list[str]]) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         done = run("serve", "a/model", "--port", port)
-    assert (done.code, became) == (2, []) and f"--port {port} of 127.0.0.1 cannot be had" in done.err
+    assert (done.code, became) == (2, []) and f"--port {port} of 127.0.0.1 is not available" in done.err
 
 
 def test_a_model_that_memory_has_no_room_for(

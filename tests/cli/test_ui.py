@@ -240,7 +240,7 @@ def test_ports_that_cannot_be(run: Run, tiny: Any) -> None:
         taken.bind((HOST, 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        check_refused(run, "ui", "--port", port, because=f"Port {port} of 127.0.0.1 cannot be had")
+        check_refused(run, "ui", "--port", port, because=f"Port {port} of 127.0.0.1 is not available")
 
 
 def test_the_playground_offers_the_recipes_of_compare(run: Run, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
