@@ -32,7 +32,9 @@ def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_
     """Compute `keepset.kernels.window.add_received` in two launches, without a host sync."""
     table = HeadTable([packed])
     columns = packed.keys, packed.positions, packed.bias, packed.key_scale
-    where = _Heads(*columns, table.addresses, table.grown, packed.longest, queries.shape[3], kv_heads, table.aligned)
+    where = _HeadTables(
+        *columns, table.addresses, table.grown, packed.longest, queries.shape[3], kv_heads, table.aligned
+    )
     _add(column, queries, where, kv_heads, last_visible, softmax, sums_of)
 
 
@@ -55,7 +57,7 @@ def received_attention(
         none = torch.zeros_like(starts)
         places = [none if c is None else c.data_ptr() + starts * (c.stride(0) * c.itemsize) for c in columns]
         table = torch.stack([*places, torch.full_like(starts, entries)])
-        where = _Heads(
+        where = _HeadTables(
             keys, positions, bias, None, dispatch.upload(table, keys.device), 0, entries, keys.stride(1), heads,
             aligned=not (table[0] % 16).any(),
         )  # fmt: skip
@@ -64,7 +66,7 @@ def received_attention(
     return column.view(heads, entries, -1).transpose(1, 2)
 
 
-class _Heads(NamedTuple):
+class _HeadTables(NamedTuple):
     """Places of heads, as the kernels' arguments.
 
     Attributes:
