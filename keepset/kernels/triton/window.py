@@ -32,9 +32,7 @@ def add_received(column, queries, packed, kv_heads, last_visible, softmax, sums_
     """Compute `keepset.kernels.window.add_received` in two launches, without a host sync."""
     table = HeadTable([packed])
     columns = packed.keys, packed.positions, packed.bias, packed.key_scale
-    where = _HeadTables(
-        *columns, table.addresses, table.grown, packed.longest, queries.shape[3], kv_heads, table.aligned
-    )
+    where = _Places(*columns, table.addresses, table.grown, packed.longest, queries.shape[3], kv_heads, table.aligned)
     _add(column, queries, where, kv_heads, last_visible, softmax, sums_of)
 
 
@@ -57,7 +55,7 @@ def received_attention(
         none = torch.zeros_like(starts)
         places = [none if c is None else c.data_ptr() + starts * (c.stride(0) * c.itemsize) for c in columns]
         table = torch.stack([*places, torch.full_like(starts, entries)])
-        where = _HeadTables(
+        where = _Places(
             keys, positions, bias, None, dispatch.upload(table, keys.device), 0, entries, keys.stride(1), heads,
             aligned=not (table[0] % 16).any(),
         )  # fmt: skip
@@ -66,7 +64,7 @@ def received_attention(
     return column.view(heads, entries, -1).transpose(1, 2)
 
 
-class _HeadTables(NamedTuple):
+class _Places(NamedTuple):
     """Places of heads, as the kernels' arguments.
 
     Attributes:
