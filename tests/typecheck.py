@@ -17,7 +17,7 @@ _beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
 _jaxtyped = jaxtyping.jaxtyped
 CALLS = 2
 """So many calls of a function are checked in a test: a prompt and a token, and further ones are of the same kind."""
-COMBINATIONS = 4
+COMBINATIONS = 2
 """So many combinations of a test's parameters are checked, if it is of the full tier."""
 _calls: Counter[int] = Counter()
 """By a function's code: one that is defined anew at each call of another is the same."""

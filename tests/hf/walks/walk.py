@@ -245,7 +245,7 @@ class Walk:
         call = lambda: branch.cache.crop(-removed if self.draw.random() < 0.7 else length - removed)  # noqa: E731
         refused = "|".join(["added up"] * bool(self.recipe.schedule.every) + ["cannot take back"] * self.windowed)
         if not branch.complete and self.recipe.schedule.prefill and self.recipe.method.traits.needs:
-            return self._refusal("crop", branch, call, "not complete")
+            return self._refusal("crop", branch, call, "incomplete")
         if not self._attempt("crop", branch, call, refused):
             return None
         length -= removed
