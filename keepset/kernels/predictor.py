@@ -131,8 +131,8 @@ def outputs_of(
 
 
 def cos_and_sin(
-    positions: Int[Tensor, "layers *rows entries"], turns: Int[Tensor, "layers numbers"]
-) -> tuple[Float[Tensor, "layers *rows entries numbers"], Float[Tensor, "layers *rows entries numbers"]]:
+    positions: Int[Tensor, "#layers *rows entries"], turns: Int[Tensor, "#layers numbers"]
+) -> tuple[Float[Tensor, "#layers *rows entries numbers"], Float[Tensor, "#layers *rows entries numbers"]]:
     """Return cosines and sines of a layer's rotation at positions; `turns` are as in `Networks`."""
     steps = turns.view(len(turns), *[1] * (positions.ndim - 1), -1)
     angles = (positions[..., None] * steps).float().mul_(2 * torch.pi / TURN)

@@ -115,6 +115,18 @@ def test_codes_are_the_formulas(
     check_codes(entry_codes(networks=networks, **at_prompt), outputs, at_prompt)
 
 
+@pytest.mark.parametrize("block", [1, 540, 8000], ids=["an entry", "ten entries", "two layers"])
+def test_blocks_of_any_size_have_the_same_codes(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers and heads hold the same positions, so that they share angles."""
+    monkeypatch.setattr(predictor, "CACHE_BLOCK", block)
+    draw = torch.Generator().manual_seed(3)
+    networks, frequency = random_networks(8, 8, 6, draw)
+    given = entries_of(8, 8, 70, torch.float32, draw)
+    given["positions"] = given["positions"][:ROWS, :1].repeat(LAYERS, 1, 1).expand(-1, HEADS, -1)
+    outputs = expected(networks=networks, frequency=frequency, **given)
+    check_codes(entry_codes(networks=networks, **given), outputs, given)
+
+
 def test_what_a_code_holds() -> None:
     """Both numbers to half a step, within the limits; never what says that there is none; NaN where either is."""
     numbers = torch.tensor([[0.3, -0.7], [-15.9, 1.99], [1e9, -1e9], [-1e9, 1e9], [math.inf, -math.inf]])
