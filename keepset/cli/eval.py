@@ -20,7 +20,6 @@ from keepset.models import Source
 
 if TYPE_CHECKING:
     from keepset.bench.candidate import Candidate
-    from keepset.bench.record import Record
     from keepset.bench.sweep.sweep import Cost
     from keepset.bench.tasks.task import Task
     from keepset.core.budget import Budget
@@ -127,6 +126,7 @@ def evaluate(
     with status("reading the tasks"):
         chosen = find(names, TaskSettings(data, lengths))
 
+    from keepset.bench.analysis.summary import summarize
     from keepset.bench.sweep.sweep import SweepGrid
 
     if every is not None and not any(task.decodes for task in chosen):
@@ -144,10 +144,12 @@ def evaluate(
         if cost.prompt_tokens + cost.answer_tokens >= _LONG:
             note(str(cost))
 
-    swept = sweep_grid(out, grid, model, asking, ray, foretell)
-    failed = _show(swept.cells, out, json_file)
-    say_lost(swept.lost)
-    if failed or swept.lost:
+    cells, lost = sweep_grid(out, grid, model, asking, ray, foretell)
+    summary = summarize(cells)
+    output(summary.to_json(), json_file, lambda: print_summary(summary))
+    note(f"all figures are in {str(out)!r}: keepset results shows them again")
+    say_lost(lost)
+    if lost or any(row.failed for row in summary.rows):
         raise Exit(1)
 
 
@@ -185,16 +187,6 @@ def _candidates(
         under = [*named, *(given if open_ended or not named else [])]
         chosen += candidates(Recipe.parse_list(f"{random}, streaming_llm"), under, interval, always)
     return list({candidate.text: candidate for candidate in chosen}.values())
-
-
-def _show(cells: Sequence[Record], out: Path, json_file: Path | None) -> bool:
-    """Print the figures of some cells, and return whether a recipe failed on an example."""
-    from keepset.bench.analysis.summary import summarize
-
-    summary = summarize(cells)
-    output(summary.to_json(), json_file, lambda: print_summary(summary))
-    note(f"all figures are in {str(out)!r}: keepset results shows them again")
-    return any(row.failed for row in summary.rows)
 
 
 def _stay(text: str) -> tuple[int, int]:

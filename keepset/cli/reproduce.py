@@ -148,9 +148,9 @@ def _sweep(sweep: Sweep, source: Source, options: Options, path: Path, ray: bool
     check_writable(path)
     asking = Asking(sweep.mode, answer_tokens=options.answer_tokens, alone=sweep.alone)
     # Recipes that need no file are worth measuring without those that need one.
-    swept = sweep_grid(path, asked, source, asking, ray, foretell, complete=False)
-    say_lost(swept.lost)
-    return figures_of(sweep, swept.cells, options.files), bool(swept.lost)
+    cells, lost = sweep_grid(path, asked, source, asking, ray, foretell, complete=False)
+    say_lost(lost)
+    return figures_of(sweep, cells, options.files), bool(lost)
 
 
 def _result(entry: Entry, model: str, rows: Sequence[MeasuredFigure]) -> dict[str, Any]:

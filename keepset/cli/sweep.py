@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
@@ -38,22 +38,9 @@ class Asking:
     answer_tokens: int | None = None
     alone: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The settings as a file has them, by the command line's names."""
-        return {
-            "--mode": self.mode,
-            "--temperature": self.temperature,
-            "--output-tokens": self.answer_tokens,
-            **({"answers one by one": True} if self.alone else {}),
-        }
 
-
-class Swept(NamedTuple):
-    """The cells that were asked for, in the order of tasks and candidates, and those that could not be made."""
-
-    cells: Sequence[Record]
-    lost: Sequence[Skipped]
+Swept = tuple[Sequence["Record"], Sequence["Skipped"]]
+"""The cells that were asked for, in the order of tasks and candidates, and those that could not be made."""
 
 
 def check_ray(ray: bool) -> None:
@@ -93,7 +80,14 @@ def sweep_grid(
     if asking.answer_tokens is not None:
         for task in grid.tasks:
             task.generation = replace(task.generation, tokens=asking.answer_tokens)
-    settings = {"--limit": grid.limit, "--sample": grid.sample, **asking.options}
+    settings: dict[str, Any] = {
+        "--limit": grid.limit,
+        "--sample": grid.sample,
+        "--mode": asking.mode,
+        "--temperature": asking.temperature,
+        "--output-tokens": asking.answer_tokens,
+        **({"answers one by one": True} if asking.alone else {}),
+    }
     if (finished := _finished(out, grid, source, asking.chat, settings)) is not None:
         return finished
     from keepset.bench.sweep import sweep
@@ -131,7 +125,7 @@ def sweep_grid(
             many = f"{done} of {total} cells, which are in {str(out)!r}: the same command goes on"
             note(f"stopped after {many}" if done else f"stopped before one of {total} cells was made")
             raise Exit(130) from None
-        return Swept(grid.of(store.cells()), lost)
+        return grid.of(store.cells()), lost
 
 
 def _check_lengths(tasks: Iterable[Task], longest: int | None) -> None:
@@ -154,7 +148,7 @@ def _finished(out: Path, grid: SweepGrid, source: Source, chat: bool, settings: 
         same = store.model == source.called and store.configuration[_CHAT] is chat
         same = same and source.dtype in (None, store.configuration["precision"])
         if same and grid.is_done(store):
-            return Swept(grid.of(store.cells()), ())
+            return grid.of(store.cells()), ()
     check_free(out)
     return None
 

@@ -50,7 +50,7 @@ class Stub:
                 raise MemoryError
             yield cell(task, example, candidate, seed)
 
-    def decode(self, asked: Iterable[runner.EvalRequest]) -> Iterator[tuple[runner.EvalRequest, Record | None]]:
+    def decode(self, asked: Iterable[runner.CellRun]) -> Iterator[tuple[runner.CellRun, Record | None]]:
         for each in asked:
             try:
                 yield each, next(self.run(each.task, each.example, [each.candidate], each.seed))

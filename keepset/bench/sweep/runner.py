@@ -36,16 +36,6 @@ TOGETHER = 8
 """The number of choices that are scored at once, each on a copy of the cache."""
 
 
-@dataclass(frozen=True, eq=False)
-class EvalRequest:
-    """One cell to compute: a candidate, an example of a task, and a seed."""
-
-    task: Task
-    seed: int
-    example: Example
-    candidate: Candidate
-
-
 class Runner:
     """Asks every candidate the same questions, so that cells differ only in the recipe.
 
@@ -77,7 +67,7 @@ class Runner:
         prompts = partial(PromptBuilder, tokenizer, mode=mode, longest=longest)
         self._mode, self._verbatim = mode, prompts(chat=False)
         self._chat = prompts(chat=True) if chat else self._verbatim
-        self._model, self._evaluator = model, _Evaluator(model, tokenizer, temperature)
+        self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
         self._room, self._most = MemoryBudget(model.device), 1 if alone else MOST
 
     def run(self, task: Task, example: Example, candidates: Sequence[Candidate], seed: int) -> Iterator[Record]:
@@ -86,34 +76,33 @@ class Runner:
         Raises:
             MemoryError: memory was not enough for the next candidate; also PyTorch's errors of this kind.
         """
-        runs = [_CellRun(EvalRequest(task, seed, example, candidate)) for candidate in candidates]
+        runs = [CellRun(task, seed, example, candidate) for candidate in candidates]
         for task_aware, together in groupby(runs, self._is_task_aware):
             yield from self._share(list(together), task_aware)
 
-    def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Record | None]]:
-        """Compute a cell for each request, several at once; a request is taken when there may be room for it.
+    def decode(self, asked: Iterable[CellRun]) -> Iterator[tuple[CellRun, Record | None]]:
+        """Compute several cells at once; the next one is taken when there may be room for it.
 
         Yields:
-            Each request with its cell, in the order in which they end; None if memory was not enough.
+            Each run with its cell, in the order in which they end; None if memory was not enough.
         """
 
-        def job(each: EvalRequest) -> _Job:
-            run = _CellRun(each)
+        def job(run: CellRun) -> Job:
             prompts = self._begin([run], self._is_task_aware(run))
             recipes = [] if run.recipe is None else [run.recipe]
             return self._job(run, prompts, 0, lambda prompt: self._session(prompt, recipes))
 
         for done, error in Scheduler(self._model, self._room, map(job, asked), self._most).run():
-            yield done.run.asked, None if error is not None else done.run.cell()
+            yield done.run, None if error is not None else done.run.cell()
 
-    def _share(self, runs: Sequence[_CellRun], task_aware: bool) -> Iterator[Record]:
+    def _share(self, runs: Sequence[CellRun], task_aware: bool) -> Iterator[Record]:
         """Compute the cells of candidates that share their prefills."""
         prompts, questions, left = self._begin(runs, task_aware), 0, list(runs)
         for prompt in prompts:
             recipes = [run.recipe for run in runs if run.error is None and run.recipe is not None]
             session = self._session(prompt, [recipe for recipe in recipes if recipe.schedule.every is None])
             jobs = [self._job(run, [prompt], questions, lambda _, session=session: session) for run in runs]
-            done = set[_CellRun]()
+            done = set[CellRun]()
             for job, error in Scheduler(self._model, self._room, iter(jobs), self._most).run():
                 if error is not None:
                     raise error
@@ -124,13 +113,13 @@ class Runner:
         for run in left:
             yield run.cell()
 
-    def _is_task_aware(self, run: _CellRun) -> bool:
+    def _is_task_aware(self, run: CellRun) -> bool:
         """Return whether a candidate uses a task's tokens and gets some."""
         return self._mode == "task" and run.recipe is not None and takes_task_tokens(run.recipe.method.traits.needs)
 
-    def _begin(self, runs: Sequence[_CellRun], task_aware: bool) -> list[EvalPrompt]:
+    def _begin(self, runs: Sequence[CellRun], task_aware: bool) -> list[EvalPrompt]:
         """Return an example's prompts; note the error in every run if there are none."""
-        task, example = runs[0].asked.task, runs[0].asked.example
+        task, example = runs[0].task, runs[0].example
         text = "".join([example.context, *(question.text for question in example.questions)])
         for run in runs:
             run.check(lambda recipe: refuse_contaminated(recipe, text))
@@ -152,108 +141,23 @@ class Runner:
         return PromptSession(self._model, ids, recipes, task_tokens=tasks)
 
     def _job(
-        self, run: _CellRun, prompts: Sequence[EvalPrompt], first: int, session: Callable[[EvalPrompt], PromptSession]
-    ) -> _Job:
-        answer, tokens = run.asked.task.generation.tokens, 0
+        self, run: CellRun, prompts: Sequence[EvalPrompt], first: int, session: Callable[[EvalPrompt], PromptSession]
+    ) -> Job:
+        answer, tokens = run.task.generation.tokens, 0
         for prompt in prompts:
             after = max(len(question.ids) + answer for question in prompt.questions)
             # During compression a prompt is in memory twice.
             tokens = max(tokens, most_tokens(run.recipe, len(prompt.ids), after), 2 * len(prompt.ids))
-        return _Job(run, prompts, first, session, self._evaluator, tokens)
-
-
-@dataclass(eq=False)
-class _CellRun:
-    """A request, and its results so far."""
-
-    asked: EvalRequest
-    error: str | None = None
-    answered: list[Record] = field(default_factory=list)
-    cut: int = 0
-
-    def __post_init__(self) -> None:
-        self.error = self.asked.candidate.error
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The candidate's recipe; None for the full cache."""
-        return self.asked.candidate.recipe
-
-    def check(self, check: Callable[[Recipe], None]) -> None:
-        """Check the recipe, and note the error if it is the run's first."""
-        if self.error is None and self.recipe is not None:
-            try:
-                check(self.recipe)
-            except KeepsetError as error:
-                self.error = str(error)
-
-    def cell(self) -> Record:
-        """Return the request's cell."""
-        return merged(self.answered) if self.error is None else self.record()
-
-    def record(self) -> Record:
-        """Return the request's cell without figures."""
-        task, example, candidate = self.asked.task, self.asked.example, self.asked.candidate
-        return Record(
-            task=task.name,
-            seed=self.asked.seed,
-            example=example.id,
-            recipe=candidate.text,
-            method=candidate.method,
-            requested=candidate.requested,
-            facts={**example.facts, "cut": self.cut} if self.cut else example.facts,
-            metric=task.metric,
-            error=self.error,
-        )
-
-
-@dataclass(eq=False)
-class _Job:
-    """Some of an example's prompts for one candidate; `first` is the number of their first question."""
-
-    run: _CellRun
-    prompts: Sequence[EvalPrompt]
-    first: int
-    session: Callable[[EvalPrompt], PromptSession]
-    evaluator: _Evaluator
-    tokens: int
-    peak_bytes: int | None = None
-
-    def streams(self) -> Streams:
-        """Yield the answers to decode, see `Job`; note each question's record."""
-        answered = list[Record]()
-        if self.run.error is not None:
-            return
-        try:
-            for prompt in self.prompts:
-                number = self.first + len(answered)
-                yield from self.evaluator.ask(self.run, prompt, number, self._cached(prompt), answered)
-        except KeepsetError as error:
-            self.run.error = str(error)
-        peak = {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
-        self.run.answered += [replace(each, figures={**each.figures, **peak}) for each in answered]
-
-    def _cached(self, prompt: EvalPrompt) -> CachedPrompt:
-        recipe = self.run.recipe
-        if recipe is None or recipe.schedule.every is None:
-            return self.session(prompt).compress(recipe)
-        return self.session(prompt).compress_alone(recipe)
-
-
-class _Evaluator:
-    """Asks every cache the same questions, and measures each answer."""
-
-    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, temperature: float) -> None:
-        self._model, self._tokenizer, self._temperature = model, tokenizer, temperature
+        return Job(self, run, prompts, first, session, tokens)
 
     def ask(
-        self, run: _CellRun, prompt: EvalPrompt, first: int, cached: CachedPrompt, answered: list[Record]
+        self, run: CellRun, prompt: EvalPrompt, first: int, cached: CachedPrompt, answered: list[Record]
     ) -> Streams:
         """Ask every question about a cached prompt, which is consumed; yield the answers to decode.
 
         `first` is the number of the prompt's first question among the example's. `answered` gets the records.
         """
-        asked, task = run.asked, run.asked.task
+        task = run.task
         begun = CacheMemory(cached.cache, cached.is_full)
         recompresses = cached.cache.schedule.every is not None
         decodes = task.decodes or recompresses
@@ -278,7 +182,7 @@ class _Evaluator:
                         reply = likelihoods(self._model, used, logits, question.choices, TOGETHER)
                         answer = Answer(seconds=time.perf_counter() - began, reply=reply)
                     else:
-                        pick = picker(self._temperature, logits.device, asked.seed, asked.example.id, number)
+                        pick = picker(self._temperature, logits.device, run.seed, run.example.id, number)
                         answer = Answer(seconds=time.perf_counter() - began)
                         yield Stream(used, logits, pick, ending, look, answer)
                     if decodes:
@@ -297,6 +201,95 @@ class _Evaluator:
         """Add tokens to a cache; return the logits after the last of them."""
         batch = torch.tensor([ids], device=self._model.device)
         return self._model(batch, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+
+@dataclass(eq=False)
+class CellRun:
+    """One cell to compute: a candidate, an example of a task, and a seed; and its results so far."""
+
+    task: Task
+    seed: int
+    example: Example
+    candidate: Candidate
+    error: str | None = field(init=False)
+    answered: list[Record] = field(init=False, default_factory=list)
+    cut: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.error = self.candidate.error
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The candidate's recipe; None for the full cache."""
+        return self.candidate.recipe
+
+    def check(self, check: Callable[[Recipe], None]) -> None:
+        """Check the recipe, and note the error if it is the run's first."""
+        if self.error is None and self.recipe is not None:
+            try:
+                check(self.recipe)
+            except KeepsetError as error:
+                self.error = str(error)
+
+    def cell(self) -> Record:
+        """Return the cell."""
+        return merged(self.answered) if self.error is None else self.record()
+
+    def record(self) -> Record:
+        """Return the cell without figures."""
+        return Record(
+            task=self.task.name,
+            seed=self.seed,
+            example=self.example.id,
+            recipe=self.candidate.text,
+            method=self.candidate.method,
+            requested=self.candidate.requested,
+            facts={**self.example.facts, "cut": self.cut} if self.cut else self.example.facts,
+            metric=self.task.metric,
+            error=self.error,
+        )
+
+
+@dataclass(eq=False)
+class Job:
+    """Some of an example's prompts for one candidate.
+
+    Attributes:
+        first: the number of their first question.
+        tokens: the most tokens whose entries its cache holds at any time, including its start.
+        peak_bytes: the most bytes that the device had allocated in a call for it; None if that is not measured.
+    """
+
+    runner: Runner
+    run: CellRun
+    prompts: Sequence[EvalPrompt]
+    first: int
+    session: Callable[[EvalPrompt], PromptSession]
+    tokens: int
+    peak_bytes: int | None = None
+
+    def streams(self) -> Streams:
+        """Yield the answers, and note each question's record. Each is decoded to its end before the next is requested.
+
+        A second call starts over. An error of an answer is thrown into the generator, unless memory ran out.
+        """
+        answered = list[Record]()
+        if self.run.error is not None:
+            return
+        try:
+            for prompt in self.prompts:
+                number = self.first + len(answered)
+                yield from self.runner.ask(self.run, prompt, number, self._cached(prompt), answered)
+        except KeepsetError as error:
+            self.run.error = str(error)
+        peak = {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
+        self.run.answered += [replace(each, figures={**each.figures, **peak}) for each in answered]
+
+    def _cached(self, prompt: EvalPrompt) -> CachedPrompt:
+        recipe = self.run.recipe
+        if recipe is None or recipe.schedule.every is None:
+            return self.session(prompt).compress(recipe)
+        return self.session(prompt).compress_alone(recipe)
 
 
 def _figures(answer: Answer, memory: CacheMemory, prefill_seconds: float, selecting: float) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """`Scheduler`: decodes the answers of several jobs at once, as many as memory holds."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -12,43 +14,26 @@ from keepset.bench.memory import MemoryBudget, is_out_of_memory, watch_peak
 from keepset.errors import KeepsetError
 from keepset.hf.batch import can_go_together
 
+if TYPE_CHECKING:
+    from keepset.bench.sweep.runner import Job
+
 MOST = 32
 """The most answers that are decoded at once."""
 Streams = Generator[Stream, None, None]
-
-
-class Job(Protocol):
-    """Work that consists of answers to decode.
-
-    Attributes:
-        tokens: the most tokens whose entries its cache holds at any time, including its start.
-        peak_bytes: the most bytes that the device had allocated in a call for it; None if that is not measured.
-    """
-
-    tokens: int
-    peak_bytes: int | None
-
-    def streams(self) -> Streams:
-        """Yield the job's answers. Each is decoded to its end before the next is requested.
-
-        A second call starts over. An error of an answer is thrown into the generator, unless memory ran out.
-        """
-
-
-SomeJob = TypeVar("SomeJob", bound=Job)
-Done = Iterator[tuple[SomeJob, Exception | None]]
+Done = Iterator[tuple["Job", Exception | None]]
+"""Finished jobs, each with an error if memory was not enough for it alone."""
 
 
 @dataclass(eq=False)
-class _Going(Generic[SomeJob]):
+class _Going:
     """A job that has begun, and its answer that is being decoded."""
 
-    job: SomeJob
+    job: Job
     streams: Streams
     stream: Stream
 
 
-class Scheduler(Generic[SomeJob]):
+class Scheduler:
     """Decodes several answers at once; when one ends another begins (continuous batching: Yu and others 2022, Orca).
 
     A job is taken from the iterator when there may be room for it, and begins when there is. If memory is still not
@@ -61,14 +46,14 @@ class Scheduler(Generic[SomeJob]):
         most: the most answers that are decoded at once.
     """
 
-    def __init__(self, model: PreTrainedModel, room: MemoryBudget, jobs: Iterator[SomeJob], most: int = MOST) -> None:
+    def __init__(self, model: PreTrainedModel, room: MemoryBudget, jobs: Iterator[Job], most: int = MOST) -> None:
         self._model, self._room, self._jobs = model, room, jobs
         self._most = most if can_go_together(model) else 1
-        self._waiting: deque[SomeJob] = deque()
-        self._going: list[_Going[SomeJob]] = []
+        self._waiting: deque[Job] = deque()
+        self._going: list[_Going] = []
 
-    def run(self) -> Iterator[tuple[SomeJob, Exception | None]]:
-        """Yield each finished job; with an error if memory was not enough for it alone."""
+    def run(self) -> Done:
+        """Yield each finished job."""
         try:
             while True:
                 while (job := self._next()) is not None:
@@ -80,7 +65,7 @@ class Scheduler(Generic[SomeJob]):
             for each in self._going:
                 each.streams.close()
 
-    def _next(self) -> SomeJob | None:
+    def _next(self) -> Job | None:
         """Return the next job if it may begin now."""
         if len(self._going) >= self._most:
             return None
@@ -91,7 +76,7 @@ class Scheduler(Generic[SomeJob]):
             return None
         return job
 
-    def _resume(self, job: SomeJob, streams: Streams, spoiled: KeepsetError | None = None) -> Done[SomeJob]:
+    def _resume(self, job: Job, streams: Streams, spoiled: KeepsetError | None = None) -> Done:
         """Advance a job to its next answer, or yield it if it is done; `spoiled` is its last answer's error."""
         peak = watch_peak(self._model.device)
         try:
@@ -110,7 +95,7 @@ class Scheduler(Generic[SomeJob]):
             self._room.learn(stream.cache)
             self._going.append(_Going(job, streams, stream))
 
-    def _step(self) -> Done[SomeJob]:
+    def _step(self) -> Done:
         """Decode one more token of every current answer."""
         stepped, peak = list(self._going), watch_peak(self._model.device)
         step(self._model, [each.stream for each in stepped])
@@ -139,7 +124,7 @@ class Scheduler(Generic[SomeJob]):
             assert failure is not None
             yield from self._again(again, failure, len(called))
 
-    def _again(self, jobs: list[SomeJob], error: Exception, beside: int) -> Done[SomeJob]:
+    def _again(self, jobs: list[Job], error: Exception, beside: int) -> Done:
         """Restart failed jobs, of which `beside` ran at once, later; or yield a single one with its error."""
         if beside == 1:
             yield jobs[0], error

@@ -13,7 +13,7 @@ from keepset.bench.candidate import Candidate
 from keepset.bench.memory import is_out_of_memory
 from keepset.bench.record import Record
 from keepset.bench.sweep.prompts import Mode, PromptBuilder
-from keepset.bench.sweep.runner import EvalRequest, Runner
+from keepset.bench.sweep.runner import CellRun, Runner
 from keepset.bench.sweep.store import GroupKey, Store
 from keepset.bench.tasks.task import Example, Task, Tokenizer
 from keepset.errors import KeepsetError
@@ -188,9 +188,9 @@ def work(runner: Runner, portion: Iterable[Group]) -> Iterator[Record | Skipped]
         if not group.task.decodes:
             yield from _on_one_prefill(runner, group)
             continue
-        requests = (EvalRequest(g.task, g.seed, g.example, *g.candidates) for g in chain([group], groups))
-        for request, cell in runner.decode(requests):
-            yield cell or Skipped(request.task.name, request.candidate.text, _NO_MEMORY)
+        runs = (CellRun(g.task, g.seed, g.example, *g.candidates) for g in chain([group], groups))
+        for run_of_cell, cell in runner.decode(runs):
+            yield cell or Skipped(run_of_cell.task.name, run_of_cell.candidate.text, _NO_MEMORY)
 
 
 def _on_one_prefill(runner: Runner, group: Group) -> Iterator[Record | Skipped]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.record import Record
-from keepset.bench.sweep.runner import EvalRequest
+from keepset.bench.sweep.runner import CellRun
 from keepset.bench.sweep.store import Store
 from keepset.bench.sweep.sweep import Group, Skipped, SweepGrid, count, run, unfinished
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task
@@ -70,7 +70,7 @@ class Scripted:
                 notes.write(f"{os.getpid()} {task.name} {seed} {example.id} {candidate.text}\n")
             yield cell(task, example, candidate, seed)
 
-    def decode(self, asked: Iterable[EvalRequest]) -> Iterator[tuple[EvalRequest, Record | None]]:
+    def decode(self, asked: Iterable[CellRun]) -> Iterator[tuple[CellRun, Record | None]]:
         """Two side by side, of which the second is done first."""
         beginning = iter(asked)
         while several := list(islice(beginning, 2)):
@@ -86,7 +86,7 @@ def cell(task: Task, example: Example, candidate: Candidate, seed: int) -> Recor
     if candidate.error:
         return made
     scores = {task.metric: (len(candidate.text) + int(example.id) + seed) % 3 / 2}
-    figures = {"keep": 0.5, "kv_bytes": 100, "kv_bytes_full": 200, "tokens": 4.0}
+    figures = {"keep": 0.5, "share": 0.5, "kv_bytes": 100, "kv_bytes_full": 200, "tokens": 4.0}
     return replace(made, scores=scores, figures=figures, replies=[f"It is {example.id}"])
 
 

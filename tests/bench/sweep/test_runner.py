@@ -18,7 +18,7 @@ from keepset import Budget, KeepsetError, Observation, Recipe
 from keepset.bench.analysis.diagnostics import repetition_rate
 from keepset.bench.candidate import Candidate, candidates
 from keepset.bench.record import FULL, Record
-from keepset.bench.sweep.runner import EvalRequest, Runner
+from keepset.bench.sweep.runner import CellRun, Runner
 from keepset.bench.tasks.task import Example, Question
 from keepset.hf.prompt_session import Recorder
 from tests.bench.sweep.asked import CHAT, Exact, letters, scripted, timeless, watched
@@ -325,24 +325,24 @@ DECODING = [
 ]
 
 
-def asked(text: str, task: Exact) -> list[EvalRequest]:
+def asked(text: str, task: Exact) -> list[CellRun]:
     """The words, of which every second is asked two questions."""
     candidate = parsed()[0] if text == FULL else parsed(text)[1]
     return [
-        EvalRequest(task, 3, Example(str(at), "", questions[: 1 + at % 2], {"at": float(at)}), candidate)
+        CellRun(task, 3, Example(str(at), "", questions[: 1 + at % 2], {"at": float(at)}), candidate)
         for at, word in enumerate(WORDS)
         for questions in [(Question(word, "x"), Question(f"{word} And then?", "y"))]
     ]
 
 
-def decoded(each: Sequence[EvalRequest], model: Any = None, **options: Any) -> dict[str, Record]:
+def decoded(each: Sequence[CellRun], model: Any = None, **options: Any) -> dict[str, Record]:
     runner = Runner(model or tiny("llama"), TOKENIZER, mode="prompt", chat=False, **options)
-    cells = {done.example.id: cell for done, cell in runner.decode(each)}
+    cells = {done.example.id: cell for done, cell in runner.decode(map(replace, each))}
     assert list(sorted(cells)) == [one.example.id for one in each]
     return {name: cell for name, cell in cells.items() if cell is not None}
 
 
-def one_by_one(each: Sequence[EvalRequest], model: Any = None, **options: Any) -> dict[str, Record]:
+def one_by_one(each: Sequence[CellRun], model: Any = None, **options: Any) -> dict[str, Record]:
     options = {"model": model, "mode": "prompt", **options}
     alone = (run([one.candidate], task=one.task, example=one.example, seed=one.seed, **options) for one in each)
     return {cell.example: cell for [cell] in alone}
