@@ -52,9 +52,7 @@ function chart(box, plot) {
     dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false,
     hoverlabel: { bgcolor: css("--page"), bordercolor: css("--muted"), align: "left", font: font() },
     xaxis: axis(xaxis), yaxis: axis(yaxis), ...more,
-    shapes: shapes.map(({ fill, stroke, ...shape }) => ({
-      ...shape, ...(fill && { fillcolor: css(fill) }), line: { width: stroke ? 1 : 0, ...(stroke && { color: css(stroke) }), ...shape.line },
-    })),
+    shapes: shapes.map(({ stroke, ...shape }) => ({ ...shape, line: { width: 1, color: css(stroke), ...shape.line } })),
   };
   if (plot.height) box.style.height = plot.height;
   box.role = "img";
@@ -157,11 +155,9 @@ function row({ name, mark, cells, error, reference, go }, columns) {
   if (pinned.length) {
     th.append(el("dl", { className: "under" }, ...pinned.map((i) => el("div", {}, el("dt", {}, columns[i].title), el("dd", {}, cells[i][0])))));
   }
-  cells.forEach(([text, , share], i) => {
+  cells.forEach(([text], i) => {
     const classes = [columns[i].text && "text", columns[i].pinned && "folded"].filter(Boolean).join(" ");
-    const td = el("td", { className: classes }, el("span", { title: columns[i].text ? text : "" }, text));
-    if (share !== undefined) td.style.setProperty("--share", share);
-    tr.append(td);
+    tr.append(el("td", { className: classes }, el("span", { title: columns[i].text ? text : "" }, text)));
   });
   return tr;
 }

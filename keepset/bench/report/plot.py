@@ -121,7 +121,7 @@ def plot(
 ) -> dict[str, Any]:
     """Return a chart with the id `name` in the document, of traces made by `line` or `heatmap`, and two axes.
 
-    The height is in CSS, or the style's. Shapes are plotly's, with `fill` and `stroke` as names of colours.
+    The height is in CSS, or the style's. Shapes are plotly's, with `stroke` as the name of a colour.
     """
     layout = {"xaxis": x, "yaxis": y, "shapes": list(shapes)}
     return {"id": name, "title": title, "traces": list(traces), "layout": layout, "height": height}

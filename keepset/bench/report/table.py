@@ -10,11 +10,6 @@ Show = Callable[[Any], str]
 """Returns the text of a value that is not None."""
 
 
-def plain(value: object) -> str:
-    """Return a value as text, unchanged."""
-    return str(value)
-
-
 def integer(value: float) -> str:
     """Return a number without decimals, in groups of three digits."""
     return f"{value:,.0f}"
@@ -81,7 +76,7 @@ class Column:
 
     title: str
     value: Callable[[Any], Any]
-    show: Show = plain
+    show: Show = str
     unit: str = ""
     rank: int = 0
     page_only: bool = False

@@ -117,7 +117,7 @@ def sweep() -> list[Record]:
         *cells("snapkv(keep=0.25)", [1.0, 0.0, 0.0, 0.0], task="ruler_vt@64"),
         *cells("tova(keep=0.5)", [1.0, None, 1.0], task="ruler_vt@64"),
         *cells("h2o(keep=0.5)", [None] * 4, task="ruler_vt@64"),
-        *cells("gvote", [1.0, 1.0, 1.0, 1.0], task="ruler_vt@64", keep=0.3, kv_bytes=310),
+        *cells("gvote", [1.0, 1.0, 1.0, 1.0], task="ruler_vt@64", keep=0.3, share=0.31, kv_bytes=310),
         dataclasses.replace(cell(FULL, 0.25), task=EVIL, recipe=EVIL, method=EVIL),
     ]
     for length, depth, score in ((128, 0.05, 1.0), (64, 0.05, 0.0), (128, 0.95, None)):

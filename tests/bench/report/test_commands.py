@@ -10,7 +10,8 @@ import pytest
 
 from keepset.bench.analysis.summary import summarize
 from keepset.bench.record import FULL
-from keepset.bench.report import compiled, latency, serving, tune
+from keepset.bench.report import compiled, serving, tune
+from keepset.cli.latency import conclusion, table
 from tests.bench.analysis.cells import cell, cells
 from tests.bench.report.pages import (
     CURVE,
@@ -131,7 +132,7 @@ def test_results_say_what_they_are_compared_with() -> None:
 
 
 def test_latencies_are_medians() -> None:
-    made = latency.table([latency_row(FULL, 10, None), latency_row(FULL, 20, None), latency_row(EVIL, 10, None, EVIL)])
+    made = table([latency_row(FULL, 10, None), latency_row(FULL, 20, None), latency_row(EVIL, 10, None, EVIL)])
     first, second, failed = made.lines
     assert [text for text, _ in first.cells] == ["2.00 s", "2.0", "4.00 s", "4.0", ""] and second.short == FULL
     assert (first.heading, second.heading) == ("10 tokens of prompt", "20 tokens of prompt")
@@ -148,7 +149,7 @@ def timed(recipe: str, *speeds: float, tokens: int = 20, nbytes: int = 10**6) ->
 
 def concluded(*recipes: dict[str, Any], rounds: int = 3) -> str:
     full = timed(FULL, *[2.0] * rounds, nbytes=4 * 10**6)
-    return latency.conclusion([full, timed("tova(keep=0.25)", 9.0, tokens=10), *recipes])
+    return conclusion([full, timed("tova(keep=0.25)", 9.0, tokens=10), *recipes])
 
 
 def test_latencies_conclude_with_the_fastest_after_the_longest_prompt() -> None:
