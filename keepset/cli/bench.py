@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from keepset.recipe import Recipe
     from keepset.serving.documents import Document
     from keepset.serving.load import Load, ServedModel
-    from keepset.serving.prompts import LoadPrompts
 
 _DAY = 86400
 
@@ -183,10 +182,12 @@ def _measure(
 ) -> tuple[str, list[dict[str, Any]]]:
     """Return the model's name and the figures of each server. All servers get the same prompts."""
     from keepset.serving.command import command, folder, option
-    from keepset.serving.documents import build
-    from keepset.serving.load import served_model
+    from keepset.serving.documents import build, held
+    from keepset.serving.figures import figures, first_tokens
+    from keepset.serving.load import check_fits, served_model
     from keepset.serving.prompts import make_prompts, text_source
     from keepset.serving.server import ServerProcess, free_port
+    from keepset.serving.vllm_bench import measure
 
     running = [served_model(url) for url in urls]
     if len({each.root or each.name for each in running}) > 1:
@@ -196,15 +197,25 @@ def _measure(
     if source.note is not None:
         note(source.note)
     prompts = make_prompts(source, load)
+
+    def under_load(
+        name: str, url: str, served: ServedModel, documents: Sequence[Document] = (), saved: bool = False
+    ) -> dict[str, Any]:
+        """Put the load on a server, and return its figures; `saved` says whether the server has the documents."""
+        check_fits(load, served)
+        with progress() as bar:
+            advance = counted(bar, f"requests to the {name} server", load.rounds * load.requests)
+            measured = measure(url, served, place, load, prompts, advance, load_timeout)
+        result = figures(measured)
+        if documents:
+            sizes = held(load.prompt_tokens, documents, url, saved)
+            result["documents"] = {**sizes, "first_token_seconds": first_tokens(measured)}
+        return result
+
     if running:
         names = ["server"] if len(urls) == 1 else [urlsplit(url).netloc for url in urls]
         return running[0].name, [
-            {
-                "name": name,
-                "recipe": None,
-                "command": None,
-                **_under_load(name, url, each, place, load, prompts, load_timeout),
-            }
+            {"name": name, "recipe": None, "command": None, **under_load(name, url, each)}
             for name, url, each in zip(names, urls, running, strict=True)
         ]
     servers = []
@@ -212,61 +223,23 @@ def _measure(
         documents: list[Document] = []
         if load.question_tokens and recipe is not None:
             tokens = [source.encode(text) for text in prompts.documents]
-            documents = _compressed(build(place, option(options, "--dtype"), recipe, tokens, Path(contexts)), load)
+            built = build(place, option(options, "--dtype"), recipe, tokens, Path(contexts))
+            with progress() as bar:
+                advance = counted(bar, "documents compressed", load.requests)
+                for document in built:
+                    documents.append(document)
+                    advance()
         for name, each in (("plain", None), ("contexts" if documents else "recipe", recipe)):
             port, saved = free_port(), bool(documents) and each is not None
             forced = ("--host", "127.0.0.1", "--port", str(port))
-            if saved:
-                words = command(model, None, options, forced, Path(contexts))
-            else:
-                words = command(model, each, options, forced)
+            words = command(model, None if saved else each, options, forced, Path(contexts) if saved else None)
             with ServerProcess(words, port) as server:
                 with status(f"starting the {name} server"):
                     server.wait(start_timeout)
-                served = served_model(server.url)
-                figures = _under_load(name, server.url, served, place, load, prompts, load_timeout, documents, saved)
+                measured = under_load(name, server.url, served_model(server.url), documents, saved)
                 server.check()
-            servers.append({"name": name, "recipe": None if each is None else str(each), "command": words, **figures})
+            servers.append({"name": name, "recipe": None if each is None else str(each), "command": words, **measured})
     return model or EMBEDDED, servers
-
-
-def _under_load(
-    name: str,
-    url: str,
-    model: ServedModel,
-    tokenizer: str,
-    load: Load,
-    prompts: LoadPrompts,
-    seconds: float,
-    documents: Sequence[Document] = (),
-    saved: bool = False,
-) -> dict[str, Any]:
-    """Put the load on a server, and return its figures; `saved` says whether the server has the documents."""
-    from keepset.serving.documents import held
-    from keepset.serving.figures import figures, first_tokens
-    from keepset.serving.load import check_fits
-    from keepset.serving.vllm_bench import measure
-
-    check_fits(load, model)
-    with progress() as bar:
-        advance = counted(bar, f"requests to the {name} server", load.rounds * load.requests)
-        measured = measure(url, model, tokenizer, load, prompts, advance, seconds)
-    result = figures(measured)
-    if documents:
-        sizes = held(load.prompt_tokens, documents, url, saved)
-        result["documents"] = {**sizes, "first_token_seconds": first_tokens(measured)}
-    return result
-
-
-def _compressed(documents: Iterator[Document], load: Load) -> list[Document]:
-    """Return all documents, with progress."""
-    done: list[Document] = []
-    with progress() as bar:
-        advance = counted(bar, "documents compressed", load.requests)
-        for document in documents:
-            done.append(document)
-            advance()
-    return done
 
 
 def print_table(result: dict[str, Any], rows: list[list[str]]) -> None:

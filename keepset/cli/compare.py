@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from keepset.bench.compare.comparison import Comparer, Comparison
     from keepset.bench.compare.text_task import TextTask
     from keepset.core.budget import Budget
-    from keepset.recipe import Recipe
 
 BUDGETS = "0.5,0.25,0.1"
 DECODING = "streaming_llm, random, knorm, tova, snapkv, expected_attention, pyramid(snapkv), adakv(snapkv), ams(tova)"
@@ -129,7 +128,9 @@ def compare(
             answer_tokens=ANSWER_TOKENS if question is None else _ANSWER_TOKENS,
             pictured=Pictured(loaded, load_processor(loaded), images) if images else None,
         ).to(loaded.device)
-        parsed = parsed or _offered(loaded, model.called)
+        if not parsed:
+            say_networks(loaded, model.called)
+            parsed = offered_recipes(loaded)
         candidates = grid(parsed, given, (every or _EVERY) if decode else None)
         check_measured(loaded, (candidate.recipe for candidate in candidates))
         with progress("the full cache") as bar:
@@ -155,11 +156,6 @@ def compare(
     ending.say(f"after {len(comparison.rows)} of {len(candidates)} rows: nothing is concluded")
     if comparison.failed:
         raise Exit(1)
-
-
-def _offered(model: Any, called: str) -> list[Recipe]:
-    say_networks(model, called)
-    return offered_recipes(model)
 
 
 def demo(html: Annotated[Path, Option(help="Where the report goes.")] = Path("keepset-demo.html")) -> None:
@@ -232,12 +228,16 @@ def _decoded(
     full cache and then all recipes read.
     """
     import torch
+    from transformers import DynamicCache
 
-    from keepset.bench.compare.decode import DecodeComparer, generated
+    from keepset.bench.compare.decode import DecodeComparer
+    from keepset.bench.generation import greedy
 
     text = task.continuation
     if generate is not None:
-        text = generated(model, task.prompt, generate, on_token=counted(bar, "tokens of the full cache", generate))
+        advance = counted(bar, "tokens of the full cache", generate)
+        ids, _ = greedy(model, DynamicCache(config=model.config), task.prompt, generate, advance)
+        text = torch.tensor([ids], device=task.prompt.device)
     total = text.shape[1] * (1 + recipes)
     comparer = DecodeComparer(model, task.prompt, text, name, on_tokens=counted(bar, "tokens", total))
     return comparer, torch.cat([task.prompt, text], 1)

@@ -16,6 +16,7 @@ from keepset.models import Source
 
 if TYPE_CHECKING:
     from keepset.core.tables import Tables
+    from keepset.methods.compilerkv import CompilerKV
     from keepset.offline.compile.compiler import CompileSettings
 
 
@@ -70,6 +71,7 @@ def compile(
     from keepset.bench.report.compiled import render
     from keepset.core.tables import load as load_tables
     from keepset.core.tables import save
+    from keepset.offline.compile.compiler import CompileSettings
     from keepset.offline.compile.describe import describe_tables
 
     if (out is None) == (show is None):
@@ -88,7 +90,8 @@ def compile(
             seed=(seed, 0),
         )
         learned: dict[str, Any] = {"weights": _weights(weights), "reward": reward, "gate": gate}
-        settings = _settings(budgets, recipe, sample, prompt_tokens, continuation, seed, **learned)
+        counts = tuple(sorted(parse_whole(budgets, "budgets")))
+        settings = CompileSettings(_method(recipe), counts, sample, prompt_tokens, continuation, seed, **learned)
         tables = _compiled(model, text or [], settings, log)
         save(tables, out)
         lines = [f"{out}:", *describe_tables(tables)]
@@ -103,11 +106,8 @@ def _weights(text: str) -> tuple[float, ...]:
         raise KeepsetError(f"--weights {text!r} is no list of numbers: write some such as 1,2,0.5,0,-1.") from None
 
 
-def _settings(
-    budgets: str, recipe: str, contexts: int, tokens: int, continuation: int, seed: int, **learned: Any
-) -> CompileSettings:
+def _method(recipe: str) -> CompilerKV:
     from keepset.methods.compilerkv import CompilerKV
-    from keepset.offline.compile.compiler import CompileSettings
     from keepset.recipe import Recipe
 
     parsed = Recipe.parse(recipe)
@@ -116,8 +116,7 @@ def _settings(
             f"--recipe {recipe!r} is not compilerkv with only its own parameters: write for example "
             "compilerkv(window=32), and give budgets by --budgets."
         )
-    counts = tuple(sorted(parse_whole(budgets, "budgets")))
-    return CompileSettings(parsed.method, counts, contexts, tokens, continuation, seed, **learned)
+    return parsed.method
 
 
 def _compiled(model: Source, files: list[Path], settings: CompileSettings, log: Path | None) -> Tables:

@@ -44,14 +44,14 @@ def ui(
     except KeepsetError:  # the essays are not installed: the page begins empty
         text = question = ""
     methods = [name for name in _methods(loaded) if name not in recipes]
-    facts: dict[str, Any] = {
+    facts = {
         "model": model.called,
         "text": text,
         "question": question,
         "recipes": recipes,
         "methods": methods,
+        "image": 0 if processor is None else IMAGE_BYTES,
     }
-    facts |= {"image": 0 if processor is None else IMAGE_BYTES}
     with PlaygroundServer(port, playground, facts) as server:
         say(f"http://{HOST}:{server.port}")
         say_networks(loaded, model.called)

@@ -116,18 +116,13 @@ def rounded(times: float) -> str:
     return f"{times:.2f}" if times >= 0.1 or times == 0 else f"{times:.2g}"
 
 
-def as_times(times: float) -> str:
-    """Return a ratio as a table shows it, such as `x1.25`."""
-    return f"x{rounded(times)}"
-
-
 def _row(row: tuple[str, tuple[str, ...], str, float], servers: Sequence[dict[str, Any]]) -> list[str]:
     name, path, form, scale = row
     values = [_value(each, path) for each in servers]
     cells = [name, *(NONE if value is None else form.format(value * scale) for value in values)]
     if len(values) > 1:
         times = ratio(values[-1], values[0])
-        cells.append(NONE if times is None else as_times(times) + _verdict(name, times))
+        cells.append(NONE if times is None else f"x{rounded(times)}{_verdict(name, times)}")
     return cells
 
 

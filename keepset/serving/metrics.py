@@ -56,13 +56,9 @@ def parse_sample(text: str, time: float) -> Sample:
     Raises:
         ValueError: the text is not in Prometheus' format.
     """
-    families = import_parser()
-    # A server has hundreds of other lines.
-    lines = [line for line in text.splitlines() if line.startswith(_NAMES)]
     values: dict[str, list[float]] = {}
-    for family in families("\n".join(lines) + "\n"):
-        for sample in family.samples:
-            values.setdefault(sample.name, []).append(float(sample.value))
+    for metric in _metrics(text, *_NAMES):
+        values.setdefault(metric.name, []).append(float(metric.value))
     sums = {name: sum(each) for name, each in values.items()}
     usage = values.get(_USAGE)
     return Sample(
@@ -77,6 +73,12 @@ def parse_sample(text: str, time: float) -> Sample:
     )
 
 
+def _metrics(text: str, *names: str) -> list[Any]:
+    """Return the metrics whose lines begin with one of the names; a server has hundreds of others."""
+    lines = [line for line in text.splitlines() if line.startswith(names)]
+    return [metric for family in import_parser()("\n".join(lines) + "\n") for metric in family.samples]
+
+
 def take_sample(url: str) -> Sample | None:
     """Return a server's metrics, with the time of `time.perf_counter`; None if it does not show them."""
     library = import_http()
@@ -89,12 +91,10 @@ def take_sample(url: str) -> Sample | None:
 
 def block_pool(url: str) -> BlockPool | None:
     """Return the size of a server's pool; None if it does not say."""
-    library, families = import_http(), import_parser()
+    library = import_http()
     try:
-        text = library.get(f"{url}/metrics", timeout=10.0, trust_env=False).text
-        lines = [line for line in text.splitlines() if line.startswith(_POOL)]
-        (sample,) = [sample for family in families("\n".join(lines) + "\n") for sample in family.samples]
-        return BlockPool(int(sample.labels["num_gpu_blocks"]), int(sample.labels["block_size"]))
+        (pool,) = _metrics(library.get(f"{url}/metrics", timeout=10.0, trust_env=False).text, _POOL)
+        return BlockPool(int(pool.labels["num_gpu_blocks"]), int(pool.labels["block_size"]))
     except (library.HTTPError, ValueError, KeyError):
         return None
 

@@ -150,7 +150,8 @@ class _RequestHandler:
         folder = contexts_of(scope["app"].state.vllm_config)
         if folder is None:
             return sentence
-        return re.sub(rf"{re.escape(str(folder))}/(?:saved/[^/]*/)?([^/'\"@]*)(?:@[^/'\"]*)?", _name, sentence)
+        path = rf"{re.escape(str(folder))}/(?:saved/[^/]*/)?([^/'\"@]*)(?:@[^/'\"]*)?"
+        return re.sub(path, lambda found: found[1].removesuffix(SUFFIX), sentence)
 
     def _listing(self, scope: Scope) -> dict[str, Any]:
         used, library, owner = stats.contexts(), self._of(scope), self._owner(scope)
@@ -216,10 +217,6 @@ def _options(request: dict[str, Any], honoured: bool) -> RequestOptions:
     if request.get("use_beam_search"):
         raise KeepsetError(f"A beam search takes no {KEY!r}: leave one of the two out.")
     return parse_options(request.pop(KEY))
-
-
-def _name(path: re.Match[str]) -> str:
-    return path[1].removesuffix(SUFFIX)
 
 
 class _Answer:

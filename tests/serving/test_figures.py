@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from keepset.serving.figures import NONE, as_times, documents_rows, figures, first_tokens, ratio, summary, table_rows
+from keepset.serving.figures import NONE, documents_rows, figures, first_tokens, ratio, rounded, summary, table_rows
 from keepset.serving.load import Load
 from keepset.serving.metrics import Sample
 from keepset.serving.vllm_bench import Measured
@@ -65,8 +65,8 @@ def test_what_is_not_known_is_none() -> None:
 def test_ratio() -> None:
     assert ratio(3.0, 2.0) == 1.5
     assert (ratio(None, 1.0), ratio(1.0, None), ratio(1.0, 0.0)) == (None,) * 3
-    assert [as_times(times) for times in (106.224, 1.0, 0.1, 0.0286, 0.0, 0.00012)] == [
-        "x106.22", "x1.00", "x0.10", "x0.029", "x0.00", "x0.00012"
+    assert [rounded(times) for times in (106.224, 1.0, 0.1, 0.0286, 0.0, 0.00012)] == [
+        "106.22", "1.00", "0.10", "0.029", "0.00", "0.00012"
     ]  # fmt: skip
 
 

@@ -76,7 +76,7 @@ def row_of(records: Records, baseline: Records | None, examples: Collection[str]
     if len(failures) == len(records):
         return row
     scores = by_example((example, record.score) for (_, example), record in records.items())
-    costs = _means([record.figures for record in records.values() if record.error is None])
+    costs = mean_figures([record.figures for record in records.values() if record.error is None])
     row = replace(row, means=costs, score=of_score(scores))
     if baseline is None or all(record.error is not None for record in baseline.values()):
         return row
@@ -104,7 +104,7 @@ def average(group: str, rows: Sequence[Row], tasks: int) -> Row:
     )
     if len(scores) < tasks:
         return row
-    row = replace(row, means=_means([each.means for each in rows]), score=of_average(scores))
+    row = replace(row, means=mean_figures([each.means for each in rows]), score=of_average(scores))
     differences = [each.difference for each in rows if each.difference is not None]
     if len(differences) < len(rows):
         return row
@@ -117,11 +117,3 @@ def by_example(values: Iterable[tuple[str, float]]) -> list[float]:
     for example, value in values:
         by_id.setdefault(example, []).append(value)
     return [fmean(each) for each in by_id.values()]
-
-
-def _means(parts: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    means = mean_figures(parts)
-    share, nbytes, full = means["share"], means["kv_bytes"], means["kv_bytes_full"]
-    if share is None and nbytes is not None and full:
-        share = nbytes / full
-    return {**means, "share": share}

@@ -251,29 +251,25 @@ def needle_maps(records: Iterable[Record]) -> list[NeedleMap]:
     An example counts once in its square, with the mean over its seeds. An error counts as no answer. A recipe that
     failed on all examples has no map.
     """
-    by_recipe: dict[tuple[str, str], list[Record]] = {}
+    by_recipe: dict[tuple[str, str], dict[tuple[int, float], list[tuple[str, float]]]] = {}
     lengths: dict[str, set[float]] = {}
+    answered = set()
     for record in records:
-        if _place(record) is not None:
+        if (place := _place(record)) is not None:
             task = record.task.partition("@")[0]
-            by_recipe.setdefault((task, record.recipe), []).append(record)
-            lengths.setdefault(task, set()).add(float(record.facts["length"]))
-    return [
-        _map(task, recipe, sorted(lengths[task]), each)
-        for (task, recipe), each in by_recipe.items()
-        if any(record.error is None for record in each)
-    ]
-
-
-def _map(task: str, recipe: str, lengths: list[float], records: list[Record]) -> NeedleMap:
-    squares: dict[tuple[int, float], list[tuple[str, float]]] = {}
-    for record in records:
-        place = _place(record)
-        assert place is not None
-        squares.setdefault(place, []).append((record.example, record.score))
-    values = [[by_example(squares.get((part, length), [])) for length in lengths] for part in range(PARTS)]
-    scores = [[fmean(each) if each else None for each in line] for line in values]
-    return NeedleMap(task, recipe, lengths, scores, [[len(each) for each in line] for line in values])
+            squares = by_recipe.setdefault((task, record.recipe), {})
+            squares.setdefault(place, []).append((record.example, record.score))
+            lengths.setdefault(task, set()).add(place[1])
+            if record.error is None:
+                answered.add((task, record.recipe))
+    maps = []
+    for (task, recipe), squares in by_recipe.items():
+        if (task, recipe) in answered:
+            columns = sorted(lengths[task])
+            values = [[by_example(squares.get((part, length), [])) for length in columns] for part in range(PARTS)]
+            scores = [[fmean(each) if each else None for each in line] for line in values]
+            maps.append(NeedleMap(task, recipe, columns, scores, [[len(each) for each in line] for line in values]))
+    return maps
 
 
 def _place(record: Record) -> tuple[int, float] | None:

@@ -43,14 +43,6 @@ def feed_slices(tokens: int, every: int | None) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(sorted({0, *ends}))]
 
 
-def generated(
-    model: PreTrainedModel, prompt: Int[Tensor, "1 tokens"], count: int, on_token: Callable[[], None] = lambda: None
-) -> Int[Tensor, "1 n"]:
-    """Return the full cache's greedy tokens after the prompt, past ends of text, `[1, count]`."""
-    ids, _ = greedy(model, DynamicCache(config=model.config), prompt, count, on_token)
-    return torch.tensor([ids], device=prompt.device)
-
-
 @dataclass(frozen=True, eq=False)
 class _Run:
     """One pass of the text through a cache, token by token.

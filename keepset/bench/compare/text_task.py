@@ -128,20 +128,15 @@ def check_fits(tokens: int, after: int, longest: int | None) -> None:
         )
 
 
-def _wrap(tokenizer: Any, text: str, needle: Needle | None) -> str:
-    if needle is None:
-        return text
-    gap = needle.sentence + " " if not text else ""
-    return chat_parts(tokenizer, gap + text, needle.question)[0]
-
-
 def _prompt(tokenizer: Any, text: str, needle: Needle | None, pictured: Pictured | None) -> dict[str, Tensor]:
     """Return a model's inputs for a text, and the images before it."""
+    special = bool(text) and needle is None
+    # An empty text serves to count the tokens around the text, which include the inserted sentence.
+    text = f"{needle.sentence} " if needle is not None and not text else text
     if pictured is not None:
-        # An empty text serves to count the tokens around the text, which include the inserted sentence.
-        gap = f"{needle.sentence} " if needle is not None and not text else ""
-        return pictured.prompt(gap + text, chat=needle is not None)
-    return {"input_ids": _ids(tokenizer, _wrap(tokenizer, text, needle), special=bool(text) and needle is None)}
+        return pictured.prompt(text, chat=needle is not None)
+    whole = text if needle is None else chat_parts(tokenizer, text, needle.question)[0]
+    return {"input_ids": _ids(tokenizer, whole, special)}
 
 
 def _ids(tokenizer: Any, text: str, special: bool = False) -> Tensor:

@@ -1,6 +1,7 @@
 """Types of a paper's table or figure: the runs for it, and the measured figures."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -239,14 +240,5 @@ def recipe_of(text: str, files: Mapping[str, Path]) -> Recipe:
 
     A missing file becomes an empty path, which means the model's own file.
     """
-    return Recipe.parse(text.format_map(_Files(files)))
-
-
-class _Files(dict[str, str]):
-    """Paths as texts for a recipe; an empty text for a missing file."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        super().__init__({name: repr(str(path)) for name, path in files.items()})
-
-    def __missing__(self, name: str) -> str:
-        return "''"
+    named = defaultdict(lambda: "''", {name: repr(str(path)) for name, path in files.items()})
+    return Recipe.parse(text.format_map(named))

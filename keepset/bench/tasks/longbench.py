@@ -4,14 +4,13 @@ Prompts and metrics are read from lm-evaluation-harness. Its tasks themselves ca
 soon as they are named, do not know the fields of the authors' files, and are cut at another place before the question.
 """
 
-import importlib.util
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from keepset.bench.tasks.data import DataRecord, HubData, import_extra, load_records
+from keepset.bench.tasks.find import harness_folder
 from keepset.bench.tasks.task import Example, Generation, Question, Reply, Task, TaskSettings, Tokenizer
 from keepset.errors import KeepsetError
 
@@ -90,10 +89,8 @@ class LongBenchTask(Task):
 
 def _harness_config(data_set: str) -> dict[str, Any]:
     """Return the harness's definition of a task, with functions as their names."""
-    harness = importlib.util.find_spec("lm_eval")
-    if harness is None or harness.origin is None:
+    if (folder := harness_folder()) is None:
         raise KeepsetError('LongBench needs lm-evaluation-harness: run `pip install "keepset[eval]"`.')
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_constructor("!function", lambda _, node: node.value)
-    path = Path(harness.origin).parent / "tasks" / _GROUP / f"{data_set}.yaml"
-    return yaml.load(path.read_text(encoding="utf-8"), loader)
+    return yaml.load((folder / _GROUP / f"{data_set}.yaml").read_text(encoding="utf-8"), loader)

@@ -176,12 +176,9 @@ class FrequentWords(PromptMaker):
     def make(self, size: int, index: int, seed: int) -> PromptParts:
         words = max(self._length // 50, 5)
         # The harness endlessly shortens texts that its tokenizer finds too long; with this one no text is too long.
-        text, answers, _ = self._fwe.generate_input_output(0, _no_tokens, size, vocab_size=words)
+        no_tokens = SimpleNamespace(input_ids=())
+        text, answers, _ = self._fwe.generate_input_output(0, lambda _: no_tokens, size, vocab_size=words)
         return cut(text, QUESTION, answers)
-
-
-def _no_tokens(text: str) -> SimpleNamespace:
-    return SimpleNamespace(input_ids=())
 
 
 def cut(text: str, question: str, answers: Sequence[str]) -> PromptParts:

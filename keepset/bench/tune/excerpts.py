@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
@@ -34,10 +34,6 @@ class TextPiece:
     continuation: Int[Tensor, "1 n"]
     facts: tuple[Needle, ...] = ()
     questions: tuple[str, ...] = ()
-
-    def to(self, device: torch.device) -> "TextPiece":
-        """Return the piece with its tokens on the model's device."""
-        return replace(self, prompt=self.prompt.to(device), continuation=self.continuation.to(device))
 
 
 def cut(

@@ -33,7 +33,8 @@ class Measurer:
         self, model: PreTrainedModel, tokenizer: Tokenizer, pieces: Sequence[TextPiece], budget: Budget
     ) -> None:
         self._model, self._tokenizer, self._budget = model, tokenizer, budget
-        self._pieces = [piece.to(model.device) for piece in pieces]
+        device = model.device
+        self._pieces = [replace(p, prompt=p.prompt.to(device), continuation=p.continuation.to(device)) for p in pieces]
         self.full_found: dict[int, tuple[bool, ...]] = {}
         self.full_bytes: dict[int, int] = {}
         warm_up(model, self._pieces[0].prompt)

@@ -23,8 +23,8 @@ def cell(
     made = Record(recipe, method, requested, task, seed, example, facts, "match")
     if score is None:
         return replace(made, error=f"{recipe} cannot do that.")
-    figures = {"keep": keep, "kv_bytes": int(keep * FULL_BYTES), "kv_bytes_full": FULL_BYTES, "tokens": 8.0}
-    costs = {"finished": 1.0, "repetition": 0.0, "batch": 1.0, **figures, **more}
+    figures = {"keep": keep, "share": keep, "kv_bytes": int(keep * FULL_BYTES), "kv_bytes_full": FULL_BYTES}
+    costs = {"tokens": 8.0, "finished": 1.0, "repetition": 0.0, "batch": 1.0, **figures, **more}
     return replace(made, scores={"match": score, "other": 0.123}, replies=["a reply"], figures=costs)
 
 

@@ -42,7 +42,7 @@ def test_a_row_says_what_its_cells_come_to() -> None:
     assert snapkv.difference == of_difference([0.0, -0.75, -0.5, 0.0])
 
 
-def test_shares_are_those_of_a_16_bit_cache_where_cells_have_them() -> None:
+def test_shares_are_those_of_a_16_bit_cache() -> None:
     (row,) = summarize([cell("snapkv(bytes=0.25)", share=share, example=str(share)) for share in (0.2, 0.25)]).rows
     check(row, requested="bytes=0.25", share=0.225, kv_bytes=250.0, kv_bytes_full=FULL_BYTES)
 
