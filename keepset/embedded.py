@@ -105,13 +105,13 @@ def _with_embedded_parts(measured: "Statistics") -> "Statistics":
     import torch
     from safetensors import safe_open
 
-    from keepset.core.predictor import PREDICTOR_FIELDS, Predictor
+    from keepset.core.predictor import Predictor
 
     trained = json.loads(_GATES.read_text("utf-8"))
     gates = {index: torch.tensor(trained["retrieval"][index]) for index in measured.layers}
     with safe_open(_NETWORKS, "pt") as file:
         networks = {
-            index: Predictor(**{name: file.get_tensor(f"{index}.{name}").float() for name in PREDICTOR_FIELDS})
+            index: Predictor(*(file.get_tensor(f"{index}.{name}").float() for name in Predictor._fields))
             for index in measured.layers
         }
         fitted = json.loads(file.metadata()["provenance"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,10 +31,8 @@ class Feature(ABC, Generic[Value]):
     `accumulator`, which every runtime calls; runtimes provide the others themselves (`runtime_features.py`).
 
     Attributes:
-        label: the feature's name in words.
         window: how many of the newest queries are recorded for it: at every event, or only at the prompt's end if it
             is `summed`.
-        buffer: how many of the newest queries it covers at events after the prompt.
         summed: whether, after the prompt, it is summed per entry while the queries of its window come.
         unrotated: whether it reads queries before rotation, or rotates queries to future positions.
         hidden_states: whether it reads the hidden states that enter the layer's attention.
@@ -45,9 +43,7 @@ class Feature(ABC, Generic[Value]):
             itself.
     """
 
-    label: ClassVar[str]
     window: int = 0
-    buffer: int = 0
     summed: ClassVar[bool] = False
     unrotated: ClassVar[bool] = False
     hidden_states: ClassVar[bool] = False
@@ -56,9 +52,9 @@ class Feature(ABC, Generic[Value]):
     accumulator: ClassVar[type[Accumulator] | None] = None
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """Return the name in words, for the catalogue of methods."""
-        return self.label
 
     @property
     def prompt_only(self) -> str:
@@ -141,11 +137,6 @@ class Needs:
     def newest(self) -> int:
         """Return how many of the newest queries must still exist at an event after the prompt."""
         return max((feature.window for feature in self if not feature.summed), default=0)
-
-    @property
-    def buffer(self) -> int:
-        """Return how many of the newest queries are summed up at an event after the prompt."""
-        return max((feature.buffer for feature in self), default=0)
 
     @property
     def unrotated(self) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +13,7 @@ from keepset.kernels.entry_code import MIDDLE, decode
 from keepset.kernels.predictor import outputs_of
 
 
-@dataclass(frozen=True, eq=False)
-class Predictor:
+class Predictor(NamedTuple):
     """A network with one hidden layer for each KV head of a layer.
 
     With x an entry's key before rotation, its value, and the logarithms of both norms, the network gives two numbers,
@@ -37,29 +35,20 @@ class Predictor:
         age: what the distances 1, 2, 4, ... from the end of texts of the lengths 1, 2, 4, ... add.
     """
 
-    linear: Float[Tensor, "*rows kv_heads 2 inputs"]
-    hidden: Float[Tensor, "*rows kv_heads width inputs"]
-    hidden_bias: Float[Tensor, "*rows kv_heads width"]
-    output: Float[Tensor, "*rows kv_heads 2 width"]
-    output_bias: Float[Tensor, "*rows kv_heads 2"]
-    age: Float[Tensor, "*rows kv_heads lengths knots"]
+    linear: Float[Tensor, "kv_heads 2 inputs"]
+    hidden: Float[Tensor, "kv_heads width inputs"]
+    hidden_bias: Float[Tensor, "kv_heads width"]
+    output: Float[Tensor, "kv_heads 2 width"]
+    output_bias: Float[Tensor, "kv_heads 2"]
+    age: Float[Tensor, "kv_heads lengths knots"]
 
     def of_heads(self, heads: slice) -> Predictor:
         """Return the networks of some KV heads."""
-        return Predictor(
-            self.linear[..., heads, :, :],
-            self.hidden[..., heads, :, :],
-            self.hidden_bias[..., heads, :],
-            self.output[..., heads, :, :],
-            self.output_bias[..., heads, :],
-            self.age[..., heads, :, :],
-        )
+        return Predictor(*(part[heads] for part in self))
 
-    def outputs_of(
-        self, inputs: Float[Tensor, "*rows kv_heads entries inputs"]
-    ) -> Float[Tensor, "*rows kv_heads entries 2"]:
+    def outputs_of(self, inputs: Float[Tensor, "kv_heads entries inputs"]) -> Float[Tensor, "kv_heads entries 2"]:
         """Return each entry's log score at a distance of 64 tokens, and its slope."""
-        return outputs_of(inputs, self.linear, self.hidden, self.hidden_bias, self.output, self.output_bias)
+        return outputs_of(inputs, *self[:5])
 
 
 def scores_at(
@@ -102,6 +91,3 @@ def knot_weights(numbers: Int[Tensor, " entries"], knots: int) -> Float[Tensor, 
 
 def _places(numbers: Int[Tensor, "*shape"], last: int) -> Float[Tensor, "*shape"]:
     return numbers.clamp(min=1).float().log2().clamp(max=last)
-
-
-PREDICTOR_FIELDS = tuple(field.name for field in dataclasses.fields(Predictor))

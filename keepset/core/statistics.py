@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from keepset.core.hidden_predictor import PREDICTOR_KINDS, HiddenPredictor
-from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, scores_at
+from keepset.core.predictor import Predictor, scores_at
 from keepset.core.shapes import Rows
 from keepset.core.tensor_file import TensorFile, below
 from keepset.errors import KeepsetError
@@ -200,7 +200,7 @@ class Statistics:
 
     def on(self, device: torch.device, name: str) -> Tensor:
         """Return a field of the layers' statistics or predictors, and keep it on the device."""
-        holders = self.predictors if name in PREDICTOR_FIELDS else self.layers
+        holders = self.predictors if name in Predictor._fields else self.layers
 
         def make() -> Tensor:
             return upload(torch.stack([getattr(holders[index], name) for index in self.layers]), device)
@@ -217,7 +217,7 @@ class Statistics:
         def make() -> Tensor:
             return upload(turns_of(torch.stack([layer.frequency for layer in self.layers.values()])), device)
 
-        names = (*(name for name in PREDICTOR_FIELDS if name != "age"), "partner", "gain")
+        names = (*(name for name in Predictor._fields if name != "age"), "partner", "gain")
         return Networks(turns=self._once((device, "turns"), make), **{name: self.on(device, name) for name in names})
 
     def hidden_predictor(self, kind: str, layer: int, device: torch.device) -> HiddenPredictor:
@@ -298,10 +298,7 @@ def _read(path: Path, modified: int, size: int) -> Statistics:
 
 
 def _layer(file: Any, index: int) -> LayerStatistics:
-    places = {name: f"layers.{index}.{name}" for name in FIELDS}
-    if not set(places.values()) <= set(file.layout):
-        raise ValueError
-    tensors = {name: file[place] for name, place in places.items()}
+    tensors = {name: file[f"layers.{index}.{name}"] for name in FIELDS}
     (kv_heads, dim), heads = tensors["direction"].shape, tensors["mean"].shape[0]
     shapes = {"direction": (kv_heads, dim), "mean": (heads, dim), "covariance": (heads, dim, dim), "norm": (heads, dim)}
     partner = tensors["partner"]
@@ -319,10 +316,9 @@ def _layer(file: Any, index: int) -> LayerStatistics:
 def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Tensor]:
     """Return the gates of all layers, or none."""
     places = {index: f"layers.{index}.{_RETRIEVAL}" for index in layers}
-    written = set(file.layout)
-    gates = {index: file[place] for index, place in places.items() if place in written}
-    if gates and len(gates) < len(layers):
-        raise ValueError
+    if not any(place in file for place in places.values()):
+        return {}
+    gates = {index: file[place] for index, place in places.items()}
     for index, gate in gates.items():
         shape = layers[index].direction.shape[:1]
         if gate.shape != shape or gate.dtype != torch.float32 or not ((gate >= 0) & (gate <= 1)).all():
@@ -332,15 +328,12 @@ def _retrieval(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Te
 
 def _predictors(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, Predictor]:
     """Return the networks of all layers, or none."""
-    written = set(file.layout)
-    places = {index: {name: f"layers.{index}.{name}" for name in PREDICTOR_FIELDS} for index in layers}
-    if not any(written & set(names.values()) for names in places.values()):
+    places = {index: [f"layers.{index}.{name}" for name in Predictor._fields] for index in layers}
+    if not any(place in file for names in places.values() for place in names):
         return {}
     predictors = {}
     for index, names in places.items():
-        if not set(names.values()) <= written:
-            raise ValueError
-        predictor = Predictor(**{name: file[place].float() for name, place in names.items()})
+        predictor = Predictor(*(file[place].float() for place in names))
         heads, width = predictor.hidden_bias.shape
         if (
             heads != len(layers[index].direction)
@@ -351,7 +344,7 @@ def _predictors(file: Any, layers: Mapping[int, LayerStatistics]) -> dict[int, P
             or predictor.age.dim() != 3
             or len(predictor.age) != heads
             or not predictor.age.numel()
-            or not all(getattr(predictor, name).isfinite().all() for name in PREDICTOR_FIELDS)
+            or not all(part.isfinite().all() for part in predictor)
         ):
             raise ValueError
         predictors[index] = predictor
@@ -385,7 +378,7 @@ def save(statistics: Statistics, path: Path) -> None:
     }
     tensors |= {f"layers.{index}.{_RETRIEVAL}": gate.clone() for index, gate in statistics.retrieval.items()}
     for index, predictor in statistics.predictors.items():
-        tensors |= {f"layers.{index}.{name}": getattr(predictor, name).clone() for name in PREDICTOR_FIELDS}
+        tensors |= {f"layers.{index}.{name}": part.clone() for name, part in predictor._asdict().items()}
     for kind, modules in statistics.hidden.items():
         for index, module in modules.items():
             tensors |= {f"layers.{index}.{kind}.{name}": each.clone() for name, each in module.tensors.items()}

@@ -130,8 +130,6 @@ _TYPES |= dict.fromkeys(("budgets", "counts"), torch.int64)
 @lru_cache(maxsize=4)
 def _read(path: Path, modified: int, size: int) -> Tables:
     with _FILE.opened(path) as (file, provenance):
-        if not set(_TYPES) <= set(file.layout):
-            raise ValueError
         tables = Tables(**{name: file[name] for name in _TYPES}, provenance=provenance, name=str(path))
         _check(tables)
     return tables

@@ -55,7 +55,7 @@ class RecordedFeatures:
         if ends_prompt:
             return feature.window
         assert self.every is not None
-        return min(feature.window or feature.buffer, self.every)
+        return min(feature.buffer if isinstance(feature, QueryMoments) else feature.window, self.every)
 
     def summed(self, ends_prompt: bool = False) -> int:
         """Return the most queries before an event that a summed feature covers."""

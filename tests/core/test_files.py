@@ -233,7 +233,7 @@ def gates(*other: float, **options: Any) -> dict[str, Tensor]:
 
 def networks(**damage: Tensor) -> dict[str, Tensor]:
     made = random_statistics(Shape((5,), 2, 3, 6, 4), (1, 4)).predictors
-    parts = {f"layers.{index}.{name}": part for index, each in made.items() for name, part in vars(each).items()}
+    parts = {f"layers.{index}.{name}": part for index, each in made.items() for name, part in each._asdict().items()}
     return parts | {f"layers.4.{name}": part for name, part in damage.items()}
 
 
@@ -305,7 +305,7 @@ def test_statistics_are_read_as_they_were_written(tmp_path: Path) -> None:
         check_read(read.retrieval, retrieval)
         assert read.predictors.keys() == predictors.keys()
         for index, predictor in predictors.items():
-            check_read(vars(read.predictors[index]), vars(predictor))
+            check_read(read.predictors[index]._asdict(), predictor._asdict())
     assert torch.equal(read.gates(), torch.stack([made.retrieval[index] for index in (1, 4)]))
 
 

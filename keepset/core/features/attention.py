@@ -119,7 +119,7 @@ class PromptQueryAttention(Feature[Float[Tensor, "batch query_heads entries"]]):
         stride: every `stride`-th query counts.
     """
 
-    label = "the prompt's queries once more"
+    name = "the prompt's queries once more"
     unrotated = True
     accumulator = _PromptQueries
     prompt_only = _PROMPT_ATTENTION
@@ -161,7 +161,7 @@ class SecondPass(Feature[SecondPassColumns]):
             words, the prompt's first few entries and the chunk's entries in the prompt (KVzip).
     """
 
-    label = "a second pass"
+    name = "a second pass"
     prompt_only = _PROMPT_ATTENTION
     transformers_only = (
         "has tokens look at the prompt a second time, for which {engine} has no step: take another recipe, or compress "

@@ -60,7 +60,7 @@ class HiddenScores(Feature[Scores]):
 
     hidden_states = True
     accumulator = _Scores
-    label = "scores of hidden states"
+    name = "scores of hidden states"
     transformers_only = (
         "scores entries by their hidden states as they are written, which {engine} does not show: use a method that "
         "looks at entries, such as distilled"

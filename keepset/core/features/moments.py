@@ -126,7 +126,7 @@ class QueryMoments(_OfRows[QueryDistribution]):
             events. Moments that differ only in their buffer are merged.
     """
 
-    label = "query moments"
+    name = "query moments"
     full = True
 
     skip: int
@@ -157,7 +157,7 @@ class HiddenMoments(_OfRows[HiddenDistribution]):
         skip: how many of the first tokens to leave out.
     """
 
-    label = "hidden-state moments"
+    name = "hidden-state moments"
     hidden_states = True
     prompt_only = f"{_WHOLE_PROMPT}which only exist at the prompt's end"
 

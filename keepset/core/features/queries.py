@@ -39,10 +39,6 @@ class PaddedQueries(NamedTuple):
         """Return each request's queries, without padding."""
         return [row[:, own] for row, own in zip(self.queries, self.exists, strict=True)]
 
-    def joined(self, other: PaddedQueries) -> PaddedQueries:
-        """Return these queries and others of the same requests."""
-        return PaddedQueries(torch.cat([self.queries, other.queries], 2), torch.cat([self.exists, other.exists], 1))
-
 
 class Reference(NamedTuple):
     """Queries of each request's prompt, rotated as if they came right after it: some evenly spaced, and the newest."""
@@ -57,7 +53,7 @@ class Reference(NamedTuple):
             some = PaddedQueries.padded([row[:, :: _stride(row.shape[1], spread)] for row in some.rows])
         if last.queries.shape[2] > newest:
             last = PaddedQueries.padded([_last(row, newest) for row in last.rows])
-        return some.joined(last)
+        return PaddedQueries(torch.cat([some.queries, last.queries], 2), torch.cat([some.exists, last.exists], 1))
 
 
 def _stride(rows: int, most: int) -> int:
@@ -131,7 +127,7 @@ class ReferenceQueries(Feature[Reference]):
         newest: the most newest queries. A query may be among both.
     """
 
-    label = "the prompt's queries once more"
+    name = "the prompt's queries once more"
     unrotated = True
     accumulator = _Reference
 

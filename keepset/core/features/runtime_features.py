@@ -49,7 +49,7 @@ class RecentQueries(Feature[Tensor]):
 class EntryBiases(Feature[Tensor]):
     """Attention that adds a bias by the method to the logits of every entry: `observation.bias`."""
 
-    label = "biases of entries"
+    name = "biases of entries"
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Perplexity(Feature[Float[Tensor, " batch"]]):
         tokens: how many tokens.
     """
 
-    label = "perplexity of the newest tokens"
+    name = "perplexity of the newest tokens"
     prompt_only = "looks at the prompt's perplexity, which only exists at the prompt's end"
     transformers_only = (
         "looks at the prompt's perplexity, which attention layers do not see: leave what depends on it out (gate=False)"
@@ -88,7 +88,7 @@ class Perplexity(Feature[Float[Tensor, " batch"]]):
 class OutputProjection(Feature[Float[Tensor, "query_heads value_dim hidden"]]):
     """The weights from every query head's value to the layer's output, `[query_heads, value_dim, hidden]`."""
 
-    label = "output projection"
+    name = "output projection"
     transformers_only = "looks at the output projection, which attention layers do not see"
 
     def norms(self, observation: Observation, order: int) -> Float[Tensor, "batch query_heads entries"]:
@@ -122,7 +122,7 @@ class ModelStatistics(Feature[Statistics]):
         modules: the kind of modules on hidden states that the method needs, as in `Statistics.hidden`; "" for none.
     """
 
-    label = "statistics of the model"
+    name = "statistics of the model"
 
     file: str
     predictors: bool = field(default=False, repr=False)
@@ -201,6 +201,6 @@ class ModelTables(Feature[Tables]):
         file: the file that holds them.
     """
 
-    label = "compiled tables"
+    name = "compiled tables"
 
     file: str

@@ -29,7 +29,7 @@ from keepset.core.feature import Needs
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.method import Method
 from keepset.core.observation import Observation
-from keepset.core.predictor import PREDICTOR_FIELDS, Predictor, knot_weights
+from keepset.core.predictor import Predictor, knot_weights
 from keepset.core.statistics import FORMAT, LayerStatistics, Statistics
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.prompt_session import Recorder
@@ -232,7 +232,7 @@ def fit(
             *(each.to(device) for each in (samples.inputs[few], samples.wanted[few], samples.ages, samples.lengths))
         )
         parts.append(_fitted(part, width, seed + first, step))
-    return Predictor(*(torch.cat([getattr(part, name) for part in parts]) for name in PREDICTOR_FIELDS))
+    return Predictor(*map(torch.cat, zip(*parts, strict=True)))
 
 
 @torch.enable_grad()
@@ -298,7 +298,7 @@ def _favouring(predictor: Predictor, gates: Float[Tensor, " heads"]) -> Predicto
     """Return networks whose scores are multiplied by a power of their heads' gates; the mean log score is unchanged."""
     factor = _RETRIEVAL * gates.clamp(min=_LEAST_GATE).log()
     bias = predictor.output_bias + torch.stack([factor - factor.mean(), torch.zeros_like(factor)], -1)
-    return replace(predictor, output_bias=bias)
+    return predictor._replace(output_bias=bias)
 
 
 def _mean_and_spread(

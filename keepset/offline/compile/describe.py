@@ -2,6 +2,7 @@
 
 import torch
 
+from keepset.core.budget import runs
 from keepset.core.tables import Tables
 from keepset.recipe import shown
 
@@ -53,9 +54,8 @@ def coverage(tables: Tables) -> list[str]:
 
 def _ranges(flags: list[bool]) -> str:
     """Return the places of true flags as text, such as `0-3, 7`."""
-    starts = [i for i, flag in enumerate(flags) if flag and not (i and flags[i - 1])]
-    ends = [i for i, flag in enumerate(flags) if flag and not (i + 1 < len(flags) and flags[i + 1])]
-    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True))
+    ranges = runs([place for place, flag in enumerate(flags) if flag])
+    return ", ".join(f"{first}-{end - 1}" if end - first > 1 else str(first) for first, end in ranges)
 
 
 def _spread(values: torch.Tensor) -> str:

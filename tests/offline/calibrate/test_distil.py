@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from keepset import KeepsetError, Method, Observation
-from keepset.core.predictor import PREDICTOR_FIELDS, scores_at
+from keepset.core.predictor import Predictor, scores_at
 from keepset.core.statistics import Statistics, load, save
 from keepset.kernels.entry_code import encode
 from keepset.offline.calibrate import distil
@@ -55,7 +55,7 @@ class Linear(Method):
 
 def equal(left: Statistics, right: Statistics) -> bool:
     pairs = [(left.predictors[index], right.predictors[index]) for index in left.layers]
-    return all(torch.equal(getattr(a, name), getattr(b, name)) for a, b in pairs for name in PREDICTOR_FIELDS)
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for a, b in pairs for name in Predictor._fields)
 
 
 def test_a_linear_teacher_is_recovered(measured: Statistics, monkeypatch: pytest.MonkeyPatch) -> None:
