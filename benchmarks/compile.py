@@ -16,13 +16,12 @@ from harness.report import Section, machine, publish
 
 from keepset import Recipe, models, texts
 from keepset.bench.analysis import intervals
-from keepset.core.tables import Tables, save
+from keepset.core.tables import Tables, neutral, save
 from keepset.methods.compilerkv import THRESHOLD, CompilerKV
 from keepset.offline.compile.compiler import POOL, CompileSettings, compile_tables
 from keepset.offline.compile.contamination import is_contaminated
 from keepset.offline.compile.corpus import ContextPool
 from keepset.offline.compile.judge import Judge, Verdict
-from keepset.offline.compile.risk import empty
 
 RECIPES = "compilerkv, compilerkv(threshold='utility'), compilerkv(global_mean=False)"
 REWARDS = ("expected", "said")
@@ -91,8 +90,7 @@ def _measure(
 ) -> dict[str, list[dict[str, float]]]:
     """Return verdicts of every context by table, budget, and whether the threshold has an effect."""
     layers, heads = compiled[REWARDS[0]].weights.shape[1:]
-    plain = empty(layers, heads, [1])
-    neutral = dataclasses.replace(plain, gate=torch.full_like(plain.gate, THRESHOLD))
+    plain = neutral(layers, heads, THRESHOLD)
     found: dict[str, list[dict[str, float]]] = {}
     for context in held_out.contexts:
         if any(is_contaminated(tables, tokenizer.decode(context.ids)) for tables in compiled.values()):
@@ -101,7 +99,7 @@ def _measure(
         judge = Judge(model, method, context)
         for keep in keeps:
             for elastic in (False, True):
-                for name, tables in {"neutral": neutral, **compiled}.items():
+                for name, tables in {"neutral": plain, **compiled}.items():
                     verdict: Verdict = judge.verdict(tables, keep, elastic=elastic)
                     key = f"{name} {keep} {'elastic' if elastic else 'exact'}"
                     found.setdefault(key, []).append(dataclasses.asdict(verdict))

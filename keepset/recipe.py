@@ -203,11 +203,10 @@ class Recipe:
         """Return the budget in entries for the layers of one choice: `bytes` becomes a share of entries."""
         return self.budget_of_sizes([(each.head_dim, each.value_dim) for each in observations])
 
-    def budget_of_sizes(self, sizes: Iterable[tuple[int, int]]) -> Budget:
+    def budget_of_sizes(self, sizes: Sequence[tuple[int, int]]) -> Budget:
         """Return the budget of `budget_for`, given the numbers of a key and of a value for each layer."""
         if self.budget.bytes is None:
             return self.budget
-        sizes = tuple(sizes)
         full = sum(FULL_BYTES * (key_size + value_size) for key_size, value_size in sizes)
         stored = sum(self.method.traits.entry_bytes(*each) for each in sizes)
         return replace(self.budget, keep=min(1.0, self.budget.bytes * full / stored), bytes=None)

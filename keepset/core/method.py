@@ -91,6 +91,10 @@ class Method(ABC):
         """Return whether this method overrides how the entries that stay are chosen from a ranking."""
         return type(self).choose not in (Method.choose, Allocator.choose)
 
+    def steps(self) -> Iterator[Method]:
+        """Yield this method, the one inside it, the one inside that, and so on."""
+        yield self
+
     @abstractmethod
     def score(self, observation: Observation) -> Scores:
         """Return how much each entry is worth keeping; higher is better.
@@ -197,7 +201,7 @@ class Allocator(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for inner in self.inner():
+        for inner in self.scorer.steps():
             if inner.stage and inner.name == self.name:
                 raise RecipeError(f"{self.name} is there twice: leave one of them out.")
             if inner.stage and inner.stage >= self.stage:
@@ -221,7 +225,7 @@ class Allocator(Method):
                 f"{self.scorer.name} itself sets how much every head keeps, which {self.name} cannot divide again: "
                 "use it alone."
             )
-        for inner in self.inner():
+        for inner in self.scorer.steps():
             if objection := self.objection(inner):
                 raise RecipeError(objection)
 
@@ -234,11 +238,9 @@ class Allocator(Method):
             f"as in adakv({self.name}(snapkv)), or leave one of them out."
         )
 
-    def inner(self) -> Iterator[Method]:
-        """Yield the method inside, the one inside that, and so on."""
-        yield self.scorer
-        if isinstance(self.scorer, Allocator):
-            yield from self.scorer.inner()
+    def steps(self) -> Iterator[Method]:
+        yield self
+        yield from self.scorer.steps()
 
     @property
     def own_traits(self) -> Traits:

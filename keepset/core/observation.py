@@ -137,7 +137,7 @@ class Observation:
             vars(self)["longest"] = longest
         if layer_ids[0] not in self.layers:
             raise KeepsetError(f"Layer {layer_ids[0]} is not among the observed layers {self.layers}.")
-        if self.layers[self.first :][: len(layer_ids)] != layer_ids:
+        if self.layers[self.observed] != layer_ids:
             raise KeepsetError(f"The layers {layer_ids} are no neighbours among the observed layers {self.layers}.")
 
     @cached_property
@@ -269,9 +269,10 @@ class Observation:
         return self.layer_ids[0]
 
     @property
-    def first(self) -> int:
-        """Return how many compressed layers come before the observed ones."""
-        return self.layers.index(self.layer_ids[0])
+    def observed(self) -> slice:
+        """Return where the observed layers are among the compressed ones."""
+        first = self.layers.index(self.layer_ids[0])
+        return slice(first, first + len(self.layer_ids))
 
     @cached_property
     def indices(self) -> Int[Tensor, " batch"]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from keepset.core.hidden_predictor import PREDICTOR_KINDS, HiddenPredictor
 from keepset.core.predictor import Predictor, scores_at
-from keepset.core.shapes import Rows
+from keepset.core.shapes import HiddenStates, Rows
 from keepset.core.tensor_file import TensorFile, below
 from keepset.errors import KeepsetError
 from keepset.kernels.dispatch import upload
@@ -220,9 +220,10 @@ class Statistics:
         names = (*(name for name in Predictor._fields if name != "age"), "partner", "gain")
         return Networks(turns=self._once((device, "turns"), make), **{name: self.on(device, name) for name in names})
 
-    def hidden_predictor(self, kind: str, layer: int, device: torch.device) -> HiddenPredictor:
-        """Return the module of a layer that reads hidden states, and keep it on the device."""
-        return self._once((kind, layer, device), lambda: self.hidden[kind][layer].on(device))
+    def hidden_scores(self, kind: str, layer: int, hidden: HiddenStates) -> Float[Tensor, "batch kv_heads n"]:
+        """Return the scores of new tokens by a layer's module on hidden states, and keep it on their device."""
+        device = hidden.device
+        return self._once((kind, layer, device), lambda: self.hidden[kind][layer].on(device)).scores(hidden)
 
     def _once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return the value for a key, computed at the first call."""

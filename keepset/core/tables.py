@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -94,14 +94,14 @@ class Tables:
         return of_entropy, of_perplexity
 
 
-def neutral(layers: int, query_heads: int, threshold: float) -> Tables:
+def neutral(layers: int, query_heads: int, threshold: float, budgets: Sequence[int] = (1,)) -> Tables:
     """Return tables that prefer no head and no text: all weights are 1, and there is one threshold."""
     return Tables(
-        weights=torch.ones(1, layers, query_heads),
-        gate=torch.full((1, layers, ENTROPY_BINS, PERPLEXITY_BINS), threshold),
+        weights=torch.ones(len(budgets), layers, query_heads),
+        gate=torch.full((len(budgets), layers, ENTROPY_BINS, PERPLEXITY_BINS), threshold),
         entropy_edges=torch.arange(1.0, ENTROPY_BINS),
         perplexity_edges=torch.arange(1.0, PERPLEXITY_BINS),
-        budgets=torch.ones(1, dtype=torch.long),
+        budgets=torch.tensor(budgets),
         counts=torch.zeros(ENTROPY_BINS, PERPLEXITY_BINS, dtype=torch.long),
     )
 

@@ -271,7 +271,8 @@ class ObservedCache(EditableCache, KnowsText):
         if features := self.needs.of(HiddenScores):
             hidden = self._hooks.hidden_states(new)
             new.entry_scores = {
-                each: each.scored(self._from_files[each.statistics], layer.index, hidden) for each in features
+                each: self._from_files[each.statistics].hidden_scores(each.kind, layer.index, hidden)
+                for each in features
             }
 
     def _begin(self, new: AttentionInput) -> Progress:

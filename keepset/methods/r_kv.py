@@ -72,8 +72,7 @@ class RKV(Method):
 
     def _importance(self, observation: Observation) -> Scores:
         sums = observation[self._attention]
-        all_queries = sums.asked(observation, torch.zeros_like(observation.positions[:, :1, :1]))
-        received = sums.attention_sums / all_queries.clamp(min=1)
+        received = sums.attention_sums / observation.lengths.clamp(1, sums.window)[:, None, None]
         return F.max_pool1d(received, self.kernel, stride=1, padding=self.kernel // 2)
 
     def _redundancy(self, observation: Observation, history: Mask) -> Scores:

@@ -436,7 +436,7 @@ def distilled(observation: Observation, method: Distilled, request: int, head: i
     """The networks of an entry's un-rotated key and value, number by number, each output rounded."""
     statistics = observation[ModelStatistics("", predictors=True)]
     measured, networks = statistics.layers[observation.layer], statistics.predictors[observation.layer]
-    linear, hidden, hidden_bias, output, output_bias, age = (part[head].tolist() for part in vars(networks).values())
+    linear, hidden, hidden_bias, output, output_bias, age = (part[head].tolist() for part in networks)
     length = int(observation.lengths[request])
     keys, values = (rows_of(states, observation, request, head) for states in (observation.keys, observation.values))
     scores = []

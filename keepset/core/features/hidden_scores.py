@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from keepset.core.accumulator import Accumulator, Chunk, widened
 from keepset.core.feature import Feature
 from keepset.core.features.runtime_features import ModelStatistics
 from keepset.core.observation import Observation
-from keepset.core.shapes import HiddenStates, Scores
-from keepset.core.statistics import Statistics
+from keepset.core.shapes import Scores
 
 
 class _Scores(Accumulator):
@@ -78,10 +77,6 @@ class HiddenScores(Feature[Scores]):
     def column(self) -> str:
         """Return the name of the entries' column; a method that keeps it has it among its `state_names`."""
         return f"score by {self.kind}"
-
-    def scored(self, statistics: Statistics, layer: int, hidden: HiddenStates) -> Float[Tensor, "batch kv_heads n"]:
-        """Return the scores of new tokens from the hidden states that enter the layer's attention."""
-        return statistics.hidden_predictor(self.kind, layer, hidden.device).scores(hidden)
 
     def of(self, observation: Observation) -> Scores:
         if self.column not in observation.state:

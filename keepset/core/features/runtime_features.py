@@ -160,8 +160,9 @@ class ModelStatistics(Feature[Statistics]):
             KeepsetError: if nobody gave the statistics, or they are of a model of another shape.
         """
         measured, device = self.checked(observation), observation.valid.device
-        observed = slice(observation.first, observation.first + len(observation.layer_ids))
-        return RowStatistics(lambda name: observation.repeat_per_request(measured.on(device, name)[observed]))
+        return RowStatistics(
+            lambda name: observation.repeat_per_request(measured.on(device, name)[observation.observed])
+        )
 
     def networks(self, observation: Observation) -> Networks:
         """Return the networks that score entries in the observed layers, on the keys' device.
@@ -169,8 +170,7 @@ class ModelStatistics(Feature[Statistics]):
         Raises:
             KeepsetError: if nobody gave the statistics, they are of another model, or no networks were fitted.
         """
-        networks = self.checked(observation).networks(observation.valid.device)
-        return networks.of_layers(slice(observation.first, observation.first + len(observation.layer_ids)))
+        return self.checked(observation).networks(observation.valid.device).of_layers(observation.observed)
 
     def checked(self, observation: Observation) -> Statistics:
         """Return the statistics of one or several observed layers.

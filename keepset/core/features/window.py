@@ -25,12 +25,6 @@ class WindowSums:
     attention_sums: Float[Tensor, "batch kv_heads entries *group"]
     window: int
 
-    def asked(
-        self, observation: Observation, positions: Int[Tensor, "batch #kv_heads #entries"]
-    ) -> Int[Tensor, "batch #kv_heads #entries"]:
-        """Return how many of the window's queries have come at or after these positions."""
-        return (observation.lengths[:, None, None] - positions).clamp(0, self.window)
-
 
 @dataclass(frozen=True)
 class WindowAttention(Feature[WindowSums]):

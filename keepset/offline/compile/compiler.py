@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import keepset
-from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables
+from keepset.core.tables import ENTROPY_BINS, PERPLEXITY_BINS, Tables, neutral
 from keepset.errors import BudgetError, RecipeError, UnsupportedModelError
 from keepset.hf.fingerprint import fingerprint, sample
 from keepset.hf.prompt_session import PromptSession
@@ -24,7 +24,6 @@ from keepset.offline.compile.corpus import ContextPool, Passage
 from keepset.offline.compile.cql import THRESHOLDS, WEIGHTS, Logged, best, draw, learn
 from keepset.offline.compile.judge import Judge
 from keepset.offline.compile.log import Log, Trial
-from keepset.offline.compile.risk import empty, risk_bins, stratified, with_edges
 from keepset.recipe import Recipe, in_full
 
 ALPHA = 0.1
@@ -35,6 +34,8 @@ HEAD_ROWS, GATE_ROWS = 12, 8
 """The rewards of a context under one budget, for each table."""
 POOL = 2
 """How many contexts are measured for each one that is used, so that rare risks are found."""
+_TAIL = 0.05
+"""The share of all contexts in the outermost bin of risk of each side."""
 Stage = Callable[[str, int], Callable[[], None]]
 """Shows progress: takes a description and a number of steps, and returns a function to call after each step."""
 Work = TypeVar("Work")
@@ -136,7 +137,7 @@ def compile_tables(
     with closing(Log(log, {**logged, "model": fingerprint(model), "keepset": keepset.__version__})) as rewards_log:
         layers, heads, deciding = _shape(model, pool, settings)
         risks = _measure_risks(model, pool, settings, rewards_log, stage)
-        tables = with_edges(empty(layers, heads, settings.budgets), risks)
+        tables = with_edges(neutral(layers, heads, 1.0, settings.budgets), risks)
         at = risk_bins(tables, risks)
         used = stratified(at.tolist(), settings.contexts)
         contexts = [pool.contexts[index] for index in used]
@@ -229,7 +230,7 @@ def _try_actions(
                 judge = judge or Judge(model, settings.method, context)
                 count, decisions, values = kinds[kind]
                 actions = draw(count, decisions, len(values), f"{settings.seed} {context.name} {kind} {keep}")[number]
-                acting = empty(layers, heads, [keep])
+                acting = neutral(layers, heads, 1.0, [keep])
                 if kind == "head":
                     weights = values[actions].view(1, layers, deciding).repeat_interleave(heads // deciding, 2)
                     acting = dataclasses.replace(acting, weights=weights)
@@ -309,3 +310,38 @@ def _arrays(
     spread = torch.stack([rewards[budgets == b].square().mean().sqrt() for b in range(len(settings.budgets))])
     spread = spread.where(spread > 0, 1.0)
     return actions, (rewards / spread[budgets]).float(), budgets
+
+
+def with_edges(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Tables:
+    """Return tables with bins for the entropy and perplexity of contexts.
+
+    Bins of entropy have equal width in nats; bins of perplexity have equal width of its logarithm. The paper gives the
+    number of bins but not their edges.
+    """
+    entropy = _edges(risks[:, 0], ENTROPY_BINS)
+    perplexity = _edges(risks[:, 1].log(), PERPLEXITY_BINS).exp()
+    return dataclasses.replace(tables, entropy_edges=entropy.float(), perplexity_edges=perplexity.float())
+
+
+def risk_bins(tables: Tables, risks: Float[Tensor, "contexts 2"]) -> Int[Tensor, " contexts"]:
+    """Return each context's bin: PERPLEXITY_BINS times the bin of its entropy, plus the bin of its perplexity."""
+    of_entropy, of_perplexity = tables.bins(risks[:, 0], risks[:, 1])
+    return of_entropy * PERPLEXITY_BINS + of_perplexity
+
+
+def stratified(bins: Sequence[int], count: int) -> list[int]:
+    """Return the rising indices of `count` contexts: one of every bin, then a second of each, and so on."""
+    rounds: dict[int, int] = {}
+    turns = []
+    for index, bin_ in enumerate(bins):
+        rounds[bin_] = rounds.get(bin_, 0) + 1
+        turns.append((rounds[bin_], index))
+    return sorted(index for _, index in sorted(turns)[:count])
+
+
+def _edges(risk: Float[Tensor, " contexts"], bins: int) -> Float[Tensor, " _"]:
+    known = risk[risk.isfinite()].double()
+    low, high = known.quantile(torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist() if len(known) else (0, 0)
+    if high - low < 1e-3:  # all alike
+        low, high = low - 0.5, high + 0.5
+    return torch.linspace(low, high, bins - 1, dtype=torch.float64)

@@ -4,9 +4,7 @@ An evaluation calls `refuse_contaminated(recipe, context)` for every recipe and 
 """
 
 import hashlib
-from collections.abc import Iterator
 
-from keepset.core.method import Allocator, Method
 from keepset.core.tables import Tables, load
 from keepset.errors import KeepsetError
 from keepset.methods.compilerkv import CompilerKV
@@ -38,15 +36,9 @@ def refuse_contaminated(recipe: Recipe, text: str) -> None:
     Raises:
         KeepsetError: the tables were compiled from the text, or from one that shares a passage with it.
     """
-    for method in _methods(recipe.method):
+    for method in recipe.method.steps():
         if isinstance(method, CompilerKV) and method.tables and is_contaminated(load(method.tables), text):
             raise KeepsetError(
                 f"The tables {method.tables!r} were compiled from this context, or from one that shares a passage with "
                 "it: evaluate on other texts, or compile them from others."
             )
-
-
-def _methods(method: Method) -> Iterator[Method]:
-    yield method
-    if isinstance(method, Allocator):
-        yield from method.inner()

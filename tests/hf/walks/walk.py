@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import keepset
-from keepset.core.method import Allocator
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf.batch import can_go_together, go_together
 from keepset.hf.progress import Event
@@ -627,7 +626,7 @@ class Walk:
             return min(max(wanted, floor, 1), n)
 
         foreseen = {index: [quota(n) for n in heads] for index, heads in held.items()}
-        steps = [method, *(method.inner() if isinstance(method, Allocator) else ())]
+        steps = list(method.steps())
         names = {step.name for step in steps}
         plain = all(step.name in _EXACT or step.family == "scorer" for step in steps) and not names & _INEXACT
         if plain and kept != foreseen:

@@ -16,11 +16,10 @@ from keepset import KeepsetError
 from keepset.core.tables import Tables, neutral, save
 from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile import compiler
-from keepset.offline.compile.compiler import CompileSettings, compile_tables
+from keepset.offline.compile.compiler import CompileSettings, compile_tables, risk_bins, stratified, with_edges
 from keepset.offline.compile.cql import THRESHOLDS, WEIGHTS, draw
 from keepset.offline.compile.judge import Judge, Verdict
 from keepset.offline.compile.log import Log, Trial
-from keepset.offline.compile.risk import risk_bins, stratified, with_edges
 from tests.hf.models import tiny
 from tests.offline.compile.conftest import CONTINUATION, TOKENS, corpus
 

@@ -13,11 +13,10 @@ from transformers import DynamicCache
 
 import keepset
 from keepset import KeepsetError
-from keepset.core.tables import Tables, save
+from keepset.core.tables import Tables, neutral, save
 from keepset.hf.fingerprint import fingerprint
 from keepset.methods.compilerkv import CompilerKV
 from keepset.offline.compile.judge import Judge
-from keepset.offline.compile.risk import empty
 from tests.hf.models import tiny
 from tests.offline.compile.conftest import TOKENS, context
 
@@ -29,7 +28,7 @@ def acting(model: Any, keep: int, seed: int = 0) -> Tables:
     """Random tables for one budget."""
     layers = len(keepset.Cache(model, "knorm(keep=1.0)").managed_layers)
     draw = torch.Generator().manual_seed(seed)
-    tables = empty(layers, model.config.num_attention_heads, [keep])
+    tables = neutral(layers, model.config.num_attention_heads, 1.0, [keep])
     weights, gate = (torch.rand(part.shape, generator=draw) for part in (tables.weights, tables.gate))
     return dataclasses.replace(tables, weights=weights, gate=gate, provenance={"model": fingerprint(model)})
 
