@@ -113,13 +113,7 @@ def message_inputs(
 
 @dataclass(frozen=True, eq=False)
 class Pictured:
-    """Images that come before a text, and the model that takes them.
-
-    Attributes:
-        model: the model.
-        processor: the model's processor (`load_processor`).
-        images: the images.
-    """
+    """Images that come before a text, the model that takes them, and the model's processor (`load_processor`)."""
 
     model: "transformers.PreTrainedModel"
     processor: Any

@@ -101,9 +101,6 @@ def total_entries(observations: Sequence[Observation], budget: Budget) -> PerReq
 
     A fraction is taken of all entries together and then rounded down; it is never less than what always stays. If a
     layer or head has too few entries, others may keep more.
-
-    Args:
-        observations: all layers.
     """
     existing = torch.cat([each.split_layers(each.valid.sum((1, 2))) for each in observations], 1).sum(1)
     if budget.keep is None:

@@ -148,10 +148,7 @@ def below(prefix: str, named: Mapping[str, Part]) -> dict[str, Part]:
 
 
 class TensorReader:
-    """An open safetensors file.
-
-    Args:
-        descriptor: the descriptor of the open file.
+    """An open safetensors file, read by its descriptor.
 
     Attributes:
         layout: the place of every tensor.

@@ -29,8 +29,7 @@ class Random(Method):
     def score(self, observation: Observation) -> Scores:
         heads = torch.arange(observation.valid.shape[1], device=observation.valid.device)
         streams = stream(self.seed, observation.indices[:, None], heads)[..., None]
-        positions = observation.positions.long()
-        return draw(streams.expand_as(positions), positions).float() / 2**32
+        return _hash(streams ^ observation.positions.long()).float() / 2**32
 
 
 _MASK = 0xFFFFFFFF
@@ -41,21 +40,16 @@ def stream(seed: int, layers: Int[Tensor, "..."] | int, rows: Int[Tensor, "..."]
     return _hash(_hash(torch.full_like(rows, seed)) ^ (layers * 4096 + rows))
 
 
-def draw(streams: Int[Tensor, "*rows"], at: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
-    """Return whole numbers, uniform in [0, 2**32), at places of the streams."""
-    return _hash(streams ^ at)
-
-
 def normal(streams: Int[Tensor, "*rows"], count: int) -> Float[Tensor, "*rows count"]:
     """Return the first `count` standard normal numbers of each stream in float32 (Box and Muller 1958)."""
-    places = torch.arange(2 * count, device=streams.device).expand(*streams.shape, -1)
-    uniform = (draw(streams[..., None].expand_as(places), places).double() + 0.5) / 2**32
+    places = torch.arange(2 * count, device=streams.device)
+    uniform = (_hash(streams[..., None] ^ places).double() + 0.5) / 2**32
     radius, angle = uniform.unflatten(-1, (count, 2)).unbind(-1)
     return ((-2 * radius.log()).sqrt() * (2 * math.pi * angle).cos()).float()
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Return numbers mixed to 32 bits (xor, shift, multiply) in int64 arithmetic."""
+    """Return numbers mixed to 32 bits, uniform in [0, 2**32) (xor, shift, multiply), in int64 arithmetic."""
     x = (((x >> 16) ^ x) * 0x45D9F3B) & _MASK
     x = (((x >> 16) ^ x) * 0x45D9F3B) & _MASK
     return (x >> 16) ^ x

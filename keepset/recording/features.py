@@ -97,7 +97,6 @@ class Recording(RecordedFeatures):
         """Return the features that a recipe records. Moments larger than their queries are computed at the event.
 
         Args:
-            recipe: the recipe that is executed.
             group: query heads that share a KV head.
             itemsize: bytes of a number.
             drafts: the largest number of a request's newest tokens that may be rejected after a step.

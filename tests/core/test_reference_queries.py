@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from keepset.core.accumulator import Chunk, QuerySource, Turn
+from keepset.core.feature import Needs
 from keepset.core.features.queries import ReferenceQueries
 from keepset.kernels.softmax import Softmax
 
@@ -32,7 +33,7 @@ def _positions_asked(
     features: list[ReferenceQueries], asked: tuple[int, int], lengths: list[int], chunks: list[int]
 ) -> list[list[int]]:
     """Return the positions of each request's reference queries, whose numbers are their positions; left padding."""
-    collected, longest, first = ReferenceQueries.accumulator(features), max(lengths), 0
+    collected, longest, first = ReferenceQueries.accumulator(list(Needs(*features))), max(lengths), 0
     for size in chunks:
         place = torch.arange(first, first + size)
         positions = torch.stack([place - (longest - length) for length in lengths])

@@ -69,19 +69,17 @@ class AttentionColumns(Feature[Float[Tensor, "batch query_heads entries"]]):
 
 class _PromptQueries(Accumulator):
     def __init__(self, features: Sequence[PromptQueryAttention]) -> None:
-        self._queries: dict[PromptQueryAttention, list[list[Tensor]]] = {feature: [] for feature in features}
+        (self._feature,) = features  # each stride is computed separately
+        self._queries: list[list[Tensor]] = []
         self._newest: Chunk
         self._others: Sequence[_PromptQueries] = ()
 
     def add(self, chunk: Chunk) -> None:
         assert chunk.source is not None
         self._newest, rows = chunk, chunk.source.undo(chunk.queries, chunk.positions)
-        queries = {}
-        for feature, parts in self._queries.items():
-            # By position, so that neither chunks nor padding change which queries count; the first token's always does.
-            asked = [row[:, chunk.every(feature.stride, request)] for request, row in enumerate(rows)]
-            queries[feature] = [*parts, asked]
-        self._queries = queries
+        # By position, so that neither chunks nor padding change which queries count; the first token's always does.
+        asked = [row[:, chunk.every(self._feature.stride, request)] for request, row in enumerate(rows)]
+        self._queries = [*self._queries, asked]
 
     def merged_with(self, others: Sequence[_PromptQueries]) -> _PromptQueries:
         copied = copy.copy(self)
@@ -90,23 +88,19 @@ class _PromptQueries(Accumulator):
 
     def values(self, lengths: Int[Tensor, " batch"], width: int) -> Mapping[Feature[Any], Any]:
         parts = zip((self, *self._others), lengths.tensor_split(1 + len(self._others)), strict=True)
-        each = [part._columns(own) for part, own in parts]
-        return {of: widened([column for columns in each for column in columns[of]], width) for of in self._queries}
+        return {self._feature: widened([column for part, own in parts for column in part._columns(own)], width)}
 
-    def _columns(self, lengths: Int[Tensor, " batch"]) -> dict[PromptQueryAttention, list[Tensor]]:
+    def _columns(self, lengths: Int[Tensor, " batch"]) -> list[Tensor]:
         """Return the columns of each request."""
         newest = self._newest
         assert newest.source is not None
         turn, entries = newest.source.ahead(lengths, 1), newest.entries()
-        columns = {}
-        for feature, parts in self._queries.items():
-            queries = [torch.cat(list(rows), 1).transpose(0, 1) for rows in zip(*parts, strict=True)]
-            turned = turn(pad_sequence(queries, batch_first=True).transpose(1, 2))
-            columns[feature] = [
-                mean_square_attention(rows[:, : len(own)], keys, newest.softmax)
-                for rows, own, (keys, _) in zip(turned, queries, entries, strict=True)
-            ]
-        return columns
+        queries = [torch.cat(list(rows), 1).transpose(0, 1) for rows in zip(*self._queries, strict=True)]
+        turned = turn(pad_sequence(queries, batch_first=True).transpose(1, 2))
+        return [
+            mean_square_attention(rows[:, : len(own)], keys, newest.softmax)
+            for rows, own, (keys, _) in zip(turned, queries, entries, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

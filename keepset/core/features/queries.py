@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +89,7 @@ class _Row:
 
 class _Reference(Accumulator):
     def __init__(self, features: Sequence[ReferenceQueries]) -> None:
-        self._feature = reduce(ReferenceQueries.merged, features)
+        (self._feature,) = features  # equal ones are merged
         self._rows: list[_Row] = []
         self._latest: Chunk
 

@@ -54,11 +54,7 @@ class EntryBiases(Feature[Tensor]):
 
 @dataclass(frozen=True)
 class QuantizedEntries(Feature[Tensor]):
-    """Attention over keys and values that are stored in few bits, each with its own scale.
-
-    Attributes:
-        bits: of each number.
-    """
+    """Attention over keys and values whose numbers are stored in few `bits`, each key and value with its own scale."""
 
     bits: int
 
@@ -195,11 +191,7 @@ class ModelStatistics(Feature[Statistics]):
 
 @dataclass(frozen=True)
 class ModelTables(Feature[Tables]):
-    """Tables that `keepset compile` has made for a model.
-
-    Attributes:
-        file: the file that holds them.
-    """
+    """Tables that `keepset compile` has made for a model, in a file."""
 
     name = "compiled tables"
 

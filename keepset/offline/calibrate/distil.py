@@ -107,8 +107,6 @@ def with_predictors(
 
     Args:
         statistics: the layers' statistics, with the rotation that is undone.
-        model: the model.
-        corpus: the passages.
         teachers: recipe texts; with several, the mean of the logarithms of their scores is fitted.
         folder: the folder for each passage's samples until the end, so that an interrupted run can continue; None to
             keep them in memory.
@@ -157,8 +155,7 @@ def with_predictors(
 def cut_passages(corpus: Corpus) -> list[Int[Tensor, " _"]]:
     """Return the passages in different lengths: most whole, of others the first half or the first quarter.
 
-    Args:
-        corpus: the passages; none is cut to fewer than `SHORTEST` tokens.
+    None is cut to fewer than `SHORTEST` tokens.
     """
     halvings = zip(corpus.passages, cycle(_HALVINGS))
     return [passage[: max(len(passage) >> times, SHORTEST)] for passage, times in halvings]
@@ -208,10 +205,8 @@ def fit(
     layer and the slopes are fitted to the residual.
 
     Args:
-        samples: the entries of all heads.
         width: numbers of the hidden layer.
         seed: seed of the initial weights and of the order of entries.
-        device: the device of the fit.
         on_step: called `STEPS` times.
 
     Returns:

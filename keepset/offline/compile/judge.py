@@ -43,11 +43,6 @@ class Verdict:
 class Judge:
     """One context, whose prompt has run with the full cache.
 
-    Args:
-        model: the model.
-        method: the method with its window.
-        context: the context.
-
     Attributes:
         risk: entropy and perplexity of the prompt (equations 12 and 13).
     """
