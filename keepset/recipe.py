@@ -284,8 +284,12 @@ def shown(text: str) -> str:
     return text
 
 
-_OPTIONS = [option.name for kind in (Budget, Schedule) for option in dataclasses.fields(kind)]
+_OPTIONS = {option.name: option.default for kind in (Budget, Schedule) for option in dataclasses.fields(kind)}
+"""The options of budget and schedule with their defaults, which hold unless the method has its own."""
 _EXAMPLE = "write a method with its parameters, such as snapkv(keep=0.25) or adakv(snapkv, keep=512)"
+
+
+_NEWER = ("recent_extra", "short")
 
 
 def _expression(text: str) -> ast.expr | None:
@@ -319,28 +323,20 @@ def _require(names: Iterable[str], named: Iterable[str], text: str) -> None:
 
 def _default_options(method: Method, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of the options of budget and schedule, for those that a text does not name."""
-    own = method.traits
-    implied = {"keep": None, "bytes": None, "sinks": own.sinks, "recent": own.recent, "protect_prompt": False}
-    return implied | {
-        "protect": (),
-        "recent_extra": False,
-        "short": 0,
-        "prefill": not options.get("protect_prompt", False),
-        "every": None,
-    }
+    always = {"sinks": method.traits.sinks, "recent": method.traits.recent}
+    return _OPTIONS | always | {"prefill": not options.get("protect_prompt", False)}
 
 
 def _given_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that have a value. Files leave others out, because older files do not name newer options."""
-    newer = {"recent_extra": False, "short": 0}
     return {
         name: value
         for name, value in options.items()
-        if value is not None and value != () and (name not in newer or value != newer[name])
+        if value is not None and value != () and (name not in _NEWER or value != _OPTIONS[name])
     }
 
 
-def _build_method(node: ast.expr | None, text: str, options: Sequence[str] = (), *, in_full: bool = False) -> Method:
+def _build_method(node: ast.expr | None, text: str, options: Iterable[str] = (), *, in_full: bool = False) -> Method:
     """Return the method that a call describes."""
     name, arguments, keywords = _call(node, text)
     kind = find(name)

@@ -60,10 +60,8 @@ class LayerAllocator(Allocator):
         always = torch.cat([each.split_layers(budget.always(each.sizes)) for each in observations], 1).clamp(min=1)
         always = always.minimum(existing).minimum(total[:, None] // layers)
         counts = always + self.divided(rankings, total - always.sum(-1), existing - always)
-        parts = []
-        for ranking, count in zip(
-            rankings, counts.split([len(each.layer_ids) for each in observations], 1), strict=True
-        ):
+        parts, split = [], counts.split([len(each.layer_ids) for each in observations], 1)
+        for ranking, count in zip(rankings, split, strict=True):
             seen = ranking.observation
             quotas = seen.sizes.entries.minimum(seen.merge_layers(count)[:, None])
             parts.append(scorer.choose(replace(ranking, quotas=quotas)))

@@ -87,10 +87,9 @@ class CompilerKV(Method):
     def traits(self) -> Traits:
         tables = [ModelTables(self.tables)] if self._reads and self.tables else []
         perplexity = [Perplexity(self.window)] if self.gated else []
+        # A query says how many query heads there are.
         return Traits(
-            needs=Needs(
-                self._attention, RecentQueries(1), *tables, *perplexity
-            ),  # queries say how many heads there are
+            needs=Needs(self._attention, RecentQueries(1), *tables, *perplexity),
             recent=self.window,
             across_layers=True,
             counts_from_data=self.elastic,

@@ -128,9 +128,8 @@ def _expected_logits(
         upper = both.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
         parts = [(part, upper[..., : part.stop, part].transpose(2, 3).flatten(3)) for part in columns]
     if keys.device.type == "cpu":
-        rows = max(
-            1, CACHE_BLOCK // (heads * size)
-        )  # independent of the batch, because other blocks would round differently
+        # Independent of the batch, because other blocks would round differently.
+        rows = max(1, CACHE_BLOCK // (heads * size))
     else:
         rows = max(1, DEVICE_BLOCK // (batch * heads * max(size, group * width)))
     logits = vectors.new_empty(batch, heads, entries, group)

@@ -77,7 +77,9 @@ class RKV(Method):
 
     def _redundancy(self, observation: Observation, history: Mask) -> Scores:
         charged = observation.over_heads(lambda heads: self._charged(observation.keys_of(heads), history[:, heads]))
-        return _softmax(charged / history.sum(-1, keepdim=True).clamp(min=1), history)
+        means = charged / history.sum(-1, keepdim=True).clamp(min=1)
+        # If no entry counts, the softmax is NaN everywhere.
+        return means.masked_fill(~history, float("-inf")).softmax(-1).masked_fill(~history, 0.0)
 
     def _charged(self, keys: Float[Tensor, "batch heads entries head_dim"], history: Mask) -> Scores:
         """Return the sum of the cosines that count for each key, for some heads."""
@@ -96,8 +98,3 @@ class RKV(Method):
             relieved = cosines.gather(-1, newest.clamp(min=0)[..., None])[..., 0].masked_fill(newest < 0, 0.0)
             charged.scatter_add_(-1, newest.clamp(min=0), -relieved)
         return charged
-
-
-def _softmax(numbers: Tensor, counted: Tensor) -> Tensor:
-    """Return a softmax over the entries that count, and zero for the others, also if none counts."""
-    return numbers.masked_fill(~counted, float("-inf")).softmax(-1).masked_fill(~counted, 0.0)

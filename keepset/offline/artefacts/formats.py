@@ -137,7 +137,6 @@ def expected_attention(found: Found) -> Artefact | None:
 
 
 _HEAD = re.compile(r"layer(\d{2,})_head(\d{2,})")
-_PARTS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
 _INTERLEAVED = "interleaved"
 
 
@@ -158,16 +157,12 @@ def triattention(found: Found) -> Artefact | None:
     layers, heads = (1 + max(numbers) for numbers in zip(*places, strict=True))
     if len(places) != layers * heads:
         raise ValueError("heads are missing")
-    parts = {
-        part: torch.stack(
-            [
-                torch.stack([_numbers(stats[places[layer, head]], part) for head in range(heads)])
-                for layer in range(layers)
-            ]
-        )
-        for part in _PARTS
-    }
-    real, imaginary, norm = parts.values()
+
+    def stacked(part: str) -> Float[Tensor, "layers heads planes"]:
+        ordered = [stats[places[layer, head]] for layer in range(layers) for head in range(heads)]
+        return torch.stack([_numbers(head, part) for head in ordered]).unflatten(0, (layers, heads))
+
+    real, imaginary, norm = map(stacked, ("q_mean_real", "q_mean_imag", "q_abs_mean"))
     half = torch.arange(real.shape[-1])
     first, second = half, half + len(half)
     return Artefact(

@@ -76,12 +76,11 @@ def with_artefact(statistics: Statistics, artefact: Artefact, name: str = "") ->
     for index, measured in statistics.layers.items():
         fields = {field: numbers[index].contiguous() for field, numbers in artefact.fields.items()}
         kv_heads = len(measured.direction)
-        others = [*(artefact.modules[index : index + 1])]
         gates = None if artefact.retrieval is None else artefact.retrieval[index]
         fits = (
             all(numbers.shape == getattr(measured, field).shape for field, numbers in fields.items())
             and (gates is None or len(gates) == kv_heads)
-            and all(module.kv_heads == kv_heads for module in others)
+            and all(module.kv_heads == kv_heads for module in artefact.modules[index : index + 1])
         )
         if not fits:
             raise KeepsetError(

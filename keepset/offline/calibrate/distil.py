@@ -342,10 +342,8 @@ def _least_squares(
 
 def _quality(predictor: Predictor, held: Samples, heads: int, layers: Sequence[int]) -> dict[str, Any]:
     """Return how well the networks rank held-out entries in each layer: rank correlation, and share of the choice."""
-    row_weights, knots = (
-        knot_weights(held.lengths, predictor.age.shape[1]),
-        knot_weights(held.ages, predictor.age.shape[2]),
-    )
+    row_weights = knot_weights(held.lengths, predictor.age.shape[1])
+    knots = knot_weights(held.ages, predictor.age.shape[2])
     scores, slopes = predictor.outputs_of(held.inputs.float()).unbind(-1)
     octaves = held.ages.float().log2().clamp(max=knots.shape[1] - 1) - MIDDLE
     predicted = scores + slopes * octaves + torch.einsum("el,hlk,ek->he", row_weights, predictor.age, knots)
