@@ -175,9 +175,6 @@ class NVFP4Format(PackedFormat):
         scales = rows[..., self.number_bytes : self.key_bytes].contiguous().view(torch.float8_e4m3fn).float()
         return levels * scales.repeat_interleave(SHARE_SCALE, -1), None
 
-    def value_parts(self, rows: UInt8[Tensor, "*places row"]) -> Parts:
-        return self.key_parts(rows)
-
     def encode_keys(
         self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
     ) -> UInt8[Tensor, "n row"]:

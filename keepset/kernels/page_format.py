@@ -62,9 +62,9 @@ class RowFormat(ABC):
             rows: the stored rows; the bytes of each are contiguous.
         """
 
-    @abstractmethod
     def value_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return values without the layer's scale; mixed values stay mixed."""
+        """Return values without the layer's scale; mixed values stay mixed. By default they are stored as keys are."""
+        return self.key_parts(rows)
 
     @abstractmethod
     def encode_keys(
@@ -180,14 +180,8 @@ class PageFormat(RowFormat):
         """Bytes of a row."""
         return self.number_bytes + (SCALE_BYTES if self.has_row_scales else 0)
 
-    def parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        """Return the stored numbers of rows in float32, and the rows' scales; None if the layer has one scale.
-
-        4-bit numbers are returned less their row's zero. Mixed rows stay mixed.
-
-        Args:
-            rows: the stored rows; the numbers of each are contiguous.
-        """
+    def key_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
+        """Return the stored numbers of rows, 4-bit ones less their row's zero, and the rows' own scales."""
         stored = rows.view(torch.uint8)
         numbers, behind = stored[..., : self.number_bytes], stored[..., self.number_bytes :]
         if self.numbers == FOUR_BITS:
@@ -196,27 +190,10 @@ class PageFormat(RowFormat):
             return halves.float().sub_(bits & _ZERO), (bits & ~_ZERO).view(torch.float32)[..., 0]
         return numbers.view(self.numbers).float(), behind.view(torch.float32)[..., 0] if self.has_row_scales else None
 
-    def key_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        return self.parts(rows)
-
-    def value_parts(self, rows: Shaped[Tensor, "*places row"]) -> Parts:
-        return self.parts(rows)
-
-    def decode(
-        self, rows: Shaped[Tensor, "*places row"], scale: Float[Tensor, "*#places"] | None = None
-    ) -> Float[Tensor, "*places head_dim"]:
-        """Return the keys or values that rows stand for, in `dtype`.
-
-        Args:
-            rows: the stored rows; the bytes of each are contiguous.
-            scale: the layer's scale for each row; None if rows have their own.
-        """
-        return self._decoded(rows, self.parts, self.mixing, scale)
-
-    def encode(
+    def encode_keys(
         self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
     ) -> Shaped[Tensor, "n row"]:
-        """Return keys or values in their stored form, as bytes.
+        """Return keys in their stored form, as bytes.
 
             scale = max(max(|row|) / largest, 1e-6)     stored = round(row / scale)
 
@@ -228,9 +205,10 @@ class PageFormat(RowFormat):
             stored = round(row / scale + zero); both `zero` and `stored` are limited to 0 to 15
 
         Args:
-            numbers: keys or values.
-            scale: the layer's scale for each row; None if rows have their own.
+            numbers: the keys.
+            scale: the scale of the layer of each; None for `key_scale`, or if rows have their own.
         """
+        scale = _of_all_rows(self.key_scale) if scale is None else scale
         whole = numbers.float() if self.mixing is None else self.mixing.mixed(numbers).float()
         if self.numbers == FOUR_BITS:
             return self._encode_halves(whole)
@@ -266,15 +244,10 @@ class PageFormat(RowFormat):
         """Return rows of the given integers and scales, unchanged, as bytes."""
         return torch.cat([numbers.view(torch.uint8), scale.float()[:, None].view(torch.uint8)], -1)
 
-    def encode_keys(
-        self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
-    ) -> Shaped[Tensor, "n row"]:
-        return self.encode(numbers, _of_all_rows(self.key_scale) if scale is None else scale)
-
     def encode_values(
         self, numbers: Float[Tensor, "n head_dim"], scale: Float[Tensor, "#n"] | None = None
     ) -> Shaped[Tensor, "n row"]:
-        return self.encode(numbers, _of_all_rows(self.value_scale) if scale is None else scale)
+        return self.encode_keys(numbers, _of_all_rows(self.value_scale) if scale is None else scale)
 
 
 def _of_all_rows(scale: Float[Tensor, ""] | None) -> Float[Tensor, " 1"] | None:

@@ -70,7 +70,7 @@ def check_rows(kind: str, kv_heads: int, head_dim: int, dtype: torch.dtype, devi
     write_rows(kind, new[0], new[1], cache, slots)
     rows = cache[slots // size, :, slots % size].chunk(2, -1)
     for part, right in zip(rows, numbers, strict=True):
-        off, whole = format.decode(part).float() - right.float(), right.float()
+        off, whole = format.decode_keys(part).float() - right.float(), right.float()
         if kind == INT4:
             near = off.norm(dim=-1) <= whole.norm(dim=-1) / _PARTS
         else:
