@@ -148,9 +148,9 @@ class AttentionHooks(ModelHooks):
             if hasattr(module, "layer_idx"):
                 yield before_calls(module, self._enter)
                 yield after_calls(module, self._leave, failed=True)
-            elif _is_rotary(module):
+            elif is_rotary(module):
                 yield after_calls(module, self._rotated)
-            if any(map(_is_rotary, module.children())):
+            if any(map(is_rotary, module.children())):
                 yield after_calls(module, self._done, failed=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -174,7 +174,8 @@ def _is_output(rotation: Any, call: ModuleCall) -> bool:
     return rotation is call.output if isinstance(rotation, Tensor) else rotation[0] is call.output[0]
 
 
-def _is_rotary(module: nn.Module) -> bool:
+def is_rotary(module: nn.Module) -> bool:
+    """Return whether a module is a rotary embedding."""
     return "RotaryEmbedding" in type(module).__name__
 
 

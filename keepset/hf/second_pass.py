@@ -7,13 +7,14 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -23,12 +24,11 @@ from keepset.core.features.attention import SecondPass, SecondPassColumns
 from keepset.errors import KeepsetError, UnsupportedModelError
 from keepset.hf import latents
 from keepset.hf.attention import AttentionInput, by_group, set_pending_attention
-from keepset.hf.hooks import ModelHooks, before_calls
+from keepset.hf.hooks import ModelHooks, before_calls, is_rotary
 from keepset.hf.latents import LatentStore
 from keepset.hf.layer import LogicalLayer
 from keepset.hf.layer_input import position_offset
 from keepset.hf.other_layers import HybridLayerState, one_request, states_of
-from keepset.hf.repeat import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 
@@ -151,8 +151,7 @@ class SecondPasses(ModelHooks):
         for i, entries in prompt.entries.items():
             kind = _HybridEntries if isinstance(layers[i], HybridLayerState) else _Entries
             caches[i] = kind(entries, request, length, names)
-        for i, each in caches.items():
-            each.readers, each.layer = layers[i].readers, i if layers[i].store_type is LatentStore else None
+            caches[i].readers, caches[i].layer = layers[i].readers, i if layers[i].store_type is LatentStore else None
         rest = {i: layer for i, layer in enumerate(layers) if i not in caches}
         states = any(isinstance(each, _HybridEntries) for each in caches.values())
         # Layers that are not keepset's would let one part see another.
@@ -279,6 +278,86 @@ def _calls(parts: list[Part], most: int) -> list[list[Part]]:
     return calls
 
 
+_WHOLE = "\n\nRepeat the previous context exactly."
+_PART = "\n\nRepeat the part of the previous context exactly, starting with "
+_REMINDER = 8
+"""How many of a chunk's last tokens introduce the next chunk."""
+
+_SINKS = 4
+"""How many first tokens every chunk's softmax sees if no chat template opens the prompt."""
+
+_TURN = "\n\nAnswer: "
+"""The text between the words and their answer if the tokenizer has no chat template."""
+_MARK = "keepset"
+"""A placeholder for a user's words, which shows what a chat template puts around them."""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Words by which a model is asked to repeat its prompt (KVzip, 2025, arXiv:2505.23416), in its tokens.
+
+    Attributes:
+        opening: the chat template's text before a user's words; a prompt's own opening is not repeated.
+        whole: the request for the first chunk.
+        part: the request for a later chunk; the last tokens of the chunk before follow it.
+        turn: the text between the user's words and the model's.
+    """
+
+    opening: tuple[int, ...]
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    turn: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Repeat:
+        """Return the words in the tokens of the tokenizer beside a model."""
+        name = model.config.name_or_path or ""
+        words = _words(name)
+        known = getattr(model.get_input_embeddings(), "num_embeddings", None)
+        if known is not None and max(words.whole + words.part + words.turn) >= known:
+            raise KeepsetError(
+                f"The tokenizer of {name!r} has tokens that the model does not know: give the model its own."
+            )
+        return words
+
+    def prefix(self, prompt: Int[Tensor, " tokens"]) -> int:
+        """Return how many tokens of a prompt are the chat template's opening; 0 if nothing follows it."""
+        length = len(self.opening)
+        return length if length < len(prompt) and tuple(prompt[:length].tolist()) == self.opening else 0
+
+    def passes(self, prompt: Int[Tensor, " tokens"], chunk: int) -> Iterator[tuple[Int[Tensor, " more"], SoftmaxScope]]:
+        """Yield for each chunk the tokens to run after the prompt, and the entries that they may attend to."""
+        prefix = self.prefix(prompt)
+        whole, part, turn = (prompt.new_tensor(words) for words in (self.whole, self.part, self.turn))
+        before = prompt[:0]
+        start = prefix
+        for own in prompt[prefix:].split(chunk or len(prompt)):
+            words = [part, before] if start > prefix else [whole]
+            yield torch.cat([*words, turn, own]), SoftmaxScope(prefix or min(_SINKS, start), start, start + len(own))
+            before, start = own[-_REMINDER:], start + len(own)
+
+
+@cache
+def _words(name: str) -> Repeat:
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False) if name else None
+    except (OSError, ValueError, ImportError, RuntimeError):
+        tokenizer = None
+    if tokenizer is None:
+        raise KeepsetError(
+            f"To ask the model to repeat its prompt takes its tokenizer, and {name!r} has none: load the model from a "
+            "folder, or by a name on the Hugging Face Hub, that has one."
+        )
+    opening, turn = "", _TURN
+    if tokenizer.chat_template:
+        marked = [{"role": "user", "content": _MARK}]
+        chat = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        opening, separator, after = chat.rpartition(_MARK)
+        turn = after if separator else _TURN
+    texts = (opening, _WHOLE, _PART, turn)
+    return Repeat(*(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts))
+
+
 class _Entries(LogicalLayer):
     """One request's entries of one layer; tokens attend to them, and are not added."""
 
@@ -339,7 +418,7 @@ def _decoder_of(model: Any) -> Any:
 
 
 def _rotary(model: nn.Module) -> Iterator[nn.Module]:
-    return (module for module in model.modules() if "RotaryEmbedding" in type(module).__name__)
+    return filter(is_rotary, model.modules())
 
 
 @contextmanager

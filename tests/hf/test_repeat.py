@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 import keepset
 from keepset import Observation
 from keepset.embedded import embedded_folder
-from keepset.hf.repeat import Repeat
+from keepset.hf.second_pass import Repeat
 from keepset.kernels.columns import ColumnStatistic
 from keepset.kernels.second_pass import PackedSequence, SoftmaxScope, second_pass_attention
 from keepset.kernels.softmax import Softmax

@@ -107,7 +107,7 @@ def test_an_event_waits_once_for_all_layers(
         gpu.reset()
         seen = Posing(mask) if padded else None
         model(tokens, attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        files = "hf/attention.py", "hf/second_pass.py", "hf/repeat.py"
+        files = "hf/attention.py", "hf/second_pass.py"
         looked = [gpu.waits[where] for where in gpu.waits if any(file in where for file in files)]
         assert gpu.waits.total() - sum(looked) <= 1 + more_waits(method, layers, len(ids)), gpu.waits
         for _ in range(every):
@@ -137,7 +137,7 @@ def test_a_padded_prompt_is_looked_at_once(
             waits.append(gpu.waits.copy())
     plain, padded = waits
     more = padded - plain
-    of_pass = sum(waits for where, waits in more.items() if "hf/second_pass.py" in where or "hf/repeat.py" in where)
+    of_pass = sum(waits for where, waits in more.items() if "hf/second_pass.py" in where)
     of_mask = sum(waits for where, waits in more.items() if "hf/attention.py" in where)
     assert of_mask <= 3 and of_pass <= len(ids) and of_mask + of_pass == more.total(), more
 
