@@ -100,10 +100,6 @@ class RopeDeltas(ModelHooks):
     def forget(self) -> None:
         """Forget nothing: deltas belong to the tokens that the cache holds."""
 
-    def reset(self) -> None:
-        """Forget the prompt."""
-        self.deltas = None
-
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Make the batch consist of these requests."""
         self.deltas = None if self.deltas is None else self.deltas[rows.to(self.deltas.device)]

@@ -4,7 +4,7 @@ Such a model caches for each token a latent and a rotated part, from which it ma
 Keys and values are linear in them, so a query can be projected to the latents instead (`absorbed`): its product with
 `[latent, rotated part]` is its product with the key. So there is one KV head, whose group is all query heads. An
 entry's key is `[latent, rotated part]`, its value is the latent, and attention's output is projected back to each head
-(`expanded`). Methods see these keys, values and queries, and need not know about it.
+(`finished`). Methods see these keys, values and queries, and need not know about it.
 """
 
 from __future__ import annotations
@@ -74,14 +74,6 @@ class Latents:
         nope = self.to_keys.shape[1]
         return torch.cat([queries[..., :nope] @ self.to_keys.to(queries.dtype), queries[..., nope:]], -1)
 
-    def expanded(self, attended: Float[Tensor, "batch n query_heads latent"]) -> Tensor:
-        """Return attention's output over values, `[batch, n, query_heads, value_dim]`, from its output over latents."""
-        return torch.einsum("bnhl,hvl->bnhv", attended, self.to_values.to(attended.dtype)).contiguous()
-
-    def projected(self, weight: Float[Tensor, "query_heads value_dim hidden"]) -> Tensor:
-        """Return the output projection for latents, `[query_heads, latent, hidden]`, from that for values."""
-        return self.to_values.mT.to(weight.dtype) @ weight
-
 
 class LatentInput(AttentionInput):
     """New tokens as those of one KV head, whose entries are latents.
@@ -118,10 +110,11 @@ class LatentInput(AttentionInput):
         return self.latents.absorbed
 
     def finished(self, attended: Tensor) -> Tensor:
-        return self.latents.expanded(attended)
+        to_values = self.latents.to_values.to(attended.dtype)
+        return torch.einsum("bnhl,hvl->bnhv", attended, to_values).contiguous()
 
     def projected(self, weight: Tensor) -> Tensor:
-        return self.latents.projected(weight)
+        return self.latents.to_values.mT.to(weight.dtype) @ weight
 
     def _cut(self, part: slice) -> None:
         query, key, value = (each[:, :, part] for each in self.own)

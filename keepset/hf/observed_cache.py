@@ -212,7 +212,7 @@ class ObservedCache(EditableCache, KnowsText):
         self._waiting.clear()
         self._attending = False
         if self._rope is not None:
-            self._rope.reset()
+            self._rope.deltas = None
         for hooks in self._all_hooks():
             hooks.close()
             hooks.open()

@@ -71,8 +71,7 @@ class Progress:
 
     def add_images(self, found: tuple[Ranges, ...] | None) -> None:
         """Record where images are among the newest tokens; None if that is not known."""
-        known = None if found is None else self.images
-        self.images = None if known is None or found is None else tuple(map(add, known, found))
+        self.images = None if self.images is None or found is None else tuple(map(add, self.images, found))
 
     def crop(self, removed: int) -> list[int]:
         """Take back the newest tokens; return how many of them were real in each request."""

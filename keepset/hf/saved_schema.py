@@ -66,9 +66,8 @@ def check_header(metadata: Any, layout: Mapping[str, TensorLocation]) -> None:
     # Some layers of hybrids, such as experts, hold nothing.
     _require(max(layers, default=-1) < metadata["layers"] <= _MAX_LAYERS)
     for tensors in layers.values():
-        states = {name: each for name, each in tensors.items() if name.startswith(STATE)}
-        _check_states(states, requests)
-        others = {name: each for name, each in tensors.items() if name not in states}
+        _check_states(below(STATE, tensors), requests)
+        others = {name: each for name, each in tensors.items() if not name.startswith(STATE)}
         if "counts" in others:
             _check_kept(others, requests, metadata["event"] is not None)
         elif others:
@@ -199,19 +198,14 @@ def _check_kept(tensors: Mapping[str, TensorLocation], requests: int, event: boo
             _require((each.dtype, each.shape[1:]) == (columns[name].dtype, columns[name].shape[1:]))
     others = {name for name in tensors if not name.startswith("columns.")} - {"counts"}
     kept = {"kept.positions", "kept.counts"}
-    _require(kept <= others if others & kept else True)
     if others & kept:
-        _require(event and len(_of(tensors, "kept.counts", torch.int64)) == 2)
+        _require(kept <= others and event and len(_of(tensors, "kept.counts", torch.int64)) == 2)
         _require(len(_of(tensors, "kept.positions", torch.int32)) == 1)
     for name in others - kept:
         _require(name.startswith("passing.") and _RECORDER_TENSORS.fullmatch(name.removeprefix("passing.")))
     key, value = (format.size(each.shape[1]) if format else each.shape[1] for each in (keys, columns["values"]))
-    _check_recorder(
-        {name.removeprefix("passing."): tensors[name] for name in others - kept},
-        requests,
-        heads,
-        {key, key + value} if heads == 1 else {key},  # queries attend to both parts of latents
-    )
+    sizes = {key, key + value} if heads == 1 else {key}  # queries attend to both parts of latents
+    _check_recorder(below("passing.", tensors), requests, heads, sizes)
 
 
 def _check_columns(columns: Mapping[str, TensorLocation]) -> None:
@@ -238,22 +232,20 @@ def _check_recorder(tensors: Mapping[str, TensorLocation], requests: int, kv_hea
     _require(_of(tensors, "holes", torch.bool) == () and _of(tensors, "added_up", torch.int64) == ())
     if "added" in tensors:
         _require(_of(tensors, "added", torch.int64) == (requests,))
-    recorded = {name: each for name, each in tensors.items() if name.startswith("recorded.")}
-    if recorded:
-        _require(recorded.keys() >= {"recorded.queries", "recorded.positions"})
-        _require(recorded.keys() <= {"recorded.queries", "recorded.positions", "recorded.cos", "recorded.sin"})
+    if recorded := below("recorded.", tensors):
+        _require({"queries", "positions"} <= recorded.keys() <= {"queries", "positions", "cos", "sin"})
         _require(len({each.shape[:2] for each in recorded.values()}) == 1)
-        queries = recorded["recorded.queries"]
+        queries = recorded["queries"]
         _require(queries.dtype.is_floating_point and len(queries.shape) == 4 and queries.shape[0] == requests)
         _require(queries.shape[2] > 0 and queries.shape[2] % kv_heads == 0 and queries.shape[3] in sizes)
-        _require(len(_of(tensors, "recorded.positions", torch.int64)) == 2)
-        rotations = recorded.keys() & {"recorded.cos", "recorded.sin"}
+        _require(len(_of(recorded, "positions", torch.int64)) == 2)
+        rotations = recorded.keys() & {"cos", "sin"}
         _require(len(rotations) in (0, 2))
         for name in rotations:
             _require(recorded[name].dtype.is_floating_point and len(recorded[name].shape) == 3)
-    moments = {name: each for name, each in tensors.items() if name.startswith("moments.")}
-    for number in {name.split(".")[1] for name in moments}:
-        _require(all(f"moments.{number}.{name}" in moments for name in MOMENTS))
+    moments = below("moments.", tensors)
+    for number in {name.split(".")[0] for name in moments}:
+        _require(all(f"{number}.{name}" in moments for name in MOMENTS))
     for each in moments.values():
         _require(each.dtype.is_floating_point and len(each.shape) > 1 and each.shape[0] == requests)
 
@@ -270,7 +262,7 @@ def _check_window(tensors: Mapping[str, TensorLocation], requests: int) -> None:
 def _check_states(tensors: Mapping[str, TensorLocation], requests: int) -> None:
     """Check the types and shapes of recurrent and convolution states."""
     for name, each in tensors.items():
-        _require(_STATE.fullmatch(name.removeprefix(STATE)) and each.dtype.is_floating_point)
+        _require(_STATE.fullmatch(name) and each.dtype.is_floating_point)
         _require(len(each.shape) > 1 and each.shape[0] == requests and 0 not in each.shape)
 
 

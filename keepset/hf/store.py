@@ -497,10 +497,9 @@ def _starts(runs: Sequence[HeadRun]) -> list[int]:
 
 def widened(columns: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> dict[str, Tensor]:
     """Return the result of `packed`, with keys and values as the model made them."""
-    heads = EntryStore.of(columns, counts).heads
-    left = {name: column for name, column in columns.items() if name not in _SCALES.values()}
-    left = {name: column for name, column in left.items() if not name.startswith(RESIDUAL)}
-    whole = heads.whole()
+    store = EntryStore.of(columns, counts)
+    whole = store.heads.whole()
+    left = {name: column for name, column in store._columns.items() if name not in _STORED}
     return {**left, "keys": whole.keys, "values": whole.values}
 
 

@@ -60,34 +60,24 @@ def attention_with_lse(
     if softmax.softcap is not None:
         output, lse = softmax_attention(queries[None], keys[None], values[None], softmax, causal=causal)
         return output[0].transpose(0, 1), lse[0]
-    output, lse = _scaled_attention(queries, keys, values, softmax.scaling, causal)
-    if softmax.sinks is None:
-        return output, lse
-    whole = softmax.with_sinks(lse)
-    return output * (lse - whole).exp()[..., None].to(output.dtype), whole
-
-
-def _scaled_attention(
-    queries: Float[Tensor, "query_heads n head_dim"],
-    keys: Float[Tensor, "kv_heads entries head_dim"],
-    values: Float[Tensor, "kv_heads entries value_dim"],
-    scaling: float,
-    causal: bool,
-) -> tuple[Float[Tensor, "query_heads n value_dim"], Float[Tensor, "query_heads n"]]:
-    """Return attention without caps and sinks, and its log-sum-exp."""
-    fused = _fused_operator(queries, keys, values)
+    scaling, fused = softmax.scaling, _fused_operator(queries, keys, values)
     group, n, value_dim = queries.shape[0] // keys.shape[0], queries.shape[1], values.shape[-1]
     repeated = (x.repeat_interleave(group, 0) for x in (keys, values))
     query, key, value = (x.unsqueeze(0) for x in (queries, *repeated))
     if fused is None:
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling)
-        return output.squeeze(0), log_sum_exp(queries, keys, Softmax(scaling), causal)
-    if queries.device.type != "cpu":  # fused GPU operators require multiples of 8 numbers
-        query, key, value = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value))
-    operator, options = fused
-    output, lse, *_ = operator(query, key, value, *options, causal, scale=scaling)
-    # Some operators pad the log-sum-exp to a block of queries.
-    return output.squeeze(0).narrow(-1, 0, value_dim), lse.squeeze(0).narrow(-1, 0, n).float()
+        output = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scaling).squeeze(0)
+        lse = log_sum_exp(queries, keys, Softmax(scaling), causal)
+    else:
+        if queries.device.type != "cpu":  # fused GPU operators require multiples of 8 numbers
+            query, key, value = (F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (query, key, value))
+        operator, options = fused
+        output, lse, *_ = operator(query, key, value, *options, causal, scale=scaling)
+        # Some operators pad the log-sum-exp to a block of queries.
+        output, lse = output.squeeze(0).narrow(-1, 0, value_dim), lse.squeeze(0).narrow(-1, 0, n).float()
+    if softmax.sinks is None:
+        return output, lse
+    whole = softmax.with_sinks(lse)
+    return output * (lse - whole).exp()[..., None].to(output.dtype), whole
 
 
 def _fused_operator(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Callable[..., Any], Sequence[Any]] | None:

@@ -180,7 +180,7 @@ def _normalised(
 ) -> Float[Tensor, "heads m k"]:
     """Return the shares divided by their sum, a sink's share included."""
     whole = shares.sum(-1, keepdim=True) if sunk is None else shares.sum(-1, keepdim=True) + sunk[..., None]
-    return shares / whole.clamp(min=torch.finfo(shares.dtype).tiny).clamp(min=torch.finfo(shares.dtype).tiny)
+    return shares / whole.clamp(min=torch.finfo(shares.dtype).tiny)
 
 
 def _square(numbers: Float[Tensor, "heads *rest"]) -> Float[Tensor, " heads"]:

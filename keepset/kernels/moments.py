@@ -49,12 +49,8 @@ class Moments:
 
     def merged_with(self, others: Sequence[Moments]) -> Moments:
         """Return the moments of this batch followed by those of other batches."""
-        every, joined = (self, *others), Moments()
-        joined._full = self._full
-        joined._count = torch.cat([moments._counted for moments in every])
-        joined.mean = torch.cat([moments.mean for moments in every])
-        joined._scatter = torch.cat([moments._scatter for moments in every])
-        return joined
+        every = [moments.tensors for moments in (self, *others)]
+        return Moments.of({name: torch.cat([part[name] for part in every]) for name in NAMES}, self._full)
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], full: bool) -> Moments:

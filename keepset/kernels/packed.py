@@ -33,10 +33,6 @@ class HeadRun:
     count: int
     capacity: int
 
-    def at(self, head: int) -> int:
-        """Return the place of a head's first entry."""
-        return self.start + (head - self.first) * self.capacity
-
     def view(
         self, flat: Shaped[Tensor, " places *rest"], first: int = 0, n: int | None = None
     ) -> Shaped[Tensor, "heads n *rest"]:
@@ -136,7 +132,8 @@ class PackedHeads:
             first, last = max(run.first, part.first), min(run.first + run.heads, part.first + part.heads)
             if first < last and part.count:
                 assert self.residual is not None
-                own = replace(part, first=first, heads=last - first, start=part.at(first))
+                start = part.start + (first - part.first) * part.capacity
+                own = replace(part, first=first, heads=last - first, start=start)
                 newest = rows[first - run.first : last - run.first, run.count - part.count :]
                 newest += self.residual.rows(own, name)
         return rows

@@ -7,7 +7,6 @@ sum of two products. The newest entries have a residual, whose products are adde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,39 +23,29 @@ _MOVED = 16
 """New tokens that a program writes."""
 
 
-class _Residuals(NamedTuple):
-    """Addresses of the residuals of heads, as in `HeadTable`; heads without one have no entries.
-
-    Attributes:
-        addresses: addresses of each head's residual.
-        grown: entries that all residuals have beyond the table's counts.
-    """
-
-    addresses: Int[Tensor, "7 heads"]
-    grown: int
-
-
-def _residuals(stores: Sequence[PackedHeads]) -> _Residuals:
+def _residuals(stores: Sequence[PackedHeads]) -> tuple[Int[Tensor, "7 heads"], int]:
+    """Return `addresses` and `grown` of a `HeadTable` of the stores' residuals; heads without one have no entries."""
     parts = [store.residual for store in stores]
     known = [part for part in parts if part is not None]
     if len(known) == len(parts):
         table = HeadTable(known)
-        return _Residuals(table.addresses, table.grown)
+        return table.addresses, table.grown
     joined = []
     for store, part in zip(stores, parts, strict=True):
         own = torch.zeros(7, store.heads, dtype=torch.int64) if part is None else part.host_table.clone()
         own[-1] += 0 if part is None else part.grown
         joined.append(own)
-    return _Residuals(torch.cat(joined, 1).to(stores[0].keys.device, non_blocking=True), 0)
+    return torch.cat(joined, 1).to(stores[0].keys.device, non_blocking=True), 0
 
 
 def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor, "batch n query_heads value_dim"]:
     """Compute `keepset.kernels.attention.ragged_attention` of mixed queries; the output is also mixed."""
-    made, residuals, kind = Launch(queries, stores, softmax, query_positions), _residuals(stores), stores[0]
+    made, kind = Launch(queries, stores, softmax, query_positions), stores[0]
+    residuals, residuals_grown = _residuals(stores)
     _attend_four_bits[made.grid](
         queries, kind.keys, kind.positions, made.bias, kind.key_scale, levels_and_borders(queries.device)[0],
-        made.table.addresses, residuals.addresses, made.last_visible, made.sinks, made.partial, made.partial_lse,
-        *queries.stride(), softmax.scaling, softmax.softcap or 1.0, made.part, made.table.grown, residuals.grown,
+        made.table.addresses, residuals, made.last_visible, made.sinks, made.partial, made.partial_lse,
+        *queries.stride(), softmax.scaling, softmax.softcap or 1.0, made.part, made.table.grown, residuals_grown,
         queries.shape[2], made.kv_heads, made.heads, made.lse.numel(),
         HALF=queries.shape[3] // 2, VALUE_HALF=made.output.shape[3] // 2, HALF_BLOCK=max(16, made.head_block // 2),
         VALUE_BLOCK=max(16, made.value_block // 2), **made.sizes, num_stages=2,
@@ -66,13 +55,13 @@ def ragged_attention(queries, stores, softmax, query_positions) -> Float[Tensor,
 
 def append(stores, keys, values, positions) -> None:
     """Append mixed new entries to their heads, and write their rounding errors to the residuals."""
-    table, residuals, kind = HeadTable(stores), _residuals(stores), stores[0]
+    table, (residuals, residuals_grown), kind = HeadTable(stores), _residuals(stores), stores[0]
     batch, kv_heads, n, size = keys.shape
     value_size = values.shape[3]
     levels, borders = levels_and_borders(keys.device)
     _append_four_bits[(batch * kv_heads, triton.cdiv(n, _MOVED))](
         keys, values, positions, kind.keys, kind.positions, kind.key_scale, levels, borders,
-        table.addresses, residuals.addresses, table.grown, residuals.grown, n, kv_heads, batch * kv_heads,
+        table.addresses, residuals, table.grown, residuals_grown, n, kv_heads, batch * kv_heads,
         *keys.stride(), *values.stride(), *positions.stride(),
         HALF=size // 2, WIDE=triton.next_power_of_2(size // 2), VALUE_HALF=value_size // 2,
         VALUE_WIDE=triton.next_power_of_2(value_size // 2), BLOCK=_MOVED,
