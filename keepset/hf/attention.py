@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Never, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, Never, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -43,17 +43,16 @@ _NOTE = "_keepset_attention"
 """Attribute of a tensor of keys: the function that attends to them, and their values."""
 
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def uncompiled(function: Function) -> Function:
     """Return the function so that PyTorch's compiler leaves it alone.
 
     A cache changes with every token, so a compiled graph would serve one token. And the attention function finds its
     layer by an attribute of the tensor that the cache returned, which a graph would lose.
     """
-    return cast(Callable[Parameters, Result], torch.compiler.disable(function))
+    return cast(Function, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +171,6 @@ class AttentionInput:
     def real_indices(self) -> list[Int[Tensor, " _"]] | None:
         """Indices of each request's tokens that are not padding; None if all are real."""
         return None if self.real is None else self.real.indices
-
-    @property
-    def causal(self) -> bool:
-        """Return whether no token sees a later one."""
-        return self.mask is None or not self.mask.shows_later
 
     @property
     def padded(self) -> bool:

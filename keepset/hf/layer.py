@@ -283,8 +283,8 @@ class LayerState(LogicalLayer):
 
     def _attend_first(self, new: AttentionInput) -> Tensor:
         """Attend from the first tokens to themselves, and keep the log-sum-exp if that saves work."""
-        n = new.length
-        whole, plain, (query, key, value) = new.valid is None and new.causal, new.softmax.plain, new.as_made
+        n, plain, (query, key, value) = new.length, new.softmax.plain, new.as_made
+        whole = new.valid is None and (new.mask is None or not new.mask.shows_later)
         if whole and not (plain and (self.prompt is None or not self.prompt.needs.log_sum_exp)):
             rows = zip(query, key, value, strict=True)
             parts = [attention_with_lse(q, k, v, new.softmax) for q, k, v in rows]

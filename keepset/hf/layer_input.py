@@ -107,11 +107,6 @@ class ModuleCall:
     kwargs: dict[str, Any]
     output: Any = None
 
-    @property
-    def given(self) -> tuple[Any, ...]:
-        """Return all arguments."""
-        return *self.args, *self.kwargs.values()
-
 
 def hidden_states_of(call: ModuleCall) -> HiddenStates:
     """Return the hidden states that an attention module was called with, `[batch, n, hidden]`."""
@@ -166,7 +161,7 @@ class LayerInput(QuerySource):
         kwargs = {name: None if name in _CACHES else value for name, value in call.kwargs.items()}
         self._call, self._rows, self._positions, self._valid = replace(call, kwargs=kwargs), rows, positions, valid
         self._rotary, self._tokens = rotary, query.shape[2]
-        self._given = (position_ids,) if rotary is None else rotary.given
+        self._given = (position_ids,) if rotary is None else (*rotary.args, *rotary.kwargs.values())
         known = _LAYOUTS.get(call.module)
         self._layout = known or self._found_layout()
         self.rotation = self._own_rotation()
@@ -181,12 +176,7 @@ class LayerInput(QuerySource):
     @property
     def hidden(self) -> HiddenStates:
         """Hidden states that entered the module, `[batch, n, hidden]`."""
-        return self._all_hidden[self._rows]
-
-    @property
-    def _all_hidden(self) -> HiddenStates:
-        """Hidden states of all requests in the model's batch."""
-        return hidden_states_of(self._call)
+        return hidden_states_of(self._call)[self._rows]
 
     def rotated_by(self, rotation: Rotation | None) -> LayerInput:
         """Return the same layer's input for queries of other forwards, which this rotation has rotated."""
@@ -255,7 +245,7 @@ class LayerInput(QuerySource):
         """Return the queries that the module makes of other hidden states: it runs again, with norms and biases."""
         batch, n, _ = hidden.shape
         at = torch.zeros(batch, n, dtype=torch.long, device=hidden.device) if positions is None else positions
-        own, probe = self._all_hidden, QueryProbe()
+        own, probe = hidden_states_of(self._call), QueryProbe()
 
         def instead(name: str, value: Any) -> Any:
             if value is own:  # which some modules take several times

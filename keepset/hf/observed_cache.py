@@ -60,8 +60,6 @@ class ObservedCache(EditableCache, KnowsText):
         tasks: tokens of questions for second passes, each `[batch, tokens]`.
 
     Attributes:
-        needs: what its layers collect.
-        schedule: when its layers are observed.
         managed_layers: those that may be compressed, by their indices; others, such as sliding windows, stay
             transformers' own.
         compressed_layers: their indices.

@@ -242,10 +242,7 @@ class QueryWindow:
 
     Args:
         parts: columns `[batch, n, ...]` by name, right-aligned. A part never changes, so copies share it.
-        holes: whether some of their queries may not exist.
-
-    Attributes:
-        holes: whether some of the queries may not exist (position -1) by now.
+        holes: whether some of their queries may not exist (position -1).
     """
 
     def __init__(self, parts: Sequence[dict[str, Tensor]] = (), holes: bool = False) -> None:

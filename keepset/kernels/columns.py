@@ -123,7 +123,7 @@ def attention_columns(
     queries: Float[Tensor, "query_heads n head_dim"],
     keys: Float[Tensor, "kv_heads entries head_dim"],
     *,
-    softmax: Softmax | None = None,
+    softmax: Softmax,
     names: Collection[str] = (ColumnStatistic.SUM,),
     causal: bool = True,
     lse: Float[Tensor, "query_heads n"] | None = None,
@@ -141,7 +141,7 @@ def attention_columns(
     Args:
         queries: queries after rotation, of the last `n` entries; if not `causal`, of tokens after all entries.
         keys: keys of all entries, after rotation.
-        softmax: the model's softmax; by default products are scaled by `head_dim ** -0.5`.
+        softmax: the model's softmax.
         names: statistics to compute: any of `sum`, `max` and `square` (sum of squares).
         causal: whether a query sees only the entries up to its own.
         lse: log-sum-exp of the queries' logits, if attention has computed it already.
@@ -149,8 +149,7 @@ def attention_columns(
     Returns:
         The statistics by name, float32.
     """
-    kv_heads, entries, head_dim = keys.shape
-    softmax = Softmax(head_dim**-0.5) if softmax is None else softmax
+    kv_heads, entries, _ = keys.shape
     if not queries.shape[1]:  # only padding
         return {name: torch.zeros(queries.shape[0], entries, device=keys.device) for name in names}
     lse = log_sum_exp(queries, keys, softmax, causal) if lse is None else lse

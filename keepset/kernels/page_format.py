@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -119,7 +119,10 @@ class RowFormat(ABC):
         flat = rows.reshape(-1, rows.shape[-1])
         layer_scale = None if scale is None else scale.expand(places).reshape(-1)
         decoded = torch.empty(len(flat), self.head_dim, dtype=self.dtype, device=rows.device)
-        for some in row_blocks(len(flat), self.head_dim, rows.device):
+        # In blocks whose numbers fit a core's cache in float32.
+        at_once = max(1, block_size(rows.device, CACHE_BLOCK) // self.head_dim)
+        for first in range(0, len(flat), at_once):
+            some = slice(first, first + at_once)
             numbers, own = parts(flat[some])
             for factor in (own, None if layer_scale is None else layer_scale[some]):
                 if factor is not None:
@@ -166,14 +169,9 @@ class PageFormat(RowFormat):
         return self.key_scale is None
 
     @property
-    def bits(self) -> int:
-        """Bits of a number."""
-        return 4 if self.numbers == FOUR_BITS else 8
-
-    @property
     def number_bytes(self) -> int:
         """Bytes of a row's numbers."""
-        return self.head_dim * self.bits // 8
+        return self.head_dim // 2 if self.numbers == FOUR_BITS else self.head_dim
 
     @property
     def row_bytes(self) -> int:
@@ -253,18 +251,6 @@ class PageFormat(RowFormat):
 def _of_all_rows(scale: Float[Tensor, ""] | None) -> Float[Tensor, " 1"] | None:
     """Return a layer's scale in a shape that broadcasts over rows."""
     return None if scale is None else scale[None]
-
-
-def row_blocks(rows: int, head_dim: int, device: torch.device) -> Iterator[slice]:
-    """Yield consecutive ranges of rows; the numbers of each fill a block in float32.
-
-    Args:
-        rows: the number of rows.
-        head_dim: numbers of a row.
-        device: the device on which the numbers are computed.
-    """
-    at_once = max(1, block_size(device, CACHE_BLOCK) // head_dim)
-    yield from (slice(first, first + at_once) for first in range(0, rows, at_once))
 
 
 def largest_number(kind: torch.dtype) -> float:

@@ -34,7 +34,6 @@ class _Code:
         lanes: the numbers of a vector.
 
     Attributes:
-        lanes: the numbers of a vector.
         zero: a vector of zeros.
     """
 

@@ -421,6 +421,6 @@ def test_each_kernel_is_launched_on_the_gpu_of_its_tensors(
         store = PackedHeads(keys, keys, Posing(torch.arange(6, dtype=torch.int32)), [HeadRun(0, 2, 0, 2, 3)])
         append_entries([store], new, new, Posing(torch.tensor([[7]])))
         ragged_attention(new, [store], Softmax(0.3))
-        columns.attention_columns(new[0], new[0])
+        columns.attention_columns(new[0], new[0], softmax=Softmax(1.0))
         pack_entries({"keys": new}, Posing(torch.tensor([0, 0])), Posing(torch.tensor([[1, 1]])))
     assert len(current) == 5 and {device.type for device in current} == {"meta"}
