@@ -142,7 +142,7 @@ def _in_stores(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, lon
     places = torch.arange(many.shape[2]).expand(many.shape[:3])
     for known in torch.zeros(many.shape[:3]), None:
         entry_codes(many, many, places, places >= 40, networks_of(kv_heads, head_dim), known)
-    for softmax in None, capped:
+    for softmax in Softmax(head_dim**-0.5), capped:
         attention_columns(queries[0], keys[0], softmax=softmax, names=("sum", "max", "square"))
     entries = {"keys": keys, "values": keys, "positions": positions[:, None].expand(-1, kv_heads, -1)}
     pack_entries(entries, torch.zeros(48 * kv_heads, dtype=torch.int64), torch.full((1, kv_heads), 48))
